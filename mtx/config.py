@@ -1,0 +1,267 @@
+"""What a run is, as frozen dataclasses: the model, the layout, the optimizer, the data, the run.
+
+`ModelConfig` holds what decides the values, `Layout` only how they are computed: the same model,
+seed and global batch give the same losses and parameters on every layout, to rounding.
+No JAX here; validation happens once, at construction, and every error names a remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mtx.errors import UserError, unknown_name
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+
+
+def _require_choice(config: object, name: str, annotation: object) -> None:
+    choices, value = annotation.__args__, getattr(config, name)
+    if value not in choices:
+        raise unknown_name(name, str(value), choices)
+
+
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A GPT as in Megatron-LM: pre-LN blocks, learned positions, GELU, tied or untied output."""
+
+    layers: int = 8  # L
+    hidden: int = 256  # D
+    heads: int = 8  # H
+    sequence: int = 256  # S
+    vocab: int = 256  # V, before padding
+    ffn_multiple: int = 4  # F / D
+    tied: bool = True  # the output layer shares the embedding's weight
+    dropout: float = 0.0  # on the embedding and before each residual addition
+    attention_dropout: float = 0.0  # on the attention probabilities
+    init_std: float = 0.02  # output projections of a block: init_std / sqrt(2 L)
+    norm_epsilon: float = 1e-5
+    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this times its shards
+    compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
+
+    def __post_init__(self):
+        _require_positive(
+            self, "layers", "hidden", "heads", "sequence", "vocab", "ffn_multiple", "vocab_multiple"
+        )
+        _require_choice(self, "compute_dtype", ComputeDtype)
+        if self.hidden % self.heads:
+            raise UserError(
+                f"hidden={self.hidden} cannot be divided over heads={self.heads}; "
+                f"use hidden={_nearest_multiples(self.hidden, self.heads)}"
+            )
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def ffn_hidden(self) -> int:
+        return self.ffn_multiple * self.hidden
+
+    def padded_vocab(self, shards: int) -> int:
+        """V padded so that each of `shards` devices holds a multiple of `vocab_multiple` rows."""
+        unit = self.vocab_multiple * shards
+        return math.ceil(self.vocab / unit) * unit
+
+
+Schedules = Literal["1f1b", "gpipe"]
+Idle = Literal["skip", "phases", "masked"]
+Stash = Literal["residuals", "inputs"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is laid over a device mesh. Changes speed and memory, never the values."""
+
+    data: int = 1  # replicas (d)
+    pipe: int = 1  # pipeline stages (p)
+    tensor: int = 1  # tensor-parallel shards (t)
+    virtual: int = 1  # model chunks per stage (v): above 1, the schedule is interleaved
+    microbatch: int = 1  # sequences per microbatch and replica (b)
+    sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
+    schedule: Schedules = "1f1b"
+    idle: Idle = "skip"  # idle half ticks: a cond each, scans in phases, or computed and masked
+    stash: Stash = "residuals"  # what waits between a microbatch's F and its B
+    recompute: Recompute = "none"  # within a block, at stash="residuals"
+    stage_layers: tuple[int, ...] | Literal["even", "balanced"] = "even"
+    # layers of each of the pipe*virtual model pieces, in model order
+
+    def __post_init__(self):
+        _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch")
+        for name, annotation in (
+            ("schedule", Schedules), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
+        ):  # fmt: skip
+            _require_choice(self, name, annotation)
+        if isinstance(self.stage_layers, str) and self.stage_layers not in ("even", "balanced"):
+            raise unknown_name("stage_layers", self.stage_layers, ("even", "balanced"))
+        if self.stash == "inputs" and self.recompute == "full":
+            raise UserError(
+                "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
+                "third forward pass. Use recompute='none' with it, or stash='residuals'"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.pipe * self.tensor
+
+    @property
+    def vocab_shards(self) -> int:
+        """The vocabulary is sharded over `pipe` x `tensor` together."""
+        return self.pipe * self.tensor
+
+    def microbatches(self, global_batch: int) -> int:
+        """m, the microbatches of one replica in one step."""
+        unit = self.data * self.microbatch
+        if global_batch < 1 or global_batch % unit:
+            raise UserError(
+                f"global_batch={global_batch} cannot be divided into data*microbatch="
+                f"{self.data}*{self.microbatch}; use global_batch="
+                f"{_nearest_multiples(global_batch, unit)}"
+            )
+        return global_batch // unit
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises UserError where `model` cannot be laid out this way."""
+        for name, value in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden)):
+            if value % self.tensor:
+                raise UserError(
+                    f"{name}={value} cannot be divided over tensor={self.tensor}; "
+                    f"use tensor={_nearest_divisors(value, self.tensor)}"
+                )
+        if self.sequence_parallel and model.sequence % self.tensor:
+            raise UserError(
+                f"sequence={model.sequence} cannot be divided over tensor={self.tensor} for "
+                f"sequence parallelism; use sequence={_nearest_multiples(model.sequence, self.tensor)} "
+                "or sequence_parallel=False"
+            )
+
+
+Rates = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with warm-up and decay, global-norm clipping and, in float16, a dynamic loss scale."""
+
+    lr: float = 1.5e-4
+    min_lr: float = 1e-5
+    rate: Rates = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None  # the step at which min_lr is reached; None: the run's steps
+    wsd_decay_fraction: float = 0.1  # rate="wsd": the share of decay_steps spent decaying
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # not applied to biases and norms
+    clip: float = 1.0  # global gradient norm; 0 turns it off
+    loss_scale: float = 2.0**16  # float16 only: the first scale
+    loss_scale_window: int = 1000  # float16 only: finite steps before the scale doubles
+
+    def __post_init__(self):
+        _require_choice(self, "rate", Rates)
+        if not 0.0 < self.lr:
+            raise UserError(f"lr={self.lr} must be above 0")
+        if not 0.0 <= self.min_lr <= self.lr:
+            raise UserError(f"min_lr={self.min_lr} must lie in [0, lr={self.lr}]")
+        if self.warmup_steps < 0:
+            raise UserError(f"warmup_steps={self.warmup_steps} must be at least 0")
+        if self.clip < 0:
+            raise UserError(f"clip={self.clip} must be at least 0 (0 turns clipping off)")
+        for name in ("b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+
+
+Tokenizers = Literal["bytes", "bpe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text files, a tokenizer, and the split that is held out."""
+
+    path: tuple[str, ...] = ()  # files or folders; empty: pydoc_data.topics, carried by Python
+    tokenizer: Tokenizers = "bytes"
+    bpe_vocab: int = 2048  # tokenizer="bpe": size of the vocabulary trained on the text
+    eval_fraction: float = 0.05  # share of the documents held out
+    seed: int = 0  # order of documents
+
+    def __post_init__(self):
+        _require_choice(self, "tokenizer", Tokenizers)
+        if not 0.0 < self.eval_fraction < 1.0:
+            raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")
+        if self.bpe_vocab < 257:
+            raise UserError(f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and one merge)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run; written beside each checkpoint."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: Layout = field(default_factory=Layout)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    global_batch: int = 16  # sequences a step, over all replicas
+    steps: int = 100
+    seed: int = 0  # initial values and dropout
+    out: str = "runs/mtx"  # log, config and checkpoints
+    eval_every: int = 50  # steps; 0: only at the end
+    eval_batches: int = 4  # global batches of held-out text
+    save_every: int = 0  # steps; 0: only at the end
+    resume: bool = True  # go on from the newest checkpoint in `out`, where there is one
+
+    def __post_init__(self):
+        _require_positive(self, "global_batch", "steps", "eval_batches")
+        for name in ("eval_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 0")
+        self.layout.check(self.model)
+        self.layout.microbatches(self.global_batch)
+
+    @property
+    def microbatches(self) -> int:
+        return self.layout.microbatches(self.global_batch)
+
+
+def to_dict(config: object) -> dict:
+    """A config as plain nested dicts, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(kind: type, values: dict):
+    """The inverse of `to_dict`; an unknown name is a UserError that names the nearest one."""
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    for name in values:
+        if name not in known:
+            raise unknown_name(f"{kind.__name__} field", name, known)
+    nested = {"model": ModelConfig, "layout": Layout, "optimizer": OptimizerConfig, "data": DataConfig}
+    read = {}
+    for name, value in values.items():
+        if kind is RunConfig and name in nested:
+            value = from_dict(nested[name], value)
+        read[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**read)
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def _nearest_divisors(value: int, wanted: int) -> str:
+    below = max((n for n in range(1, wanted) if value % n == 0), default=1)
+    above = next((n for n in range(wanted + 1, value + 1) if value % n == 0), None)
+    return f"{below} or {above}" if above else f"{below}"

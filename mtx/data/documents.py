@@ -1,0 +1,180 @@
+"""Files to documents, and the split into training and held-out text.
+
+A file is one document. Without files, the documents are the help topics that every Python
+carries in `pydoc_data.topics`, so that a run needs no download.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtx.data.samples import shuffled
+from mtx.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Texts in an order that depends on names only, never on the file system's."""
+
+    texts: list[str]
+    source: str  # where they come from, for people: "12 files from corpus"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Training and held-out texts, both in shuffled order; no character stands in both."""
+
+    train: list[str]
+    held_out: list[str]
+    held_whole: int  # documents of `held_out`; the other texts there are tails of documents
+
+    def describe(self) -> str:
+        tails = len(self.held_out) - self.held_whole
+        parts = [_plural(self.held_whole, "whole document")] if self.held_whole else []
+        parts += [f"the tail of {_plural(tails, 'document')}"] if tails else []
+        return f"{' and '.join(parts) or 'nothing'} held out"
+
+
+def read_documents(paths: Sequence[str]) -> Documents:
+    """The documents in `paths` (files and folders), or Python's help topics if there are none.
+
+    A file that is named is taken whatever its suffix. In a folder every file with one of
+    TEXT_SUFFIXES is taken, recursively and through links, but for hidden names (".git") and
+    empty files. A file that is reached twice is read once: it must not be trained on and held out.
+    Raises UserError for a path that is missing, unreadable, empty or not UTF-8 text.
+    """
+    if not paths:
+        return _python_topics()
+    read: dict[str, str] = {}
+    for name in paths:
+        path = Path(name).expanduser()
+        if not os.path.exists(path):
+            raise UserError(
+                f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "
+                "files or folders that are there, or none to use the help topics of Python"
+            )
+        for file in _text_files(path) if path.is_dir() else [path]:
+            real = os.path.realpath(file)
+            if real not in read:
+                read[real] = _read_text(file)
+            if not read[real] and not path.is_dir():
+                raise UserError(f"{file} is empty; take it out of the data path")
+    texts = [text for text in read.values() if text]
+    empty = len(read) - len(texts)
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    if not texts:
+        raise UserError(f"all text files in {named} are empty ({empty}); name files that hold text")
+    source = f"{_plural(len(texts), 'file')} from {named}"
+    return Documents(texts=texts, source=source + (f" ({empty} empty left out)" if empty else ""))
+
+
+def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
+    """Shuffles `texts` by `seed` and holds out about `fraction` of the characters.
+
+    A long document, above a quarter of the held-out share, is cut: its last `fraction` is held
+    out. The others are held out whole, in shuffled order, until they make up `fraction` of their
+    own sum. So one book, a giant among notes and a million notes are all split fairly: at least
+    three quarters of the share is met. Identical text in two documents is not looked for.
+    """
+    texts = [texts[index] for index in shuffled(len(texts), seed, 0, 1)]
+    long = fraction * sum(map(len, texts)) / 4
+    left = fraction * sum(len(text) for text in texts if len(text) <= long)
+    train, held_out, held_whole = [], [], 0
+    for text in texts:
+        if len(text) > long:
+            cut = len(text) - round(fraction * len(text))
+        elif len(text) <= left:
+            cut, left, held_whole = 0, left - len(text), held_whole + 1
+        else:
+            cut, left = len(text), 0  # the first that does not fit ends it: no favour to short ones
+        if cut > 0:
+            train.append(text[:cut])
+        if cut < len(text):
+            held_out.append(text[cut:])
+    return Split(train=train, held_out=held_out, held_whole=held_whole)
+
+
+def _python_topics() -> Documents:
+    """Python's help topics, without those that are extracts of a longer one.
+
+    22 of the 79 topics repeat chapters of others ("try" stands in "compound"); were they kept,
+    what is held out would have been trained on. A topic stays if more than half of it is new.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError(
+            "this Python carries no pydoc_data.topics to use as text; name files or folders "
+            "of text in the data path"
+        ) from None
+    seen: set[str] = set()
+    kept = {}
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        paragraphs = [" ".join(part.split()) for part in topics[name].split("\n\n")]
+        new = sum(len(part) for part in paragraphs if part not in seen)
+        if 2 * new > sum(map(len, paragraphs)):
+            kept[name] = topics[name]
+            seen.update(paragraphs)
+    return Documents(
+        texts=[kept[name] for name in sorted(kept)],
+        source=f"{len(kept)} help topics of Python {platform.python_version()}",
+    )
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    found = others = 0
+    visited = set()  # real paths: a link to a parent must not be walked for ever
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable")
+
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        real = os.path.realpath(parent)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            if name.lower().endswith(TEXT_SUFFIXES):
+                found += 1
+                yield Path(parent, name)
+            else:
+                others += 1
+    if not found:
+        raise UserError(
+            f"no text files in {folder}: none of {_plural(others, 'file')} ends in "
+            f"{', '.join(TEXT_SUFFIXES)}; name files with another suffix one by one"
+        )
+
+
+def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{path} is a broken link, a pipe or a device; name a file or a folder")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; make it readable") from None
+    if b"\0" in raw:
+        raise UserError(
+            f"{path} is not text: NUL at byte offset {raw.index(0)}; take it out of the data "
+            "path, or convert it to UTF-8 if it is UTF-16 or UTF-32"
+        )
+    try:
+        return raw.decode("utf-8").removeprefix(_BYTE_ORDER_MARK)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at byte offset "
+            f"{error.start}; convert it (iconv -t UTF-8), or take it out of the data path"
+        ) from None
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,0 +1,238 @@
+"""GPT as Megatron-LM trains it: pre-LN blocks, learned positions, GELU, tied or untied output.
+
+Modules are Flax NNX, written for the local shard: the same module runs on one device with
+`Axes()`, and that is the reference of the tests. Every `nnx.Param` carries its PartitionSpec.
+
+`GPT` is what the pipeline sees: three functions, embed, block and loss, over plain trees of
+parameters {"ends": ..., "block": ...}, the block's leaves stacked over layers.
+
+Legend: B rows · S sequence (s: shard) · D hidden · H heads (h: shard) · K head size · F feed-forward
+(f: shard) · V padded vocabulary (v: shard) · L layers · n = 3 for q, k, v
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from mtx.config import ModelConfig, Recompute
+from mtx.models.layers import LayerNorm, causal_attention, gelu
+from mtx.sharding.linear import ColumnLinear, RowLinear, output_std
+from mtx.sharding.mesh import Axes
+from mtx.sharding.random import dropout_rows, fold, key_data
+from mtx.sharding.vocab import embed_tokens, vocab_cross_entropy, vocab_logits
+
+VOCAB = ("pipe", "tensor")  # the axes of a vocabulary-sharded dim
+_ATTENTION_SITE, _MLP_SITE, _SCORES_SITE, _EMBED_SITE = range(4)  # of dropout
+
+
+class Place(NamedTuple):
+    """Where a block's input stands; its random numbers follow from this and nothing else."""
+
+    layer: jax.Array  # int32 []
+    samples_B: jax.Array  # int32 [B]: rows of the global batch
+    key: jax.Array  # uint32 [2]: the step's key
+
+
+class Attention(nnx.Module):
+    """Causal self-attention, heads split over `tensor`."""
+
+    def __init__(self, config: ModelConfig, *, axes: Axes, recompute: Recompute, rngs: nnx.Rngs):
+        heads, size = config.heads, config.head_size
+        self.qkv = ColumnLinear(
+            config.hidden, (3, heads, size), split=1, std=config.init_std, axes=axes, rngs=rngs
+        )
+        self.out = RowLinear(
+            (heads, size), config.hidden, std=output_std(config.init_std, config.layers), axes=axes,
+            rngs=rngs,
+        )  # fmt: skip
+        self.dropout = config.attention_dropout
+        self.recompute = recompute
+        self.axes = axes
+
+    def __call__(self, x_BsD, place: Place | None):
+        q_BShK, k_BShK, v_BShK = jnp.moveaxis(self.qkv(x_BsD), 2, 0)
+
+        def core(q_BShK, k_BShK, v_BShK, place):
+            if place is None or not self.dropout:
+                return causal_attention(
+                    q_BShK, k_BShK, v_BShK, dropout=0.0, key=None, samples_B=None, first_head=0
+                )
+            first_head = lax.axis_index(self.axes.tensor) * q_BShK.shape[2] if self.axes.tensor else 0
+            key = fold(place.key, place.layer, _SCORES_SITE)
+            return causal_attention(
+                q_BShK, k_BShK, v_BShK, dropout=self.dropout, key=key, samples_B=place.samples_B,
+                first_head=first_head,
+            )  # fmt: skip
+
+        if self.recompute == "selective":
+            core = jax.checkpoint(core, prevent_cse=False)
+        return self.out(core(q_BShK, k_BShK, v_BShK, place))
+
+
+class MLP(nnx.Module):
+    """D -> F, GELU, F -> D, with F split over `tensor`."""
+
+    def __init__(self, config: ModelConfig, *, axes: Axes, rngs: nnx.Rngs):
+        self.up = ColumnLinear(
+            config.hidden, (config.ffn_hidden,), split=0, std=config.init_std, axes=axes, rngs=rngs
+        )
+        self.down = RowLinear(
+            (config.ffn_hidden,), config.hidden, std=output_std(config.init_std, config.layers),
+            axes=axes, rngs=rngs,
+        )  # fmt: skip
+
+    def __call__(self, x_BsD):
+        return self.down(gelu(self.up(x_BsD)))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, *, axes: Axes, recompute: Recompute, rngs: nnx.Rngs):
+        self.attention_norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
+        self.attention = Attention(config, axes=axes, recompute=recompute, rngs=rngs)
+        self.mlp_norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
+        self.mlp = MLP(config, axes=axes, rngs=rngs)
+        self.dropout = config.dropout
+        self.axes = axes
+
+    def __call__(self, x_BsD, place: Place | None = None):
+        """x_BsD -> x_BsD. Without a place, no dropout."""
+        h_BsD = self.attention(self.attention_norm(x_BsD), place)
+        x_BsD = x_BsD + self._drop(h_BsD, place, _ATTENTION_SITE)
+        h_BsD = self.mlp(self.mlp_norm(x_BsD))
+        return x_BsD + self._drop(h_BsD, place, _MLP_SITE)
+
+    def _drop(self, h_BsD, place, site):
+        if place is None or not self.dropout:
+            return h_BsD
+        key = fold(place.key, place.layer, site)
+        first = first_position(h_BsD, self.axes)
+        return dropout_rows(h_BsD, self.dropout, key, place.samples_B, first)
+
+
+class Ends(nnx.Module):
+    """What stands before the first block and after the last: embeddings, final norm, output."""
+
+    def __init__(self, config: ModelConfig, *, axes: Axes, vocab_rows: int, rngs: nnx.Rngs):
+        def table(key):
+            """[V, D], each row from a key of its own: its values do not depend on the padding."""
+            rows = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), config.hidden))
+            ids = jnp.arange(vocab_rows)
+            return config.init_std * rows(ids) * (ids < config.vocab)[:, None]
+
+        self.tokens = nnx.Param(table(rngs.params()), spec=P(VOCAB, None))
+        shape = (config.sequence, config.hidden)
+        positions = config.init_std * jax.random.normal(rngs.params(), shape)
+        self.positions = nnx.Param(positions, spec=P(None, None))
+        self.norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
+        if not config.tied:
+            self.output = nnx.Param(table(rngs.params()), spec=P(VOCAB, None))
+        self.config = config
+        self.axes = axes
+
+    def embed(self, tokens_BS, place: Place | None = None):
+        """x_BsD, the same on every stage. Expects the same gradient on every stage."""
+        x_BsD = embed_tokens(self.tokens[...], tokens_BS, self.axes)
+        first = first_position(x_BsD, self.axes)
+        x_BsD += lax.dynamic_slice_in_dim(self.positions[...], first, x_BsD.shape[1])
+        if place is None or not self.config.dropout:
+            return x_BsD
+        key = fold(place.key, _EMBED_SITE)
+        return dropout_rows(x_BsD, self.config.dropout, key, place.samples_B, first)
+
+    def logits(self, x_BsD):
+        """logits_BSv in float32, of x that is the same on every stage."""
+        table = self.tokens if self.config.tied else self.output
+        return vocab_logits(self.norm(x_BsD), table[...], self.axes)
+
+    def loss(self, x_BsD, targets_BS, weights_BS):
+        """The sum of the weighted losses of all positions, float32 []."""
+        loss_BS = vocab_cross_entropy(self.logits(x_BsD), targets_BS, self.config.vocab, self.axes)
+        return (loss_BS * weights_BS).sum()
+
+
+def first_position(x_BsD, axes: Axes):
+    """The global position of this shard's first row."""
+    return lax.axis_index(axes.tensor) * x_BsD.shape[1] if axes.sequence_parallel else 0
+
+
+class GPT:
+    """A GPT as the pipeline sees it. Parameters: {"ends": {...}, "block": {...}}.
+
+    `axes` are those that the functions' local shards are written for; `Axes()` is one device.
+    """
+
+    def __init__(self, config: ModelConfig, *, axes: Axes = Axes(), recompute: Recompute = "none",
+                 vocab_shards: int = 1):  # fmt: skip
+        self.config = config
+        self.axes = axes
+        self.recompute = recompute
+        self.vocab_rows = config.padded_vocab(vocab_shards)
+        ends = nnx.eval_shape(lambda: self._ends(nnx.Rngs(params=0)))
+        block = nnx.eval_shape(lambda: self._block(nnx.Rngs(params=0)))
+        self._ends_graph, ends_state = nnx.split(ends)
+        self._block_graph, block_state = nnx.split(block)
+        self.specs = {"ends": _specs(ends_state), "block": _specs(block_state)}  # of one layer
+
+    def _ends(self, rngs):
+        return Ends(self.config, axes=self.axes, vocab_rows=self.vocab_rows, rngs=rngs)
+
+    def _block(self, rngs):
+        recompute = "none" if self.recompute == "full" else self.recompute
+        return Block(self.config, axes=self.axes, recompute=recompute, rngs=rngs)
+
+    def init_ends(self, seed: int):
+        """Float32 parameters of the ends, global shapes, vocabulary padded."""
+        return nnx.to_pure_dict(nnx.state(self._ends(nnx.Rngs(params=_init_key(seed, -1)))))
+
+    def init_block(self, seed: int, layer):
+        """Float32 parameters of one layer, global shapes."""
+        return nnx.to_pure_dict(nnx.state(self._block(nnx.Rngs(params=_init_key(seed, layer)))))
+
+    def place(self, layer, samples_B, key) -> Place | None:
+        """What a block's random numbers follow from; None for a model that draws none."""
+        if not (self.config.dropout or self.config.attention_dropout):
+            return None
+        return Place(jnp.asarray(layer, jnp.int32), jnp.asarray(samples_B, jnp.int32), key)
+
+    def embed(self, ends, batch, place: Place | None = None):
+        """x_BsD of batch["tokens"] int32 [B, S]."""
+        return nnx.merge(self._ends_graph, ends).embed(batch["tokens"], place)
+
+    def block(self, params, x_BsD, place: Place | None = None):
+        """x_BsD -> x_BsD, with the parameters of one layer."""
+
+        def run(params, x_BsD, place):
+            return nnx.merge(self._block_graph, params)(x_BsD, place)
+
+        if self.recompute == "full":
+            run = jax.checkpoint(run, prevent_cse=False)
+        return run(params, x_BsD, place)
+
+    def logits(self, ends, x_BsD):
+        """logits_BSv float32, this device's part of the vocabulary."""
+        return nnx.merge(self._ends_graph, ends).logits(x_BsD)
+
+    def loss(self, ends, x_BsD, batch):
+        """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
+        return nnx.merge(self._ends_graph, ends).loss(x_BsD, batch["targets"], batch["weights"])
+
+
+def _init_key(seed: int, layer):
+    key = fold(key_data(seed), layer + 1)
+    return jax.random.wrap_key_data(key, impl="threefry2x32")
+
+
+def _specs(state: nnx.State) -> dict:
+    """The PartitionSpec of every parameter, as a plain nested dict."""
+    return {
+        name: value.get_metadata()["spec"] if isinstance(value, nnx.Variable) else _specs(value)
+        for name, value in state.items()
+    }

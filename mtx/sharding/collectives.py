@@ -1,0 +1,118 @@
+"""Collectives with the gradients that Megatron gives them; each is the identity where axis is None.
+
+Inside the step's `shard_map` (check_vma=False) the transpose of a bare `psum` is wrong by the size
+of the axis, so each of these pairs says its own backward. Bytes are what a device sends for an
+array of n bytes (the whole one, before or after) on an axis of size t, by ring algorithms.
+
+Legend: x_BSD is whole, x_BsD its shard of the sequence over `tensor`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jax import lax
+
+AxisName = str | tuple[str, ...] | None
+_SEQUENCE = 1  # the dim of activations that sequence parallelism shards
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copy_to(x, axis: AxisName):
+    """Megatron's f. Forward: nothing. Backward: all-reduce, 2n(t-1)/t bytes."""
+    return x
+
+
+def _copy_to_forward(x, axis):
+    return x, None
+
+
+def _copy_to_backward(axis, _, dy):
+    return (lax.psum(dy, axis) if axis else dy,)
+
+
+copy_to.defvjp(_copy_to_forward, _copy_to_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def reduce_from(x, axis: AxisName):
+    """Megatron's g. Forward: all-reduce, 2n(t-1)/t bytes. Backward: nothing."""
+    return lax.psum(x, axis) if axis else x
+
+
+def _reduce_from_forward(x, axis):
+    return reduce_from(x, axis), None
+
+
+def _reduce_from_backward(axis, _, dy):
+    return (dy,)
+
+
+reduce_from.defvjp(_reduce_from_forward, _reduce_from_backward)
+
+
+def all_gather_sequence(x_BsD, axis: str | None):
+    """x_BsD -> x_BSD. n(t-1)/t bytes. Not to be differentiated: see `gather_sequence`."""
+    return lax.all_gather(x_BsD, axis, axis=_SEQUENCE, tiled=True) if axis else x_BsD
+
+
+def reduce_scatter_sequence(x_BSD, axis: str | None):
+    """Partial x_BSD -> summed x_BsD. n(t-1)/t bytes. Not to be differentiated: see `scatter_sequence`."""
+    return lax.psum_scatter(x_BSD, axis, scatter_dimension=_SEQUENCE, tiled=True) if axis else x_BSD
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_sequence(x_BsD, axis: str | None):
+    """Forward: all-gather. Backward: reduce-scatter. n(t-1)/t bytes each."""
+    return all_gather_sequence(x_BsD, axis)
+
+
+def _gather_forward(x_BsD, axis):
+    return all_gather_sequence(x_BsD, axis), None
+
+
+def _gather_backward(axis, _, dy_BSD):
+    return (reduce_scatter_sequence(dy_BSD, axis),)
+
+
+gather_sequence.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scatter_sequence(x_BSD, axis: str | None):
+    """Forward: reduce-scatter. Backward: all-gather. n(t-1)/t bytes each."""
+    return reduce_scatter_sequence(x_BSD, axis)
+
+
+def _scatter_forward(x_BSD, axis):
+    return reduce_scatter_sequence(x_BSD, axis), None
+
+
+def _scatter_backward(axis, _, dy_BsD):
+    return (all_gather_sequence(dy_BsD, axis),)
+
+
+scatter_sequence.defvjp(_scatter_forward, _scatter_backward)
+
+
+def broadcast_from(x, is_source, axis: str | None):
+    """x of the one device on `axis` where `is_source` holds, on all of them. 2n(p-1)/p bytes."""
+    return lax.psum(x * is_source.astype(x.dtype), axis) if axis else x
+
+
+def shift(x, axis: str | None, *, by: int):
+    """x of the device `by` places before this one on the ring `axis`. n bytes."""
+    if not axis:
+        return x
+    size = lax.axis_size(axis)
+    ring = [(source, (source + by) % size) for source in range(size)]
+    return jax.tree.map(lambda a: lax.ppermute(a, axis, ring), x)
+
+
+def shard_of_sequence(x_BSD, axis: str | None):
+    """This device's x_BsD of a replicated x_BSD; no communication."""
+    if not axis:
+        return x_BSD
+    size = x_BSD.shape[_SEQUENCE] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x_BSD, lax.axis_index(axis) * size, size, _SEQUENCE)

@@ -1,0 +1,58 @@
+"""Random numbers that do not depend on the layout.
+
+A dropout mask is a function of the step's key, the site, the layer, the sample's place in the global
+batch, and the global position and head; never of a device. So a device draws exactly its part of
+the mask that an unsharded run would draw.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_IMPLEMENTATION = "threefry2x32"  # counter-based: a row's bits depend on its key alone
+
+
+def key_data(seed: int):
+    """uint32 [2]: a key as plain data, to be carried through scans, VJPs and checkpoints."""
+    return jax.random.key_data(jax.random.key(seed, impl=_IMPLEMENTATION))
+
+
+def fold(data, *numbers):
+    """The key `data` with integers folded in, one after the other."""
+    key = jax.random.wrap_key_data(data, impl=_IMPLEMENTATION)
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return jax.random.key_data(key)
+
+
+def _row_mask(data, keep, width):
+    key = jax.random.wrap_key_data(data, impl=_IMPLEMENTATION)
+    return jax.random.bernoulli(key, keep, (width,))
+
+
+def dropout_rows(x_BsD, rate: float, data, samples_B, first_position):
+    """x_BsD with dropout; one key for every (sample, global position)."""
+    positions_s = first_position + jnp.arange(x_BsD.shape[1])
+
+    def mask(sample, position):
+        return _row_mask(fold(data, sample, position), 1 - rate, x_BsD.shape[2])
+
+    keep_BsD = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(samples_B, positions_s)
+    return _drop(x_BsD, keep_BsD, rate)
+
+
+def dropout_heads(p_BhST, rate: float, data, samples_B, first_head):
+    """Attention probabilities p_BhST with dropout; one key for every (sample, global head)."""
+    heads_h = first_head + jnp.arange(p_BhST.shape[1])
+    shape = p_BhST.shape[2:]
+
+    def mask(sample, head):
+        return _row_mask(fold(data, sample, head), 1 - rate, shape[0] * shape[1]).reshape(shape)
+
+    keep_BhST = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(samples_B, heads_h)
+    return _drop(p_BhST, keep_BhST, rate)
+
+
+def _drop(x, keep, rate):
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))

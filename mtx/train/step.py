@@ -1,0 +1,333 @@
+"""One training step, and everything it needs: the file to read first.
+
+`Trainer` puts a model, a layout and a schedule together. Its step is one `shard_map` over the whole
+mesh, a pure function of (state, batch):
+
+1. gather the parameters in the compute type from the masters that are sharded over `data`;
+2. run the pipeline: losses, and gradients in float32;
+3. sum partial gradients over `tensor`, reduce-scatter over `data`;
+4. clip by the norm over all axes; skip the update where it is not finite;
+5. AdamW on each device's shard of the masters.
+
+It never asks which devices exist: it is written for an abstract mesh, runs on whatever mesh its
+state lies on, and compiles for devices that are not there.
+
+Legend: G global batch · S sequence · M microbatches · B rows of one · P stages · C chunks · N layers
+a chunk · L layers
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtx.config import RunConfig
+from mtx.models.gpt import GPT
+from mtx.pipeline.makers import make
+from mtx.pipeline.partition import EMPTY, place_layers
+from mtx.pipeline.program import Pipeline
+from mtx.sharding.mesh import AXES, Axes, make_mesh
+from mtx.sharding.optimizer import axes_of, global_norm, shard_over_data
+from mtx.sharding.random import fold, key_data
+from mtx.train.optimizer import LossScale, adamw, learning_rate
+
+Tree = Any
+_BATCH_SPEC = P("data")  # every array of a batch is [G, S], replicas along G
+_DROPOUT_STREAM = 1
+
+
+class TrainState(NamedTuple):
+    """All that a step changes. Masters and moments are float32, sharded over `data` as well."""
+
+    step: jax.Array  # int32 []
+    params: Tree  # {"ends": ..., "block": leaves [P, C, N, ...]}
+    moments: optax.OptState
+    loss_scale: LossScale
+    skipped: jax.Array  # int32 [], steps whose gradients were not finite
+
+
+class Metrics(NamedTuple):
+    """What a step reports; float32 []."""
+
+    loss: jax.Array  # mean over the tokens of the global batch
+    gradient_norm: jax.Array  # before clipping
+    learning_rate: jax.Array
+    loss_scale: jax.Array
+    finite: jax.Array  # 1, or 0 where the update was skipped
+
+
+class Trainer:
+    """A run's model, layout and schedule as functions of (state, batch).
+
+    Nothing touches a device until `init`, `train_step` or another of its functions is called, and
+    `mesh` is then the one of the real devices unless another is given.
+    """
+
+    def __init__(self, run: RunConfig, *, mesh: Mesh | None = None):
+        layout, model = run.layout, run.model
+        self.run = run
+        self.axes = Axes.of(layout)
+        self.model = GPT(
+            model, axes=self.axes, recompute=layout.recompute, vocab_shards=layout.vocab_shards
+        )
+        self.placement = place_layers(
+            model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers
+        )
+        self.schedule = make(
+            layout.schedule, microbatches=run.microbatches, stages=layout.pipe, virtual=layout.virtual
+        )
+        self.pipeline = Pipeline(
+            model=self.model, schedule=self.schedule, placement=self.placement, layout=layout,
+            axes=self.axes,
+        )  # fmt: skip
+        self.optimizer = adamw(run.optimizer, run.steps)
+        self._mesh = mesh
+
+    # -- where everything lies --------------------------------------------------------------------
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return self._mesh or make_mesh(self.run.layout)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, in the mesh's order."""
+        return {axis: getattr(self.run.layout, axis) for axis in AXES}
+
+    @cached_property
+    def specs(self) -> Tree:
+        """The PartitionSpec of every parameter, layers stacked."""
+        stack = jax.tree.map(lambda spec: P("pipe", None, None, *spec), self.model.specs["block"])
+        return {"ends": self.model.specs["ends"], "block": stack}
+
+    @cached_property
+    def param_shapes(self) -> Tree:
+        """The global shape of every parameter, layers stacked; float32."""
+        return jax.eval_shape(self._init_params, 0)
+
+    @cached_property
+    def shards(self) -> Tree:
+        """How every master is sharded over `data`."""
+        data = self.run.layout.data
+        return jax.tree.map(
+            lambda a, spec: shard_over_data(a.shape, spec, data=data), self.param_shapes, self.specs
+        )
+
+    @cached_property
+    def state_specs(self) -> TrainState:
+        params = jax.tree.map(lambda shard: shard.spec, self.shards)
+        moments = optax.tree_utils.tree_map_params(
+            self.optimizer, lambda _, spec: spec, self.state_shapes.moments, params,
+            transform_non_params=lambda _: P(),
+        )  # fmt: skip
+        return TrainState(P(), params, moments, LossScale(P(), P()), P())
+
+    @cached_property
+    def state_shapes(self) -> TrainState:
+        """Global shapes and dtypes of the state."""
+        return jax.eval_shape(self._init, 0)
+
+    def shardings(self, specs: Tree, mesh: Mesh | None = None) -> Tree:
+        """NamedShardings of a tree of specs on this trainer's mesh, or on another."""
+        mesh = mesh or self.mesh
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def _shard_map(self, f, in_specs, out_specs):
+        # check_vma=False: the collectives' gradients are our own (sharding.collectives), and a cond
+        # on a stage-dependent predicate gives wrong gradients under it (jax issue 40823).
+        mesh = AbstractMesh(
+            tuple(self.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        )
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    # -- the beginning ----------------------------------------------------------------------------
+
+    def init(self, seed: int | None = None) -> TrainState:
+        """The first state, made shard by shard where it lies; the same values on every layout."""
+        seed = self.run.seed if seed is None else seed
+        return jax.jit(self._init, out_shardings=self.shardings(self.state_specs))(seed)
+
+    def _init(self, seed) -> TrainState:
+        return self._state_of(self._init_params(seed))
+
+    def _state_of(self, params) -> TrainState:
+        """The first state with these parameters (layers stacked, vocabulary padded)."""
+        masters = jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards)
+        start = LossScale.start(self.run.optimizer, self.run.model.compute_dtype)
+        return TrainState(
+            jnp.int32(0), masters, self.optimizer.init(masters), start, jnp.int32(0)
+        )
+
+    def _init_params(self, seed) -> Tree:
+        layers = jnp.asarray(self.placement.layer)
+        flat = layers.reshape(-1)
+        blocks = jax.vmap(partial(self.model.init_block, seed))(flat)
+
+        def stack(a):
+            used = (flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+            return jnp.where(used, a, 0).reshape(*layers.shape, *a.shape[1:])
+
+        return {"ends": self.model.init_ends(seed), "block": jax.tree.map(stack, blocks)}
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    @cached_property
+    def train_step(self):
+        """(state, batch) -> (state, metrics), compiled at the first call; the state is donated."""
+        specs = self.state_specs
+        metrics = Metrics(*(P() for _ in Metrics._fields))
+        step = self._shard_map(self._train_step, (specs, _BATCH_SPEC), (specs, metrics))
+        return jax.jit(step, donate_argnums=0)
+
+    def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        config, dtype = self.run.optimizer, self.run.model.compute_dtype
+        scale = state.loss_scale.scale
+        loss, gradients = self._loss_and_gradients(state.params, batch, state.step, scale)
+
+        with jax.named_scope("clip"):
+            specs = self.state_specs.params
+            gradients = jax.tree.map(lambda g: g / scale, gradients)
+            norm = global_norm(gradients, specs, self.sizes)
+            finite = jnp.isfinite(norm)
+            factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
+            gradients = jax.tree.map(lambda g: g * factor, gradients)
+
+        with jax.named_scope("update"):
+            updates, moments = self.optimizer.update(gradients, state.moments, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params, moments = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, moments),
+                (state.params, state.moments),
+            )
+        loss_scale = state.loss_scale.after(finite, config, dtype)
+        rate = learning_rate(config, self.run.steps)(state.step - state.skipped)
+        metrics = Metrics(loss, norm, jnp.float32(rate), scale, finite.astype(jnp.float32))
+        skipped = state.skipped + (~finite).astype(jnp.int32)
+        return TrainState(state.step + 1, params, moments, loss_scale, skipped), metrics
+
+    def _loss_and_gradients(self, masters, batch, step, scale):
+        """(mean loss, gradients of scale * mean loss, summed over the mesh, shards of the masters)"""
+        with jax.named_scope("gather_params"):
+            dtype = jnp.dtype(self.run.model.compute_dtype)
+            params = jax.tree.map(lambda m, shard: shard.gather(m, dtype), masters, self.shards)
+            local = params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
+        with jax.named_scope("pipeline"):
+            batch = self._split(batch)
+            tokens = lax.psum(batch["weights"].sum(), "data")
+            key = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
+            loss, gradients = self.pipeline.gradients(
+                local, batch, self._samples(batch), key, scale / tokens
+            )
+            gradients["block"] = jax.tree.map(lambda a: a[None], gradients["block"])
+        with jax.named_scope("reduce"):
+            gradients = jax.tree.map(self._reduce, gradients, self.specs, self.shards)
+        return lax.psum(loss, "data") / tokens, gradients
+
+    def _reduce(self, gradient, spec, shard):
+        """Sums a gradient over the replicas of its parameter that hold only a part of it."""
+        if self.axes.sequence_parallel and "tensor" not in axes_of(spec):
+            gradient = lax.psum(gradient, "tensor")
+        return shard.reduce_scatter(gradient)
+
+    def _split(self, batch):
+        """This replica's rows [G/d, S] as microbatches [M, B, S]."""
+        size = self.run.layout.microbatch
+        return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
+
+    def _samples(self, batch):
+        """int32 [M, B]: the places of this replica's rows in the global batch."""
+        shape = batch["tokens"].shape[:2]
+        first = lax.axis_index("data") * shape[0] * shape[1]
+        return first + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+
+    # -- other things one can ask of a model ------------------------------------------------------
+
+    @cached_property
+    def evaluate(self):
+        """(state, batch) -> (sum of losses, sum of weights) without dropout; float32 []."""
+
+        def evaluate(masters, batch):
+            dtype = jnp.dtype(self.run.model.compute_dtype)
+            params = jax.tree.map(lambda m, shard: shard.gather(m, dtype), masters, self.shards)
+            params["block"] = jax.tree.map(lambda a: a[0], params["block"])
+            batch = self._split(batch)
+            loss = self.pipeline.loss(params, batch)
+            return lax.psum(loss, "data"), lax.psum(batch["weights"].sum(), "data")
+
+        mapped = self._shard_map(
+            evaluate, (self.state_specs.params, _BATCH_SPEC), (P(), P())
+        )
+        jitted = jax.jit(mapped)
+        return lambda state, batch: jitted(state.params, batch)
+
+    def loss_and_gradients(self, state: TrainState, batch: Tree):
+        """(mean loss, gradients in canonical form) of a batch of arrays [G, S]."""
+        return self._loss_and_gradients_jitted(state, self.place(batch))
+
+    @cached_property
+    def _loss_and_gradients_jitted(self):
+        specs = self.state_specs.params
+
+        def compute(masters, step, batch):
+            return self._loss_and_gradients(masters, batch, step, jnp.float32(1))
+
+        mapped = self._shard_map(compute, (specs, P(), _BATCH_SPEC), (P(), specs))
+
+        def run(state, batch):
+            loss, gradients = mapped(state.params, state.step, batch)
+            return loss, self.to_canonical(gradients)
+
+        replicated = NamedSharding(self.mesh, P())
+        return jax.jit(run, out_shardings=replicated)
+
+    def place(self, batch: dict[str, np.ndarray]) -> Tree:
+        """A batch of host arrays [G, S], each device given its rows."""
+        sharding = NamedSharding(self.mesh, _BATCH_SPEC)
+        return jax.tree.map(
+            lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index]), batch
+        )
+
+    # -- model order ------------------------------------------------------------------------------
+
+    def to_canonical(self, tree: Tree) -> Tree:
+        """A tree like the masters (gradients, moments) -> layers [L, ...], global shapes, no padding."""
+        tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, self.shards)
+        places = self.placement.place_of_layer
+        blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:])[places], tree["block"])
+        ends = {name: self._cut_vocab(name, a) for name, a in tree["ends"].items()}
+        return {"ends": ends, "block": blocks}
+
+    def from_canonical(self, tree: Tree) -> Tree:
+        """The inverse of `to_canonical`."""
+        flat = self.placement.layer.ravel()
+
+        def stack(a):
+            used = jnp.asarray(flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+            return jnp.where(used, a[flat], 0).reshape(*self.placement.layer.shape, *a.shape[1:])
+
+        ends = {name: self._pad_vocab(name, a) for name, a in tree["ends"].items()}
+        stacked = {"ends": ends, "block": jax.tree.map(stack, tree["block"])}
+        return jax.tree.map(lambda a, shard: shard.pad(a), stacked, self.shards)
+
+    def _is_vocab(self, name):
+        spec = self.specs["ends"][name]
+        return isinstance(spec, P) and "pipe" in axes_of(spec)
+
+    def _cut_vocab(self, name, a):
+        return a[: self.run.model.vocab] if self._is_vocab(name) else a
+
+    def _pad_vocab(self, name, a):
+        if not self._is_vocab(name):
+            return a
+        return jnp.pad(a, ((0, self.model.vocab_rows - a.shape[0]), (0, 0)))
