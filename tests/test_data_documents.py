@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.data.documents import hold_out, read_documents
@@ -161,7 +161,8 @@ def test_a_python_without_help_topics_is_told_to_name_files(monkeypatch):
     assert "no pydoc_data.topics" in refusal()
 
 
-lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
+untimed = settings(deadline=None)  # examples must not fail because the machine is busy
+lengths = st.lists(st.integers(1, 500), min_size=1, max_size=50)
 fractions = st.floats(0.01, 0.9)
 
 
@@ -174,6 +175,7 @@ def unlike(lengths: list[int]) -> list[str]:
     ]
 
 
+@untimed
 @given(lengths=lengths, fraction=fractions, seed=st.integers(0, 2**40))
 def test_every_character_is_either_trained_on_or_held_out(lengths, fraction, seed):
     texts = unlike(lengths)
@@ -183,6 +185,7 @@ def test_every_character_is_either_trained_on_or_held_out(lengths, fraction, see
     assert hold_out(texts, fraction=fraction, seed=seed) == split
 
 
+@untimed
 @given(lengths=lengths, fraction=fractions, seed=st.integers(0, 2**40))
 def test_the_held_out_share_is_met_and_never_passed(lengths, fraction, seed):
     split = hold_out(unlike(lengths), fraction=fraction, seed=seed)
@@ -191,6 +194,7 @@ def test_the_held_out_share_is_met_and_never_passed(lengths, fraction, seed):
     assert 0.75 * wanted - rounding <= held <= wanted + rounding
 
 
+@untimed
 @given(lengths=lengths, fraction=fractions, seed=st.integers(0, 2**40))
 def test_what_is_held_out_is_a_whole_document_or_the_tail_of_one(lengths, fraction, seed):
     texts = unlike(lengths)

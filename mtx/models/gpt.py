@@ -21,11 +21,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import ModelConfig, Recompute
-from mtx.models.layers import LayerNorm, causal_attention, gelu
-from mtx.sharding.linear import ColumnLinear, RowLinear, output_std
+from mtx.models.layers import LayerNorm, attention_with_dropout, causal_attention, gelu
+from mtx.sharding.collectives import all_gather_sequence
+from mtx.sharding.linear import MATMUL_OUTPUT, ColumnLinear, RowLinear, output_std
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_rows, fold, key_data
-from mtx.sharding.vocab import embed_tokens, vocab_cross_entropy, vocab_logits
+from mtx.sharding.vocab import embed_tokens, vocab_logits, vocab_losses
 
 VOCAB = ("pipe", "tensor")  # the axes of a vocabulary-sharded dim
 _ATTENTION_SITE, _MLP_SITE, _SCORES_SITE, _EMBED_SITE = range(4)  # of dropout
@@ -42,7 +43,7 @@ class Place(NamedTuple):
 class Attention(nnx.Module):
     """Causal self-attention, heads split over `tensor`."""
 
-    def __init__(self, config: ModelConfig, *, axes: Axes, recompute: Recompute, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, axes: Axes, rngs: nnx.Rngs):
         heads, size = config.heads, config.head_size
         self.qkv = ColumnLinear(
             config.hidden, (3, heads, size), split=1, std=config.init_std, axes=axes, rngs=rngs
@@ -52,27 +53,21 @@ class Attention(nnx.Module):
             rngs=rngs,
         )  # fmt: skip
         self.dropout = config.attention_dropout
-        self.recompute = recompute
         self.axes = axes
 
     def __call__(self, x_BsD, place: Place | None):
-        q_BShK, k_BShK, v_BShK = jnp.moveaxis(self.qkv(x_BsD), 2, 0)
-
-        def core(q_BShK, k_BShK, v_BShK, place):
-            if place is None or not self.dropout:
-                return causal_attention(
-                    q_BShK, k_BShK, v_BShK, dropout=0.0, key=None, samples_B=None, first_head=0
-                )
-            first_head = lax.axis_index(self.axes.tensor) * q_BShK.shape[2] if self.axes.tensor else 0
-            key = fold(place.key, place.layer, _SCORES_SITE)
-            return causal_attention(
-                q_BShK, k_BShK, v_BShK, dropout=self.dropout, key=key, samples_B=place.samples_B,
-                first_head=first_head,
-            )  # fmt: skip
-
-        if self.recompute == "selective":
-            core = jax.checkpoint(core, prevent_cse=False)
-        return self.out(core(q_BShK, k_BShK, v_BShK, place))
+        qkv_BSnhK = self.qkv(x_BsD)
+        if place is None or not self.dropout:
+            return self.out(causal_attention(qkv_BSnhK))
+        heads = qkv_BSnhK.shape[3]
+        o_BShK = attention_with_dropout(
+            qkv_BSnhK,
+            rate=self.dropout,
+            key=fold(place.key, place.layer, _SCORES_SITE),
+            samples_B=place.samples_B,
+            first_head=lax.axis_index(self.axes.tensor) * heads if self.axes.tensor else 0,
+        )
+        return self.out(o_BShK)
 
 
 class MLP(nnx.Module):
@@ -94,9 +89,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, *, axes: Axes, recompute: Recompute, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, axes: Axes, rngs: nnx.Rngs):
         self.attention_norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
-        self.attention = Attention(config, axes=axes, recompute=recompute, rngs=rngs)
+        self.attention = Attention(config, axes=axes, rngs=rngs)
         self.mlp_norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
         self.mlp = MLP(config, axes=axes, rngs=rngs)
         self.dropout = config.dropout
@@ -147,14 +142,20 @@ class Ends(nnx.Module):
         key = fold(place.key, _EMBED_SITE)
         return dropout_rows(x_BsD, self.config.dropout, key, place.samples_B, first)
 
-    def logits(self, x_BsD):
-        """logits_BSv in float32, of x that is the same on every stage."""
-        table = self.tokens if self.config.tied else self.output
-        return vocab_logits(self.norm(x_BsD), table[...], self.axes)
+    def _table(self):
+        return (self.tokens if self.config.tied else self.output)[...]
+
+    def next_logits(self, x_BsD, positions_B):
+        """logits_Bv in float32 of one position a row, padding -inf; x the same on every stage."""
+        x_BsD = self.norm(x_BsD)
+        x_BSD = all_gather_sequence(x_BsD, self.axes.tensor if self.axes.sequence_parallel else None)
+        x_B1D = jnp.take_along_axis(x_BSD, positions_B[:, None, None], axis=1)
+        return vocab_logits(x_B1D, self._table(), self.config.vocab, self.axes)[:, 0]
 
     def loss(self, x_BsD, targets_BS, weights_BS):
         """The sum of the weighted losses of all positions, float32 []."""
-        loss_BS = vocab_cross_entropy(self.logits(x_BsD), targets_BS, self.config.vocab, self.axes)
+        x_BsD, vocab = self.norm(x_BsD), self.config.vocab
+        loss_BS = vocab_losses(x_BsD, self._table(), targets_BS, vocab, self.axes)
         return (loss_BS * weights_BS).sum()
 
 
@@ -185,8 +186,7 @@ class GPT:
         return Ends(self.config, axes=self.axes, vocab_rows=self.vocab_rows, rngs=rngs)
 
     def _block(self, rngs):
-        recompute = "none" if self.recompute == "full" else self.recompute
-        return Block(self.config, axes=self.axes, recompute=recompute, rngs=rngs)
+        return Block(self.config, axes=self.axes, rngs=rngs)
 
     def init_ends(self, seed: int):
         """Float32 parameters of the ends, global shapes, vocabulary padded."""
@@ -212,13 +212,16 @@ class GPT:
         def run(params, x_BsD, place):
             return nnx.merge(self._block_graph, params)(x_BsD, place)
 
-        if self.recompute == "full":
-            run = jax.checkpoint(run, prevent_cse=False)
-        return run(params, x_BsD, place)
+        if self.recompute == "none":
+            return run(params, x_BsD, place)
+        policy = None  # "full": keep the block's input alone
+        if self.recompute == "selective":
+            policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
+        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BsD, place)
 
-    def logits(self, ends, x_BsD):
-        """logits_BSv float32, this device's part of the vocabulary."""
-        return nnx.merge(self._ends_graph, ends).logits(x_BsD)
+    def next_logits(self, ends, x_BsD, positions_B):
+        """logits_Bv float32, this device's part of the vocabulary, after each row's position."""
+        return nnx.merge(self._ends_graph, ends).next_logits(x_BsD, positions_B)
 
     def loss(self, ends, x_BsD, batch):
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""

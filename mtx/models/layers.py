@@ -3,7 +3,8 @@
 Each keeps for its backward pass what Megatron keeps and no more: the norm its input and two numbers
 a row, GELU its input. Norms and softmax are computed in float32.
 
-Legend: B rows · S sequence (s: shard; T: keys) · D hidden · H heads (h: shard) · K head size
+Legend: B rows · S sequence (s: shard; T: keys) · D hidden · H heads (h: shard) ·
+K head size · b a block of queries · n = 3 for q, k, v
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
 
@@ -28,7 +32,7 @@ def layer_norm(x_BSD, scale_D, bias_D, epsilon: float):
 def _layer_norm_forward(x_BSD, scale_D, bias_D, epsilon):
     x32 = x_BSD.astype(jnp.float32)
     mean = x32.mean(axis=-1, keepdims=True)
-    rstd = jax.lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + epsilon)
+    rstd = lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + epsilon)
     y = (x32 - mean) * rstd * scale_D.astype(jnp.float32) + bias_D.astype(jnp.float32)
     return y.astype(x_BSD.dtype), (x_BSD, mean, rstd, scale_D)
 
@@ -82,31 +86,103 @@ def _gelu_backward(x, dy):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-def causal_attention(q_BShK, k_BShK, v_BShK, *, dropout: float, key, samples_B, first_head):
+def causal_attention(qkv_BSnhK):
     """softmax(q k^T / sqrt(K) + causal mask) v -> [B, S, h, K].
 
-    cuDNN's fused kernel where it serves: on GPUs, in 16 bits, heads of at most 128, without dropout
-    (its masks would depend on the layout).
+    cuDNN's fused kernel (through `jax.nn.dot_product_attention`) where it serves: on GPUs, in 16
+    bits, heads of at most 128. Elsewhere `blocked_attention`.
     """
-    if dropout:
-        return _attention_with_dropout(q_BShK, k_BShK, v_BShK, dropout, key, samples_B, first_head)
-    fused = q_BShK.dtype in (jnp.bfloat16, jnp.float16) and q_BShK.shape[-1] <= 128
-    if not fused:
-        return jax.nn.dot_product_attention(q_BShK, k_BShK, v_BShK, is_causal=True)
-    return jax.lax.platform_dependent(
-        q_BShK,
-        k_BShK,
-        v_BShK,
-        cuda=partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
-        default=partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
+    if qkv_BSnhK.dtype not in (jnp.bfloat16, jnp.float16) or qkv_BSnhK.shape[-1] > 128:
+        return blocked_attention(qkv_BSnhK)
+    return lax.platform_dependent(qkv_BSnhK, cuda=_cudnn_attention, default=blocked_attention)
+
+
+def _cudnn_attention(qkv_BSnhK):
+    q_BShK, k_BShK, v_BShK = (qkv_BSnhK[:, :, n] for n in range(3))
+    return jax.nn.dot_product_attention(
+        q_BShK, k_BShK, v_BShK, is_causal=True, implementation="cudnn"
     )
 
 
-def _attention_with_dropout(q_BShK, k_BShK, v_BShK, rate, key, samples_B, first_head):
-    scale = 1 / math.sqrt(q_BShK.shape[-1])
-    scores_BhST = scale * jnp.einsum(
+def query_blocks(sequence: int) -> int:
+    """The number of blocks into which `blocked_attention` cuts that many queries."""
+    return 4 if sequence % 4 == 0 and sequence >= 64 else 1
+
+
+@jax.custom_vjp
+def blocked_attention(qkv_BSnhK):
+    """Causal attention in blocks of queries, each with the keys up to its last query only.
+
+    That is (n+1)/2n of the square for n blocks. Like FlashAttention (Dao et al. 2022) it keeps
+    q, k, v, its output and a number a row, and computes the probabilities again going back.
+    """
+    return _attention_forward(qkv_BSnhK)[0]
+
+
+def _block_scores(qkv_BSnhK, block: slice):
+    """Scaled and masked scores [B, h, block, keys up to the block's end], float32."""
+    q_BbhK, k_BThK = qkv_BSnhK[:, block, 0], qkv_BSnhK[:, : block.stop, 1]
+    scores = jnp.einsum("BbhK,BThK->BhbT", q_BbhK, k_BThK, preferred_element_type=jnp.float32)
+    query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    key = lax.broadcasted_iota(jnp.int32, scores.shape, 3)
+    return jnp.where(query >= key, scores / math.sqrt(qkv_BSnhK.shape[-1]), -jnp.inf)
+
+
+def _blocks(sequence: int) -> list[slice]:
+    size = sequence // query_blocks(sequence)
+    return [slice(start, start + size) for start in range(0, sequence, size)]
+
+
+def _attention_forward(qkv_BSnhK):
+    outputs, logsumexps = [], []
+    for block in _blocks(qkv_BSnhK.shape[1]):
+        scores_BhbT = _block_scores(qkv_BSnhK, block)
+        largest = scores_BhbT.max(axis=-1, keepdims=True)
+        p_BhbT = jnp.exp(scores_BhbT - largest)
+        total = p_BhbT.sum(axis=-1, keepdims=True)
+        v_BThK = qkv_BSnhK[:, : block.stop, 2]
+        o_BbhK = jnp.einsum(
+            "BhbT,BThK->BbhK", p_BhbT.astype(v_BThK.dtype), v_BThK,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        outputs.append((o_BbhK / jnp.swapaxes(total, 1, 2)).astype(v_BThK.dtype))
+        logsumexps.append((largest + jnp.log(total))[..., 0])
+    o_BShK = checkpoint_name(jnp.concatenate(outputs, axis=1), MATMUL_OUTPUT)
+    logsumexp_BhS = checkpoint_name(jnp.concatenate(logsumexps, axis=2), MATMUL_OUTPUT)
+    return o_BShK, (qkv_BSnhK, o_BShK, logsumexp_BhS)
+
+
+def _attention_backward(saved, do_BShK):
+    qkv_BSnhK, o_BShK, logsumexp_BhS = saved
+    dtype, sequence = qkv_BSnhK.dtype, qkv_BSnhK.shape[1]
+    scale = 1 / math.sqrt(qkv_BSnhK.shape[-1])
+    along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
+    along_BhS = jnp.swapaxes(along_BSh, 1, 2)
+    dq, dk_BShK, dv_BShK = [], 0.0, 0.0
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    for block in _blocks(sequence):
+        do_BbhK, q_BbhK = do_BShK[:, block], qkv_BSnhK[:, block, 0]
+        k_BThK, v_BThK = qkv_BSnhK[:, : block.stop, 1], qkv_BSnhK[:, : block.stop, 2]
+        p_BhbT = jnp.exp(_block_scores(qkv_BSnhK, block) - logsumexp_BhS[:, :, block, None])
+        dp_BhbT = product("BbhK,BThK->BhbT", do_BbhK, v_BThK)
+        ds_BhbT = (p_BhbT * (dp_BhbT - along_BhS[:, :, block, None]) * scale).astype(dtype)
+        after = ((0, 0), (0, sequence - block.stop), (0, 0), (0, 0))  # keys that the block hides
+        dq.append(product("BhbT,BThK->BbhK", ds_BhbT, k_BThK))
+        dk_BShK += jnp.pad(product("BhbT,BbhK->BThK", ds_BhbT, q_BbhK), after)
+        dv_BShK += jnp.pad(product("BhbT,BbhK->BThK", p_BhbT.astype(dtype), do_BbhK), after)
+    dqkv = jnp.stack([jnp.concatenate(dq, axis=1), dk_BShK, dv_BShK], axis=2)
+    return (dqkv.astype(dtype),)
+
+
+blocked_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def attention_with_dropout(qkv_BSnhK, *, rate: float, key, samples_B, first_head):
+    """Causal attention with dropout on its probabilities, whose masks no layout changes."""
+    q_BShK, k_BShK, v_BShK = (qkv_BSnhK[:, :, n] for n in range(3))
+    scores_BhST = jnp.einsum(
         "BShK,BThK->BhST", q_BShK, k_BShK, preferred_element_type=jnp.float32
-    )
+    ) / math.sqrt(q_BShK.shape[-1])
     sequence = q_BShK.shape[1]
     causal_ST = jnp.tril(jnp.ones((sequence, sequence), bool))
     p_BhST = jax.nn.softmax(jnp.where(causal_ST, scores_BhST, -jnp.inf), axis=-1)

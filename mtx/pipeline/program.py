@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jax import lax
 
 from mtx.config import Layout
 from mtx.pipeline.partition import Placement
-from mtx.pipeline.schedule import IDLE, Schedule
+from mtx.pipeline.schedule import IDLE, Schedule, by_tick
 from mtx.pipeline.vjp import LayerVJP
 from mtx.sharding.collectives import (
     all_gather_sequence,
@@ -106,42 +106,44 @@ class Pipeline:
             carry, _ = lax.scan(run.tick, carry, ticks)
         return carry.loss, carry.gradients
 
-    def loss(self, params: Tree, batch: Tree):
-        """The sum of losses, without gradients and without dropout. Arguments as in `gradients`."""
-        run = _Run(self, params, batch, None, None, None)
-        ticks = _table(self.schedule, run.stage)
-        last_stage, chunks = run.stages - 1, self.schedule.virtual
+    def forward(self, params: Tree, batch: Tree, output: Callable) -> Tree:
+        """`output(ends, y_BsD, batch)` of every microbatch, stacked [M, ...]; no gradients, no
+        dropout. `output` is called on all stages together. Other arguments as in `gradients`."""
+        run = _Run(self, params, batch)
+        last_tick = int(self.schedule.forward_ticks.max())
+        leaves = jnp.asarray(by_tick(self.schedule.forward_ticks[:, -1, -1], last_tick + 1))
+        ticks = jax.tree.map(lambda a: a[: last_tick + 1], _table(self.schedule, run.stage))
+        example = jax.eval_shape(output, params["ends"], run.x_zeros(), run.batch_of(0))
+        outputs = jax.tree.map(
+            lambda a: jnp.zeros((self.schedule.microbatches, *a.shape), a.dtype), example
+        )
 
-        def tick(carry, op):
-            x_BsD, inbox, loss = carry
+        def tick(carry, row):
+            x_BsD, inbox, outputs = carry
+            op, microbatch = row
             inbox, x_BsD = _through(inbox, x_BsD, op.forward)
             x_BsD = run.enter(x_BsD, op)
             y_BsD = lax.cond(
                 op.forward.microbatch != IDLE, run.forward_only, lambda op, x: x, op.forward, x_BsD
             )
-            is_output = (op.forward.chunk == chunks - 1) & (run.stage == last_stage)
-            microbatch = op.forward.microbatch * is_output + IDLE * ~is_output
-            if self.axes.pipe:
-                microbatch = lax.pmax(microbatch, self.axes.pipe)
 
-            def head(y_BsD):
-                y_BsD = broadcast_from(y_BsD, run.stage == last_stage, self.axes.pipe)
-                return self.model.loss(run.params["ends"], y_BsD, run.batch_of(microbatch))
+            def leave(outputs, y_BsD):
+                y_BsD = broadcast_from(y_BsD, run.stage == run.stages - 1, self.axes.pipe)
+                value = output(params["ends"], y_BsD, run.batch_of(microbatch))
+                return jax.tree.map(lambda a, v: _write(a, v, microbatch), outputs, value)
 
-            loss += lax.cond(microbatch != IDLE, head, lambda y: jnp.zeros(()), y_BsD)
-            return (run.send(y_BsD, by=1), inbox, loss), None
+            outputs = lax.cond(microbatch != IDLE, leave, lambda a, _: a, outputs, y_BsD)
+            return (run.send(y_BsD, by=1), inbox, outputs), None
 
-        ticks = jax.tree.map(lambda a: a[: int(self.schedule.forward_ticks.max()) + 1], ticks)
-        x_BsD = run.x_zeros()
-        inbox = run.box(self.schedule.inbox.slots)
-        (_, _, loss), _ = lax.scan(tick, (x_BsD, inbox, jnp.zeros(())), ticks)
-        return loss
+        start = run.x_zeros(), run.box(self.schedule.inbox.slots), outputs
+        (_, _, outputs), _ = lax.scan(tick, start, (ticks, leaves))
+        return outputs
 
 
 class _Run:
     """One call of a pipeline, while it is traced: the static parts and the arrays at hand."""
 
-    def __init__(self, pipeline: Pipeline, params, batch, samples_MB, key, loss_weight):
+    def __init__(self, pipeline: Pipeline, params, batch, samples_MB=None, key=None, loss_weight=None):
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes, self.placement = pipeline.layout, pipeline.axes, pipeline.placement
         self.params, self.batch = params, batch
@@ -153,8 +155,11 @@ class _Run:
         self.x_shape = jax.eval_shape(
             self.model.embed, params["ends"], self.batch_of(0), self.place(0, 0)
         )
-        weights = jax.tree.map(lambda a: a[0, 0], params["block"])
-        self.layer_vjp = LayerVJP(self.model.block, weights, self.x_shape, self.place(0, 0))
+
+    @cached_property
+    def layer_vjp(self) -> LayerVJP:
+        params = jax.tree.map(lambda a: a[0, 0], self.params["block"])
+        return LayerVJP(self.model.block, params, self.x_shape, self.place(0, 0))
 
     # -- what stands where ------------------------------------------------------------------------
 

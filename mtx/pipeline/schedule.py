@@ -117,17 +117,17 @@ class Schedule:
     @cached_property
     def embed(self) -> np.ndarray:
         """int32 [T]: the microbatch that enters piece 0 in this tick, or IDLE."""
-        return _by_tick(self.forward_ticks[:, 0, 0], self.ticks)
+        return by_tick(self.forward_ticks[:, 0, 0], self.ticks)
 
     @cached_property
     def head(self) -> np.ndarray:
         """int32 [T]: the microbatch whose loss is computed in this tick, or IDLE."""
-        return _by_tick(self.backward_ticks[:, -1, -1], self.ticks)
+        return by_tick(self.backward_ticks[:, -1, -1], self.ticks)
 
     @cached_property
     def embed_backward(self) -> np.ndarray:
         """int32 [T]: the microbatch whose gradient leaves piece 0 in this tick, or IDLE."""
-        return _by_tick(self.backward_ticks[:, 0, 0], self.ticks)
+        return by_tick(self.backward_ticks[:, 0, 0], self.ticks)
 
     @cached_property
     def in_flight(self) -> np.ndarray:
@@ -195,7 +195,7 @@ def _tabulate(name: str, op: str, ticks_MCP: np.ndarray, ticks: int):
     return microbatch, chunk
 
 
-def _by_tick(ticks_M: np.ndarray, ticks: int) -> np.ndarray:
+def by_tick(ticks_M: np.ndarray, ticks: int) -> np.ndarray:
     """int32 [T]: the microbatch of each tick, or IDLE."""
     microbatch = np.full(ticks, IDLE, np.int32)
     microbatch[ticks_M] = np.arange(len(ticks_M))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mtx.sharding.collectives import (
@@ -29,6 +30,8 @@ from mtx.sharding.collectives import (
     scatter_sequence,
 )
 from mtx.sharding.mesh import Axes
+
+MATMUL_OUTPUT = "matmul_output"  # what selective recomputation keeps
 
 
 def matmul(x, w, *, inputs: int = 1):
@@ -86,7 +89,7 @@ class ColumnLinear(nnx.Module):
             y = gather_matmul(x, self.w[...], self.axes.tensor)
         else:
             y = matmul(copy_to(x, self.axes.tensor), self.w[...])
-        return y + self.b[...]
+        return checkpoint_name(y + self.b[...], MATMUL_OUTPUT)
 
 
 class RowLinear(nnx.Module):
@@ -103,8 +106,10 @@ class RowLinear(nnx.Module):
         """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
         partial_BSD = matmul(x, self.w[...], inputs=self.w.ndim - 1)
         if self.axes.sequence_parallel:
-            return scatter_sequence(partial_BSD, self.axes.tensor) + self.b[...]
-        return reduce_from(partial_BSD, self.axes.tensor) + self.b[...]
+            y = scatter_sequence(partial_BSD, self.axes.tensor)
+        else:
+            y = reduce_from(partial_BSD, self.axes.tensor)
+        return checkpoint_name(y + self.b[...], MATMUL_OUTPUT)
 
 
 def output_std(init_std: float, layers: int) -> float:

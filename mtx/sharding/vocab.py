@@ -20,9 +20,11 @@ from mtx.sharding.collectives import copy_to, gather_sequence, reduce_from, scat
 from mtx.sharding.mesh import Axes
 
 
-def _first_row(shard_rows: int, axes: Axes):
-    """The vocabulary id of this device's first row."""
-    return lax.axis_index(axes.vocab) * shard_rows if axes.vocab else 0
+def _ids(table_vD, axes: Axes):
+    """int32 [v]: the vocabulary ids of this device's rows."""
+    rows = table_vD.shape[0]
+    first = lax.axis_index(axes.vocab) * rows if axes.vocab else 0
+    return first + jnp.arange(rows, dtype=jnp.int32)
 
 
 def embed_tokens(table_vD, tokens_BS, axes: Axes):
@@ -32,7 +34,7 @@ def embed_tokens(table_vD, tokens_BS, axes: Axes):
     `tensor`. Backward: all-gather over `tensor`; expects the same gradient on every stage.
     """
     rows = table_vD.shape[0]
-    local_BS = tokens_BS - _first_row(rows, axes)
+    local_BS = tokens_BS - _ids(table_vD, axes)[0]
     mine_BS = (local_BS >= 0) & (local_BS < rows)
     x_BSD = table_vD[jnp.clip(local_BS, 0, rows - 1)] * mine_BS[..., None].astype(table_vD.dtype)
     if axes.sequence_parallel:
@@ -40,54 +42,60 @@ def embed_tokens(table_vD, tokens_BS, axes: Axes):
     return reduce_from(x_BSD, axes.vocab)
 
 
-def vocab_logits(x_BsD, table_vD, axes: Axes):
-    """logits_BSv in float32, this device's part of the vocabulary.
+def _enter_head(x_BsD, axes: Axes):
+    """The whole x_BSD on each device of `tensor`. Backward: the sum over the vocabulary's shards."""
+    if axes.sequence_parallel:
+        return gather_sequence(copy_to(x_BsD, axes.pipe), axes.tensor)
+    return copy_to(x_BsD, axes.vocab)
+
+
+def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes):
+    """logits_BSv in float32, this device's part of the vocabulary; -inf for ids from `vocab` on."""
+    contract = ((2,), (1,))
+    logits_BSv = lax.dot_general(
+        x_BSD, table_vD, (contract, ((), ())), preferred_element_type=jnp.float32
+    )
+    return jnp.where(_ids(table_vD, axes) < vocab, logits_BSv, -jnp.inf)
+
+
+def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes):
+    """loss_BS in float32: -log softmax(x table^T) at the target; ids from `vocab` on are masked.
 
     Expects the same x on every stage, and gives each the same input gradient. Forward: all-gather
-    over `tensor` with sequence parallelism. Backward: the sum over the vocabulary's shards.
+    over `tensor` with sequence parallelism, and three all-reduces of [B, S] over the vocabulary's
+    shards. Backward: the sum of the input gradient over those shards.
     """
-    if axes.sequence_parallel:
-        x_BSD = gather_sequence(copy_to(x_BsD, axes.pipe), axes.tensor)
-    else:
-        x_BSD = copy_to(x_BsD, axes.vocab)
-    contract = ((2,), (1,))
-    return lax.dot_general(x_BSD, table_vD, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return _losses(_enter_head(x_BsD, axes), table_vD, targets_BS, vocab, axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def vocab_cross_entropy(logits_BSv, targets_BS, vocab: int, axes: Axes):
-    """loss_BS in float32: -log softmax(logits) at the target. Ids of `vocab` and above are masked.
-
-    Forward: three all-reduces of [B, S] over the vocabulary's shards. Backward: none.
-    """
-    return _cross_entropy_forward(logits_BSv, targets_BS, vocab, axes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _losses(x_BSD, table_vD, targets_BS, vocab: int, axes: Axes):
+    return _losses_forward(x_BSD, table_vD, targets_BS, vocab, axes)[0]
 
 
-def _cross_entropy_forward(logits_BSv, targets_BS, vocab, axes):
-    rows = logits_BSv.shape[-1]
-    first = _first_row(rows, axes)
-    ids_v = first + jnp.arange(rows)
-    logits_BSv = jnp.where(ids_v < vocab, logits_BSv, -jnp.inf)
+def _losses_forward(x_BSD, table_vD, targets_BS, vocab, axes):
+    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes)
     largest_BS = logits_BSv.max(axis=-1)
     if axes.vocab:
         largest_BS = lax.pmax(largest_BS, axes.vocab)
     shifted_BSv = logits_BSv - largest_BS[..., None]
-    is_target_BSv = ids_v == targets_BS[..., None]
+    is_target_BSv = _ids(table_vD, axes) == targets_BS[..., None]
     target_BS = jnp.where(is_target_BSv, shifted_BSv, 0.0).sum(axis=-1)
-    exp_BSv = jnp.exp(shifted_BSv)
-    total_BS = exp_BSv.sum(axis=-1)
+    total_BS = jnp.exp(shifted_BSv).sum(axis=-1)
     if axes.vocab:
         target_BS, total_BS = lax.psum((target_BS, total_BS), axes.vocab)
-    probability_BSv = exp_BSv / total_BS[..., None]
-    return jnp.log(total_BS) - target_BS, (probability_BSv, targets_BS)
+    # The logits' gradient, but for the row's factor: that one is applied to x and dx, [B, S, D].
+    error_BSv = jnp.exp(shifted_BSv) / total_BS[..., None] - is_target_BSv
+    saved = x_BSD, table_vD, error_BSv.astype(x_BSD.dtype)
+    return jnp.log(total_BS) - target_BS, saved
 
 
-def _cross_entropy_backward(vocab, axes, saved, dloss_BS):
-    probability_BSv, targets_BS = saved
-    rows = probability_BSv.shape[-1]
-    ids_v = _first_row(rows, axes) + jnp.arange(rows)
-    is_target_BSv = (ids_v == targets_BS[..., None]).astype(jnp.float32)
-    return (probability_BSv - is_target_BSv) * dloss_BS[..., None], None
+def _losses_backward(vocab, axes, saved, dloss_BS):
+    x_BSD, table_vD, error_BSv = saved
+    factor_BS1 = dloss_BS[..., None].astype(x_BSD.dtype)
+    dx_BSD = factor_BS1 * lax.dot_general(error_BSv, table_vD, (((2,), (0,)), ((), ())))
+    dtable_Dv = lax.dot_general(factor_BS1 * x_BSD, error_BSv, (((0, 1), (0, 1)), ((), ())))
+    return dx_BSD, dtable_Dv.T, None
 
 
-vocab_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+_losses.defvjp(_losses_forward, _losses_backward)

@@ -219,20 +219,24 @@ class Trainer:
     def _loss_and_gradients(self, masters, batch, step, scale):
         """(mean loss, gradients of scale * mean loss, summed over the mesh, shards of the masters)"""
         with jax.named_scope("gather_params"):
-            dtype = jnp.dtype(self.run.model.compute_dtype)
-            params = jax.tree.map(lambda m, shard: shard.gather(m, dtype), masters, self.shards)
-            local = params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
+            params = self._gather(masters)
         with jax.named_scope("pipeline"):
             batch = self._split(batch)
             tokens = lax.psum(batch["weights"].sum(), "data")
             key = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
-                local, batch, self._samples(batch), key, scale / tokens
+                params, batch, self._samples(batch), key, scale / tokens
             )
             gradients["block"] = jax.tree.map(lambda a: a[None], gradients["block"])
         with jax.named_scope("reduce"):
             gradients = jax.tree.map(self._reduce, gradients, self.specs, self.shards)
         return lax.psum(loss, "data") / tokens, gradients
+
+    def _gather(self, masters):
+        """This stage's parameters in the compute type: the ends, and the block's [C, N, ...]."""
+        dtype = jnp.dtype(self.run.model.compute_dtype)
+        params = jax.tree.map(lambda m, shard: shard.gather(m, dtype), masters, self.shards)
+        return params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
 
     def _reduce(self, gradient, spec, shard):
         """Sums a gradient over the replicas of its parameter that hold only a part of it."""
@@ -257,17 +261,34 @@ class Trainer:
     def evaluate(self):
         """(state, batch) -> (sum of losses, sum of weights) without dropout; float32 []."""
 
-        def evaluate(masters, batch):
-            dtype = jnp.dtype(self.run.model.compute_dtype)
-            params = jax.tree.map(lambda m, shard: shard.gather(m, dtype), masters, self.shards)
-            params["block"] = jax.tree.map(lambda a: a[0], params["block"])
-            batch = self._split(batch)
-            loss = self.pipeline.loss(params, batch)
-            return lax.psum(loss, "data"), lax.psum(batch["weights"].sum(), "data")
+        def evaluate(params, batch):
+            losses_M = self.pipeline.forward(params, batch, self.model.loss)
+            return lax.psum((losses_M.sum(), batch["weights"].sum()), "data")
 
-        mapped = self._shard_map(
-            evaluate, (self.state_specs.params, _BATCH_SPEC), (P(), P())
-        )
+        return self._forward(evaluate, (P(), P()))
+
+    @cached_property
+    def predict(self):
+        """(state, {"tokens": [G, S], "positions": [G]}) -> logits [G, V] float32, of the token that
+        follows each row's position. V is padded, the padding -inf."""
+
+        def output(ends, y_BsD, batch):
+            return self.model.next_logits(ends, y_BsD, batch["positions"])
+
+        def predict(params, batch):
+            logits_MBv = self.pipeline.forward(params, batch, output)
+            return logits_MBv.reshape(-1, logits_MBv.shape[-1])
+
+        return self._forward(predict, P("data", self.axes.vocab or None))
+
+    def _forward(self, f, out_specs):
+        """(state, batch) -> f(local parameters in the compute type, local batch [M, B, ...])"""
+
+        def forward(masters, batch):
+            params = self._gather(masters)
+            return f(params, self._split(batch))
+
+        mapped = self._shard_map(forward, (self.state_specs.params, _BATCH_SPEC), out_specs)
         jitted = jax.jit(mapped)
         return lambda state, batch: jitted(state.params, batch)
 

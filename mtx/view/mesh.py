@@ -71,7 +71,8 @@ def _replicas(layout: Layout, held: list[tuple[int, range]]) -> str:
         text = f"replica {replica} [{_span(here)}]"
         if len(here) < layout.tensor:
             shard = here[0] % layout.tensor
-            text += f" shard {_span(range(shard, shard + len(here)))} of {layout.tensor}"
+            noun = "shard" if len(here) == 1 else "shards"
+            text += f" {noun} {_span(range(shard, shard + len(here)))} of {layout.tensor}"
         texts.append(text)
     return "  ".join(texts)
 
@@ -99,7 +100,7 @@ def _axis_lines(layout: Layout, node_size: int) -> list[str]:
 
 
 def _reach(nodes: np.ndarray) -> str:
-    """Where the links of an axis run; `nodes` int [groups, size]: the sorted nodes of each group."""
+    """Where the links of an axis run; `nodes` int [groups, size]: each group's nodes, sorted."""
     count = 1 + (np.diff(nodes, axis=1) != 0).sum(axis=1)  # different nodes of each group
     if count.max() == 1:
         return "inside a node"

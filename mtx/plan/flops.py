@@ -1,0 +1,168 @@
+"""FLOPs and parameters of a GPT in closed form, by three conventions that must not be mixed.
+
+`sc21_flops`             the paper's: full attention, every block forward twice (recomputation)
+`model_flops`            today's MFU: causal attention, no recomputation
+`hardware_matmul_flops`  what this program's matmuls execute, whatever it is good for
+
+All count matmuls only, 2 M N K each, for one step of `batch` sequences over the whole cluster.
+
+Letters as in the papers: B sequences · s sequence length · h hidden · l layers · V vocabulary ·
+f the feed-forward multiple (4 in the paper)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtx.config import Layout, ModelConfig
+from mtx.pipeline.makers import make
+from mtx.pipeline.partition import place_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFlops:
+    """Matmul FLOPs of one forward pass, by part, all layers together."""
+
+    embedding: float  # a lookup: 0
+    attention_projections: float  # 8 B s h^2 a layer: q, k, v and the output
+    attention_scores: float  # 4 B s^2 h a layer (q k^T and its product with v), causal half of it
+    mlp: float  # 4 f B s h^2 a layer
+    head: float  # 2 B s h V
+
+    @property
+    def blocks(self) -> float:
+        return self.attention_projections + self.attention_scores + self.mlp
+
+    @property
+    def total(self) -> float:
+        return self.embedding + self.blocks + self.head
+
+
+def forward_flops(
+    model: ModelConfig, batch: int, *, causal: bool, vocab: int | None = None
+) -> ForwardFlops:
+    """One forward pass of `batch` sequences. `vocab`: rows of the head, where they are padded."""
+    tokens = batch * model.sequence
+    square = model.hidden**2
+    return ForwardFlops(
+        embedding=0.0,
+        attention_projections=8.0 * model.layers * tokens * square,
+        attention_scores=(2.0 if causal else 4.0)
+        * model.layers
+        * tokens
+        * model.sequence
+        * model.hidden,
+        mlp=4.0 * model.ffn_multiple * model.layers * tokens * square,
+        head=2.0 * tokens * model.hidden * (vocab or model.vocab),
+    )
+
+
+def sc21_flops(model: ModelConfig, batch: int) -> float:
+    """FLOPs a step by SC'21, equation (3): 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) where f = 4.
+
+    Blocks forward, forward again and backward (4 forwards), the head without the second; attention
+    not halved for causality. The paper's teraFLOP/s, and its 502 petaFLOP/s, are in this unit.
+    """
+    forward = forward_flops(model, batch, causal=False)
+    return 4 * forward.blocks + 3 * forward.head
+
+
+def model_flops(model: ModelConfig, batch: int) -> float:
+    """FLOPs a step as MFU counts them: 72 B s l h^2 (1 + s/(12h) + V/(12 l h)) where f = 4.
+
+    Forward and backward (3 forwards), attention halved for causality, nothing for recomputation.
+    """
+    return 3 * forward_flops(model, batch, causal=True).total
+
+
+def hardware_matmul_flops(
+    model: ModelConfig, layout: Layout, global_batch: int, *, fused_attention: bool = False
+) -> float:
+    """FLOPs of all matmuls that one step of our program executes, on all devices together.
+
+    Attention is the full square (XLA computes all of it), the vocabulary is padded, and B costs two
+    forwards plus what it computes again:
+      recompute="selective"  q k^T (a fused kernel: all of attention's forward)
+      recompute="full"       the block, but for its last matmul, whose output nobody needs
+      stash="inputs"         the chunk; without that last matmul where the chunk is one layer
+    With idle="phases" and "masked" idle half ticks compute too: they are counted.
+
+    fused_attention: cuDNN's kernel, which computes the scores once more in its backward pass.
+    """
+    microbatches = layout.microbatches(global_batch)
+    placement = place_layers(
+        model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers
+    )
+    forward_halves, backward_halves = _executed_halves(layout, microbatches)
+    useful = microbatches * layout.virtual
+    # Layers run per replica and microbatch; an idle half runs the stage's first chunk.
+    idle_layers = int(placement.count[:, 0].sum())
+    forward_layers = microbatches * model.layers + (forward_halves - useful) * idle_layers
+    backward_layers = microbatches * model.layers + (backward_halves - useful) * idle_layers
+
+    one = _layer_flops(model, layout.microbatch)
+    linear, score, down = one
+    forward = linear + 2 * score
+    backward = 2 * linear + (5 if fused_attention else 4) * score
+    if layout.stash == "inputs":
+        one_layer = placement.even and placement.layer.shape[-1] == 1
+        backward += forward - (down if one_layer else 0)
+    elif layout.recompute == "full":
+        backward += forward - down
+    if layout.recompute == "selective":
+        backward += (2 if fused_attention else 1) * score
+
+    vocab = model.padded_vocab(layout.vocab_shards)
+    head = 3 * forward_flops(model, global_batch, causal=False, vocab=vocab).head
+    return layout.data * (forward_layers * forward + backward_layers * backward) + head
+
+
+def _layer_flops(model: ModelConfig, batch: int) -> tuple[float, float, float]:
+    """One layer forward: (linear layers, one of attention's two matmuls, the last linear layer)."""
+    forward = forward_flops(model, batch, causal=False)
+    linear = (forward.attention_projections + forward.mlp) / model.layers
+    return linear, forward.attention_scores / 2 / model.layers, forward.mlp / 2 / model.layers
+
+
+def _executed_halves(layout: Layout, microbatches: int) -> tuple[int, int]:
+    """F and B half ticks in which a stage computes, idle ones included where they compute."""
+    if layout.idle == "skip":
+        return microbatches * layout.virtual, microbatches * layout.virtual
+    schedule = make(
+        layout.schedule, microbatches=microbatches, stages=layout.pipe, virtual=layout.virtual
+    )
+    if layout.idle == "masked":
+        return schedule.ticks, schedule.ticks
+    return (
+        sum(phase.stop - phase.start for phase in schedule.phases if phase.forward),
+        sum(phase.stop - phase.start for phase in schedule.phases if phase.backward),
+    )
+
+
+def sc21_parameters(model: ModelConfig) -> float:
+    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), SC'21, equation (2). For f = 4 and tied ends."""
+    layers, hidden = model.layers, model.hidden
+    ends = (model.vocab + model.sequence) / (12 * layers * hidden)
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + ends)
+
+
+def parameters(model: ModelConfig) -> int:
+    """The exact number of parameters, without the padding of the vocabulary.
+
+    Per layer (4 + 2f) h^2 + (9 + f) h: matrices, biases and two norms; at the ends the token table
+    (twice where untied), the positions and the final norm, 2h, which the paper's formula leaves out.
+    """
+    hidden, multiple = model.hidden, model.ffn_multiple
+    layer = (4 + 2 * multiple) * hidden**2 + (9 + multiple) * hidden
+    tables = (1 if model.tied else 2) * model.vocab
+    return model.layers * layer + (tables + model.sequence + 2) * hidden
+
+
+def training_time_s(
+    *, parameters: float, tokens: float, devices: int, flops_per_device: float
+) -> float:
+    """Seconds to train on `tokens`: 8 T P / (n X), SC'21, equation (4).
+
+    flops_per_device: X, FLOP/s of one device in the unit of `sc21_flops`.
+    """
+    return 8 * tokens * parameters / (devices * flops_per_device)

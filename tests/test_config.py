@@ -1,0 +1,296 @@
+"""Configs: what is refused and how, the way to JSON and back, and the presets against the paper."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtx.config import (
+    DataConfig,
+    Layout,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    from_dict,
+    to_dict,
+)
+from mtx.errors import UserError
+from mtx.presets import NAMES, TABLE1, preset
+
+quick = settings(max_examples=80, deadline=None)
+
+
+def message(make, *args, **values) -> str:
+    """The one line that the user reads."""
+    with pytest.raises(UserError) as caught:
+        make(*args, **values)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+POSITIVE = {
+    ModelConfig: "layers hidden heads sequence vocab ffn_multiple vocab_multiple",
+    Layout: "data pipe tensor virtual microbatch",
+    RunConfig: "global_batch steps eval_batches",
+}
+
+
+@pytest.mark.parametrize(
+    "kind, name", [(kind, name) for kind, names in POSITIVE.items() for name in names.split()]
+)
+def test_counts_must_be_positive(kind, name):
+    for value in (0, -3):
+        assert message(kind, **{name: value}) == f"{name}={value} must be at least 1"
+
+
+@pytest.mark.parametrize(
+    "kind, name, value, nearest",
+    [
+        (ModelConfig, "compute_dtype", "bfloat", "bfloat16"),
+        (Layout, "schedule", "1f1b1", "1f1b"),
+        (Layout, "idle", "phase", "phases"),
+        (Layout, "stash", "residual", "residuals"),
+        (Layout, "recompute", "selectiv", "selective"),
+        (Layout, "stage_layers", "balance", "balanced"),
+        (OptimizerConfig, "rate", "cosin", "cosine"),
+        (DataConfig, "tokenizer", "byte", "bytes"),
+    ],
+)
+def test_unknown_choices_name_the_nearest(kind, name, value, nearest):
+    text = message(kind, **{name: value})
+    assert text.startswith(f"unknown {name} '{value}': did you mean '{nearest}'? known are ")
+
+
+def test_a_choice_like_nothing_known_is_listed_without_a_guess():
+    assert message(Layout, schedule="xyz") == "unknown schedule 'xyz': known are 1f1b, gpipe"
+
+
+@pytest.mark.parametrize(
+    "kind, values, text",
+    [
+        (ModelConfig, {"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
+        (ModelConfig, {"attention_dropout": -0.1}, "attention_dropout=-0.1 must lie in [0, 1)"),
+        (OptimizerConfig, {"lr": 0.0}, "lr=0.0 must be above 0"),
+        (OptimizerConfig, {"lr": float("nan")}, "lr=nan must be above 0"),
+        (OptimizerConfig, {"lr": 1e-3, "min_lr": 0.1}, "min_lr=0.1 must lie in [0, lr=0.001]"),
+        (OptimizerConfig, {"min_lr": -1.0}, "min_lr=-1.0 must lie in [0, lr=0.00015]"),
+        (OptimizerConfig, {"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
+        (OptimizerConfig, {"clip": -1.0}, "clip=-1.0 must be at least 0 (0 turns clipping off)"),
+        (OptimizerConfig, {"b1": 1.0}, "b1=1.0 must lie in [0, 1)"),
+        (OptimizerConfig, {"b2": -0.5}, "b2=-0.5 must lie in [0, 1)"),
+        (DataConfig, {"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
+        (DataConfig, {"eval_fraction": 1.0}, "eval_fraction=1.0 must lie between 0 and 1"),
+        (DataConfig, {"bpe_vocab": 256}, "bpe_vocab=256 must be at least 257 (256 bytes and one"),
+        (RunConfig, {"eval_every": -1}, "eval_every=-1 must be at least 0"),
+        (RunConfig, {"save_every": -2}, "save_every=-2 must be at least 0"),
+    ],
+)
+def test_values_out_of_range_are_named_with_the_range(kind, values, text):
+    assert message(kind, **values).startswith(text)
+
+
+def test_recomputing_twice_is_refused_with_both_ways_out():
+    text = message(Layout, stash="inputs", recompute="full")
+    assert "stash='inputs' already recomputes" in text
+    assert "Use recompute='none' with it, or stash='residuals'" in text
+    assert Layout(stash="inputs", recompute="none").stash == "inputs"
+
+
+def test_what_cannot_be_divided_is_refused_with_the_nearest_legal_values():
+    model = ModelConfig(heads=6, hidden=96, sequence=100)
+    assert message(ModelConfig, hidden=100, heads=8) == (
+        "hidden=100 cannot be divided over heads=8; use hidden=96 or 104"
+    )
+    assert message(ModelConfig, hidden=5, heads=8).endswith("use hidden=8")
+    assert message(Layout(tensor=4).check, model) == (
+        "heads=6 cannot be divided over tensor=4; use tensor=3 or 6"
+    )
+    assert message(Layout(tensor=3).check, model) == (
+        "sequence=100 cannot be divided over tensor=3 for sequence parallelism; use sequence=99 or "
+        "102 or sequence_parallel=False"
+    )
+    assert message(Layout(data=2, microbatch=3).microbatches, 16) == (
+        "global_batch=16 cannot be divided into data*microbatch=2*3; use global_batch=12 or 18"
+    )
+
+
+def test_a_run_refuses_a_layout_that_does_not_fit():
+    assert "heads=8 cannot be divided over tensor=3" in message(RunConfig, layout=Layout(tensor=3))
+    text = message(RunConfig, layout=Layout(data=32), global_batch=16)
+    assert text.endswith("data*microbatch=32*1; use global_batch=32")
+
+
+def offered(text: str, name: str) -> list[int]:
+    """The values of `name` that the error's remedy offers."""
+    remedy = re.search(rf"use {name}=(\d+)(?: or (\d+))?", text)
+    return [int(value) for value in remedy.groups() if value]
+
+
+counts = st.integers(1, 200)
+
+
+@quick
+@given(counts, st.integers(1, 24))
+def test_offered_hidden_sizes_are_legal(hidden, heads):
+    if hidden % heads == 0:
+        assert ModelConfig(hidden=hidden, heads=heads).head_size * heads == hidden
+        return
+    for value in offered(message(ModelConfig, hidden=hidden, heads=heads), "hidden"):
+        assert ModelConfig(hidden=value, heads=heads).hidden == value
+
+
+@quick
+@given(counts, st.integers(1, 6), st.integers(1, 6))
+def test_offered_batches_are_legal(global_batch, data, microbatch):
+    layout = Layout(data=data, microbatch=microbatch)
+    if global_batch % (data * microbatch) == 0:
+        assert layout.microbatches(global_batch) * data * microbatch == global_batch
+        return
+    for value in offered(message(layout.microbatches, global_batch), "global_batch"):
+        assert layout.microbatches(value) * data * microbatch == value
+
+
+@quick
+@given(st.integers(1, 48), st.integers(2, 48), st.booleans())
+def test_offered_tensor_sizes_and_sequences_are_legal(heads, tensor, fits):
+    model = ModelConfig(heads=heads, hidden=heads * 4, sequence=tensor * 3 if fits else tensor + 1)
+    layout = Layout(tensor=tensor)
+    if heads % tensor:
+        for value in offered(message(layout.check, model), "tensor"):
+            assert model.heads % value == 0
+    elif not fits:
+        text = message(layout.check, model)
+        for value in offered(text, "sequence"):
+            layout.check(replace(model, sequence=value))
+        assert text.endswith("sequence_parallel=False")
+        replace(layout, sequence_parallel=False).check(model)
+    else:
+        layout.check(model)
+
+
+# --- derived numbers ------------------------------------------------------------------------------
+
+
+def test_derived_sizes():
+    model = ModelConfig(hidden=96, heads=6, ffn_multiple=4, vocab=50257, vocab_multiple=128)
+    assert (model.head_size, model.ffn_hidden) == (16, 384)
+    assert model.padded_vocab(1) == 50304  # Megatron-LM's own padding of GPT-2's vocabulary
+    assert model.padded_vocab(8) == 51200  # 50 x 128 x 8, the V of SC'21
+    layout = Layout(data=2, pipe=3, tensor=4)
+    assert (layout.devices, layout.vocab_shards) == (24, 12)
+    assert RunConfig(layout=Layout(data=2, microbatch=4), global_batch=32).microbatches == 4
+
+
+@quick
+@given(st.integers(1, 100_000), st.integers(1, 64), st.sampled_from([1, 8, 128]))
+def test_padded_vocab_is_the_least_that_divides(vocab, shards, multiple):
+    padded = ModelConfig(vocab=vocab, vocab_multiple=multiple).padded_vocab(shards)
+    assert padded % (multiple * shards) == 0
+    assert 0 <= padded - vocab < multiple * shards
+
+
+# --- to JSON and back -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_survive_json(name):
+    run = preset(name)
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(run)))) == run
+
+
+def test_tuples_survive_json():
+    run = RunConfig(
+        layout=Layout(pipe=2, stage_layers=(3, 5)), data=DataConfig(path=("a.txt", "b.txt"))
+    )
+    again = from_dict(RunConfig, json.loads(json.dumps(to_dict(run))))
+    assert again == run and again.layout.stage_layers == (3, 5)
+
+
+def test_missing_fields_take_their_defaults():
+    assert from_dict(RunConfig, {"model": {"layers": 2}}) == RunConfig(model=ModelConfig(layers=2))
+
+
+@pytest.mark.parametrize(
+    "kind, values, text",
+    [
+        (ModelConfig, {"layer": 3}, "unknown ModelConfig field 'layer': did you mean 'layers'?"),
+        (RunConfig, {"layout": {"pip": 2}}, "unknown Layout field 'pip': did you mean 'pipe'?"),
+        (RunConfig, {"modle": {}}, "unknown RunConfig field 'modle': did you mean 'model'?"),
+    ],
+)
+def test_unknown_fields_name_the_nearest(kind, values, text):
+    assert message(from_dict, kind, values).startswith(text)
+
+
+def test_values_read_back_are_validated():
+    assert message(from_dict, RunConfig, {"model": {"layers": 0}}) == "layers=0 must be at least 1"
+
+
+# --- presets --------------------------------------------------------------------------------------
+
+# Narayanan et al., SC'21, table 1: parameters (billions), heads, hidden, layers, tensor, pipeline,
+# GPUs, global batch.
+SC21_TABLE1 = {
+    "gpt-1.7b": (1.7, 24, 2304, 24, 1, 1, 32, 512),
+    "gpt-3.6b": (3.6, 32, 3072, 30, 2, 1, 64, 512),
+    "gpt-7.5b": (7.5, 32, 4096, 36, 4, 1, 128, 512),
+    "gpt-18b": (18.4, 48, 6144, 40, 8, 1, 256, 1024),
+    "gpt-39b": (39.1, 64, 8192, 48, 8, 2, 512, 1536),
+    "gpt-76b": (76.1, 80, 10240, 60, 8, 4, 1024, 1792),
+    "gpt-145b": (145.6, 96, 12288, 80, 8, 8, 1536, 2304),
+    "gpt-310b": (310.1, 128, 16384, 96, 8, 16, 1920, 2160),
+    "gpt-530b": (529.6, 128, 20480, 105, 8, 35, 2520, 2520),
+    "gpt-1t": (1008.0, 160, 25600, 128, 8, 64, 3072, 3072),
+}
+
+
+def test_table_1_is_complete():
+    assert TABLE1 == tuple(SC21_TABLE1)
+
+
+@pytest.mark.parametrize("name", SC21_TABLE1)
+def test_presets_are_table_1(name):
+    billions, heads, hidden, layers, tensor, pipe, gpus, global_batch = SC21_TABLE1[name]
+    run = preset(name)
+    assert (run.model.heads, run.model.hidden, run.model.layers) == (heads, hidden, layers)
+    assert (run.layout.tensor, run.layout.pipe) == (tensor, pipe)
+    assert (run.layout.devices, run.global_batch) == (gpus, global_batch)
+    assert (run.model.vocab, run.model.sequence) == (51200, 2048)
+    # equation 2 of the paper, from the preset's own numbers
+    h, vocab, sequence = run.model.hidden, run.model.vocab, run.model.sequence
+    blocks = 12 * run.model.layers * h**2
+    parameters = blocks * (1 + 13 / (12 * h) + (vocab + sequence) * h / blocks)
+    assert parameters / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_interleaved_presets_are_those_of_the_published_scripts():
+    virtual = {name: preset(name).layout.virtual for name in TABLE1}
+    assert {name: v for name, v in virtual.items() if v > 1} == {
+        "gpt-76b": 3, "gpt-145b": 2, "gpt-310b": 2, "gpt-530b": 3,
+    }  # fmt: skip
+    for name in TABLE1:
+        run = preset(name)
+        assert run.layout.virtual == 1 or run.microbatches % run.layout.pipe == 0
+
+
+def test_other_presets():
+    gpt_2 = preset("gpt-2-345m").model  # Shoeybi et al. 2019, table 1: 355M with h=1024, 24 layers
+    assert (gpt_2.hidden, gpt_2.layers, gpt_2.head_size) == (1024, 24, 64)
+    gpt_3 = preset("gpt-3-175b")  # SC'21, section 5.3
+    assert (gpt_3.model.hidden, gpt_3.model.layers, gpt_3.model.heads) == (12288, 96, 96)
+    assert gpt_3.layout.devices == 96 and gpt_3.microbatches == 60
+    miniature = preset("miniature").layout
+    assert (miniature.data, miniature.pipe, miniature.tensor, miniature.virtual) == (2, 2, 2, 2)
+    assert preset("bench-s").microbatches == 8
+
+
+def test_an_unknown_preset_names_the_nearest():
+    text = message(preset, "gpt-1tt")
+    assert text.startswith("unknown preset 'gpt-1tt': did you mean 'gpt-1t'? known are bench-s, ")

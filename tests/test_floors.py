@@ -1,0 +1,170 @@
+"""Who may import whom: never upward, never in a circle, and the ground needs no JAX."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+GROUND, SHARDING, MODELS, PROGRAM, PARTS, FACES = range(1, 7)
+FLOORS = {  # the longest name that a module starts with decides
+    "mtx": None,  # a new module beside these is to be given a floor here
+    "mtx.config": GROUND,
+    "mtx.errors": GROUND,
+    "mtx.presets": GROUND,
+    "mtx.data": GROUND,
+    "mtx.plan": GROUND,
+    "mtx.plan.compile": PARTS,
+    "mtx.pipeline": PROGRAM,
+    "mtx.pipeline.schedule": GROUND,
+    "mtx.pipeline.makers": GROUND,
+    "mtx.pipeline.partition": GROUND,
+    "mtx.pipeline.simulate": GROUND,
+    "mtx.sharding": SHARDING,
+    "mtx.models": MODELS,
+    "mtx.train": PARTS,
+    "mtx.evaluate": PARTS,
+    "mtx.convert": PARTS,
+    "mtx.cli": FACES,
+    "mtx.view": FACES,
+    "mtx.__main__": FACES,
+    "experiments": FACES,
+}
+# Beyond the floors: these do not know each other, whatever their height.
+STRANGERS = [
+    ("mtx.sharding", "mtx.pipeline"),
+    ("mtx.models", "mtx.pipeline"),
+    ("mtx.pipeline", "mtx.models"),
+]
+JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {
+    name_of(path): path
+    for folder in ("mtx", "experiments")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def imports(source: str, module: str, *, package: bool = False, lazy: bool = True) -> set[str]:
+    """What `source` of `module` imports, as "module.name" for `from module import name`.
+
+    Without `lazy`, only what runs when the module is imported.
+    """
+    found = set()
+    stack: list[ast.AST] = [ast.parse(source)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not lazy:
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not lazy:
+            stack.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: (1 if package else 0) - node.level or None]
+            base = ".".join([*(parents if node.level else []), *filter(None, [node.module])])
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+        stack.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def imports_of(module: str, *, lazy: bool = True) -> set[str]:
+    path = FILES[module]
+    return imports(path.read_text(), module, package=path.name == "__init__.py", lazy=lazy)
+
+
+def own_modules(imported: set[str]) -> set[str]:
+    """The files of this project among the imported names."""
+    own = set()
+    for name in imported:
+        while name and name not in FILES:
+            name = name.rpartition(".")[0]
+        if name:
+            own.add(name)
+    return own
+
+
+def within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def floor_of(module: str) -> int | None:
+    if FILES[module].name == "__init__.py":
+        inside = [floor for name, floor in FLOORS.items() if floor and within(name, module)]
+        if inside:
+            return min(inside)  # whoever imports a module imports its package first
+    return FLOORS[max((prefix for prefix in FLOORS if within(module, prefix)), key=len)]
+
+
+GROUND_MODULES = [name for name in FILES if floor_of(name) == GROUND]
+
+
+def test_imports_are_found():
+    source = (
+        "import jax.numpy as jnp\nfrom . import near\nfrom ..far import thing\n"
+        "from mtx.plan import time\ntry:\n    import grain\nexcept ImportError:\n    pass\n"
+        "if TYPE_CHECKING:\n    import typed\ndef f():\n    import lazy.inner\n"
+    )
+    now = {"jax.numpy", "mtx.data.near", "mtx.far.thing", "mtx.plan.time", "grain"}
+    assert imports(source, "mtx.data.loader", lazy=False) == now
+    assert imports(source, "mtx.data.loader") == now | {"typed", "lazy.inner"}
+    assert "mtx.data.loader.near" in imports(source, "mtx.data.loader", package=True)
+    assert own_modules(imports_of("mtx.presets")) == {"mtx.config", "mtx.errors"}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_every_module_has_a_floor(module):
+    assert floor_of(module) is not None, f"{module} stands on no floor: add it to FLOORS"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_no_import_runs_upward(module):
+    for other in own_modules(imports_of(module)):
+        assert floor_of(other) <= floor_of(module), f"{module} imports {other}, which stands above"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_strangers_stay_strangers(module):
+    for one, other in STRANGERS:
+        if within(module, one):
+            known = [name for name in own_modules(imports_of(module)) if within(name, other)]
+            assert not known, f"{module} imports {known}: {one} is to know nothing of {other}"
+
+
+@pytest.mark.parametrize("module", GROUND_MODULES)
+def test_the_ground_imports_no_jax(module):
+    heavy = [name for name in imports_of(module, lazy=False) if name.split(".")[0] in JAX]
+    assert not heavy, f"{module} imports {heavy} when it is imported"
+
+
+def test_there_are_no_circles():
+    graph = {module: own_modules(imports_of(module)) - {module} for module in FILES}
+    try:
+        order = list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail("imports run in a circle: " + " <- ".join(error.args[1]))
+    assert order.index("mtx.errors") < order.index("mtx.config") < order.index("mtx.presets")
+
+
+def test_the_ground_can_be_imported_without_loading_jax():
+    """Nothing that the ground imports from elsewhere loads JAX either."""
+    code = "import sys\n" + "\n".join(f"import {module}" for module in GROUND_MODULES)
+    code += f"\nprint(*sorted({set(JAX)!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [], "loaded with the ground"
