@@ -80,6 +80,7 @@ Schedules = Literal["1f1b", "gpipe"]
 Idle = Literal["skip", "phases", "masked"]
 Stash = Literal["residuals", "inputs"]
 Recompute = Literal["none", "selective", "full"]
+Attention = Literal["auto", "blocked", "cudnn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class Layout:
     idle: Idle = "skip"  # idle half ticks: a cond each, scans in phases, or computed and masked
     stash: Stash = "residuals"  # what waits between a microbatch's F and its B
     recompute: Recompute = "none"  # within a block, at stash="residuals"
+    attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     stage_layers: tuple[int, ...] | Literal["even", "balanced"] = "even"
     # layers of each of the pipe*virtual model pieces, in model order
 
@@ -103,6 +105,7 @@ class Layout:
         _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch")
         for name, annotation in (
             ("schedule", Schedules), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
+            ("attention", Attention),
         ):  # fmt: skip
             _require_choice(self, name, annotation)
         if isinstance(self.stage_layers, str) and self.stage_layers not in ("even", "balanced"):
@@ -195,7 +198,7 @@ class DataConfig:
     path: tuple[str, ...] = ()  # files or folders; empty: pydoc_data.topics, carried by Python
     tokenizer: Tokenizers = "bytes"
     bpe_vocab: int = 2048  # tokenizer="bpe": size of the vocabulary trained on the text
-    eval_fraction: float = 0.05  # share of the documents held out
+    eval_fraction: float = 0.05  # share of the text held out
     seed: int = 0  # order of documents
 
     def __post_init__(self):
@@ -203,7 +206,9 @@ class DataConfig:
         if not 0.0 < self.eval_fraction < 1.0:
             raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")
         if self.bpe_vocab < 257:
-            raise UserError(f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and one merge)")
+            raise UserError(
+                f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and the end of document)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +252,12 @@ def from_dict(kind: type, values: dict):
     for name in values:
         if name not in known:
             raise unknown_name(f"{kind.__name__} field", name, known)
-    nested = {"model": ModelConfig, "layout": Layout, "optimizer": OptimizerConfig, "data": DataConfig}
+    nested = {
+        "model": ModelConfig,
+        "layout": Layout,
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+    }
     read = {}
     for name, value in values.items():
         if kind is RunConfig and name in nested:

@@ -72,11 +72,12 @@ def _miniature() -> RunConfig:
     """The 1T model's shape at laptop size: eight virtual devices as data 2 x pipe 2 x tensor 2."""
     return RunConfig(
         model=ModelConfig(
-            layers=4, hidden=128, heads=4, sequence=128, vocab=256, compute_dtype="float32",
+            layers=4, hidden=128, heads=4, sequence=128, vocab=256, vocab_multiple=64,
+            compute_dtype="float32",
         ),
-        layout=Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=4),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, warmup_steps=20),
-        global_batch=32, steps=300, eval_every=50,
+        layout=Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=2),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup_steps=40),
+        global_batch=16, steps=400, eval_every=100, eval_batches=8,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ GROUND, SHARDING, MODELS, PROGRAM, PARTS, FACES = range(1, 7)
 FLOORS = {  # the longest name that a module starts with decides
     "mtx": None,  # a new module beside these is to be given a floor here
     "mtx.config": GROUND,
+    "mtx.api": PARTS,
     "mtx.errors": GROUND,
     "mtx.presets": GROUND,
     "mtx.data": GROUND,

@@ -21,7 +21,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import ModelConfig, Recompute
-from mtx.models.layers import LayerNorm, attention_with_dropout, causal_attention, gelu
+from mtx.models.layers import (
+    AttentionKernel,
+    LayerNorm,
+    attention_with_dropout,
+    causal_attention,
+    gelu,
+)
 from mtx.sharding.collectives import all_gather_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, ColumnLinear, RowLinear, output_std
 from mtx.sharding.mesh import Axes
@@ -29,6 +35,7 @@ from mtx.sharding.random import dropout_rows, fold, key_data
 from mtx.sharding.vocab import embed_tokens, vocab_logits, vocab_losses
 
 VOCAB = ("pipe", "tensor")  # the axes of a vocabulary-sharded dim
+_ONE_DEVICE = Axes()
 _ATTENTION_SITE, _MLP_SITE, _SCORES_SITE, _EMBED_SITE = range(4)  # of dropout
 
 
@@ -43,7 +50,7 @@ class Place(NamedTuple):
 class Attention(nnx.Module):
     """Causal self-attention, heads split over `tensor`."""
 
-    def __init__(self, config: ModelConfig, *, axes: Axes, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, axes: Axes, kernel: AttentionKernel, rngs: nnx.Rngs):
         heads, size = config.heads, config.head_size
         self.qkv = ColumnLinear(
             config.hidden, (3, heads, size), split=1, std=config.init_std, axes=axes, rngs=rngs
@@ -53,12 +60,13 @@ class Attention(nnx.Module):
             rngs=rngs,
         )  # fmt: skip
         self.dropout = config.attention_dropout
+        self.kernel = kernel
         self.axes = axes
 
     def __call__(self, x_BsD, place: Place | None):
         qkv_BSnhK = self.qkv(x_BsD)
         if place is None or not self.dropout:
-            return self.out(causal_attention(qkv_BSnhK))
+            return self.out(causal_attention(qkv_BSnhK, self.kernel))
         heads = qkv_BSnhK.shape[3]
         o_BShK = attention_with_dropout(
             qkv_BSnhK,
@@ -89,9 +97,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, *, axes: Axes, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, axes: Axes, kernel: AttentionKernel, rngs: nnx.Rngs):
         self.attention_norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
-        self.attention = Attention(config, axes=axes, rngs=rngs)
+        self.attention = Attention(config, axes=axes, kernel=kernel, rngs=rngs)
         self.mlp_norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
         self.mlp = MLP(config, axes=axes, rngs=rngs)
         self.dropout = config.dropout
@@ -118,7 +126,9 @@ class Ends(nnx.Module):
     def __init__(self, config: ModelConfig, *, axes: Axes, vocab_rows: int, rngs: nnx.Rngs):
         def table(key):
             """[V, D], each row from a key of its own: its values do not depend on the padding."""
-            rows = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), config.hidden))
+            rows = jax.vmap(
+                lambda row: jax.random.normal(jax.random.fold_in(key, row), config.hidden)
+            )
             ids = jnp.arange(vocab_rows)
             return config.init_std * rows(ids) * (ids < config.vocab)[:, None]
 
@@ -148,7 +158,9 @@ class Ends(nnx.Module):
     def next_logits(self, x_BsD, positions_B):
         """logits_Bv in float32 of one position a row, padding -inf; x the same on every stage."""
         x_BsD = self.norm(x_BsD)
-        x_BSD = all_gather_sequence(x_BsD, self.axes.tensor if self.axes.sequence_parallel else None)
+        x_BSD = all_gather_sequence(
+            x_BsD, self.axes.tensor if self.axes.sequence_parallel else None
+        )
         x_B1D = jnp.take_along_axis(x_BSD, positions_B[:, None, None], axis=1)
         return vocab_logits(x_B1D, self._table(), self.config.vocab, self.axes)[:, 0]
 
@@ -170,9 +182,17 @@ class GPT:
     `axes` are those that the functions' local shards are written for; `Axes()` is one device.
     """
 
-    def __init__(self, config: ModelConfig, *, axes: Axes = Axes(), recompute: Recompute = "none",
-                 vocab_shards: int = 1):  # fmt: skip
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        axes: Axes = _ONE_DEVICE,
+        recompute: Recompute = "none",
+        kernel: AttentionKernel = "blocked",
+        vocab_shards: int = 1,
+    ):
         self.config = config
+        self.kernel = kernel
         self.axes = axes
         self.recompute = recompute
         self.vocab_rows = config.padded_vocab(vocab_shards)
@@ -186,7 +206,7 @@ class GPT:
         return Ends(self.config, axes=self.axes, vocab_rows=self.vocab_rows, rngs=rngs)
 
     def _block(self, rngs):
-        return Block(self.config, axes=self.axes, rngs=rngs)
+        return Block(self.config, axes=self.axes, kernel=self.kernel, rngs=rngs)
 
     def init_ends(self, seed: int):
         """Float32 parameters of the ends, global shapes, vocabulary padded."""

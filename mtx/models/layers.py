@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from mtx.config import ModelConfig
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
@@ -86,22 +88,26 @@ def _gelu_backward(x, dy):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-def causal_attention(qkv_BSnhK):
+AttentionKernel = Literal["blocked", "cudnn"]
+
+
+def causal_attention(qkv_BSnhK, kernel: AttentionKernel):
     """softmax(q k^T / sqrt(K) + causal mask) v -> [B, S, h, K].
 
-    cuDNN's fused kernel (through `jax.nn.dot_product_attention`) where it serves: on GPUs, in 16
-    bits, heads of at most 128. Elsewhere `blocked_attention`.
+    "cudnn": the fused kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs, 16 bits and
+    heads of at most 128. "blocked": `blocked_attention`, everywhere.
     """
-    if qkv_BSnhK.dtype not in (jnp.bfloat16, jnp.float16) or qkv_BSnhK.shape[-1] > 128:
+    if kernel == "blocked":
         return blocked_attention(qkv_BSnhK)
-    return lax.platform_dependent(qkv_BSnhK, cuda=_cudnn_attention, default=blocked_attention)
-
-
-def _cudnn_attention(qkv_BSnhK):
     q_BShK, k_BShK, v_BShK = (qkv_BSnhK[:, :, n] for n in range(3))
     return jax.nn.dot_product_attention(
         q_BShK, k_BShK, v_BShK, is_causal=True, implementation="cudnn"
     )
+
+
+def cudnn_serves(config: ModelConfig) -> bool:
+    """Whether cuDNN's fused attention takes this model's heads and compute type."""
+    return config.compute_dtype != "float32" and config.head_size <= 128
 
 
 def query_blocks(sequence: int) -> int:

@@ -50,7 +50,11 @@ class Placement:
 
 
 def place_layers(
-    layers: int, *, pipe: int, virtual: int, stage_layers: tuple[int, ...] | Literal["even", "balanced"]
+    layers: int,
+    *,
+    pipe: int,
+    virtual: int,
+    stage_layers: tuple[int, ...] | Literal["even", "balanced"],
 ) -> Placement:
     """Places layers in model order on the pipe*virtual pieces.
 

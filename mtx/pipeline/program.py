@@ -143,7 +143,9 @@ class Pipeline:
 class _Run:
     """One call of a pipeline, while it is traced: the static parts and the arrays at hand."""
 
-    def __init__(self, pipeline: Pipeline, params, batch, samples_MB=None, key=None, loss_weight=None):
+    def __init__(
+        self, pipeline: Pipeline, params, batch, samples_MB=None, key=None, loss_weight=None
+    ):
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes, self.placement = pipeline.layout, pipeline.axes, pipeline.placement
         self.params, self.batch = params, batch

@@ -227,7 +227,9 @@ def _assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -
     every = np.arange(stages)
     for tick in range(ticks):
         if (held_until >= tick).all(axis=1).any():
-            held_until = np.pad(held_until, ((0, 0), (0, held_until.shape[1])), constant_values=IDLE)
+            held_until = np.pad(
+                held_until, ((0, 0), (0, held_until.shape[1])), constant_values=IDLE
+            )
         slot = (held_until < tick).argmax(axis=1)
         write[tick] = slot
         busy = until[tick] != IDLE

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from mtx.config import Layout, ModelConfig
 from mtx.pipeline.makers import make
 from mtx.pipeline.partition import place_layers
+from mtx.plan.attention import Backend, attention_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +77,16 @@ def model_flops(model: ModelConfig, batch: int) -> float:
 
 
 def hardware_matmul_flops(
-    model: ModelConfig, layout: Layout, global_batch: int, *, fused_attention: bool = False
+    model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
 ) -> float:
     """FLOPs of all matmuls that one step of our program executes, on all devices together.
 
-    Attention is the full square (XLA computes all of it), the vocabulary is padded, and B costs two
-    forwards plus what it computes again:
-      recompute="selective"  q k^T (a fused kernel: all of attention's forward)
+    Attention is what its kernel computes (see `attention_of`), the vocabulary is padded, and B
+    costs two forwards (attention: 4 or 5 matmuls for its 2) plus what it computes again:
+      recompute="selective"  attention, where its kernel's output is not kept
       recompute="full"       the block, but for its last matmul, whose output nobody needs
-      stash="inputs"         the chunk; without that last matmul where the chunk is one layer
+      stash="inputs"         the chunk; as recompute="full" where the chunk is one layer
     With idle="phases" and "masked" idle half ticks compute too: they are counted.
-
-    fused_attention: cuDNN's kernel, which computes the scores once more in its backward pass.
     """
     microbatches = layout.microbatches(global_batch)
     placement = place_layers(
@@ -100,28 +99,31 @@ def hardware_matmul_flops(
     forward_layers = microbatches * model.layers + (forward_halves - useful) * idle_layers
     backward_layers = microbatches * model.layers + (backward_halves - useful) * idle_layers
 
-    one = _layer_flops(model, layout.microbatch)
-    linear, score, down = one
-    forward = linear + 2 * score
-    backward = 2 * linear + (5 if fused_attention else 4) * score
-    if layout.stash == "inputs":
-        one_layer = placement.even and placement.layer.shape[-1] == 1
-        backward += forward - (down if one_layer else 0)
-    elif layout.recompute == "full":
-        backward += forward - down
-    if layout.recompute == "selective":
-        backward += (2 if fused_attention else 1) * score
-
+    one_layer_chunks = placement.even and placement.layer.shape[-1] == 1
+    forward, backward = _layer_flops(model, layout, backend, one_layer_chunks)
     vocab = model.padded_vocab(layout.vocab_shards)
     head = 3 * forward_flops(model, global_batch, causal=False, vocab=vocab).head
     return layout.data * (forward_layers * forward + backward_layers * backward) + head
 
 
-def _layer_flops(model: ModelConfig, batch: int) -> tuple[float, float, float]:
-    """One layer forward: (linear layers, one of attention's two matmuls, the last linear layer)."""
-    forward = forward_flops(model, batch, causal=False)
-    linear = (forward.attention_projections + forward.mlp) / model.layers
-    return linear, forward.attention_scores / 2 / model.layers, forward.mlp / 2 / model.layers
+def _layer_flops(
+    model: ModelConfig, layout: Layout, backend: Backend, one_layer_chunks: bool
+) -> tuple[float, float]:
+    """(F, B) of one layer and one microbatch, over all tensor shards."""
+    whole = forward_flops(model, layout.microbatch, causal=False)
+    attention = attention_of(model, backend)
+    linear = (whole.attention_projections + whole.mlp) / model.layers
+    last = whole.mlp / 2 / model.layers
+    score = attention.square * whole.attention_scores / 2 / model.layers
+    forward = linear + 2 * score
+    backward = 2 * linear + attention.backward_matmuls * score
+    if layout.stash == "inputs" and not one_layer_chunks:
+        backward += forward
+    elif layout.stash == "inputs" or layout.recompute == "full":
+        backward += linear - last + attention.full_matmuls * score
+    if layout.recompute == "selective":
+        backward += attention.selective_matmuls * score
+    return forward, backward
 
 
 def _executed_halves(layout: Layout, microbatches: int) -> tuple[int, int]:
@@ -140,7 +142,7 @@ def _executed_halves(layout: Layout, microbatches: int) -> tuple[int, int]:
 
 
 def sc21_parameters(model: ModelConfig) -> float:
-    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), SC'21, equation (2). For f = 4 and tied ends."""
+    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), SC'21, equation (2); f = 4, tied ends."""
     layers, hidden = model.layers, model.hidden
     ends = (model.vocab + model.sequence) / (12 * layers * hidden)
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + ends)
@@ -150,7 +152,7 @@ def parameters(model: ModelConfig) -> int:
     """The exact number of parameters, without the padding of the vocabulary.
 
     Per layer (4 + 2f) h^2 + (9 + f) h: matrices, biases and two norms; at the ends the token table
-    (twice where untied), the positions and the final norm, 2h, which the paper's formula leaves out.
+    (twice where untied), the positions, and the final norm's 2h, which the paper's formula lacks.
     """
     hidden, multiple = model.hidden, model.ffn_multiple
     layer = (4 + 2 * multiple) * hidden**2 + (9 + multiple) * hidden

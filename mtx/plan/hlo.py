@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mtx.errors import UserError
@@ -96,7 +96,7 @@ class Collective:
 class Program:
     """A compiled program as its computations; made by `read_program`."""
 
-    computations: Mapping[str, _Computation]
+    computations: Mapping[str, _Computation] = field(repr=False)
     entry: str
     devices: int
 

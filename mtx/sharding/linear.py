@@ -34,16 +34,15 @@ from mtx.sharding.mesh import Axes
 MATMUL_OUTPUT = "matmul_output"  # what selective recomputation keeps
 
 
-def matmul(x, w, *, inputs: int = 1):
-    """x[..., inputs] times w[inputs, outputs...], over the `inputs` last dims of x. No reshapes:
-    what waits for the backward pass is then x and w themselves, and not copies of them."""
+def _product(x, w, inputs: int):
+    """x[..., inputs] times w[inputs, outputs...], over the `inputs` last dims of x."""
     first = x.ndim - inputs
     contract = tuple(range(first, x.ndim)), tuple(range(inputs))
     return lax.dot_general(x, w, (contract, ((), ())))
 
 
-def _matmul_transposed(dy, w, *, inputs: int = 1):
-    """The input gradient of `matmul`: dy[..., outputs] times w[inputs..., outputs]."""
+def _input_gradient(dy, w, inputs: int):
+    """dy[..., outputs] times w[inputs..., outputs]."""
     outputs = w.ndim - inputs
     contract = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim))
     return lax.dot_general(dy, w, (contract, ((), ())))
@@ -54,9 +53,31 @@ def _weight_gradient(x_BSD, dy):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x, w, inputs: int = 1):
+    """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims.
+
+    Keeps x and w as they are (a reshaped weight would be kept beside the weight), and gives the
+    weight's gradient in the weight's own order: autodiff's is transposed, and slow on CPUs.
+    """
+    return _product(x, w, inputs)
+
+
+def _matmul_forward(x, w, inputs):
+    return _product(x, w, inputs), (x, w)
+
+
+def _matmul_backward(inputs, saved, dy):
+    x, w = saved
+    return _input_gradient(dy, w, inputs), _weight_gradient(x, dy)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def gather_matmul(x_BsD, w, axis: str):
     """all_gather(x) @ w. Forward: all-gather. Backward: all-gather of x again, reduce-scatter."""
-    return matmul(all_gather_sequence(x_BsD, axis), w)
+    return _product(all_gather_sequence(x_BsD, axis), w, 1)
 
 
 def _gather_matmul_forward(x_BsD, w, axis):
@@ -65,9 +86,8 @@ def _gather_matmul_forward(x_BsD, w, axis):
 
 def _gather_matmul_backward(axis, saved, dy):
     x_BsD, w = saved
-    dx_BsD = reduce_scatter_sequence(_matmul_transposed(dy, w), axis)
-    dw = _weight_gradient(all_gather_sequence(x_BsD, axis), dy)
-    return dx_BsD, dw
+    dx_BsD = reduce_scatter_sequence(_input_gradient(dy, w, 1), axis)
+    return dx_BsD, _weight_gradient(all_gather_sequence(x_BsD, axis), dy)
 
 
 gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
@@ -104,7 +124,7 @@ class RowLinear(nnx.Module):
 
     def __call__(self, x):
         """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
-        partial_BSD = matmul(x, self.w[...], inputs=self.w.ndim - 1)
+        partial_BSD = matmul(x, self.w[...], self.w.ndim - 1)
         if self.axes.sequence_parallel:
             y = scatter_sequence(partial_BSD, self.axes.tensor)
         else:

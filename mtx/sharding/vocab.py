@@ -94,8 +94,9 @@ def _losses_backward(vocab, axes, saved, dloss_BS):
     x_BSD, table_vD, error_BSv = saved
     factor_BS1 = dloss_BS[..., None].astype(x_BSD.dtype)
     dx_BSD = factor_BS1 * lax.dot_general(error_BSv, table_vD, (((2,), (0,)), ((), ())))
+    # x is the small operand: it is the one to transpose, and the barrier keeps XLA from undoing it.
     dtable_Dv = lax.dot_general(factor_BS1 * x_BSD, error_BSv, (((0, 1), (0, 1)), ((), ())))
-    return dx_BSD, dtable_Dv.T, None
+    return dx_BSD, lax.optimization_barrier(dtable_Dv).T, None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)

@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
 from mtx.models.gpt import GPT
+from mtx.models.layers import AttentionKernel, cudnn_serves
 from mtx.pipeline.makers import make
 from mtx.pipeline.partition import EMPTY, place_layers
 from mtx.pipeline.program import Pipeline
@@ -75,21 +76,40 @@ class Trainer:
         layout, model = run.layout, run.model
         self.run = run
         self.axes = Axes.of(layout)
-        self.model = GPT(
-            model, axes=self.axes, recompute=layout.recompute, vocab_shards=layout.vocab_shards
-        )
         self.placement = place_layers(
             model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers
         )
         self.schedule = make(
-            layout.schedule, microbatches=run.microbatches, stages=layout.pipe, virtual=layout.virtual
+            layout.schedule,
+            microbatches=run.microbatches,
+            stages=layout.pipe,
+            virtual=layout.virtual,
         )
-        self.pipeline = Pipeline(
-            model=self.model, schedule=self.schedule, placement=self.placement, layout=layout,
-            axes=self.axes,
-        )  # fmt: skip
         self.optimizer = adamw(run.optimizer, run.steps)
         self._mesh = mesh
+
+    @cached_property
+    def model(self) -> GPT:
+        layout = self.run.layout
+        return GPT(
+            self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
+            vocab_shards=layout.vocab_shards,
+        )  # fmt: skip
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        return Pipeline(
+            model=self.model, schedule=self.schedule, placement=self.placement,
+            layout=self.run.layout, axes=self.axes,
+        )  # fmt: skip
+
+    def _kernel(self) -> AttentionKernel:
+        """ "auto" asks the mesh; for devices that are not there cuDNN cannot be compiled."""
+        if self.run.layout.attention != "auto":
+            return self.run.layout.attention
+        nvidia = "nvidia" in self.mesh.devices.flat[0].device_kind.lower()
+        there = nvidia and jax.default_backend() == "gpu"
+        return "cudnn" if there and cudnn_serves(self.run.model) else "blocked"
 
     # -- where everything lies --------------------------------------------------------------------
 
@@ -146,9 +166,7 @@ class Trainer:
         mesh = AbstractMesh(
             tuple(self.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
         )
-        return jax.shard_map(
-            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     # -- the beginning ----------------------------------------------------------------------------
 
@@ -158,15 +176,20 @@ class Trainer:
         return jax.jit(self._init, out_shardings=self.shardings(self.state_specs))(seed)
 
     def _init(self, seed) -> TrainState:
-        return self._state_of(self._init_params(seed))
+        params = self._init_params(seed)
+        return self._state_of(jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards))
 
-    def _state_of(self, params) -> TrainState:
-        """The first state with these parameters (layers stacked, vocabulary padded)."""
-        masters = jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards)
+    def state_from(self, params: Tree) -> TrainState:
+        """The first state with these parameters, float32 in canonical form."""
+
+        def start(params):
+            return self._state_of(self.from_canonical(params))
+
+        return jax.jit(start, out_shardings=self.shardings(self.state_specs))(params)
+
+    def _state_of(self, masters) -> TrainState:
         start = LossScale.start(self.run.optimizer, self.run.model.compute_dtype)
-        return TrainState(
-            jnp.int32(0), masters, self.optimizer.init(masters), start, jnp.int32(0)
-        )
+        return TrainState(jnp.int32(0), masters, self.optimizer.init(masters), start, jnp.int32(0))
 
     def _init_params(self, seed) -> Tree:
         layers = jnp.asarray(self.placement.layer)
@@ -188,6 +211,17 @@ class Trainer:
         metrics = Metrics(*(P() for _ in Metrics._fields))
         step = self._shard_map(self._train_step, (specs, _BATCH_SPEC), (specs, metrics))
         return jax.jit(step, donate_argnums=0)
+
+    def compile_step(self, mesh: Mesh | None = None):
+        """The step, compiled for this trainer's mesh or another, from shapes alone: nothing is
+        allocated, and the devices of `mesh` need not be there."""
+        shardings = self.shardings(self.state_specs, mesh)
+        state = jax.tree.map(_abstract, self.state_shapes, shardings)
+        rows = NamedSharding(mesh or self.mesh, _BATCH_SPEC)
+        shape = self.run.global_batch, self.run.model.sequence
+        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+        batch = {k: _abstract(jax.ShapeDtypeStruct(shape, t), rows) for k, t in dtypes.items()}
+        return self.train_step.lower(state, batch).compile()
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         config, dtype = self.run.optimizer, self.run.model.compute_dtype
@@ -293,8 +327,8 @@ class Trainer:
         return lambda state, batch: jitted(state.params, batch)
 
     def loss_and_gradients(self, state: TrainState, batch: Tree):
-        """(mean loss, gradients in canonical form) of a batch of arrays [G, S]."""
-        return self._loss_and_gradients_jitted(state, self.place(batch))
+        """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays."""
+        return jax.device_get(self._loss_and_gradients_jitted(state, self.place(batch)))
 
     @cached_property
     def _loss_and_gradients_jitted(self):
@@ -352,3 +386,7 @@ class Trainer:
         if not self._is_vocab(name):
             return a
         return jnp.pad(a, ((0, self.model.vocab_rows - a.shape[0]), (0, 0)))
+
+
+def _abstract(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

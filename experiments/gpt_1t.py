@@ -1,0 +1,118 @@
+"""The main job: GPT with a trillion parameters, planned for 3,072 GPUs, and its miniature trained.
+
+    python experiments/gpt_1t.py
+
+prints the first page of the plan (SC'21, table 1, last row: parameters, layout 6 x 64 x 8, bytes of
+a GPU, bubble, FLOPs of a step, the paper's 502 petaFLOP/s beside them), says which devices are at
+hand, and trains a model of the same shape and of 0.8 million parameters on them, with the same kind
+of layout: pipeline, tensor and data parallelism at once, as far as the devices go, interleaved with
+v = 2. Without a GPU or TPU it makes eight CPU devices. Then it writes some text.
+
+Expected time: two to four minutes on two CPU cores, a third of it without printing while it compiles.
+Expected result: the held-out loss falls from 5.5 nats a byte, which is ln 256, to about 2.2. The same
+seed gives the same losses every time. Log, config and checkpoint lie in runs/gpt_1t; the same command
+goes on from the checkpoint, if the run was stopped.
+
+    python experiments/gpt_1t.py --steps 100 --seed 1 --out runs/other --virtual-devices 4
+    python experiments/gpt_1t.py --model.layers 8 --layout.pipe 4 --layout.data 1 --data.path a.txt
+    srun python experiments/gpt_1t.py --full --data.path /data/text --out /shared/gpt_1t
+
+The last one is the full size, for a cluster (SLURM, torchrun and mpirun are recognized). Devices that
+cannot hold it refuse it before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import tyro
+
+from mtx.cli import OwnFields, exit_status, parse, start_devices
+from mtx.config import Layout, RunConfig
+from mtx.plan.summary import plan_lines
+from mtx.presets import preset
+from mtx.train.fit import fit_layout
+
+VIRTUAL_DEVICES = 8
+PROMPTS = ("The ", "A class ", "If an object ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """GPT-1T: prints its plan, trains its miniature, or with --full the trillion parameters."""
+
+    run: Annotated[RunConfig, OwnFields]
+    full: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # the 1T run itself, on a cluster
+    virtual_devices: int = 0  # CPU devices to make; 0: eight, where there is no GPU or TPU
+
+
+def main(arguments: Sequence[str]) -> int:
+    full_run = replace(preset("gpt-1t"), out="runs/gpt_1t_full")
+    small_run = replace(preset("miniature"), out="runs/gpt_1t")
+    start = Options(run=full_run if "--full" in arguments else small_run)
+    options = parse(list(arguments), start, prog="gpt_1t.py")
+    run = options.run
+
+    if not options.full and not options.virtual_devices:
+        os.environ.setdefault("JAX_PLATFORMS", "")  # JAX's choice: an accelerator, if there is one
+        start_devices(VIRTUAL_DEVICES)
+    else:
+        start_devices(options.virtual_devices)
+    import jax
+
+    from mtx.evaluate.generate import generate
+    from mtx.train.loop import train
+
+    def say(*lines: str) -> None:
+        if jax.process_index() == 0:
+            print(*lines, sep="\n", flush=True)
+
+    say(*plan_lines(run if options.full else full_run), "")
+
+    devices = jax.devices()
+    say(f"This machine or cluster has {len(devices):,} x {devices[0].device_kind}.")
+    if run.layout == start.run.layout and not options.full:
+        run = replace(run, layout=layout_for(len(devices)))
+        say("On them, a miniature with the same kind of layout:", "")
+    summary = train(run)
+    if summary.interrupted:
+        return 130
+
+    texts = generate(
+        summary.trainer, summary.state, summary.data.tokenizer, PROMPTS, tokens=160, seed=run.seed
+    )
+    say("", "What it writes:", *(f"  | {line}" for text in texts for line in text.split("\n")), "")
+
+    first, last = summary.first_eval_loss, summary.last_eval_loss
+    again = f"mtx generate {run.out} --prompt 'The '"
+    if devices[0].platform == "cpu":
+        again += f" --virtual-devices {run.layout.devices}"
+    say(
+        f"Held-out loss  {first:.4f} -> {last:.4f} nats a token, {last / first:.0%} of the first",
+        f"Checkpoint     {summary.checkpoint}",
+        f"Log            {summary.log}",
+        f"More text      {again}",
+        f"Full size      on {full_run.layout.devices:,} GPUs: "
+        "srun python experiments/gpt_1t.py --full --data.path TEXT --out DIRECTORY",
+    )
+    return 0
+
+
+def layout_for(devices: int) -> Layout:
+    """The miniature's data x pipe x tensor: 2 x 2 x 2 on 8 devices, its largest part on fewer, and
+    more replicas on more. Of a number that is no power of two, the largest power below is used."""
+    run = preset("miniature")
+    devices = 2 ** (devices.bit_length() - 1)
+    if devices <= run.layout.devices:
+        return fit_layout(run.layout, devices)
+    data = min(devices // (run.layout.pipe * run.layout.tensor), run.global_batch)
+    microbatch = min(run.layout.microbatch, run.global_batch // data)
+    return replace(run.layout, data=data, microbatch=microbatch)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

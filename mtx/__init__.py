@@ -1,0 +1,43 @@
+"""mtx: Megatron-LM's PTD-P in JAX, as one SPMD program.
+
+>>> import mtx
+>>> run = mtx.preset("miniature")
+>>> loss, gradients = mtx.loss_and_gradients(run.model, run.layout, batch)
+>>> trainer = mtx.Trainer(run)
+>>> state, metrics = trainer.train_step(trainer.init(), trainer.place(batch))
+
+Names are imported when they are first used: `import mtx` loads no JAX and touches no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "mtx.api": ("init_params", "loss_and_gradients", "trainer_for"),
+    "mtx.config": ("DataConfig", "Layout", "ModelConfig", "OptimizerConfig", "RunConfig"),
+    "mtx.data": ("load_text",),
+    "mtx.errors": ("UserError",),
+    "mtx.pipeline.makers": ("make",),
+    "mtx.pipeline.schedule": ("Schedule",),
+    "mtx.presets": ("preset",),
+    "mtx.sharding.mesh": ("make_mesh",),
+    "mtx.train.launch": ("use_virtual_devices",),
+    "mtx.train.loop": ("train",),
+    "mtx.train.step": ("Trainer",),
+    "mtx.view.mesh": ("mesh_text",),
+    "mtx.view.schedule": ("draw_timeline", "timeline_text"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mtx' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

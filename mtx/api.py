@@ -1,0 +1,48 @@
+"""What a notebook needs, in one line each: parameters, loss and gradients of a model on a layout.
+
+Everything here is in canonical form, whatever the layout: layers stacked [L, ...] in model order,
+global shapes, no padding, and on the host as NumPy arrays, so that the results of two layouts can be
+compared. Parity tests and outside checks use the same functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.train.step import Trainer
+
+Tree = Any
+
+
+def trainer_for(model: ModelConfig, layout: Layout, *, global_batch: int, **run: Any) -> Trainer:
+    """The trainer of a model on a layout; `run` are further fields of `RunConfig`."""
+    return Trainer(RunConfig(model=model, layout=layout, global_batch=global_batch, **run))
+
+
+def init_params(model: ModelConfig, *, seed: int = 0) -> Tree:
+    """Float32 parameters {"ends": ..., "block": leaves [L, ...]}, the same that training starts from."""
+    trainer = trainer_for(model, Layout(), global_batch=1)
+    return jax.device_get(jax.jit(trainer.to_canonical)(trainer.init(seed).params))
+
+
+def loss_and_gradients(
+    model: ModelConfig,
+    layout: Layout,
+    batch: dict[str, np.ndarray],
+    *,
+    params: Tree | None = None,
+    seed: int = 0,
+) -> tuple[np.ndarray, Tree]:
+    """(mean loss float32 [], float32 gradients in canonical form) of one global batch.
+
+    batch: {"tokens": int32 [G, S], "targets": int32 [G, S], "weights": float32 [G, S]}; a weight of
+    0 leaves a position out. params: canonical, as from `init_params`; by default those of `seed`,
+    which dropout follows too. UserError where the batch or the model does not fit the layout.
+    """
+    trainer = trainer_for(model, layout, global_batch=len(batch["tokens"]), seed=seed)
+    state = trainer.init() if params is None else trainer.state_from(params)
+    return trainer.loss_and_gradients(state, batch)

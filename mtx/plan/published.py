@@ -1,0 +1,151 @@
+"""What SC'21 published, as data: throughputs of table 1, and figures 12, 13 and 18.
+
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", SC'21 (arXiv 2104.04473v5). A100-SXM4-80GB, fp16, full recomputation, end to end.
+Models and layouts of table 1 are those of `mtx.presets`. TeraFLOP/s are in the unit of
+`mtx.plan.flops.sc21_flops`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.presets import preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """One row of table 1."""
+
+    preset: str
+    parameters_billion: float
+    tflops_per_gpu: float
+    percent_of_peak: float  # of 312 teraFLOP/s
+    aggregate_pflops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """An end-to-end training time of section 5.1, by equation (4)."""
+
+    preset: str  # the model; the GPUs are those below
+    parameters: float
+    gpus: int
+    tokens: float
+    tflops_per_gpu: float
+    days: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve of a figure: teraFLOP/s per GPU over x."""
+
+    figure: str
+    what: str
+    model: ModelConfig
+    layout: Layout  # what does not vary along x
+    x_name: str
+    x: tuple
+    tflops_per_gpu: tuple[float, ...]
+
+
+_ROWS = {
+    # preset: parameters [1e9], teraFLOP/s a GPU, % of peak, petaFLOP/s in all
+    "gpt-1.7b": (1.7, 137, 44, 4.4),
+    "gpt-3.6b": (3.6, 138, 44, 8.8),
+    "gpt-7.5b": (7.5, 142, 46, 18.2),
+    "gpt-18b": (18.4, 135, 43, 34.6),
+    "gpt-39b": (39.1, 138, 44, 70.8),
+    "gpt-76b": (76.1, 140, 45, 143.8),
+    "gpt-145b": (145.6, 148, 47, 227.1),
+    "gpt-310b": (310.1, 155, 50, 297.4),
+    "gpt-530b": (529.6, 163, 52, 410.2),
+    "gpt-1t": (1008.0, 163, 52, 502.0),
+}
+TABLE_1 = tuple(
+    Throughput(
+        preset=name,
+        parameters_billion=row[0],
+        tflops_per_gpu=row[1],
+        percent_of_peak=row[2],
+        aggregate_pflops=row[3],
+    )
+    for name, row in _ROWS.items()
+)
+
+TRAINING_TIMES = (
+    TrainingTime(
+        preset="gpt-3-175b", parameters=175e9, gpus=1024, tokens=300e9, tflops_per_gpu=140, days=34
+    ),
+    TrainingTime(
+        preset="gpt-1t", parameters=1008e9, gpus=3072, tokens=450e9, tflops_per_gpu=163, days=84
+    ),
+)
+
+_GPT3 = ModelConfig(layers=96, hidden=12288, heads=96, sequence=2048, vocab=51200)
+_162B = ModelConfig(layers=32, hidden=20480, heads=128, sequence=2048, vocab=51200)
+_BATCHES = (12, 24, 36, 48, 60)
+FIGURE_12 = (
+    Series(
+        figure="12", what="non-interleaved", model=_GPT3, layout=Layout(pipe=12, tensor=8),
+        x_name="global_batch", x=_BATCHES, tflops_per_gpu=(82, 109, 122, 130, 135),
+    ),
+    Series(
+        figure="12", what="interleaved", model=_GPT3,
+        layout=Layout(pipe=12, tensor=8, virtual=4), x_name="global_batch", x=_BATCHES,
+        tflops_per_gpu=(119, 134, 141, 143, 146),
+    ),
+)  # fmt: skip
+FIGURE_13 = Series(
+    figure="13", what="global batch 32 on 64 GPUs", model=_162B, layout=Layout(),
+    x_name="(pipe, tensor)", x=((2, 32), (4, 16), (8, 8), (16, 4), (32, 2)),
+    tflops_per_gpu=(103, 134, 140, 111, 91),
+)  # fmt: skip
+FIGURE_18 = (
+    Series(
+        figure="18", what="without scatter/gather", model=_GPT3,
+        layout=Layout(pipe=12, tensor=8, virtual=4), x_name="global_batch", x=_BATCHES,
+        tflops_per_gpu=(107, 121, 127, 130, 131),
+    ),
+    Series(
+        figure="18", what="with scatter/gather", model=_GPT3,
+        layout=Layout(pipe=12, tensor=8, virtual=4), x_name="global_batch", x=_BATCHES,
+        tflops_per_gpu=(119, 134, 141, 143, 146),
+    ),
+)  # fmt: skip
+
+
+def bubble(layout: Layout, microbatches: int) -> float:
+    """Idle time over ideal time (not over wall time): (p - 1) / (v m), section 2.2.
+
+    The same for GPipe, 1F1B (v = 1) and interleaved 1F1B.
+    """
+    return (layout.pipe - 1) / (layout.virtual * microbatches)
+
+
+def published_throughput(run: RunConfig) -> Throughput | None:
+    """The row of table 1 that is this run: its model, GPUs, layout and batch; or None."""
+    for row in TABLE_1:
+        if _what_decides_speed(run) == _what_decides_speed(preset(row.preset)):
+            return row
+    return None
+
+
+def published_training_time(run: RunConfig) -> TrainingTime | None:
+    """The training time that the paper gives for this run, or None."""
+    throughput = published_throughput(run)
+    for time in TRAINING_TIMES:
+        if throughput and time.preset == throughput.preset:
+            return time
+    return None
+
+
+def _what_decides_speed(run: RunConfig) -> tuple:
+    """What a row of table 1 says about a run; the rest, as recomputation, is the paper's own."""
+    model, layout = run.model, run.layout
+    return (
+        (model.layers, model.hidden, model.heads, model.sequence, model.vocab, model.ffn_multiple),
+        (layout.data, layout.pipe, layout.tensor, layout.virtual, layout.microbatch),
+        run.global_batch,
+    )

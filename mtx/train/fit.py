@@ -1,0 +1,109 @@
+"""Whether a run fits the machine: asked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mtx.config import Layout, RunConfig
+from mtx.errors import UserError
+from mtx.plan.attention import Backend
+from mtx.plan.flops import parameters
+from mtx.plan.memory import predict_memory
+from mtx.presets import NAMES, preset
+
+_GIB = 2**30
+
+
+def refuse_if_too_large(run: RunConfig, devices: Sequence) -> None:
+    """UserError where the devices cannot hold the parameters, gradients and optimizer of `run`.
+
+    These are exact, so nothing is refused that could run; activations, which are predicted, come
+    on top. The error names the largest preset that fits with all of it. `devices` are JAX's, all
+    processes' together; where they are fewer than the layout asks for, what they hold together
+    counts.
+    """
+    room = _Room.of(devices)
+    if room is None:
+        return
+    layout, backend = run.layout, room.backend
+    memory = predict_memory(run.model, layout, run.global_batch, backend=backend)
+    held = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    if room.holds(held, layout):
+        return
+    raise UserError(
+        f"a model of {parameters(run.model):,} parameters needs at least "
+        f"{held * layout.devices / _GIB:,.1f} GiB over {layout.devices:,} devices for parameters, "
+        f"gradients and optimizer state, and {room.describe()}; {_nearest_preset(room)}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """The memory of some devices."""
+
+    devices: int  # of all processes
+    local_devices: int
+    bytes: int  # of one device, or of all local ones where they share it
+    shared: bool  # the local devices are virtual: they share the machine's memory
+    backend: Backend
+
+    @classmethod
+    def of(cls, devices: Sequence) -> _Room | None:
+        """None where the devices do not say."""
+        local = [d for d in devices if d.process_index == d.client.process_index()]
+        shared = all(device.platform == "cpu" for device in local)
+        if shared:
+            size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+            if not all(limits):
+                return None
+            size = min(limits)
+        return cls(
+            devices=len(devices),
+            local_devices=len(local),
+            bytes=size,
+            shared=shared,
+            backend="cuda" if local and local[0].platform == "gpu" else "xla",
+        )
+
+    def holds(self, device_bytes: int, layout: Layout) -> bool:
+        """Whether each device of `layout` can have that many bytes."""
+        crowding = layout.devices / self.devices  # the layout's devices on each that there is
+        if self.shared:
+            return device_bytes * crowding * self.local_devices <= self.bytes
+        return device_bytes * max(crowding, 1) <= self.bytes
+
+    def describe(self) -> str:
+        if self.shared:
+            return f"this machine has {self.bytes / _GIB:,.1f} GiB"
+        return f"the {self.devices:,} devices have {self.bytes / _GIB:,.1f} GiB each"
+
+
+def _nearest_preset(room: _Room) -> str:
+    fitting = []
+    for name in NAMES:
+        run = preset(name)
+        layout = fit_layout(run.layout, room.devices)
+        memory = predict_memory(run.model, layout, run.global_batch, backend=room.backend)
+        if room.holds(memory.total_bytes, layout):
+            fitting.append((parameters(run.model), name))
+    if not fitting:
+        return "no preset fits: use smaller values of model.layers and model.hidden"
+    count = f"{room.devices:,} device{'s' if room.devices > 1 else ''}"
+    return f"the largest preset that fits {count} is {max(fitting)[1]}"
+
+
+def fit_layout(layout: Layout, devices: int) -> Layout:
+    """The largest part of `layout` for at most `devices`: fewer replicas first, then fewer tensor
+    shards, then fewer stages, each a divisor of what it was, so that everything still divides."""
+    for axis in ("data", "tensor", "pipe"):
+        size = getattr(layout, axis)
+        room = max(devices * size // layout.devices, 1)
+        fitting = max(n for n in range(1, size + 1) if size % n == 0 and n <= room)
+        if axis == "pipe" and fitting < size and isinstance(layout.stage_layers, tuple):
+            layout = replace(layout, stage_layers="balanced")
+        layout = replace(layout, **{axis: fitting})
+    return layout

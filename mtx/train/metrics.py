@@ -1,0 +1,125 @@
+"""What a step is measured by, and the log of a run: one JSON object a line.
+
+TFLOP/s are per device and come in two units that must not be mixed: `tflops_sc21` is the paper's
+(full attention, recomputation counted), `tflops_model` that of MFU (causal attention, nothing
+counted twice). See `mtx.plan.flops`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from mtx.config import RunConfig
+from mtx.plan.flops import model_flops, sc21_flops
+from mtx.train.step import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step, as it is logged and shown."""
+
+    step: int  # finished steps, this one included
+    loss: float  # mean over the tokens of the global batch, before this step's update
+    learning_rate: float
+    gradient_norm: float  # before clipping
+    loss_scale: float  # 1 but in float16
+    finite: bool  # False: the gradients were not, and the update was skipped
+    step_s: float
+    tokens_per_s: float  # over all devices
+    tflops_sc21: float  # per device, SC'21's formula
+    tflops_model: float  # per device, model FLOPs
+    mfu: float | None  # tflops_model over the device's peak; None where that is not known
+
+
+class Meter:
+    """Turns a step's metrics and its time into a record.
+
+    peak_flops: FLOP/s of one device in the compute type, or None.
+    """
+
+    def __init__(self, run: RunConfig, *, peak_flops: float | None = None):
+        self._tokens = run.global_batch * run.model.sequence
+        self._devices = run.layout.devices
+        self._sc21_flops = sc21_flops(run.model, run.global_batch)
+        self._model_flops = model_flops(run.model, run.global_batch)
+        self._peak_flops = peak_flops
+
+    def measure(self, step: int, metrics: Metrics, step_s: float) -> StepRecord:
+        """`metrics` on the host; `step_s` from the end of the step before to that of this one."""
+        per_device = 1 / (step_s * self._devices)
+        model = self._model_flops * per_device
+        return StepRecord(
+            step=step,
+            loss=float(metrics.loss),
+            learning_rate=float(metrics.learning_rate),
+            gradient_norm=float(metrics.gradient_norm),
+            loss_scale=float(metrics.loss_scale),
+            finite=bool(metrics.finite),
+            step_s=step_s,
+            tokens_per_s=self._tokens / step_s,
+            tflops_sc21=self._sc21_flops * per_device / 1e12,
+            tflops_model=model / 1e12,
+            mfu=model / self._peak_flops if self._peak_flops else None,
+        )
+
+
+LogKind = Literal["start", "step", "eval", "save", "end"]
+
+
+class Log:
+    """Appends one strict JSON object a line to a file, each line at once.
+
+    A run that goes on from a checkpoint repeats the steps after it: of two lines for one step, the
+    later counts. Without a path nothing is written: only process 0 has one.
+    """
+
+    def __init__(self, path: Path | None):
+        self._file = None
+        if path is not None:
+            _drop_torn_line(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, kind: LogKind, values: Mapping) -> None:
+        """`values` with NaN and infinities as null, arrays of one number as numbers."""
+        if self._file is None:
+            return
+        line = json.dumps({"kind": kind} | _strict(values), allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cuts off a last line that a killed process has left without its end."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def _strict(value):
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    number = np.asarray(value).item()
+    return number if isinstance(number, bool | int) or math.isfinite(number) else None

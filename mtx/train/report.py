@@ -1,0 +1,127 @@
+"""What a training run says: a header, a bar that moves in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable
+
+import jax
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from mtx.plan.flops import parameters
+from mtx.plan.published import bubble
+from mtx.train.metrics import StepRecord
+from mtx.train.step import Trainer
+
+# Where there is no terminal, a line for about every twentieth of the run, but not less often:
+_PLAIN_LINES, _PLAIN_STEPS, _PLAIN_S = 20, 100, 60.0
+
+
+class Report:
+    """Prints a run's progress to `console`. Only process 0 says anything."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or Console()
+        self._silent = jax.process_index() != 0
+        moving = self._console.is_terminal and not self._console.is_jupyter
+        self._bar = _Bar(self._console) if moving and not self._silent else None
+        self._task = None
+        self._last_step = 0
+        self._every = 1  # steps between plain lines
+        self._last_line_s = 0.0
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Each as it is: no markup, no line breaks of our own."""
+        if self._silent:
+            return
+        for line in lines:
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def line(self, line: str) -> None:
+        self.lines([line])
+
+    def start(self, first: int, last: int) -> None:
+        """Training goes from `first` finished steps to `last`."""
+        self._last_step = last
+        self._every = min(max(1, (last - first) // _PLAIN_LINES), _PLAIN_STEPS)
+        if self._bar is not None:
+            self._task = self._bar.add_task("training", total=last, completed=first)
+            self._bar.start()
+
+    def step(self, record: StepRecord) -> None:
+        numbers = step_text(record)
+        if self._bar is not None:
+            self._bar.numbers = numbers
+            self._bar.update(self._task, completed=record.step, refresh=False)
+        if not record.finite:
+            self.line(f"step {record.step:>6,}  {numbers}  gradients not finite: update skipped")
+        elif self._bar is None and self._is_due(record.step):
+            self.line(f"step {record.step:>6,}  {numbers}")
+            self._last_line_s = time.monotonic()
+
+    def _is_due(self, step: int) -> bool:
+        waited_s = time.monotonic() - self._last_line_s
+        return step % self._every == 0 or step == self._last_step or waited_s >= _PLAIN_S
+
+    def stop(self) -> None:
+        """The bar stays where it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class _Bar(Progress):
+    """A progress bar, and below it the numbers of the last step."""
+
+    def __init__(self, console: Console):
+        self.numbers = ""
+        super().__init__(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.numbers)
+
+
+def step_text(record: StepRecord) -> str:
+    """A step's numbers; TFLOP/s are those of one device."""
+    mfu = "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
+    return (
+        f"loss {record.loss:.4f}  lr {record.learning_rate:.2e}  norm {record.gradient_norm:.3f}  "
+        f"{record.step_s:.3f} s  {record.tokens_per_s:,.0f} tokens/s  TFLOP/s a device: "
+        f"{_significant(record.tflops_model)} model, {_significant(record.tflops_sc21)} SC'21{mfu}"
+    )
+
+
+def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
+    """What is about to run, and on what. `data` describes the text."""
+    run, layout, model = trainer.run, trainer.run.layout, trainer.run.model
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    used = "" if layout.devices == len(devices) else f", of which {layout.devices:,} are used"
+    processes = f" in {jax.process_count():,} processes" if jax.process_count() > 1 else ""
+    return [
+        f"devices    {len(devices):,} x {kind}{processes}{used}",
+        f"layout     data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}",
+        f"schedule   {layout.schedule}, v = {layout.virtual}, m = {run.microbatches}: bubble "
+        f"{bubble(layout, run.microbatches):.1%} of the ideal time, (p-1)/(v m)",
+        f"model      {parameters(model):,} parameters in {model.layers} layers, hidden "
+        f"{model.hidden:,}, sequence {model.sequence:,}, {model.compute_dtype}",
+        f"data       {data}",
+        f"out        {out}",
+    ]
+
+
+def _significant(value: float) -> str:
+    """Three significant digits, without an exponent: 142, 19.5, 0.000140."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(digits, 0)}f}"

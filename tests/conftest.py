@@ -1,0 +1,17 @@
+"""Eight virtual CPU devices for every test, set before JAX starts."""
+
+import os
+
+from hypothesis import settings
+
+from mtx.train.launch import use_virtual_devices
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "agg")
+# The tests compile hundreds of programs and run each once: LLVM's optimisations cost more than they
+# give. They come after everything that the tests read in a compiled program.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+use_virtual_devices(8)
+
+settings.register_profile("mtx", deadline=None)
+settings.load_profile("mtx")

@@ -1,0 +1,77 @@
+"""The oracle: a GPT in plain jnp, unsharded, from the papers' formulas and nothing of `mtx`.
+
+Parameters are in canonical form: {"ends": ..., "block": leaves [L, ...]}, global shapes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def _norm(x, p, epsilon=1e-5):
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + epsilon) * p["scale"] + p["bias"]
+
+
+def _attention(x, p):
+    qkv = jnp.einsum("bsd,dnhk->nbhsk", x, p["qkv"]["w"]) + p["qkv"]["b"][:, None, :, None, :]
+    q, k, v = qkv
+    scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    future = jnp.triu(jnp.ones(scores.shape[-2:], bool), 1)
+    weights = jax.nn.softmax(jnp.where(future, -1e30, scores), axis=-1)
+    return jnp.einsum("bhsk,hkd->bsd", weights @ v, p["out"]["w"]) + p["out"]["b"]
+
+
+def _mlp(x, p):
+    h = x @ p["up"]["w"] + p["up"]["b"]
+    h = 0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h**3)))
+    return h @ p["down"]["w"] + p["down"]["b"]
+
+
+def logits(params, tokens):
+    """float32 [G, S, V]"""
+    ends = params["ends"]
+    x = ends["tokens"][tokens] + ends["positions"][: tokens.shape[1]]
+
+    def layer(x, p):
+        x = x + _attention(_norm(x, p["attention_norm"]), p["attention"])
+        return x + _mlp(_norm(x, p["mlp_norm"]), p["mlp"]), None
+
+    x, _ = jax.lax.scan(layer, x, params["block"])
+    return _norm(x, ends["norm"]) @ ends.get("output", ends["tokens"]).T
+
+
+def loss(params, batch):
+    """The mean loss over the positions of weight 1."""
+    all_logits = logits(params, batch["tokens"])
+    chosen = jnp.take_along_axis(all_logits, batch["targets"][..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(all_logits, axis=-1) - chosen
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+@jax.jit
+def loss_and_gradients(params, batch):
+    return jax.value_and_grad(loss)(params, batch)
+
+
+def adamw_steps(params, batches, *, rate, b1, b2, epsilon, decay, clip):
+    """Losses of AdamW with a constant rate, by the formulas of Loshchilov and Hutter 2019."""
+    undecayed = {"b", "bias", "scale"}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    first, second, losses = zeros, zeros, []
+    for step, batch in enumerate(batches, start=1):
+        value, gradients = loss_and_gradients(params, batch)
+        losses.append(float(value))
+        norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
+        gradients = jax.tree.map(
+            lambda g, n=norm: g * jnp.minimum(1.0, clip / (n + 1e-6)), gradients
+        )
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradients)
+        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, second, gradients)
+
+        def update(path, p, m, v, step=step):
+            direction = (m / (1 - b1**step)) / (jnp.sqrt(v / (1 - b2**step)) + epsilon)
+            return p - rate * (direction + (0 if path[-1].key in undecayed else decay) * p)
+
+        params = jax.tree.map_with_path(update, params, first, second)
+    return losses

@@ -1,0 +1,181 @@
+"""Every layout gives the loss, the gradients and the training of the unsharded reference."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import reference
+
+import mtx
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+
+MODEL = ModelConfig(
+    layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8
+)
+UNTIED = ModelConfig(
+    layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", tied=False,
+    vocab_multiple=8,
+)  # fmt: skip
+DROPOUT = ModelConfig(
+    layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", dropout=0.1,
+    attention_dropout=0.1,
+)  # fmt: skip
+LOSS, GRADIENT = 1e-6, 1e-5  # relative; never loosened
+
+
+def batch_of(rows, seed=0, model=MODEL):
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, model.vocab, (rows, model.sequence + 1), dtype=np.int32)
+    weights = (random.random((rows, model.sequence)) < 0.9).astype(np.float32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+
+@functools.cache
+def reference_of(model, rows, seed=0):
+    """(loss, gradients) of the reference, with the parameters that training starts from."""
+    params = mtx.init_params(model, seed=seed)
+    return jax.device_get(reference.loss_and_gradients(params, batch_of(rows, model=model)))
+
+
+def assert_same(got, want):
+    (loss, gradients), (want_loss, want_gradients) = got, want
+    assert float(loss) == pytest.approx(float(want_loss), rel=LOSS)
+    assert jax.tree.structure(gradients) == jax.tree.structure(want_gradients)
+    errors = jax.tree.map(
+        lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b)), gradients, want_gradients
+    )
+    worst = max(jax.tree.leaves_with_path(errors), key=lambda leaf: leaf[1])
+    assert worst[1] < GRADIENT, f"{jax.tree_util.keystr(worst[0])}: {worst[1]:.2e}"
+
+
+# data, pipe, tensor, virtual, microbatch, rows of the global batch, more
+LAYOUTS = [
+    (1, 1, 1, 1, 2, 4, {}),
+    (1, 1, 1, 4, 1, 3, {}),
+    (8, 1, 1, 1, 1, 16, {}),
+    (3, 2, 1, 2, 1, 9, {}),  # neither hidden nor layers divide by the replicas: padded masters
+    (1, 8, 1, 1, 1, 8, {}),
+    (1, 8, 1, 1, 1, 11, {"idle": "phases"}),
+    (1, 1, 8, 1, 2, 4, {}),
+    (1, 1, 8, 1, 2, 4, {"sequence_parallel": False, "recompute": "selective"}),
+    (2, 2, 2, 1, 1, 8, {}),
+    (2, 2, 2, 2, 1, 6, {"recompute": "full"}),
+    (2, 2, 2, 4, 1, 10, {"idle": "phases", "recompute": "selective"}),
+    (1, 4, 2, 1, 1, 6, {"sequence_parallel": False}),
+    (1, 4, 2, 2, 1, 4, {"stash": "inputs"}),
+    (1, 4, 2, 2, 2, 12, {"idle": "phases", "stash": "inputs", "sequence_parallel": False}),
+    (2, 4, 1, 2, 1, 16, {}),
+    (2, 4, 1, 2, 1, 14, {"idle": "masked", "recompute": "full"}),
+    (1, 2, 1, 1, 1, 5, {"schedule": "gpipe"}),
+    (1, 2, 2, 2, 1, 5, {"schedule": "gpipe", "idle": "phases", "stash": "inputs"}),
+    (1, 4, 1, 1, 1, 6, {"stage_layers": (1, 3, 3, 1)}),
+    (1, 2, 2, 3, 1, 4, {"stage_layers": "balanced"}),
+    (1, 4, 1, 2, 1, 5, {"stage_layers": (0, 1, 1, 2, 2, 1, 1, 0), "idle": "phases"}),
+]
+
+
+def layout_of(data, pipe, tensor, virtual, microbatch, more):
+    return Layout(
+        data=data, pipe=pipe, tensor=tensor, virtual=virtual, microbatch=microbatch, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "pipe", "tensor", "virtual", "microbatch", "rows", "more"), LAYOUTS
+)
+def test_gradients_equal_the_reference(data, pipe, tensor, virtual, microbatch, rows, more):
+    layout = layout_of(data, pipe, tensor, virtual, microbatch, more)
+    batch = batch_of(rows)
+    assert_same(mtx.loss_and_gradients(MODEL, layout, batch), reference_of(MODEL, rows))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, pipe=2, tensor=2, virtual=2),
+        Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases"),
+        Layout(tensor=8, stash="inputs"),
+    ],
+)
+def test_gradients_of_untied_output_equal_the_reference(layout):
+    params = mtx.init_params(UNTIED, seed=3)
+    got = mtx.loss_and_gradients(UNTIED, layout, batch_of(6), params=params)
+    assert_same(got, reference_of(UNTIED, 6, seed=3))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, pipe=2, tensor=2, virtual=2),
+        Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", recompute="full"),
+        Layout(data=2, tensor=4, microbatch=3, recompute="selective"),
+        Layout(pipe=8, stash="inputs"),
+    ],
+)
+def test_dropout_masks_do_not_depend_on_the_layout(layout):
+    batch = batch_of(6)
+    want = mtx.loss_and_gradients(DROPOUT, Layout(microbatch=6), batch)
+    assert_same(mtx.loss_and_gradients(DROPOUT, layout, batch), want)
+    undropped = mtx.loss_and_gradients(MODEL, Layout(microbatch=6), batch)
+    assert abs(float(want[0]) - float(undropped[0])) > 1e-4
+
+
+TRAINING = OptimizerConfig(lr=3e-3, rate="constant", weight_decay=0.1, clip=0.5, b2=0.95)
+
+
+def train_losses(layout, batches):
+    trainer = mtx.Trainer(
+        RunConfig(model=MODEL, layout=layout, global_batch=8, optimizer=TRAINING, steps=10)
+    )
+    state, losses = trainer.init(), []
+    for batch in batches:
+        state, metrics = trainer.train_step(state, trainer.place(batch))
+        losses.append(float(metrics.loss))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def ten_steps():
+    batches = [batch_of(8, seed=step) for step in range(10)]
+    losses = reference.adamw_steps(
+        mtx.init_params(MODEL),
+        batches,
+        rate=3e-3,
+        b1=0.9,
+        b2=0.95,
+        epsilon=1e-8,
+        decay=0.1,
+        clip=0.5,
+    )
+    return batches, losses
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(microbatch=4),
+        Layout(data=8),
+        Layout(pipe=8, idle="phases"),
+        Layout(tensor=8, microbatch=2),
+        Layout(data=2, pipe=2, tensor=2, virtual=2),
+        Layout(pipe=4, tensor=2, virtual=2, microbatch=2, sequence_parallel=False),
+        Layout(data=2, pipe=4, recompute="full"),
+    ],
+)
+def test_ten_steps_give_the_losses_of_the_reference(layout, ten_steps):
+    batches, want = ten_steps
+    assert want[-1] < want[0]
+    np.testing.assert_allclose(train_losses(layout, batches), want, rtol=2e-6)
+
+
+def test_gradients_equal_the_reference_in_bfloat16():
+    model = ModelConfig(layers=4, hidden=64, heads=8, sequence=64, vocab=101)
+    batch = batch_of(8, model=model)
+    want_loss, want = reference_of(model, 8)
+    for layout in (Layout(microbatch=8), Layout(data=2, pipe=2, tensor=2, virtual=2)):
+        loss, gradients = mtx.loss_and_gradients(model, layout, batch)
+        assert float(loss) == pytest.approx(float(want_loss), rel=2e-3)
+        for got, exact in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
+            assert got.dtype == np.float32
+            assert np.linalg.norm(got - exact) < 0.03 * np.linalg.norm(exact)
