@@ -13,12 +13,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mtx.errors import UserError, unknown_name
+from mtx.pipeline.partition import place_layers
 
 
 def _require_positive(config: object, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name}={value} must be a whole number of at least 1")
+
+
+def _require_above(config: object, least: float, *names: str, inclusive: bool = False) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (value >= least if inclusive else value > least):  # NaN is neither
+            raise UserError(f"{name}={value} must be {'at least' if inclusive else 'above'} {least}")
 
 
 def _require_choice(config: object, name: str, annotation: object) -> None:
@@ -53,6 +62,7 @@ class ModelConfig:
             self, "layers", "hidden", "heads", "sequence", "vocab", "ffn_multiple", "vocab_multiple"
         )
         _require_choice(self, "compute_dtype", ComputeDtype)
+        _require_above(self, 0, "init_std", "norm_epsilon")
         if self.hidden % self.heads:
             raise UserError(
                 f"hidden={self.hidden} cannot be divided over heads={self.heads}; "
@@ -138,6 +148,9 @@ class Layout:
 
     def check(self, model: ModelConfig) -> None:
         """Raises UserError where `model` cannot be laid out this way."""
+        place_layers(
+            model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
+        )
         for name, value in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden)):
             if value % self.tensor:
                 raise UserError(
@@ -175,13 +188,17 @@ class OptimizerConfig:
 
     def __post_init__(self):
         _require_choice(self, "rate", Rates)
-        if not 0.0 < self.lr:
-            raise UserError(f"lr={self.lr} must be above 0")
+        _require_above(self, 0, "lr", "epsilon")
+        _require_above(self, 0, "warmup_steps", "weight_decay", inclusive=True)
+        _require_above(self, 1, "loss_scale", inclusive=True)
+        _require_positive(self, "loss_scale_window")
+        if self.decay_steps is not None:
+            _require_positive(self, "decay_steps")
         if not 0.0 <= self.min_lr <= self.lr:
             raise UserError(f"min_lr={self.min_lr} must lie in [0, lr={self.lr}]")
-        if self.warmup_steps < 0:
-            raise UserError(f"warmup_steps={self.warmup_steps} must be at least 0")
-        if self.clip < 0:
+        if not 0.0 < self.wsd_decay_fraction <= 1.0:
+            raise UserError(f"wsd_decay_fraction={self.wsd_decay_fraction} must lie in (0, 1]")
+        if not self.clip >= 0:
             raise UserError(f"clip={self.clip} must be at least 0 (0 turns clipping off)")
         for name in ("b1", "b2"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -261,6 +278,8 @@ def from_dict(kind: type, values: dict):
     read = {}
     for name, value in values.items():
         if kind is RunConfig and name in nested:
+            if not isinstance(value, dict):
+                raise UserError(f"{name}={value!r} must be a table of {nested[name].__name__} fields")
             value = from_dict(nested[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
     return kind(**read)

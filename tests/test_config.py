@@ -47,7 +47,7 @@ POSITIVE = {
 )
 def test_counts_must_be_positive(kind, name):
     for value in (0, -3):
-        assert message(kind, **{name: value}) == f"{name}={value} must be at least 1"
+        assert message(kind, **{name: value}) == f"{name}={value} must be a whole number of at least 1"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_choice_like_nothing_known_is_listed_without_a_guess():
         (OptimizerConfig, {"b2": -0.5}, "b2=-0.5 must lie in [0, 1)"),
         (DataConfig, {"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         (DataConfig, {"eval_fraction": 1.0}, "eval_fraction=1.0 must lie between 0 and 1"),
-        (DataConfig, {"bpe_vocab": 256}, "bpe_vocab=256 must be at least 257 (256 bytes and one"),
+        (DataConfig, {"bpe_vocab": 256}, "bpe_vocab=256 must be at least 257 (256 bytes and the"),
         (RunConfig, {"eval_every": -1}, "eval_every=-1 must be at least 0"),
         (RunConfig, {"save_every": -2}, "save_every=-2 must be at least 0"),
     ],
@@ -230,7 +230,7 @@ def test_unknown_fields_name_the_nearest(kind, values, text):
 
 
 def test_values_read_back_are_validated():
-    assert message(from_dict, RunConfig, {"model": {"layers": 0}}) == "layers=0 must be at least 1"
+    assert message(from_dict, RunConfig, {"model": {"layers": 0}}) == "layers=0 must be a whole number of at least 1"
 
 
 # --- presets --------------------------------------------------------------------------------------

@@ -125,35 +125,41 @@ def blocked_attention(qkv_BSnhK):
     return _attention_forward(qkv_BSnhK)[0]
 
 
-def _block_scores(qkv_BSnhK, block: slice):
-    """Scaled and masked scores [B, h, block, keys up to the block's end], float32."""
-    q_BbhK, k_BThK = qkv_BSnhK[:, block, 0], qkv_BSnhK[:, : block.stop, 1]
-    scores = jnp.einsum("BbhK,BThK->BhbT", q_BbhK, k_BThK, preferred_element_type=jnp.float32)
-    query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    key = lax.broadcasted_iota(jnp.int32, scores.shape, 3)
-    return jnp.where(query >= key, scores / math.sqrt(qkv_BSnhK.shape[-1]), -jnp.inf)
-
-
 def _blocks(sequence: int) -> list[slice]:
     size = sequence // query_blocks(sequence)
     return [slice(start, start + size) for start in range(0, sequence, size)]
 
 
+def _heads_first(qkv_BSnhK):
+    """q, k, v as [B, h, S, K]: one copy here, in place of one for every block and product."""
+    return jnp.transpose(qkv_BSnhK, (2, 0, 3, 1, 4))
+
+
+def _block_scores(q_BhSK, k_BhSK, block: slice):
+    """Scaled and masked scores [B, h, block, keys up to the block's end], float32."""
+    scores = _product("BhbK,BhTK->BhbT", q_BhSK[:, :, block], k_BhSK[:, :, : block.stop])
+    query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    key = lax.broadcasted_iota(jnp.int32, scores.shape, 3)
+    return jnp.where(query >= key, scores / math.sqrt(q_BhSK.shape[-1]), -jnp.inf)
+
+
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def _attention_forward(qkv_BSnhK):
+    q_BhSK, k_BhSK, v_BhSK = _heads_first(qkv_BSnhK)
     outputs, logsumexps = [], []
     for block in _blocks(qkv_BSnhK.shape[1]):
-        scores_BhbT = _block_scores(qkv_BSnhK, block)
+        scores_BhbT = _block_scores(q_BhSK, k_BhSK, block)
         largest = scores_BhbT.max(axis=-1, keepdims=True)
         p_BhbT = jnp.exp(scores_BhbT - largest)
         total = p_BhbT.sum(axis=-1, keepdims=True)
-        v_BThK = qkv_BSnhK[:, : block.stop, 2]
-        o_BbhK = jnp.einsum(
-            "BhbT,BThK->BbhK", p_BhbT.astype(v_BThK.dtype), v_BThK,
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        outputs.append((o_BbhK / jnp.swapaxes(total, 1, 2)).astype(v_BThK.dtype))
+        v_BhTK = v_BhSK[:, :, : block.stop]
+        o_BhbK = _product("BhbT,BhTK->BhbK", p_BhbT.astype(v_BhTK.dtype), v_BhTK) / total
+        outputs.append(o_BhbK.astype(v_BhTK.dtype))
         logsumexps.append((largest + jnp.log(total))[..., 0])
-    o_BShK = checkpoint_name(jnp.concatenate(outputs, axis=1), MATMUL_OUTPUT)
+    o_BShK = jnp.swapaxes(jnp.concatenate(outputs, axis=2), 1, 2)
+    o_BShK = checkpoint_name(o_BShK, MATMUL_OUTPUT)
     logsumexp_BhS = checkpoint_name(jnp.concatenate(logsumexps, axis=2), MATMUL_OUTPUT)
     return o_BShK, (qkv_BSnhK, o_BShK, logsumexp_BhS)
 
@@ -162,22 +168,24 @@ def _attention_backward(saved, do_BShK):
     qkv_BSnhK, o_BShK, logsumexp_BhS = saved
     dtype, sequence = qkv_BSnhK.dtype, qkv_BSnhK.shape[1]
     scale = 1 / math.sqrt(qkv_BSnhK.shape[-1])
+    q_BhSK, k_BhSK, v_BhSK = _heads_first(qkv_BSnhK)
+    do_BhSK = jnp.swapaxes(do_BShK, 1, 2)
     along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
     along_BhS = jnp.swapaxes(along_BSh, 1, 2)
-    dq, dk_BShK, dv_BShK = [], 0.0, 0.0
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dq, dk_BhSK, dv_BhSK = [], 0.0, 0.0
     for block in _blocks(sequence):
-        do_BbhK, q_BbhK = do_BShK[:, block], qkv_BSnhK[:, block, 0]
-        k_BThK, v_BThK = qkv_BSnhK[:, : block.stop, 1], qkv_BSnhK[:, : block.stop, 2]
-        p_BhbT = jnp.exp(_block_scores(qkv_BSnhK, block) - logsumexp_BhS[:, :, block, None])
-        dp_BhbT = product("BbhK,BThK->BhbT", do_BbhK, v_BThK)
+        k_BhTK, v_BhTK = k_BhSK[:, :, : block.stop], v_BhSK[:, :, : block.stop]
+        do_BhbK, q_BhbK = do_BhSK[:, :, block], q_BhSK[:, :, block]
+        scores_BhbT = _block_scores(q_BhSK, k_BhSK, block)
+        p_BhbT = jnp.exp(scores_BhbT - logsumexp_BhS[:, :, block, None])
+        dp_BhbT = _product("BhbK,BhTK->BhbT", do_BhbK, v_BhTK)
         ds_BhbT = (p_BhbT * (dp_BhbT - along_BhS[:, :, block, None]) * scale).astype(dtype)
-        after = ((0, 0), (0, sequence - block.stop), (0, 0), (0, 0))  # keys that the block hides
-        dq.append(product("BhbT,BThK->BbhK", ds_BhbT, k_BThK))
-        dk_BShK += jnp.pad(product("BhbT,BbhK->BThK", ds_BhbT, q_BbhK), after)
-        dv_BShK += jnp.pad(product("BhbT,BbhK->BThK", p_BhbT.astype(dtype), do_BbhK), after)
-    dqkv = jnp.stack([jnp.concatenate(dq, axis=1), dk_BShK, dv_BShK], axis=2)
-    return (dqkv.astype(dtype),)
+        after = ((0, 0), (0, 0), (0, sequence - block.stop), (0, 0))  # keys that the block hides
+        dq.append(_product("BhbT,BhTK->BhbK", ds_BhbT, k_BhTK))
+        dk_BhSK += jnp.pad(_product("BhbT,BhbK->BhTK", ds_BhbT, q_BhbK), after)
+        dv_BhSK += jnp.pad(_product("BhbT,BhbK->BhTK", p_BhbT.astype(dtype), do_BhbK), after)
+    dqkv_nBhSK = jnp.stack([jnp.concatenate(dq, axis=2), dk_BhSK, dv_BhSK]).astype(dtype)
+    return (jnp.transpose(dqkv_nBhSK, (1, 3, 0, 2, 4)),)
 
 
 blocked_attention.defvjp(_attention_forward, _attention_backward)

@@ -22,8 +22,7 @@ def use_virtual_devices(count: int) -> None:
     """Makes the CPU appear as `count` devices, in place of the machine's own.
 
     To be called before JAX starts. What the environment already sets is kept: XLA's flag,
-    JAX_PLATFORMS and the two settings below. Raises UserError where JAX has already started with
-    fewer devices.
+    JAX_PLATFORMS and NPROC. Raises UserError where JAX has already started with fewer devices.
     """
     if count < 1:
         raise UserError(f"virtual devices={count} must be at least 1")
@@ -36,16 +35,13 @@ def use_virtual_devices(count: int) -> None:
     if _DEVICE_COUNT not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_COUNT}={count}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # A collective blocks one thread of XLA's pool per device. With too few threads, or with two
-    # programs dispatched at once, the devices of one collective can wait for each other forever.
+    # The size of XLA's thread pool. A collective blocks one thread per device: with too few of
+    # them, those that wait keep those that are waited for from running, and the program hangs.
     os.environ.setdefault("NPROC", str(max(32, count)))
-    os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
     if "jax" in sys.modules and not _started_jax():
-        import jax  # imported, so that it has read its own variables: say it again
+        import jax  # it has read this variable already, when it was imported
 
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-        asynchronous = os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"].lower() in ("1", "true", "yes")
-        jax.config.update("jax_cpu_enable_async_dispatch", asynchronous)
 
 
 def _started_jax() -> bool:
@@ -70,15 +66,15 @@ class Cluster:
     coordinator: str  # host:port at which process 0 listens
     processes: int
     process: int
-    local_devices: tuple[int, ...] | None = None  # of the node; None: all that are visible
+    local_gpus: tuple[int, ...] | None = None  # of its node; None: all that it sees
 
     def describe(self) -> str:
-        devices = ""
-        if self.local_devices is not None:
-            devices = f", devices {','.join(map(str, self.local_devices))} of its node"
+        gpus = ""
+        if self.local_gpus is not None:
+            gpus = f", to use GPU {','.join(map(str, self.local_gpus))} of its node"
         return (
-            f"process {self.process} of {self.processes}{devices}, found in {self.launcher}'s "
-            f"variables, coordinator {self.coordinator}"
+            f"process {self.process} of {self.processes}, coordinator {self.coordinator}, from "
+            f"{self.launcher}'s variables{gpus}"
         )
 
 
@@ -99,7 +95,7 @@ def join_cluster() -> str:
             coordinator_address=cluster.coordinator,
             num_processes=cluster.processes,
             process_id=cluster.process,
-            local_device_ids=cluster.local_devices,
+            local_device_ids=cluster.local_gpus,
             cluster_detection_method="deactivate",  # `find_cluster` has done it
         )
     return cluster.describe()
@@ -162,7 +158,7 @@ def _read_torchrun(environment: Mapping[str, str]) -> Cluster | None:
         coordinator=f"{environment['MASTER_ADDR']}:{port}",
         processes=_integer(environment, "WORLD_SIZE"),
         process=_integer(environment, "RANK"),
-        local_devices=_part_of_node(
+        local_gpus=_part_of_node(
             environment,
             process=_integer(environment, "LOCAL_RANK", 0),
             processes=_integer(environment, "LOCAL_WORLD_SIZE", 1),
@@ -182,11 +178,11 @@ def _read_slurm(environment: Mapping[str, str]) -> Cluster | None:
         coordinator=_coordinator(environment, host, job),
         processes=_integer(environment, "SLURM_STEP_NUM_TASKS"),
         process=_integer(environment, "SLURM_PROCID"),
-        local_devices=_part_of_node(
+        local_gpus=_part_of_node(
             environment,
             process=_integer(environment, "SLURM_LOCALID", 0),
             processes=_tasks_of_node(environment),
-            devices=_integer(environment, "SLURM_GPUS_ON_NODE", 0) or None,
+            gpus=_integer(environment, "SLURM_GPUS_ON_NODE", 0) or None,
         ),
     )
 
@@ -227,7 +223,7 @@ def _read_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
         coordinator=_coordinator(environment, host, int(uri["job"]) >> 12 if uri else 0),
         processes=processes,
         process=_integer(environment, "OMPI_COMM_WORLD_RANK"),
-        local_devices=_part_of_node(
+        local_gpus=_part_of_node(
             environment,
             process=_integer(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
             processes=_integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
@@ -241,9 +237,9 @@ def _coordinator(environment: Mapping[str, str], host: str | None, job: int) -> 
 
 
 def _part_of_node(
-    environment: Mapping[str, str], *, process: int, processes: int, devices: int | None = None
+    environment: Mapping[str, str], *, process: int, processes: int, gpus: int | None = None
 ) -> tuple[int, ...] | None:
-    """The GPUs of one of the `processes` on a node that has `devices` of them, where that is known.
+    """The GPUs of one of the `processes` on a node that has `gpus` of them, where that is known.
 
     None, which is all that it sees, for a process that has the node for itself or was bound to
     some of its GPUs.
@@ -254,13 +250,13 @@ def _part_of_node(
             for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
             if environment.get(name)
         ),
-        devices,
+        gpus,
     )
     if processes == 1 or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
     if visible is None:
         return (process,)
-    if visible < max(processes, devices or 0):
+    if visible < max(processes, gpus or 0):
         return None  # bound to its own
     each = visible // processes
     return tuple(range(process * each, (process + 1) * each))

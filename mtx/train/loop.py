@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from mtx.config import RunConfig, to_dict
@@ -28,6 +25,7 @@ from mtx.plan.flops import parameters
 from mtx.plan.hardware import find_hardware
 from mtx.train.checkpoint import Checkpoints
 from mtx.train.fit import refuse_if_too_large
+from mtx.train.interrupt import stop_requests
 from mtx.train.metrics import Log, Meter, StepRecord
 from mtx.train.report import Report, header
 from mtx.train.step import Metrics, Trainer, TrainState
@@ -94,8 +92,21 @@ def train(
     report.lines(header(trainer, data.describe(), out))
     leader = jax.process_index() == 0
     with checkpoints, Log(out / "log.jsonl" if leader else None) as log:
-        session = _Session(trainer, data, checkpoints, report, log, on_step)
-        return session.run(start)
+        if start:
+            report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
+        session = _Session(
+            trainer=trainer,
+            data=data,
+            checkpoints=checkpoints,
+            report=report,
+            log=log,
+            meter=_meter(trainer),
+            on_step=on_step,
+            state=checkpoints.restore(trainer, start) if start else trainer.init(),
+            step=start,
+            saved=start or None,
+        )
+        return session.run()
 
 
 def _first_step(run: RunConfig, checkpoints: Checkpoints, data: TextData) -> int:
@@ -124,84 +135,76 @@ def _create(out: Path, run: RunConfig) -> None:
         raise UserError(f"out={out} cannot be written ({error.strerror}); use another") from error
 
 
+def _meter(trainer: Trainer) -> Meter:
+    hardware = find_hardware(trainer.mesh.devices.flat[0].device_kind)
+    peak_tflops = hardware and hardware.peak_tflops.get(trainer.run.model.compute_dtype)
+    return Meter(trainer.run, peak_flops=peak_tflops and peak_tflops * 1e12)
+
+
+@dataclass(kw_only=True, eq=False)
 class _Session:
     """One call of `train`, after all checks."""
 
-    def __init__(self, trainer, data, checkpoints, report, log, on_step):
-        self.trainer: Trainer = trainer
-        self.data: TextData = data
-        self.checkpoints: Checkpoints = checkpoints
-        self.report: Report = report
-        self.log: Log = log
-        self.on_step: Callable[[StepRecord], None] | None = on_step
-        self.state: TrainState
-        self.step = 0  # finished or running
-        self.saved: int | None = None  # the step of the newest checkpoint
-        self.eval_losses: list[tuple[int, float]] = []  # (step, loss)
-        self.losses: list[float] = []
-        self.clock = _Clock()
-        device = trainer.mesh.devices.flat[0]
-        row = find_hardware(device.device_kind)
-        peak_tflops = row and row.peak_tflops.get(trainer.run.model.compute_dtype)
-        self.meter = Meter(trainer.run, peak_flops=peak_tflops and peak_tflops * 1e12)
-        # On the CPU a step is finished when its call returns.
-        self.ahead = device.platform != "cpu"
-        self.in_flight: tuple[int, Metrics, float] | None = None  # step, metrics, its start
+    trainer: Trainer
+    data: TextData
+    checkpoints: Checkpoints
+    report: Report
+    log: Log
+    meter: Meter
+    on_step: Callable[[StepRecord], None] | None
+    state: TrainState
+    step: int  # finished or running
+    saved: int | None  # the step of the newest checkpoint
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    losses: list[float] = field(default_factory=list)
+    in_flight: tuple[int, Metrics, float] | None = None  # a step, its metrics, its start
+    clock: _Clock = field(default_factory=lambda: _Clock())
 
-    def run(self, start: int) -> Summary:
-        run = self.trainer.run
-        self.step = start
-        self.saved = start or None
-        self.state = self.checkpoints.restore(self.trainer, start) if start else self.trainer.init()
+    def run(self) -> Summary:
         self._log_start()
-        if start >= run.steps:
-            self.report.line(
-                f"finished   already: {self.checkpoints.directory / str(start)} is at step {start} "
-                f"of {run.steps}"
-            )
+        if self.step >= self.trainer.run.steps:
+            self.report.line(f"finished   already at step {self.step:,}: {self._checkpoint}")
             self._evaluate()
             return self._summary(interrupted=False)
-        if start:
-            self.report.line(f"resumes    from {self.checkpoints.directory / str(start)}")
-        step = self._compile()
+        train_step = self._compile()
         self._evaluate()
-        interrupted = self._train(step)
-        if not interrupted and self.eval_losses[-1][0] != self.step:
-            self._evaluate()
-        if self.saved != self.step:
-            self._save()
-        with self.clock("save"):
-            self.checkpoints.wait()
+        with stop_requests() as stop:
+            self._train(train_step, stop)
+            interrupted = self.step < self.trainer.run.steps
+            if not interrupted and self.eval_losses[-1][0] != self.step:
+                self._evaluate()
+            if self.saved != self.step:
+                self._save()
+            with self.clock("save"):
+                self.checkpoints.wait()
         return self._end(interrupted)
 
     # -- parts of a run ---------------------------------------------------------------------------
 
     def _compile(self) -> Callable:
-        """The compiled step."""
+        """The compiled step. The evaluation is compiled by its first batch."""
         with self.clock("compile"):
             step = self.trainer.train_step.lower(self.state, self._batch(self.step)).compile()
             # The first use of a collective has a deadline that some compilations would miss; this
             # barrier is one of the coordination service.
             meet = ocp.multihost.get_barrier_sync_fn()
-            meet(key="mtx_compiled", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
-            jax.block_until_ready(next(self._held_out_sums()))
+            meet(key=f"mtx_compiled_{self.step}", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
+            next(self._held_out_sums())
         self.report.line(f"compiled   in {self.clock.seconds['compile']:.1f} s")
         return step
 
-    def _train(self, train_step: Callable) -> bool:
-        """Steps until the end, or until it is interrupted: then True."""
+    def _train(self, train_step: Callable, stop: Callable[[int], bool]) -> None:
+        """Steps until the end, or until `stop`."""
         run = self.trainer.run
-        self.report.start(self.step, run.steps)
-        with ExitStack() as stack:
-            stack.callback(self.report.stop)
-            stop = stack.enter_context(_stop_requests())
+        ahead = _runs_ahead(self.trainer.mesh.devices.flat[0])
+        with self.report.progress(self.step, run.steps):
             while self.step < run.steps and not stop(self.step):
                 start_s = time.perf_counter()
                 self.state, metrics = train_step(self.state, self._batch(self.step))
                 self.step += 1
                 self._settle()  # the step before this one, while this one runs
                 self.in_flight = self.step, metrics, start_s
-                if not self.ahead:
+                if not ahead:
                     self._settle()
                 if _due(self.step, run.eval_every):
                     self._settle()
@@ -210,7 +213,6 @@ class _Session:
                     self._settle()
                     self._save()
             self._settle()
-        return self.step < run.steps
 
     def _settle(self) -> None:
         """Waits for the step in flight, if there is one, and records it."""
@@ -229,8 +231,8 @@ class _Session:
 
     def _evaluate(self) -> None:
         with self.clock("eval"):
-            sums = jax.device_get(list(self._held_out_sums()))
-        loss = float(sum(loss for loss, _ in sums)) / float(sum(tokens for _, tokens in sums))
+            losses, tokens = zip(*self._held_out_sums())
+        loss = sum(losses) / sum(tokens)
         self.eval_losses.append((self.step, loss))
         self.log.write("eval", {"step": self.step, "loss": loss})
         self.report.line(f"step {self.step:>6,}  held-out loss {loss:.4f}")
@@ -241,7 +243,7 @@ class _Session:
                 self.trainer,
                 self.state,
                 tokenizer=self.data.tokenizer,
-                extra={"held_out_losses": self.eval_losses[-1:]},
+                extra={"held_out": dict(zip(("step", "loss"), self.eval_losses[-1]))},
             )
         self.saved = self.step
         self.log.write("save", {"step": self.step, "path": str(path)})
@@ -249,11 +251,16 @@ class _Session:
     def _batch(self, step: int):
         return self.trainer.place(self.data.batch(step, self.trainer.run.global_batch))
 
-    def _held_out_sums(self) -> Iterator:
-        """(sum of losses, tokens) of each held-out batch, on the devices."""
+    def _held_out_sums(self) -> Iterator[tuple[float, float]]:
+        """(sum of losses, tokens) of each held-out batch, one after the other."""
         run = self.trainer.run
         for batch in self.data.eval_batches(run.eval_batches, run.global_batch):
-            yield self.trainer.evaluate(self.state, self.trainer.place(batch))
+            loss, tokens = self.trainer.evaluate(self.state, self.trainer.place(batch))
+            yield float(loss), float(tokens)
+
+    @property
+    def _checkpoint(self) -> Path | None:
+        return None if self.saved is None else self.checkpoints.directory / str(self.saved)
 
     # -- what is said about it --------------------------------------------------------------------
 
@@ -278,13 +285,13 @@ class _Session:
         parts = ", ".join(f"{part} {s:.1f} s" for part, s in asdict(summary.seconds).items())
         if interrupted:
             self.report.line(
-                f"interrupted at step {self.step} of {steps}, saved as {summary.checkpoint}; the "
-                "same run goes on from there (resume=True)"
+                f"stopped    at step {self.step:,} of {steps:,}: {summary.checkpoint}; the same "
+                "run goes on from there (resume=True)"
             )
         else:
             self.report.line(
-                f"finished   step {self.step}: held-out loss {summary.first_eval_loss:.4f} -> "
-                f"{summary.last_eval_loss:.4f}, saved as {summary.checkpoint}"
+                f"finished   step {self.step:,}: {summary.checkpoint}; held-out loss "
+                f"{summary.first_eval_loss:.4f} -> {summary.last_eval_loss:.4f}"
             )
         self.report.line(f"time       {parts}")
         end = {"step": self.step, "interrupted": interrupted, "seconds": summary.seconds}
@@ -292,7 +299,6 @@ class _Session:
         return summary
 
     def _summary(self, *, interrupted: bool) -> Summary:
-        directory = self.checkpoints.directory
         return Summary(
             trainer=self.trainer,
             state=self.state,
@@ -301,8 +307,8 @@ class _Session:
             last_eval_loss=self.eval_losses[-1][1],
             losses=self.losses,
             interrupted=interrupted,
-            checkpoint=None if self.saved is None else directory / str(self.saved),
-            log=directory.parent / "log.jsonl",
+            checkpoint=self._checkpoint,
+            log=Path(self.trainer.run.out) / "log.jsonl",
             seconds=Seconds(**self.clock.seconds),
         )
 
@@ -330,40 +336,11 @@ class _Clock:
         return step_s
 
 
+def _runs_ahead(device: jax.Device) -> bool:
+    """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
+    one pool of threads, and there is nothing to gain."""
+    return device.platform != "cpu"
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextmanager
-def _stop_requests() -> Iterator[Callable[[int], bool]]:
-    """Gives a function that says, before each step, whether somebody wants the run to stop.
-
-    One process: after a first Ctrl-C or SIGTERM; the second one has its usual effect. Several:
-    JAX's coordination service takes a SIGTERM to any of them, and all agree on the step; Ctrl-C
-    is passed on as one.
-    """
-    several = jax.process_count() > 1
-    requested = threading.Event()
-    before = {}
-
-    def request(number, frame):
-        restore()
-        os.write(2, b"\nmtx: finishing this step, then saving; once more leaves at once\n")
-        requested.set()
-        if several:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    if threading.current_thread() is threading.main_thread():  # no other may have handlers
-        for number in (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, request)
-    try:
-        if several:
-            yield multihost_utils.reached_preemption_sync_point
-        else:
-            yield lambda step: requested.is_set()
-    finally:
-        restore()

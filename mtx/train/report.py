@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import jax
 from rich.console import Console, RenderableType
@@ -44,13 +45,17 @@ class Report:
     def line(self, line: str) -> None:
         self.lines([line])
 
-    def start(self, first: int, last: int) -> None:
-        """Training goes from `first` finished steps to `last`."""
+    @contextmanager
+    def progress(self, first: int, last: int) -> Iterator[None]:
+        """While training goes from `first` finished steps to `last`."""
         self._last_step = last
         self._every = min(max(1, (last - first) // _PLAIN_LINES), _PLAIN_STEPS)
-        if self._bar is not None:
-            self._task = self._bar.add_task("training", total=last, completed=first)
-            self._bar.start()
+        if self._bar is None:
+            yield
+            return
+        self._task = self._bar.add_task("training", total=last, completed=first)
+        with self._bar:
+            yield
 
     def step(self, record: StepRecord) -> None:
         numbers = step_text(record)
@@ -66,11 +71,6 @@ class Report:
     def _is_due(self, step: int) -> bool:
         waited_s = time.monotonic() - self._last_line_s
         return step % self._every == 0 or step == self._last_step or waited_s >= _PLAIN_S
-
-    def stop(self) -> None:
-        """The bar stays where it is."""
-        if self._bar is not None:
-            self._bar.stop()
 
 
 class _Bar(Progress):

@@ -1,0 +1,328 @@
+"""Whole runs: what they print, log and save, how they stop, go on and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mtx.config import (
+    DataConfig,
+    Layout,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    from_dict,
+    to_dict,
+)
+from mtx.errors import UserError
+from mtx.train import loop
+from mtx.train.checkpoint import Checkpoints
+from mtx.train.interrupt import stop_requests
+from mtx.train.loop import train
+from mtx.train.step import Trainer
+
+ROOT = Path(__file__).parent.parent
+
+
+def small_run(folder: Path, **changes) -> RunConfig:
+    """Ten steps on two stages and three replicas, by which nothing in the model divides."""
+    text = folder / "text.txt"
+    lines = (
+        f"{n} times {m} makes {n * m}, and so it goes on.\n" for n in range(30) for m in range(30)
+    )
+    text.write_text("".join(lines))
+    run = RunConfig(
+        model=ModelConfig(
+            layers=4, hidden=32, heads=4, sequence=16, vocab=300, compute_dtype="float32"
+        ),
+        layout=Layout(data=3, pipe=2),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
+        data=DataConfig(path=(str(text),)),
+        global_batch=6, steps=10, eval_every=4, eval_batches=2, save_every=5,
+        out=str(folder / "out"),
+    )  # fmt: skip
+    return replace(run, **changes)
+
+
+def read_log(path: Path) -> list[dict]:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def assert_same_state(one, other) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run from its beginning to its end."""
+    run = small_run(tmp_path_factory.mktemp("first"))
+    printed, records = io.StringIO(), []
+    summary = train(run, console=Console(file=printed), on_step=records.append)
+    return SimpleNamespace(
+        run=run, summary=summary, records=records, printed=printed.getvalue(), out=Path(run.out)
+    )
+
+
+@pytest.fixture
+def half_way(first, tmp_path):
+    """The first run's directory as it was after its fifth step, and the run that goes on there."""
+    shutil.copytree(first.out / "checkpoints" / "5", tmp_path / "out" / "checkpoints" / "5")
+    return replace(first.run, out=str(tmp_path / "out"))
+
+
+# -- from beginning to end -------------------------------------------------------------------------
+
+
+def test_it_learns(first):
+    summary = first.summary
+    assert len(summary.losses) == 10 and not summary.interrupted
+    assert summary.losses[-1] < 0.8 * summary.losses[0]
+    assert summary.last_eval_loss < 0.8 * summary.first_eval_loss
+    assert abs(summary.first_eval_loss - np.log(300)) < 0.2
+    assert int(summary.state.step) == 10
+    assert summary.data.vocab == 256
+
+
+def test_it_logs_strict_json(first):
+    log = read_log(first.summary.log)
+    kinds = [(line["kind"], line["step"]) for line in log]
+    steps = [("step", step) for step in range(1, 11)]
+    assert [kind for kind in kinds if kind[0] == "step"] == steps
+    assert [kind for kind in kinds if kind[0] != "step"] == [
+        ("start", 0), ("eval", 0), ("eval", 4), ("save", 5), ("eval", 8), ("eval", 10), ("save", 10),
+        ("end", 10),
+    ]  # fmt: skip
+    logged = [line for line in log if line["kind"] == "step"]
+    assert logged == [{"kind": "step"} | asdict(record) for record in first.records]
+    assert [line["loss"] for line in logged] == first.summary.losses
+    assert logged[0]["mfu"] is None  # nobody knows the peak of a virtual device
+    rates = [line["learning_rate"] for line in logged]
+    assert rates[:2] == pytest.approx([0.005, 0.01]) and rates[-1] < 0.002
+    assert from_dict(RunConfig, log[0]["run"]) == first.run
+    assert from_dict(RunConfig, json.loads((first.out / "run.json").read_text())) == first.run
+
+
+def test_it_saves_and_keeps_the_newest(first):
+    checkpoints = Checkpoints(first.out)
+    assert checkpoints.steps() == [5, 10]
+    assert first.summary.checkpoint == checkpoints.directory / "10"
+    assert checkpoints.run() == first.run
+    last = first.summary.last_eval_loss
+    assert checkpoints.extra()["held_out"] == {"step": 10, "loss": last}
+    assert_same_state(checkpoints.restore(first.summary.trainer), first.summary.state)
+    assert sorted(p.name for p in first.out.iterdir()) == ["checkpoints", "log.jsonl", "run.json"]
+
+
+def test_it_prints_plain_lines_where_there_is_no_terminal(first):
+    lines = first.printed.splitlines()
+    assert not set(first.printed) & {"\x1b", "\r", "\b"}
+    assert lines[0] == "devices    8 x cpu, of which 6 are used"
+    assert lines[1] == "layout     data 3 x pipe 2 x tensor 1"
+    assert "m = 2: bubble 50.0% of the ideal time, (p-1)/(v m)" in lines[2]
+    steps = [line for line in lines if "TFLOP/s a device" in line]
+    assert len(steps) == 10
+    assert all(" model, " in line and line.endswith(" SC'21") for line in steps)
+    assert sum("held-out loss" in line for line in lines) == 4 + 1  # and in the end
+    assert any(line.startswith("finished   step 10: ") for line in lines)
+
+
+def test_seconds_are_accounted_for(first):
+    seconds = first.summary.seconds
+    assert min(seconds.compile, seconds.train, seconds.eval, seconds.save) > 0
+    assert seconds.train == pytest.approx(sum(record.step_s for record in first.records))
+
+
+# -- going on --------------------------------------------------------------------------------------
+
+
+def test_ten_steps_are_five_and_five(first, half_way, monkeypatch):
+    """Bit for bit, also with a step in flight as on devices that are not virtual."""
+    monkeypatch.setattr(loop, "_runs_ahead", lambda device: True)
+    printed, records = io.StringIO(), []
+    summary = train(half_way, console=Console(file=printed), on_step=records.append)
+    assert summary.losses == first.summary.losses[5:]
+    assert [record.step for record in records] == [6, 7, 8, 9, 10]
+    assert all(record.step_s > 0 for record in records)
+    assert_same_state(summary.state, first.summary.state)
+    assert summary.last_eval_loss == first.summary.last_eval_loss
+    assert f"resumes    from step 5: {Path(half_way.out)}/checkpoints/5\n" in printed.getvalue()
+
+
+def test_going_on_with_another_layout(first, half_way):
+    run = replace(half_way, layout=Layout(microbatch=3), steps=7, eval_every=0, save_every=0)
+    run = replace(run, optimizer=replace(run.optimizer, decay_steps=10))
+    summary = train(run, console=Console(quiet=True))
+    assert summary.losses == pytest.approx(first.summary.losses[5:7], rel=1e-5)
+    assert Checkpoints(run.out).steps() == [5, 7]
+
+
+def test_what_is_finished_is_only_evaluated(first, tmp_path):
+    out = shutil.copytree(first.out, tmp_path / "out")
+    printed = io.StringIO()
+    run = replace(first.run, out=str(out))
+    summary = train(run, console=Console(file=printed))
+    assert summary.losses == [] and not summary.interrupted
+    assert summary.first_eval_loss == summary.last_eval_loss == first.summary.last_eval_loss
+    assert summary.checkpoint == out / "checkpoints" / "10"
+    assert f"finished   already at step 10: {out}/checkpoints/10\n" in printed.getvalue()
+    added = read_log(summary.log)[len(read_log(first.summary.log)) :]
+    assert [line["kind"] for line in added] == ["start", "eval"]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model": {"vocab": 100}},
+            "bytes tokenizer has 256 tokens, more than model.vocab=100; set",
+        ),
+        ({"layout": {"data": 1, "pipe": 4, "tensor": 4}}, "asks for 16 devices, and there are 8"),
+        ({"layout": {"virtual": 3}}, "layers=4 cannot be divided over"),
+        ({"data": {"path": ("/nowhere",)}}, "/nowhere"),
+        (
+            {"model": {"hidden": 2**20, "layers": 96}},
+            r"a model of 1,2\S+ parameters needs at least",
+        ),
+    ],
+)
+def test_refused_before_anything_is_written(tmp_path, change, message):
+    run = small_run(tmp_path)
+    run = replace(run, **{name: replace(getattr(run, name), **c) for name, c in change.items()})
+    with pytest.raises(UserError, match=message):
+        train(run, console=Console(quiet=True))
+    assert not Path(run.out).exists()
+
+
+def test_another_model_or_tokenizer_is_refused(half_way):
+    wider = replace(half_way, model=replace(half_way.model, hidden=64))
+    with pytest.raises(UserError, match="5 is of another model: hidden=32 there and 64 here"):
+        train(wider)
+    bpe = replace(half_way, data=replace(half_way.data, tokenizer="bpe", bpe_vocab=280))
+    with pytest.raises(UserError, match="another tokenizer"):
+        train(bpe)
+    with pytest.raises(UserError, match="has a checkpoint of step 5, and resume=False starts anew"):
+        train(replace(half_way, resume=False))
+    assert [p.name for p in Path(half_way.out).iterdir()] == ["checkpoints"]
+
+
+def test_out_that_cannot_be_written(tmp_path):
+    run = small_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written|is a file"):
+        train(replace(run, out=str(tmp_path / "file")))
+    assert (tmp_path / "file").read_text() == ""
+
+
+# -- stopping --------------------------------------------------------------------------------------
+
+
+def test_a_second_request_has_its_usual_effect():
+    with stop_requests() as stop:
+        assert not stop(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop(1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_requests() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop(0)
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+_PROCESS = """
+import json, sys
+from mtx.train.launch import join_cluster, use_virtual_devices
+use_virtual_devices(int(sys.argv[2]))
+join_cluster()
+from mtx.config import RunConfig, from_dict
+from mtx.train.loop import train
+summary = train(from_dict(RunConfig, json.loads(sys.argv[1])))
+print("interrupted", summary.interrupted, "losses", summary.losses[0])
+"""
+
+
+def start_process(run: RunConfig, *, devices: int, **environment: str) -> subprocess.Popen:
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROCESS, json.dumps(to_dict(run)), str(devices)],
+        cwd=ROOT, env=dict(os.environ) | flags | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_for_steps(run: RunConfig, count: int, process: subprocess.Popen) -> None:
+    log = Path(run.out) / "log.jsonl"
+    while process.poll() is None:
+        if log.exists() and log.read_text().count('"kind": "step"') >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(process.communicate())
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
+    run = small_run(tmp_path, layout=Layout(), steps=10**6, eval_every=0, save_every=0)
+    process = start_process(run, devices=1)
+    wait_for_steps(run, 2, process)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "finishing this step, then saving; once more leaves at once" in errors
+    log = read_log(Path(run.out) / "log.jsonl")
+    last = log[-1]["step"]
+    assert log[-1] | {"seconds": None} == {
+        "kind": "end", "step": last, "interrupted": True, "seconds": None
+    }  # fmt: skip
+    assert f"stopped    at step {last:,} of 1,000,000: {run.out}/checkpoints/{last}; " in printed
+    assert "interrupted True" in printed
+    checkpoints = Checkpoints(run.out)
+    assert checkpoints.steps() == [last]
+    assert int(checkpoints.restore(Trainer(run)).step) == last
+
+
+def test_two_processes_train_one_model(first, tmp_path):
+    """The same values as one process; what they save together, one process reads."""
+    run = replace(first.run, out=str(tmp_path / "out"), steps=2, eval_every=0, save_every=0)
+    run = replace(run, optimizer=replace(run.optimizer, decay_steps=10))
+    cluster = {"JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}", "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        start_process(run, devices=3, **cluster, JAX_PROCESS_ID=str(index)) for index in range(2)
+    ]
+    printed = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert "devices    6 x cpu in 2 processes" in printed[0][0]
+    assert "devices" not in printed[1][0]  # one of them speaks for all
+    losses = [
+        line["loss"] for line in read_log(Path(run.out) / "log.jsonl") if "tokens_per_s" in line
+    ]
+    assert losses == pytest.approx(first.summary.losses[:2], rel=1e-6)
+    assert int(Checkpoints(run.out).restore(first.summary.trainer).step) == 2
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
