@@ -1,4 +1,4 @@
-"""What the two benchmarks share: progress, the machine in words, ratios of rounds, table and file."""
+"""What the benchmarks share: progress, the machine in words, ratios of rounds, table and file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,10 +21,15 @@ from rich.text import Text
 from mtx.errors import UserError
 
 WIDTH = 100  # columns of what is printed
+LOSS_TOLERANCE = 1e-5  # relative, between two ways to compute the same step
 
 
-def machine(*packages: str) -> dict:
-    """Cores, load and versions, for the record; a package that is not installed is left out."""
+class LossesDiffer(Exception):
+    """What was timed does not compute the same thing."""
+
+
+def describe_machine(*packages: str) -> dict:
+    """Date, cores, load and versions; a package that is not installed is left out."""
     versions = {}
     for package in packages:
         try:
@@ -32,7 +37,7 @@ def machine(*packages: str) -> dict:
         except PackageNotFoundError:
             continue
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": cores(),
         "load_at_start": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
@@ -50,26 +55,33 @@ def cores() -> int:
 
 def measured_on(machine: dict) -> str:
     """The stamp that every printed result carries."""
-    names = [name for name in ("jax", "torch") if name in machine]
-    return ", ".join(
-        ["measured", f"{machine['cores']} cores", *(f"{name} {machine[name]}" for name in names)]
-    )
+    versions = [f"{name} {machine[name]}" for name in ("jax", "torch") if name in machine]
+    return ", ".join(["measured", f"{machine['cores']} cores", *versions])
 
 
-def load_note(machine: dict) -> list[str]:
-    """A warning where others were at work when the run began; it counts for nothing after that."""
+def load_notes(machine: dict) -> list[str]:
+    """A warning where other programs were running when this one began; else nothing."""
     if machine["load_at_start"] <= 0.5 * machine["cores"]:
         return []
     return [
-        f"Other programs were running when this one began (load {machine['load_at_start']:g}): "
-        "compare within a round, and trust the least times more than the medians."
+        f"Other programs were running when this one began (load {machine['load_at_start']:g} on "
+        f"{machine['cores']} cores): seconds are too high, and ratios uncertain."
     ]
 
 
 def speed_up(base_s: Sequence[float], row_s: Sequence[float]) -> float:
-    """How many times faster than `base` a row is: the median over rounds of the ratio within one,
-    since whatever slows a machine down slows neighbours in time alike."""
+    """How many times faster than `base` a row is, round by round: the median of the ratios within
+    a round, since what slows the machine down slows neighbours in time alike."""
     return statistics.median(base / row for base, row in zip(base_s, row_s, strict=True))
+
+
+def differing(losses: dict[str, float]) -> str:
+    """The two of these names whose losses are farthest apart, in words; "" where all agree to
+    `LOSS_TOLERANCE`. A loss that is no number agrees with nothing."""
+    low, high = min(losses, key=losses.get), max(losses, key=losses.get)
+    if all(abs(loss - losses[low]) <= LOSS_TOLERANCE * abs(loss) for loss in losses.values()):
+        return ""
+    return f"{low!r} {losses[low]:.7g}, {high!r} {losses[high]:.7g}"
 
 
 class Work:
@@ -99,18 +111,17 @@ class Work:
             print(f"{self._begun}/{self._total}  {what}", file=sys.stderr, flush=True)
 
 
-def print_table(title: str, table: Table, notes: Iterable[str], console: Console | None = None):
-    """Title, table and notes, at most `WIDTH` columns wide."""
-    console = console or Console(width=WIDTH)
-    console.print(Text(title, style="bold"))
-    console.print(table)
+def print_table(title: str, table: Table, notes: Iterable[str]) -> None:
+    """Title, table and notes, `WIDTH` columns wide."""
+    console = Console(width=WIDTH)
+    console.print(Text(title, style="bold"), Text(), table, sep="\n")
     for note in notes:
         lines = textwrap.wrap(note, WIDTH, initial_indent="- ", subsequent_indent="  ")
         console.print(Text("\n".join(lines)))
 
 
 def check_path(path: str) -> None:
-    """UserError where `path` cannot be written: better now than after minutes of work."""
+    """UserError where `path` lies in no directory: better now than after minutes of work."""
     if path and not Path(path).absolute().parent.is_dir():
         raise UserError(f"cannot write {path}: there is no directory {Path(path).parent}")
 

@@ -1,25 +1,25 @@
-"""Our pipelines against the ones that other JAX trainers run, in one process, on the same model.
+"""Our pipelines against the ones that other JAX trainers run: same model, same process.
 
     python experiments/bench_pipeline.py
 
-trains preset bench-s (8.5 million parameters, float32) on four virtual CPU devices by each pipeline:
-1F1B and interleaved 1F1B as ours run them, GPipe from the same program, GPipe and the circular order
-by autodiff through the forward scan, and one device without a pipeline, which adds up the gradients
-of the microbatches. All are given the same batch and the same parameters; the losses of all steps
-must agree to 1e-5 or nothing is printed. Then a table:
+trains preset bench-s (8.5 million parameters, float32) on four virtual CPU devices in every way:
+1F1B and interleaved 1F1B as ours run them, GPipe from the same program, GPipe and the circular
+order by autodiff through the forward scan, and one device without a pipeline, which adds up the
+gradients of the microbatches. All start from the same parameters with the same batch; unless the
+losses of every step agree to 1e-5, nothing is printed. Then a table:
 
-temp     MiB of temporary memory of a device's step, by XLA's own analysis, at m, 4m and 16m
-         microbatches (compiled, not run): what 1F1B is about
-step     seconds of a step, all pipelines in turn in every round, so that drift hits them alike
-GFLOP    matmuls that all devices together execute in a step, idle halves included where they compute
-speed-up over GPipe by autodiff, at equal recomputation
+temp      MiB of temporary memory of one device's step by XLA's analysis, at m, 4m and 16m
+          microbatches (compiled, not run)
+step      seconds of a step; all rows take a step in turn, so that drift hits them alike
+speed-up  over GPipe by autodiff, at equal recomputation
+GFLOP     matmuls that all devices execute in a step, in idle halves too where they compute
 
-Expected time: five minutes on two idle cores, most of it compiling; --quick: one and a half.
-Expected result: temp of our 1F1B does not grow with m, and by autodiff it does, about eightfold;
-ours are faster, too, by what autodiff computes in idle ticks and more.
+Expected time: six minutes on two idle cores, half of it compiling; with --quick two.
+Expected result: temp of our 1F1B does not grow with m, and that of autodiff does. Ours are faster,
+by the idle ticks that autodiff computes and throws away, and where those are skipped by more.
 
     python experiments/bench_pipeline.py --recompute full --steps 10 --json bench.json
-    python experiments/bench_pipeline.py --memory-only --stages 2 --virtual 4 --microbatches 4
+    python experiments/bench_pipeline.py --memory-only --stages 2 --virtual 4
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+import bench
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from bench import (
-    Work, check_path, load_note, machine, measured_on, print_table, speed_up, write_json,
-)  # fmt: skip
 from peers.autodiff import AutodiffPipeline
 from rich.table import Table
 
@@ -49,7 +47,6 @@ from mtx.presets import preset
 from mtx.train.launch import use_virtual_devices
 from mtx.train.step import Trainer
 
-LOSS_TOLERANCE = 1e-5  # relative, between any two pipelines in any step
 BASELINE = "GPipe by autodiff"
 _MATMUL_SIZE = 2048
 _MIB = 2**20
@@ -58,17 +55,17 @@ _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Times our pipelines and autodiff's on one model, and compares their memory."""
+    """Compares memory and time of our pipelines and of autodiff's, on one model."""
 
-    preset: str = "bench-s"  # whose model, optimizer and microbatch size are taken
-    stages: int = 4  # p, one virtual CPU device each
-    virtual: int = 2  # v of the interleaved and circular rows; 1 leaves them out
+    preset: str = "bench-s"  # whose model, microbatch size and optimizer are taken
+    stages: int = 4  # p, a virtual CPU device each
+    virtual: int = 2  # v of the interleaved and circular rows; with 1 there are none
     microbatches: int = 8  # m
     steps: int = 5  # timed rounds
     recompute: Literal["none", "full"] = "none"  # within a block, in all rows
     json: str = ""  # FILE for everything that was measured
-    memory_only: _Switch = False  # compile, time nothing
-    quick: _Switch = False  # two rounds, and memory at m alone
+    memory_only: _Switch = False  # compile and compare memory, run nothing
+    quick: _Switch = False  # two rounds at most, and memory at m alone
 
     def __post_init__(self):
         for name in ("stages", "virtual", "microbatches", "steps"):
@@ -87,7 +84,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """One row: a way to run the model."""
+    """A way to run the model: a row of the table."""
 
     name: str
     layout: Layout
@@ -105,14 +102,14 @@ class Pipelined:
         return trainer
 
     def ticks(self, trainer: Trainer) -> int:
-        """Ticks of a step. Autodiff goes through those of the F halves, and back."""
-        if not self.autodiff:
-            return trainer.schedule.ticks
-        return 2 * (int(trainer.schedule.forward_ticks.max()) + 1)
+        """Ticks of a step; autodiff goes through those of the F halves, and back."""
+        if self.autodiff:
+            return 2 * (int(trainer.schedule.forward_ticks.max()) + 1)
+        return trainer.schedule.ticks
 
     def matmul_flops(self, model: ModelConfig, microbatches: int) -> float:
         """Of one step, all devices. Autodiff computes F in every tick of the way there and B in
-        every tick of the way back, which is what our program does with GPipe's table in phases."""
+        every tick of the way back, as our program does with GPipe's table in phases."""
         layout = self.layout
         if self.autodiff:
             layout = replace(layout, schedule="gpipe", idle="phases")
@@ -121,7 +118,7 @@ class Pipelined:
 
 
 def pipelines(options: Options, microbatch: int) -> list[Pipelined]:
-    """The rows of the table, in its order."""
+    """The rows of the table, in its order. The first is the one that the floor is held against."""
     v = options.virtual
     one = Layout(pipe=options.stages, microbatch=microbatch, recompute=options.recompute)
     many = replace(one, virtual=v)
@@ -136,7 +133,7 @@ def pipelines(options: Options, microbatch: int) -> list[Pipelined]:
         Pipelined(name=f"circular v={v} by autodiff", layout=many, autodiff=True),
         Pipelined(name="one device, no pipeline", layout=replace(one, pipe=1)),
     ]
-    return [row for row in rows if v > 1 or f"v={v}" not in row.name]
+    return [row for row in rows if v > 1 or "v=1" not in row.name]
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -154,14 +151,10 @@ class Measured:
     step_s: list[float] = field(default_factory=list)  # without the first step
     losses: list[float] = field(default_factory=list)  # of all steps
 
-    @property
-    def name(self) -> str:
-        return self.pipeline.name
-
 
 @dataclass(kw_only=True)
 class Training:
-    """A compiled step, its state and its batch."""
+    """A step, its state and its batch."""
 
     step: Callable
     state: Any
@@ -175,86 +168,70 @@ class Training:
         return time.perf_counter() - start, float(metrics.loss)
 
 
-def compile_all(
-    rows: Sequence[Pipelined], run: RunConfig, options: Options, work: Work
-) -> tuple[list[Measured], list[Training]]:
-    """Each row compiled for every number of microbatches, and, for m, ready to train."""
-    measured, trainings = [], []
-    batch = random_batch(run.model, options.microbatches * run.layout.microbatch)
-    for row in rows:
-        temp_mib = {}
-        for microbatches in options.memory_microbatches:
-            work.begin(f"compiling {row.name}, m={microbatches}")
-            trainer = row.trainer(run, microbatches)
-            start = time.perf_counter()
-            step = trainer.compile_step()
-            compile_s = time.perf_counter() - start
-            temp_mib[microbatches] = step.memory_analysis().temp_size_in_bytes / _MIB
-            if microbatches != options.microbatches:
-                continue
-            measured.append(
-                Measured(
-                    pipeline=row,
-                    ticks=row.ticks(trainer),
-                    gflop=row.matmul_flops(run.model, microbatches) / 1e9,
-                    compile_s=compile_s,
-                    temp_mib=temp_mib,
-                )
-            )
-            if not options.memory_only:
-                state = trainer.init()
-                trainings.append(Training(step=step, state=state, batch=trainer.place(batch)))
-    return measured, trainings
-
-
 def random_batch(model: ModelConfig, rows: int) -> dict[str, np.ndarray]:
-    """The same random tokens every time; every position counts."""
+    """Random tokens, the same every time; every position counts."""
     ids = np.random.default_rng(0).integers(0, model.vocab, (rows, model.sequence + 1), np.int32)
     weights = np.ones((rows, model.sequence), np.float32)
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
 
 
+def compile_row(
+    row: Pipelined, run: RunConfig, options: Options, work: bench.Work
+) -> tuple[Measured, Callable, Trainer]:
+    """The row compiled for every number of microbatches; its step and trainer are those of m."""
+    steps, trainers, temp_mib, seconds = {}, {}, {}, {}
+    for microbatches in options.memory_microbatches:
+        work.begin(f"compiling {row.name}, m={microbatches}")
+        trainers[microbatches] = row.trainer(run, microbatches)
+        start = time.perf_counter()
+        steps[microbatches] = trainers[microbatches].compile_step()
+        seconds[microbatches] = time.perf_counter() - start
+        analysis = steps[microbatches].memory_analysis()
+        temp_mib[microbatches] = analysis.temp_size_in_bytes / _MIB
+    m = options.microbatches
+    measured = Measured(
+        pipeline=row,
+        ticks=row.ticks(trainers[m]),
+        gflop=row.matmul_flops(run.model, m) / 1e9,
+        compile_s=seconds[m],
+        temp_mib=temp_mib,
+    )
+    return measured, steps[m], trainers[m]
+
+
 def time_rounds(
-    measured: Sequence[Measured], trainings: Sequence[Training], rounds: int, work: Work, matmul
-) -> list[float]:
-    """A step of every row in turn, `rounds` times after a first that is not timed; the seconds of
-    a large matmul at the end of each."""
+    rows: Sequence[Measured], trainings: Sequence[Training], model: ModelConfig, rounds: int,
+    work: bench.Work,
+) -> list[float]:  # fmt: skip
+    """Every row takes a step in turn, `rounds` times after a first that does not count. Returns
+    the seconds of the large matmul with which each round ends."""
     matmul_s = []
     for number in range(rounds + 1):
         work.begin(f"round {number} of {rounds}" if number else "first steps")
-        for row, training in zip(measured, trainings, strict=True):
+        for row, training in zip(rows, trainings, strict=True):
             seconds, loss = training.advance()
+            row.step_s.append(seconds)
             row.losses.append(loss)
-            if number:
-                row.step_s.append(seconds)
-        seconds = matmul()
-        if number:
-            matmul_s.append(seconds)
-    return matmul_s
+        matmul_s.append(_time_matmul(model.compute_dtype))
+    for row in rows:
+        del row.step_s[0]
+    return matmul_s[1:]
 
 
-def make_matmul(dtype: str) -> Callable[[], float]:
-    """Seconds of a product of two square matrices of `_MATMUL_SIZE`; one device has all cores."""
-    multiply = jax.jit(jnp.matmul)
-    a = jnp.ones((_MATMUL_SIZE, _MATMUL_SIZE), dtype)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        multiply(a, a).block_until_ready()
-        return time.perf_counter() - start
-
-    return seconds
+def _time_matmul(dtype: str) -> float:
+    """Seconds of a product of square matrices on one virtual device, which has all cores."""
+    a = jnp.ones((_MATMUL_SIZE, _MATMUL_SIZE), dtype).block_until_ready()
+    start = time.perf_counter()
+    jnp.matmul(a, a).block_until_ready()
+    return time.perf_counter() - start
 
 
-def disagreement(measured: Sequence[Measured]) -> str:
-    """The first step in which two rows' losses differ, in words; empty where they agree."""
-    for step, losses in enumerate(zip(*(row.losses for row in measured), strict=True)):
-        low, high = np.argmin(losses), np.argmax(losses)
-        if not losses[high] - losses[low] <= LOSS_TOLERANCE * abs(losses[low]):  # NaN as well
-            return (
-                f"the losses of step {step} differ by more than {LOSS_TOLERANCE:g}: "
-                f"{measured[low].name} {losses[low]!r}, {measured[high].name} {losses[high]!r}"
-            )
+def disagreement(rows: Sequence[Measured]) -> str:
+    """The first step whose losses differ from row to row, in words; "" where there is none."""
+    for step, losses in enumerate(zip(*(row.losses for row in rows), strict=True)):
+        names = [row.pipeline.name for row in rows]
+        if found := bench.differing(dict(zip(names, losses, strict=True))):
+            return f"the losses of step {step} differ: {found}"
     return ""
 
 
@@ -262,34 +239,34 @@ def disagreement(measured: Sequence[Measured]) -> str:
 
 
 def result_of(
-    options: Options, run: RunConfig, machine: dict, measured: Sequence[Measured], matmul_s: list
-) -> dict:
-    """All of it as plain data, from which the table is made."""
-    base = next(row for row in measured if row.name == BASELINE)
-    result = {
+    rows: Sequence[Measured], matmul_s: list[float], *, options: Options, model: ModelConfig,
+    machine: dict,
+) -> dict:  # fmt: skip
+    """All that was measured as plain data, from which the table is made."""
+    base = next(row for row in rows if row.pipeline.name == BASELINE)
+    floor = None
+    if matmul_s:
+        rate = 2e-9 * _MATMUL_SIZE**3 / min(matmul_s)
+        floor = {
+            "gflop": rows[0].gflop,
+            "gflop_per_s": rate,
+            "step_s": rows[0].gflop / rate,
+            "matmul_size": _MATMUL_SIZE,
+            "matmul_s": matmul_s,
+        }
+    return {
         "benchmark": "pipeline",
         "machine": machine,
         "options": to_dict(options),
-        "model": to_dict(run.model),
-        "rows": [_row_of(row, base) for row in measured],
-        "floor": None,
+        "model": to_dict(model),
+        "rows": [_row_of(row, base) for row in rows],
+        "floor": floor,
     }
-    if matmul_s:
-        gflops = 2e-9 * _MATMUL_SIZE**3 / min(matmul_s)
-        gflop = measured[0].gflop
-        result["floor"] = {
-            "gflop": gflop,
-            "matmul_gflops": gflops,
-            "matmul_size": _MATMUL_SIZE,
-            "matmul_s": matmul_s,
-            "step_s": gflop / gflops,
-        }
-    return result
 
 
 def _row_of(row: Measured, base: Measured) -> dict:
     values = {
-        "name": row.name,
+        "name": row.pipeline.name,
         "autodiff": row.pipeline.autodiff,
         "layout": to_dict(row.pipeline.layout),
         "ticks": row.ticks,
@@ -302,7 +279,7 @@ def _row_of(row: Measured, base: Measured) -> dict:
     if row.step_s:
         values["median_s"] = statistics.median(row.step_s)
         values["min_s"] = min(row.step_s)
-        values["speed_up"] = speed_up(base.step_s, row.step_s)
+        values["speed_up"] = bench.speed_up(base.step_s, row.step_s)
     return values
 
 
@@ -313,9 +290,9 @@ def table_of(result: dict) -> Table:
     table.add_column("\npipeline", no_wrap=True)
     for header in (
         "\nticks",
-        *(f"temp MiB\nm={m}" for m in rows[0]["temp_mib"]),
+        *(f"{'temp MiB' if not n else ''}\nm={m}" for n, m in enumerate(rows[0]["temp_mib"])),
         "compile\ns",
-        *(("step s\nmedian", "step s\nmin", "\nspeed-up") if timed else ()),
+        *(("step s\nmedian", "\nleast", "\nspeed-up") if timed else ()),
         "\nGFLOP",
     ):
         table.add_column(header, justify="right")
@@ -335,65 +312,76 @@ def table_of(result: dict) -> Table:
 
 
 def title_of(result: dict) -> str:
-    options = result["options"]
+    options, machine = result["options"], result["machine"]
     return (
-        f"{options['preset']}, {options['stages']} stages on virtual CPU devices, "
+        f"{options['preset']}, p={options['stages']} virtual CPU devices, "
         f"m={options['microbatches']}, recompute={options['recompute']}: "
-        f"{measured_on(result['machine'])}"
+        f"{bench.measured_on(machine)}"
     )
 
 
 def notes_of(result: dict) -> list[str]:
     """What a reader needs to judge the table."""
+    floor, first = result["floor"], result["rows"][0]
     notes = [
-        "temp: temporary memory of one device's step, by XLA's analysis; not the state, the batch.",
-        "A tick is an F and a B half of one chunk; with GPipe and autodiff only one of the two.",
+        "temp: temporary memory of one device's step by XLA's analysis; neither state nor batch.",
+        "A tick is an F and a B half of one chunk; one of GPipe and autodiff has only one of the two.",
     ]
-    floor = result["floor"]
     if floor is None:
-        return [*notes, "Nothing was run: neither times nor losses were compared."]
-    least_s = result["rows"][0]["min_s"]
+        return [*notes, "Compiled only: no times, and the losses were not compared."]
     return [
         *notes,
-        "The devices share the cores. A half tick that is computed and thrown away costs time here; "
-        "on devices of their own its stage would wait in that time. GFLOP says who computes it: "
-        "at equal GFLOP, speed-up is the program's alone.",
-        f"speed-up: over {BASELINE}, the median over rounds of the ratio within one.",
-        f"Floor: {floor['step_s']:.3f} s, which is {floor['gflop']:.1f} GFLOP at "
-        f"{floor['matmul_gflops']:.0f} GFLOP/s, the best of {len(floor['matmul_s'])} matmuls of "
-        f"{floor['matmul_size']}^3 on all cores in this run. {result['rows'][0]['name']} takes "
-        f"{least_s / floor['step_s']:.2f} times that, at its best.",
-        f"The losses of all rows agree to {LOSS_TOLERANCE:g} in {len(result['rows'][0]['losses'])} "
-        "steps from the same parameters.",
-        *load_note(result["machine"]),
+        f"speed-up: over {BASELINE}, the median over rounds of the ratio within a round.",
+        "The devices share the cores, so an idle half that is computed and thrown away costs time, "
+        "which it would not on devices of their own. GFLOP shows who does; between rows of equal "
+        "GFLOP the speed-up owes nothing to it.",
+        f"Floor: {floor['step_s']:.3f} s, the {floor['gflop']:.1f} GFLOP of {first['name']!r} at "
+        f"{floor['gflop_per_s']:.0f} GFLOP/s, the best of {len(floor['matmul_s'])} matmuls of "
+        f"{floor['matmul_size']}^3 on all cores, one a round. Its least time is "
+        f"{first['min_s'] / floor['step_s']:.2f} of that.",
+        f"Losses of all rows agree to {bench.LOSS_TOLERANCE:g} in each of the first "
+        f"{len(first['losses'])} steps.",
+        *bench.load_notes(result["machine"]),
     ]
+
+
+def measure(rows: Sequence[Pipelined], run: RunConfig, options: Options, machine: dict) -> dict:
+    """Compiles and times the rows: the result. LossesDiffer where they do."""
+    batch = random_batch(run.model, options.microbatches * rows[0].layout.microbatch)
+    measured, trainings, matmul_s = [], [], []
+    parts = len(rows) * len(options.memory_microbatches)
+    with bench.Work(parts + (0 if options.memory_only else options.rounds + 1)) as work:
+        for row in rows:
+            found, step, trainer = compile_row(row, run, options, work)
+            measured.append(found)
+            if not options.memory_only:
+                state = trainer.init()
+                trainings.append(Training(step=step, state=state, batch=trainer.place(batch)))
+        if trainings:
+            matmul_s = time_rounds(measured, trainings, run.model, options.rounds, work)
+    if wrong := disagreement(measured):
+        raise bench.LossesDiffer(wrong)
+    return result_of(measured, matmul_s, options=options, model=run.model, machine=machine)
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(list(arguments), Options(), prog="bench_pipeline.py")
-    check_path(options.json)
+    bench.check_path(options.json)
     run = preset(options.preset)
-    rows = pipelines(options, run.layout.microbatch)
-    this_machine = machine("jax", "jaxlib")
+    machine = bench.describe_machine("jax", "jaxlib")
     use_virtual_devices(options.stages)
     if jax.default_backend() != "cpu":
         raise UserError(
-            "bench_pipeline.py compares pipelines on virtual CPU devices, and JAX runs on "
-            f"{jax.default_backend()}; set JAX_PLATFORMS=cpu"
+            f"bench_pipeline.py times virtual CPU devices, and JAX runs on {jax.default_backend()}; "
+            "set JAX_PLATFORMS=cpu"
         )
-    parts = len(rows) * len(options.memory_microbatches)
-    with Work(parts + (0 if options.memory_only else options.rounds + 1)) as work:
-        measured, trainings = compile_all(rows, run, options, work)
-        matmul_s = []
-        if trainings:
-            matmul = make_matmul(run.model.compute_dtype)
-            matmul_s = time_rounds(measured, trainings, options.rounds, work, matmul)
-    if wrong := disagreement(measured):
-        print(f"bench_pipeline.py: {wrong}", file=sys.stderr)
+    try:
+        result = measure(pipelines(options, run.layout.microbatch), run, options, machine)
+    except bench.LossesDiffer as error:
+        print(f"bench_pipeline.py: {error}", file=sys.stderr)
         return 1
-    result = result_of(options, run, this_machine, measured, matmul_s)
-    print_table(title_of(result), table_of(result), notes_of(result))
-    write_json(options.json, result)
+    bench.print_table(title_of(result), table_of(result), notes_of(result))
+    bench.write_json(options.json, result)
     return 0
 
 

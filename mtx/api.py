@@ -1,8 +1,8 @@
 """What a notebook needs, in one line each: parameters, loss and gradients of a model on a layout.
 
 Everything here is in canonical form, whatever the layout: layers stacked [L, ...] in model order,
-global shapes, no padding, and on the host as NumPy arrays, so that the results of two layouts can be
-compared. Parity tests and outside checks use the same functions.
+global shapes, no padding, and on the host as NumPy arrays, so that the results of two layouts can
+be compared. Parity tests and outside checks use the same functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def trainer_for(model: ModelConfig, layout: Layout, *, global_batch: int, **run:
 
 
 def init_params(model: ModelConfig, *, seed: int = 0) -> Tree:
-    """Float32 parameters {"ends": ..., "block": leaves [L, ...]}, the same that training starts from."""
+    """Float32 {"ends": ..., "block": leaves [L, ...]}, the same that training starts from."""
     trainer = trainer_for(model, Layout(), global_batch=1)
     return jax.device_get(jax.jit(trainer.to_canonical)(trainer.init(seed).params))
 

@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def exit_status(body: Callable[[], int | None]) -> int:
     """`body`'s own exit status (None: 0), with a user's mistake as one line and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a table's lines, where there is only ASCII
     try:
         return body() or 0
     except UserError as error:
@@ -226,18 +228,19 @@ def generate_command(arguments: list[str]) -> None:
         temperature=options.temperature,
         seed=options.seed,
     )
-    print("\n\n".join(texts))
+    if jax.process_index() == 0:
+        print("\n\n".join(texts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    pass
 
 
 def presets_command(arguments: list[str]) -> None:
     """List the presets."""
     parse(arguments, NoOptions(), prog="mtx presets", about=presets_command)
     print("\n".join(_preset_rows()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    pass
 
 
 def _preset_rows() -> list[str]:
@@ -312,12 +315,16 @@ def parse(
             description=inspect.cleandoc(described), return_unknown_args=True,
         )  # fmt: skip
 
+    if "-h" in arguments or "--help" in arguments:
+        read(["--help"])
     printed = io.StringIO()
+    # tyro draws its errors for what it finds at stdout: here no terminal, but UTF-8.
+    nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     try:
-        with contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(printed):
             options, unknown = read(arguments)
-    except SystemExit as exit:
-        if not exit.code:
+    except SystemExit as leaving:
+        if not leaving.code:
             raise
         raise UserError(_one_line(printed.getvalue(), arguments)) from None
     if unknown:

@@ -27,7 +27,8 @@ def _require_above(config: object, least: float, *names: str, inclusive: bool = 
     for name in names:
         value = getattr(config, name)
         if not (value >= least if inclusive else value > least):  # NaN is neither
-            raise UserError(f"{name}={value} must be {'at least' if inclusive else 'above'} {least}")
+            bound = "at least" if inclusive else "above"
+            raise UserError(f"{name}={value} must be {bound} {least}")
 
 
 def _require_choice(config: object, name: str, annotation: object) -> None:
@@ -160,7 +161,8 @@ class Layout:
         if self.sequence_parallel and model.sequence % self.tensor:
             raise UserError(
                 f"sequence={model.sequence} cannot be divided over tensor={self.tensor} for "
-                f"sequence parallelism; use sequence={_nearest_multiples(model.sequence, self.tensor)} "
+                "sequence parallelism; use "
+                f"sequence={_nearest_multiples(model.sequence, self.tensor)} "
                 "or sequence_parallel=False"
             )
 
@@ -224,7 +226,8 @@ class DataConfig:
             raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")
         if self.bpe_vocab < 257:
             raise UserError(
-                f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and the end of document)"
+                f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and the end of "
+                "document)"
             )
 
 
@@ -279,7 +282,8 @@ def from_dict(kind: type, values: dict):
     for name, value in values.items():
         if kind is RunConfig and name in nested:
             if not isinstance(value, dict):
-                raise UserError(f"{name}={value!r} must be a table of {nested[name].__name__} fields")
+                fields = nested[name].__name__
+                raise UserError(f"{name}={value!r} must be a table of {fields} fields")
             value = from_dict(nested[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
     return kind(**read)

@@ -69,15 +69,18 @@ def _gpt_3() -> RunConfig:
 
 
 def _miniature() -> RunConfig:
-    """The 1T model's shape at laptop size: eight virtual devices as data 2 x pipe 2 x tensor 2."""
+    """The 1T model's shape at laptop size: eight virtual devices as data 2 x pipe 2 x tensor 2.
+
+    init_std=0.02 is for a hidden size in the thousands; with 96 it learns half as fast.
+    """
     return RunConfig(
         model=ModelConfig(
-            layers=4, hidden=128, heads=4, sequence=128, vocab=256, vocab_multiple=64,
-            compute_dtype="float32",
+            layers=4, hidden=96, heads=4, sequence=128, vocab=256, vocab_multiple=64,
+            init_std=0.08, compute_dtype="float32",
         ),
         layout=Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=2),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup_steps=40),
-        global_batch=16, steps=400, eval_every=100, eval_batches=8,
+        global_batch=16, steps=500, eval_every=100, eval_batches=8,
     )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ POSITIVE = {
 )
 def test_counts_must_be_positive(kind, name):
     for value in (0, -3):
-        assert message(kind, **{name: value}) == f"{name}={value} must be a whole number of at least 1"
+        text = f"{name}={value} must be a whole number of at least 1"
+        assert message(kind, **{name: value}) == text
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,8 @@ def test_unknown_fields_name_the_nearest(kind, values, text):
 
 
 def test_values_read_back_are_validated():
-    assert message(from_dict, RunConfig, {"model": {"layers": 0}}) == "layers=0 must be a whole number of at least 1"
+    text = "layers=0 must be a whole number of at least 1"
+    assert message(from_dict, RunConfig, {"model": {"layers": 0}}) == text
 
 
 # --- presets --------------------------------------------------------------------------------------

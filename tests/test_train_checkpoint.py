@@ -203,6 +203,15 @@ def test_a_directory_without_any(tmp_path):
         Checkpoints(tmp_path / "file").latest()
 
 
+def test_what_cannot_be_written_is_one_line(saved, tmp_path):
+    (tmp_path / "file").write_text("")
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints")
+    state = saved.checkpoints.restore(saved.trainer)
+    with pytest.raises(UserError, match="no checkpoint can be written in .*NotADirectoryError"):
+        checkpoints.save(saved.trainer, state, tokenizer=ByteTokenizer())
+    checkpoints.wait()
+
+
 @pytest.mark.parametrize("damaged", ["run/metadata", "state/_METADATA"])
 def test_a_damaged_one_is_one_line(saved, copied, damaged):
     (copied / "3" / damaged).write_text("{")

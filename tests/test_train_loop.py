@@ -106,8 +106,8 @@ def test_it_logs_strict_json(first):
     steps = [("step", step) for step in range(1, 11)]
     assert [kind for kind in kinds if kind[0] == "step"] == steps
     assert [kind for kind in kinds if kind[0] != "step"] == [
-        ("start", 0), ("eval", 0), ("eval", 4), ("save", 5), ("eval", 8), ("eval", 10), ("save", 10),
-        ("end", 10),
+        ("start", 0), ("eval", 0), ("eval", 4), ("save", 5), ("eval", 8), ("eval", 10),
+        ("save", 10), ("end", 10),
     ]  # fmt: skip
     logged = [line for line in log if line["kind"] == "step"]
     assert logged == [{"kind": "step"} | asdict(record) for record in first.records]
@@ -197,7 +197,6 @@ def test_what_is_finished_is_only_evaluated(first, tmp_path):
             "bytes tokenizer has 256 tokens, more than model.vocab=100; set",
         ),
         ({"layout": {"data": 1, "pipe": 4, "tensor": 4}}, "asks for 16 devices, and there are 8"),
-        ({"layout": {"virtual": 3}}, "layers=4 cannot be divided over"),
         ({"data": {"path": ("/nowhere",)}}, "/nowhere"),
         (
             {"model": {"hidden": 2**20, "layers": 96}},
@@ -228,7 +227,7 @@ def test_another_model_or_tokenizer_is_refused(half_way):
 def test_out_that_cannot_be_written(tmp_path):
     run = small_run(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written|is a file"):
+    with pytest.raises(UserError, match="out=.*/file is a file; use another"):
         train(replace(run, out=str(tmp_path / "file")))
     assert (tmp_path / "file").read_text() == ""
 
@@ -304,19 +303,19 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
 def test_two_processes_train_one_model(first, tmp_path):
     """The same values as one process; what they save together, one process reads."""
     run = replace(first.run, out=str(tmp_path / "out"), steps=2, eval_every=0, save_every=0)
-    run = replace(run, optimizer=replace(run.optimizer, decay_steps=10))
+    run = replace(run, layout=Layout(data=2), optimizer=replace(run.optimizer, decay_steps=10))
     cluster = {"JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}", "JAX_NUM_PROCESSES": "2"}
     processes = [
-        start_process(run, devices=3, **cluster, JAX_PROCESS_ID=str(index)) for index in range(2)
+        start_process(run, devices=1, **cluster, JAX_PROCESS_ID=str(index)) for index in range(2)
     ]
     printed = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
-    assert "devices    6 x cpu in 2 processes" in printed[0][0]
+    assert "devices    2 x cpu in 2 processes" in printed[0][0]
     assert "devices" not in printed[1][0]  # one of them speaks for all
     losses = [
         line["loss"] for line in read_log(Path(run.out) / "log.jsonl") if "tokens_per_s" in line
     ]
-    assert losses == pytest.approx(first.summary.losses[:2], rel=1e-6)
+    assert losses == pytest.approx(first.summary.losses[:2], rel=1e-5)
     assert int(Checkpoints(run.out).restore(first.summary.trainer).step) == 2
 
 

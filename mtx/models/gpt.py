@@ -6,8 +6,8 @@ Modules are Flax NNX, written for the local shard: the same module runs on one d
 `GPT` is what the pipeline sees: three functions, embed, block and loss, over plain trees of
 parameters {"ends": ..., "block": ...}, the block's leaves stacked over layers.
 
-Legend: B rows · S sequence (s: shard) · D hidden · H heads (h: shard) · K head size · F feed-forward
-(f: shard) · V padded vocabulary (v: shard) · L layers · n = 3 for q, k, v
+Legend: B rows · S sequence (s: shard) · D hidden · H heads (h: shard) · K head size ·
+F feed-forward (f: shard) · V padded vocabulary (v: shard) · L layers · n = 3 for q, k, v
 """
 
 from __future__ import annotations

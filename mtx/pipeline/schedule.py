@@ -60,7 +60,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """A checked table. The two arrays of ticks are its definition, the rest is derived from them."""
+    """A checked table. The two arrays of ticks define it, the rest is derived from them."""
 
     name: str
     forward_ticks: np.ndarray  # int [M, C, P]

@@ -58,7 +58,7 @@ def all_gather_sequence(x_BsD, axis: str | None):
 
 
 def reduce_scatter_sequence(x_BSD, axis: str | None):
-    """Partial x_BSD -> summed x_BsD. n(t-1)/t bytes. Not to be differentiated: see `scatter_sequence`."""
+    """Partial x_BSD -> summed x_BsD. n(t-1)/t bytes. Not to be differentiated, as above."""
     return lax.psum_scatter(x_BSD, axis, scatter_dimension=_SEQUENCE, tiled=True) if axis else x_BSD
 
 

@@ -1,8 +1,8 @@
 """Masters and optimizer state, sharded over `data` as well (ZeRO-1, Rajbhandari et al. 2020).
 
-Every parameter keeps its shape; one dim of its float32 master is sharded over `data`: the first that
-no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas), the
-largest is padded with zeros. A step gathers the parameters in the compute type at its start and
+Every parameter keeps its shape; one dim of its float32 master is sharded over `data`: the first
+that no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas),
+the largest is padded with zeros. A step gathers the parameters in the compute type at its start and
 reduce-scatters their gradients at its end: for n parameters 2n(d-1)/d + 4n(d-1)/d bytes a device in
 16 bits, and 2 + 4 + 12/d bytes a parameter of memory.
 """

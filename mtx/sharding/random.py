@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the layout.
 
-A dropout mask is a function of the step's key, the site, the layer, the sample's place in the global
-batch, and the global position and head; never of a device. So a device draws exactly its part of
-the mask that an unsharded run would draw.
+A dropout mask is a function of the step's key, the site, the layer, the sample's place in the
+global batch, and the global position and head; never of a device. So a device draws exactly its
+part of the mask that an unsharded run would draw.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def embed_tokens(table_vD, tokens_BS, axes: Axes):
 
 
 def _enter_head(x_BsD, axes: Axes):
-    """The whole x_BSD on each device of `tensor`. Backward: the sum over the vocabulary's shards."""
+    """The whole x_BSD on each device. Backward: the sum over the vocabulary's shards."""
     if axes.sequence_parallel:
         return gather_sequence(copy_to(x_BsD, axes.pipe), axes.tensor)
     return copy_to(x_BsD, axes.vocab)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +74,41 @@ class Checkpoints:
         """Starts to save `state` under its number of steps; the directory that will hold it.
 
         Returns when the state has been copied, so that the next step may donate it; the writing
-        goes on in the background. `extra` is anything that JSON can hold.
+        goes on in the background. `extra` is anything that JSON can hold. Raises UserError where it,
+        or the save before it, cannot be written.
         """
         self.wait()
         path = self._path(int(state.step))
-        self._checkpointer.save(
-            path,
-            ocp.args.Composite(
-                state=ocp.args.StandardSave(self._form_of(trainer).from_state(state)),
-                run=ocp.args.JsonSave(to_dict(trainer.run)),
-                tokenizer=ocp.args.JsonSave(tokenizer.to_dict()),
-                extra=ocp.args.JsonSave(extra or {}),
-            ),
-            force=True,  # over what a deletion that was cut short has left there
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(self._form_of(trainer).from_state(state)),
+            run=ocp.args.JsonSave(to_dict(trainer.run)),
+            tokenizer=ocp.args.JsonSave(tokenizer.to_dict()),
+            extra=ocp.args.JsonSave(extra or {}),
         )
+        with self._writing():
+            # By force: over what a deletion that was cut short has left there.
+            self._checkpointer.save(path, items, force=True)
         self._saving = True
         return path
 
     def wait(self) -> None:
-        """Returns when what is being saved is complete, and what is too old is gone."""
-        self._checkpointer.wait_until_finished()
-        if self._saving and jax.process_index() == 0:
-            self._tidy()
-        self._saving = False
+        """Returns when what is being saved is complete, and what is too old is gone. Raises
+        UserError where it cannot be written; what was there before is left as it was."""
+        saving, self._saving = self._saving, False
+        with self._writing():
+            self._checkpointer.wait_until_finished()
+            if saving and jax.process_index() == 0:
+                self._tidy()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # TensorStore says ValueError for a full disk, too
+            raise UserError(
+                f"no checkpoint can be written in {self.directory} ({_reason(error)}); the ones "
+                "saved before are whole"
+            ) from error
 
     def _tidy(self) -> None:
         """Deletes old checkpoints, and what interrupted saves and deletions have left."""
@@ -205,11 +219,14 @@ class Checkpoints:
         try:
             return self._checkpointer.restore(self._path(step), ocp.args.Composite(**items))
         except Exception as error:  # Orbax and TensorStore raise whatever they meet
-            reason = str(error).strip().partition("\n")[0]
             raise UserError(
-                f"checkpoint {self._path(step)} cannot be read ({type(error).__name__}: {reason}); "
-                "remove it to fall back on the one before it"
+                f"checkpoint {self._path(step)} cannot be read ({_reason(error)}); remove it to "
+                "fall back on the one before it"
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0]
 
 
 def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
@@ -263,25 +280,17 @@ class _DiskForm:
     @property
     def target(self) -> Tree:
         """Shapes, dtypes and shardings of what is to be read."""
-        state = self.trainer.state_shapes
         replicated = NamedSharding(self.trainer.mesh, P())
-        scalars = {
-            "step": state.step,
-            "skipped": state.skipped,
-            "loss_scale": state.loss_scale._asdict(),
-        }
+        scalars = _scalars(self.trainer.state_shapes)
         scalars = jax.tree.map(lambda a: _abstract(a, replicated), scalars)
         return scalars | dict.fromkeys(("params", "mu", "nu"), self._params)
 
     def from_state(self, state: TrainState) -> Tree:
         moments = {name: optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu")}
-        scalars = {
-            "step": state.step,
-            "skipped": state.skipped,
-            "loss_scale": state.loss_scale._asdict(),
-        }
         trees = {"params": state.params} | moments
-        return jax.device_get(scalars) | {name: self._to_disk(tree) for name, tree in trees.items()}
+        return jax.device_get(_scalars(state)) | {
+            name: self._to_disk(tree) for name, tree in trees.items()
+        }
 
     def to_state(self, disk: Tree) -> TrainState:
         """Empties `disk` on the way: at most one of its trees exists twice."""
@@ -304,6 +313,11 @@ class _DiskForm:
             loss_scale=LossScale(**disk["loss_scale"]),
             skipped=disk["skipped"],
         )
+
+
+def _scalars(state: TrainState) -> dict:
+    loss_scale = state.loss_scale._asdict()
+    return {"step": state.step, "skipped": state.skipped, "loss_scale": loss_scale}
 
 
 def _abstract(a: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -85,6 +85,8 @@ def train(
             f"{run.model.vocab:,}; set model.vocab to {data.vocab} or more"
         )
     out = Path(run.out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out={out} is a file; use another")
     checkpoints = Checkpoints(out / "checkpoints")
     start = _first_step(run, checkpoints, data)
     _create(out, run)
@@ -171,7 +173,7 @@ class _Session:
         with stop_requests() as stop:
             self._train(train_step, stop)
             interrupted = self.step < self.trainer.run.steps
-            if not interrupted and self.eval_losses[-1][0] != self.step:
+            if not interrupted:
                 self._evaluate()
             if self.saved != self.step:
                 self._save()
@@ -194,7 +196,7 @@ class _Session:
         return step
 
     def _train(self, train_step: Callable, stop: Callable[[int], bool]) -> None:
-        """Steps until the end, or until `stop`."""
+        """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
         run = self.trainer.run
         ahead = _runs_ahead(self.trainer.mesh.devices.flat[0])
         with self.report.progress(self.step, run.steps):
@@ -206,13 +208,16 @@ class _Session:
                 self.in_flight = self.step, metrics, start_s
                 if not ahead:
                     self._settle()
-                if _due(self.step, run.eval_every):
+                if self._due(run.eval_every):
                     self._settle()
                     self._evaluate()
-                if _due(self.step, run.save_every):
+                if self._due(run.save_every):
                     self._settle()
                     self._save()
             self._settle()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0 and self.step < self.trainer.run.steps
 
     def _settle(self) -> None:
         """Waits for the step in flight, if there is one, and records it."""
@@ -340,7 +345,3 @@ def _runs_ahead(device: jax.Device) -> bool:
     """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
     one pool of threads, and there is nothing to gain."""
     return device.platform != "cpu"
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -12,8 +12,8 @@ mesh, a pure function of (state, batch):
 It never asks which devices exist: it is written for an abstract mesh, runs on whatever mesh its
 state lies on, and compiles for devices that are not there.
 
-Legend: G global batch · S sequence · M microbatches · B rows of one · P stages · C chunks · N layers
-a chunk · L layers
+Legend: G global batch · S sequence · M microbatches · B rows of one · P stages · C chunks ·
+N layers a chunk · L layers
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Trainer:
         return TrainState(state.step + 1, params, moments, loss_scale, skipped), metrics
 
     def _loss_and_gradients(self, masters, batch, step, scale):
-        """(mean loss, gradients of scale * mean loss, summed over the mesh, shards of the masters)"""
+        """(mean loss, gradients of scale * mean loss), shards like the masters, summed."""
         with jax.named_scope("gather_params"):
             params = self._gather(masters)
         with jax.named_scope("pipeline"):
@@ -356,7 +356,7 @@ class Trainer:
     # -- model order ------------------------------------------------------------------------------
 
     def to_canonical(self, tree: Tree) -> Tree:
-        """A tree like the masters (gradients, moments) -> layers [L, ...], global shapes, no padding."""
+        """A tree like the masters (gradients, moments) -> layers [L, ...], no padding."""
         tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, self.shards)
         places = self.placement.place_of_layer
         blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:])[places], tree["block"])

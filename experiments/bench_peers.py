@@ -1,0 +1,309 @@
+"""Our pipeline against PyTorch's: the same model on the same cores, each side in its own processes.
+
+    python experiments/bench_peers.py
+
+trains preset bench-s (float32, four stages, m = 8) in rounds. In each, every trainer is started
+anew, ours and torch.distributed.pipelining's in turn, takes two steps that do not count and then
+the timed ones, and ends before the next begins. Nothing else should run: on a busy machine the
+ratios mean little. Without PyTorch only our own rows are measured.
+
+Expected time: twelve minutes on two idle cores; with --rounds 1 --torch 1f1b two and a half.
+Expected result: our slowest pipeline is ahead of torch's fastest schedule, and without a pipeline
+the two sides are closer.
+
+    python experiments/bench_peers.py --rounds 5 --torch 1f1b interleaved --json peers.json
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import bench
+from rich.table import Table
+
+import mtx
+from mtx.cli import exit_status, parse
+from mtx.config import Layout, to_dict
+from mtx.errors import UserError
+from mtx.presets import preset
+
+_HERE = Path(__file__).resolve()
+_TORCH_SCRIPT = _HERE.parent / "peers" / "torch_pipeline.py"
+BASELINE = "torch 1f1b"
+TorchSchedule = Literal[
+    "none", "1f1b", "gpipe", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev"
+]
+OURS: dict[str, dict] = {  # changes of the preset's layout
+    "none": {"pipe": 1},
+    "1f1b": {},
+    "interleaved": {"virtual": 2},
+    "selective": {"virtual": 2, "recompute": "selective"},
+}
+_NOTES = (
+    "Both sides: the same sizes, microbatches, AdamW and clipping, float32, nothing recomputed but "
+    "where a row says so, one fixed random batch. 'none' adds up gradients without a pipeline.",
+    "mtx: one process, XLA's threads on all cores; tied output layer, sharded over the stages.",
+    "torch: one process a stage and the cores shared out among them; a stage owns its parameters, "
+    "so the output layer is untied (2.1 million parameters more for AdamW) and lies on the last "
+    "one. Eager: the zero-bubble schedules refuse torch.compile.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Times our pipeline and torch.distributed.pipelining in turn."""
+
+    rounds: int = 3  # each starts every trainer once
+    steps: int = 4  # timed, in every round
+    warmup: int = 2  # steps before them
+    torch: tuple[TorchSchedule, ...] = ("none", "1f1b", "interleaved", "interleaved_zb", "zbv")
+    timeout_s: int = 600  # for one trainer in one round
+    json: str = ""  # FILE for everything that was measured
+
+    def __post_init__(self):
+        for name in ("rounds", "steps", "warmup", "timeout_s"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """One trainer, and what its processes printed, a record a round."""
+
+    name: str
+    command: list[str]
+    records: list[dict] = field(default_factory=list)
+
+    def step_s(self) -> list[list[float]]:
+        return [record["step_s"] for record in self.records]
+
+
+class TrainerFailed(Exception):
+    """A process ended with another status than 0, or not in time."""
+
+
+# --- our side, in a process of its own ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurOptions:
+    """The process that this script starts for a row of ours: prints a line of JSON."""
+
+    ours: str
+    steps: int
+    warmup: int
+
+
+def our_layout(name: str) -> Layout:
+    return replace(preset("bench-s").layout, **OURS[name])
+
+
+def train_ours(options: OurOptions) -> dict:
+    """Trains on virtual devices; the record has the fields of torch_pipeline.py's."""
+    from bench_pipeline import Training, random_batch
+
+    run = replace(preset("bench-s"), layout=our_layout(options.ours))
+    mtx.use_virtual_devices(run.layout.devices)
+    trainer = mtx.Trainer(run)
+    batch = trainer.place(random_batch(run.model, run.global_batch))
+    training = Training(step=trainer.compile_step(), state=trainer.init(), batch=batch)
+    steps = [training.advance() for _ in range(options.warmup + options.steps)]
+    step_s = [round(seconds, 4) for seconds, _ in steps[options.warmup :]]
+    return {
+        "trainer": f"mtx {options.ours}",
+        "processes": 1,
+        "threads": bench.cores(),
+        "layout": to_dict(run.layout),
+        "step_s": step_s,
+        "median_s": statistics.median(step_s),
+        "loss_first": steps[0][1],
+        "loss_last": steps[-1][1],
+    }
+
+
+# --- the rounds -----------------------------------------------------------------------------------
+
+
+def trainers(options: Options, *, torch: bool) -> list[Trained]:
+    """Who takes part, ours and torch's in turn; without `torch` only ours."""
+    counts = ["--steps", f"{options.steps}", "--warmup", f"{options.warmup}"]
+    ours = [
+        Trained(name=f"mtx {name}", command=[f"{_HERE}", "--ours", name, *counts]) for name in OURS
+    ]
+    theirs = [
+        Trained(
+            name=f"torch {name}", command=[f"{_TORCH_SCRIPT}", "--schedule", name, *counts,
+                                           "--timeout-s", f"{options.timeout_s}"],
+        )
+        for name in (options.torch if torch else ())
+    ]  # fmt: skip
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(ours, theirs))
+    return [trainer for trainer in in_turn if trainer]
+
+
+def run_once(command: list[str], timeout_s: float) -> dict:
+    """The record that a trainer prints as its last line. TrainerFailed says what it said."""
+    root = str(Path(mtx.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=timeout_s,
+            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TrainerFailed(f"not done after {timeout_s:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["nothing on stderr"]
+        raise TrainerFailed(f"exit status {done.returncode}: {said[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
+    """Fills in the rows' records. Returns those that failed, with the reason: a torch schedule
+    that this version does not run is left out. TrainerFailed where one of ours fails."""
+    failed: dict[str, str] = {}
+    with bench.Work(options.rounds * len(rows)) as work:
+        for number in range(1, options.rounds + 1):
+            for row in rows:
+                work.begin(f"round {number} of {options.rounds}: {row.name}")
+                if row.name in failed:
+                    continue
+                try:
+                    # torch's own time limit comes first, since it ends all of its processes
+                    row.records.append(run_once(row.command, options.timeout_s + 30))
+                except TrainerFailed as error:
+                    if row.name.startswith("mtx"):
+                        raise TrainerFailed(f"{row.name}: {error}") from None
+                    failed[row.name] = str(error)
+    return failed
+
+
+def check_losses(rows: Sequence[Trained], vocab: int) -> None:
+    """LossesDiffer unless each side's rows agree with each other, and all begin near ln V. The
+    first step's loss cannot agree between the sides: each has its own initial values and batch."""
+    for side in ("mtx", "torch"):
+        records = {row.name: row.records[0] for row in rows if row.name.startswith(side)}
+        for when in ("loss_first", "loss_last"):
+            losses = {name: record[when] for name, record in records.items()}
+            if losses and (found := bench.differing(losses)):
+                raise bench.LossesDiffer(f"{when} differs: {found}")
+        for name, record in records.items():
+            if not abs(record["loss_first"] - math.log(vocab)) < 0.1:
+                raise bench.LossesDiffer(
+                    f"{name} begins with a loss of {record['loss_first']:.4f}, far from "
+                    f"ln {vocab} = {math.log(vocab):.4f}"
+                )
+
+
+# --- saying it ------------------------------------------------------------------------------------
+
+
+def result_of(
+    rows: Sequence[Trained], failed: dict[str, str], *, options: Options, machine: dict
+) -> dict:
+    """All that was measured as plain data, from which the table is made."""
+    medians = {row.name: [statistics.median(step_s) for step_s in row.step_s()] for row in rows}
+    base = medians.get(BASELINE)
+    result_rows = []
+    for row in rows:
+        record, all_s = row.records[0], list(itertools.chain.from_iterable(row.step_s()))
+        result_rows.append({
+            "name": row.name,
+            "processes": record["processes"],
+            "threads": record["threads"],
+            "layout": record.get("layout"),
+            "step_s": row.step_s(),
+            "median_s": statistics.median(all_s),
+            "min_s": min(all_s),
+            "speed_up": bench.speed_up(base, medians[row.name]) if base else None,
+            "loss_first": record["loss_first"],
+            "loss_last": record["loss_last"],
+        })  # fmt: skip
+    return {
+        "benchmark": "peers",
+        "machine": machine,
+        "options": to_dict(options),
+        "rows": result_rows,
+        "failed": failed,
+    }
+
+
+def table_of(result: dict) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("\ntrainer", no_wrap=True)
+    for header in (
+        "processes\nx threads", "step s\nmedian", "\nleast", f"speed-up over\n{BASELINE}",
+        "loss of\nfirst step", "\nlast",
+    ):  # fmt: skip
+        table.add_column(header, justify="right")
+    for row in sorted(result["rows"], key=lambda row: row["name"].split()[0]):  # ours first
+        table.add_row(
+            row["name"],
+            f"{row['processes']} x {row['threads']}",
+            f"{row['median_s']:.3f}",
+            f"{row['min_s']:.3f}",
+            "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
+            f"{row['loss_first']:.4f}",
+            f"{row['loss_last']:.4f}",
+        )
+    return table
+
+
+def title_of(result: dict) -> str:
+    options = result["options"]
+    return (
+        f"bench-s, 4 stages, m=8, {options['rounds']} rounds of {options['steps']} steps: "
+        f"{bench.measured_on(result['machine'])}"
+    )
+
+
+def notes_of(result: dict) -> list[str]:
+    """What a reader needs to judge the table."""
+    selective = ", ".join(f"{name}={value}" for name, value in OURS["selective"].items())
+    notes = [
+        f"speed-up: over {BASELINE}, the median over rounds of the ratio of a round's medians.",
+        f"mtx interleaved is v=2; mtx selective is {selective}.",
+        *_NOTES,
+        *(f"{name} is left out: {reason}" for name, reason in result["failed"].items()),
+        *bench.load_notes(result["machine"]),
+    ]
+    if not any(row["name"].startswith("torch") for row in result["rows"]):
+        notes.append("PyTorch is not here, so only ours was measured: pip install 'mtx[peers]'")
+    return notes
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "--ours" in arguments:
+        ours = OurOptions(ours="1f1b", steps=1, warmup=1)
+        print(json.dumps(train_ours(parse(list(arguments), ours, prog="bench_peers.py"))))
+        return 0
+    options = parse(list(arguments), Options(), prog="bench_peers.py")
+    bench.check_path(options.json)
+    machine = bench.describe_machine("jax", "jaxlib", "torch")
+    rows = trainers(options, torch=importlib.util.find_spec("torch") is not None)
+    try:
+        failed = run_rounds(rows, options)
+        rows = [row for row in rows if row.name not in failed]
+        check_losses(rows, preset("bench-s").model.vocab)
+    except (TrainerFailed, bench.LossesDiffer) as error:
+        print(f"bench_peers.py: {error}", file=sys.stderr)
+        return 1
+    result = result_of(rows, failed, options=options, machine=machine)
+    bench.print_table(title_of(result), table_of(result), notes_of(result))
+    bench.write_json(options.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

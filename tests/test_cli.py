@@ -1,0 +1,302 @@
+"""The command line: what it prints, what it refuses in one line, and a run from end to end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse
+from mtx.errors import UserError
+from mtx.presets import NAMES, preset
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--model.hidden", "32", "--model.sequence", "16", "--eval-batches", "1", "--global-batch", "4",
+    "--layout.microbatch", "1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    """`main`, where tyro leaves after its help as well."""
+    try:
+        return main(arguments)
+    except SystemExit as exit:
+        return exit.code
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def test_without_a_command_there_is_an_overview(capsys):
+    assert run() == run("--help") == 0
+    first, second = capsys.readouterr().out.split("usage: mtx COMMAND [OPTIONS]")[1:]
+    for name, command in COMMANDS.items():
+        assert f"  {name:<10}{command.__doc__.splitlines()[0]}" in second
+
+
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        ("train", ["--model.layers INT", "{1f1b,gpipe}", "--virtual-devices INT", "--no-resume"]),
+        ("plan", ["--layout.pipe INT", "--target STR"]),
+        ("schedule", ["--stages INT", "--draw STR"]),
+        ("generate", ["--prompt", "--temperature FLOAT"]),
+        ("presets", ["--help"]),
+    ],
+)
+def test_help_of_a_command_lists_its_options(command, options, capsys):
+    assert run(command, "--help") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: mtx {command}")
+    for option in options:
+        assert option in out
+
+
+def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
+    run("train", "gpt-3-175b", "--help")
+    assert re.search(r"--model.hidden INT\W+D \(default: 12288\)", capsys.readouterr().out)
+
+
+def test_what_computes_nothing_loads_no_jax(empty_directory):
+    code = """if True:
+        import sys
+        from mtx.cli import main
+        for line in ("--help", "presets", "plan", "schedule", "nonsense", "train --steps 0"):
+            main(line.split())
+        try:
+            main(["train", "--help"])
+        except SystemExit:
+            pass
+        heavy = {"jax", "flax", "optax", "orbax", "matplotlib"}
+        print("loaded:", *sorted(heavy & set(sys.modules)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "loaded:", done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def parsed(*arguments: str):
+    start = TrainOptions(run=preset("miniature"))
+    return parse(list(arguments), start, prog="mtx train")
+
+
+def test_options_replace_fields_of_the_preset():
+    options = parsed(
+        "--model.layers", "12", "--layout.pipe=4", "--layout.virtual", "1", "--data.path", "a.txt",
+        "b.txt", "--optimizer.decay-steps", "90", "--no-resume", "--layout.no-sequence-parallel",
+        "--layout.stage_layers", "2", "4", "4", "2", "--virtual_devices", "16", "--out", "o",
+    )  # fmt: skip
+    start = preset("miniature")
+    assert options.virtual_devices == 16
+    assert options.run == replace(
+        start,
+        model=replace(start.model, layers=12),
+        layout=replace(
+            start.layout, pipe=4, virtual=1, sequence_parallel=False, stage_layers=(2, 4, 4, 2)
+        ),
+        data=replace(start.data, path=("a.txt", "b.txt")),
+        optimizer=replace(start.optimizer, decay_steps=90),
+        resume=False,
+        out="o",
+    )
+
+
+def test_without_options_it_is_the_preset():
+    assert parsed() == TrainOptions(run=preset("miniature"))
+    assert parsed("--layout.stage-layers", "balanced").run.layout.stage_layers == "balanced"
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are train, plan,",
+    "train miniture": "unknown preset 'miniture': did you mean 'miniature'? known are bench-s,",
+    "plan gpt-2t": "unknown preset 'gpt-2t': did you mean",
+    "plan --target a100-80": "unknown hardware 'a100-80': did you mean 'a100-80gb'?",
+    "train --model.layer 3": "unknown option --model.layer: did you mean --model.layers?",
+    "train --layers 3": "unknown option --layers: did you mean --model.layers?",
+    "train --sequence_parallel": "unknown option --sequence-parallel: did you mean --layout.sequ",
+    "train --qqq=1": "unknown option --qqq: see --help",
+    "train -x": "unknown option -x: see --help",
+    "train --steps 3 miniature": "unexpected argument 'miniature': a name stands before all opt",
+    "train --resume False": "unexpected argument 'False': a name stands before all options, and a",
+    "train --model.layers x": "--model.layers takes INT, not 'x'",
+    "train --model.layers 4 --model.layers=2.5": "--model.layers takes INT, not '2.5'",
+    "train --optimizer.lr 1e-3x": "--optimizer.lr takes FLOAT, not '1e-3x'",
+    "train --layout.stage-layers 1 two": "--layout.stage-layers takes {[INT [INT ...]]}|{even,bal"
+    "anced}, not '1 two'",
+    "train --steps": "Missing value for argument '--steps'. Expected 1 values.",
+    "train --layout.schedule 1f2b": "invalid choice '1f2b' for argument '--layout.schedule'. Expe",
+    "train --steps -3": "steps=-3 must be",
+    "train --model.hidden 130": "hidden=130 cannot be divided over heads=4; use hidden=128 or 132",
+    "train --layout.tensor 3": "heads=4 cannot be divided over tensor=3; use tensor=2 or 4",
+    "train --global-batch 18": "global_batch=18 cannot be divided into data*microbatch=2*2; use gl",
+    "train --optimizer.lr 0": "lr=0.0 must be above 0",
+    "train --virtual-devices -1": "virtual_devices=-1 must be at least 0",
+    "train --layout.virtual 3": "layers=4 cannot be divided over pipe*virtual=2*3; use layers=6,",
+    "train bench-s --layout.data 4": "pipe*data*tensor=4*4*1 asks for 16 devices, and there are 8",
+    "train --data.path missing.txt": "data path 'missing.txt' does not exist",
+    "train --data.path empty": "empty is empty; take it out of the data path",
+    "train --data.path binary": "binary is not text: NUL at byte offset 1",
+    "train --data.path short --model.sequence 64": "the training text has",
+    "generate": "mtx generate RUN_DIR: name the directory of a training run",
+    "generate nowhere": "/nowhere does not exist; name the `out` of a training run",
+    "generate . --tokens few": "--tokens takes INT, not 'few'",
+    "schedule gpip": "unknown schedule 'gpip': did you mean 'gpipe'?",
+    "schedule --stages 0": "stages=0 must be at least 1",
+    "schedule --draw a.txt": "path='a.txt' must end with one of .svg",
+    "schedule --draw no/a.svg": "cannot write no/a.svg: No such file or directory",
+    "presets all": "unexpected argument 'all'",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(line, empty_directory, capsys):
+    Path("empty").touch()
+    Path("binary").write_bytes(b"a\0b")
+    Path("short").write_text("too short")
+    assert run(*line.split()) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("mtx: ") and MISTAKES[line] in error
+    assert error.count("\n") == 1 and "─" not in error and out == ""
+    assert sorted(path.name for path in empty_directory.iterdir()) == ["binary", "empty", "short"]
+
+
+def test_every_ending_has_its_status(capsys):
+    def raising(error):
+        raise error
+
+    assert exit_status(lambda: None) == 0
+    assert exit_status(lambda: 3) == 3
+    assert exit_status(lambda: raising(UserError("one\ntwo"))) == 2
+    assert exit_status(lambda: raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "mtx: one two\nmtx: interrupted\n"
+    with pytest.raises(ValueError, match="a bug"):
+        exit_status(lambda: raising(ValueError("a bug keeps its traceback")))
+
+
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "ascii"}
+
+
+def test_a_terminal_that_knows_only_ascii_is_no_error():
+    done = subprocess.run(
+        [sys.executable, "-m", "mtx", "schedule"], capture_output=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr == b""
+    assert b"stage 1 | ?|1a|2a|3a  ?|4a  ?|" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mtx", "presets"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )  # fmt: skip
+    process.stdout.close()
+    assert process.wait(timeout=120) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+# --- what the commands that compute nothing print -------------------------------------------------
+
+
+def test_schedule_prints_figure_4(capsys):
+    assert run("schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--virtual", "2") == 0
+    title, first, _, _, last, notation, *facts = capsys.readouterr().out.splitlines()
+    assert title == "1f1b: 4 stages of 2 chunks, 8 microbatches, 26 ticks"
+    assert first == (
+        "stage 0 |1a|2a|3a|4a|1b|2b|3b|4b  ·|5a  ·|6a  ·|7a 1B|8a 2B|5b 3B|6b 4B|7b 1A|8b 2A"
+        "| · 3A| · 4A| · 5B|6B|7B|8B|5A|6A|7A|8A|"
+    )
+    assert facts == [
+        "ticks      26, each one F and one B half",
+        "bubble     (p-1)/(v m) = 3/(2*8) = 18.75% of the ideal time",
+        "in flight  11 9 7 5 on stages 0 to 3: chunks of microbatches between their F and their B, "
+        "at most",
+        "slots      11 of the stash, on every stage",
+    ]
+
+
+def test_schedule_says_where_the_formula_does_not_hold(capsys):
+    run("schedule", "gpipe", "--stages", "32", "--microbatches", "40")
+    _, bubble, in_flight, slots = capsys.readouterr().out.splitlines()[-4:]
+    assert bubble == "bubble     (p-1)/(v m) = 31/(1*40) = 77.50% of the ideal time"
+    assert in_flight.startswith("in flight  40 40 40 40 ... 40 40 40 40 on stages 0 to 31:")
+    run("schedule", "--stages", "4", "--microbatches", "6", "--virtual", "2")
+    assert "25.00% of the ideal time; by the table" in capsys.readouterr().out
+
+
+def test_schedule_draws_a_picture(empty_directory, capsys):
+    assert run("schedule", "gpipe", "--stages", "2", "--draw", "picture.svg") == 0
+    assert capsys.readouterr().out.endswith("picture    picture.svg\n")
+    assert (empty_directory / "picture.svg").read_text().startswith("<?xml")
+
+
+def test_plan_is_that_of_the_paper_s_largest_model(capsys):
+    assert run("plan") == 0
+    page = capsys.readouterr().out
+    for fact in ("1,008,038,707,200", "6 x 64 x 8 = 3,072 devices", "502.0 petaFLOP/s"):
+        assert fact in page
+    assert run("plan", "miniature", "--layout.pipe", "4", "--layout.virtual", "1") == 0
+    assert "2 x 4 x 2 = 16 devices" in capsys.readouterr().out
+
+
+def test_presets_are_listed(capsys):
+    assert run("presets") == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == list(NAMES)
+    (row,) = (row for row in rows if row.startswith("gpt-1t"))
+    columns = head.replace("data x pipe x tensor", "mesh").split()
+    assert dict(zip(columns, row.replace(" x ", "x").split(), strict=True)) == {
+        "preset": "gpt-1t", "parameters": "1.01T", "layers": "128", "hidden": "25600",
+        "heads": "160", "sequence": "2048", "vocab": "51200", "mesh": "6x64x8", "virtual": "1",
+        "microbatch": "1", "batch": "3072", "devices": "3072",
+    }  # fmt: skip
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):
+    assert run("train", *TINY, "--steps", "2", "--out", "a", "--virtual-devices", "8") == 0
+    out, error = capsys.readouterr()
+    assert "layout     data 2 x pipe 2 x tensor 2" in out and error == ""
+    assert "finished   step 2" in out
+
+    ask = ["generate", "a", "--prompt", "The ", "A ", "--tokens", "5", "--seed", "3"]
+    assert run(*ask) == 0
+    texts = capsys.readouterr().out
+    assert texts.startswith("The ") and "\n\nA " in texts
+    # On one device: a part of the run's layout.
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert run(*ask) == 0
+    assert capsys.readouterr().out == texts
+    monkeypatch.undo()
+    monkeypatch.chdir(empty_directory)
+
+    assert run("train", *TINY, "--steps", "3", "--out", "a") == 0
+    assert "step      1 " not in capsys.readouterr().out
+    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["2", "3"]
+
+    before = sorted(Path("a").rglob("*"))
+    assert run("train", *TINY, "--steps", "3", "--out", "a", "--model.layers", "8") == 2
+    assert "is of another model: layers=4 there and 8 here" in capsys.readouterr().err
+    assert sorted(Path("a").rglob("*")) == before

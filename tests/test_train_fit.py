@@ -1,0 +1,100 @@
+"""What does not fit is refused, with the preset that would."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.errors import UserError
+from mtx.plan.memory import predict_memory
+from mtx.presets import preset
+from mtx.train.fit import fit_layout, refuse_if_too_large
+
+
+def gpus(count: int, gib: float | None, *, processes: int = 1) -> list:
+    """Stands for JAX's devices, as process 0 sees them; without `gib` they do not say."""
+    client = SimpleNamespace(process_index=lambda: 0)
+    stats = {} if gib is None else {"bytes_limit": int(gib * 2**30)}
+    return [
+        SimpleNamespace(
+            platform="gpu", client=client, process_index=i * processes // count,
+            memory_stats=lambda: stats,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def cpus(count: int) -> list:
+    client = SimpleNamespace(process_index=lambda: 0)
+    return [SimpleNamespace(platform="cpu", client=client, process_index=0)] * count
+
+
+def held_gib(run: RunConfig) -> float:
+    memory = predict_memory(run.model, run.layout, run.global_batch)
+    return (memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes) / 2**30
+
+
+def test_the_paper_s_model_fits_its_cluster_and_no_smaller_one():
+    run = preset("gpt-1t")
+    refuse_if_too_large(run, gpus(3072, 72, processes=384))
+    with pytest.raises(UserError) as error:
+        refuse_if_too_large(run, gpus(8, 72))
+    assert str(error.value) == (
+        "a model of 1,008,038,758,400 parameters needs at least "
+        f"{held_gib(run) * 3072:,.1f} GiB over 3,072 devices for parameters, gradients and "
+        "optimizer state, and the 8 devices have 72.0 GiB each; the largest preset that fits 8 "
+        "devices is gpt-18b"
+    )
+
+
+def test_the_limit_is_what_has_to_be_held():
+    run = preset("gpt-39b")
+    refuse_if_too_large(run, gpus(512, held_gib(run) + 0.01, processes=64))
+    with pytest.raises(UserError, match="over 512 devices for parameters"):
+        refuse_if_too_large(run, gpus(512, held_gib(run) - 0.01, processes=64))
+
+
+def test_devices_that_do_not_say_are_trusted():
+    refuse_if_too_large(preset("gpt-1t"), gpus(1, None))
+
+
+def test_virtual_devices_share_the_machine(monkeypatch):
+    run = RunConfig(
+        model=ModelConfig(layers=8, hidden=1024, compute_dtype="float32"), layout=Layout(data=4)
+    )
+    need = held_gib(run) * 4
+
+    def machine_of(gib):
+        sizes = {"SC_PHYS_PAGES": int(gib * 2**20), "SC_PAGE_SIZE": 2**10}
+        monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+
+    machine_of(need + 0.01)
+    refuse_if_too_large(run, cpus(4))
+    refuse_if_too_large(run, cpus(8))  # four of them stay idle
+    machine_of(need - 0.01)
+    with pytest.raises(
+        UserError, match=f"this machine has {need - 0.01:.1f} GiB; the largest preset"
+    ):
+        refuse_if_too_large(run, cpus(4))
+    machine_of(0.001)
+    with pytest.raises(UserError, match="no preset fits: use smaller values of model.layers"):
+        refuse_if_too_large(run, cpus(4))
+
+
+@pytest.mark.parametrize(
+    ("devices", "fitted"),
+    [(3072, (6, 64, 8)), (1024, (2, 64, 8)), (512, (1, 64, 8)), (100, (1, 64, 1)), (8, (1, 8, 1))],
+)
+def test_fewer_devices_take_a_part_of_a_layout(devices, fitted):
+    layout = fit_layout(preset("gpt-1t").layout, devices)
+    assert (layout.data, layout.pipe, layout.tensor) == fitted
+
+
+def test_a_part_of_an_uneven_pipeline_is_balanced():
+    layout = Layout(pipe=2, stage_layers=(1, 3))
+    assert fit_layout(layout, 2) == layout
+    assert fit_layout(layout, 1) == replace(layout, pipe=1, stage_layers="balanced")
