@@ -76,12 +76,13 @@ def speed_up(base_s: Sequence[float], row_s: Sequence[float]) -> float:
 
 
 def differing(losses: dict[str, float]) -> str:
-    """The two of these names whose losses are farthest apart, in words; "" where all agree to
-    `LOSS_TOLERANCE`. A loss that is no number agrees with nothing."""
-    low, high = min(losses, key=losses.get), max(losses, key=losses.get)
-    if all(abs(loss - losses[low]) <= LOSS_TOLERANCE * abs(loss) for loss in losses.values()):
-        return ""
-    return f"{low!r} {losses[low]:.7g}, {high!r} {losses[high]:.7g}"
+    """The first of these names whose loss is not that of the first of all, to `LOSS_TOLERANCE`, in
+    words; "" where all agree. A loss that is no number agrees with nothing."""
+    first, *others = losses
+    for name in others:
+        if not abs(losses[name] - losses[first]) <= LOSS_TOLERANCE * abs(losses[first]):
+            return f"{first!r} {losses[first]:.7g}, {name!r} {losses[name]:.7g}"
+    return ""
 
 
 class Work:

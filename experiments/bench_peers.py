@@ -44,11 +44,12 @@ BASELINE = "torch 1f1b"
 TorchSchedule = Literal[
     "none", "1f1b", "gpipe", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev"
 ]
-OURS: dict[str, dict] = {  # changes of the preset's layout
+OurRow = Literal["none", "1f1b", "interleaved", "interleaved_selective"]
+OURS: dict[OurRow, dict] = {  # changes of the preset's layout
     "none": {"pipe": 1},
     "1f1b": {},
     "interleaved": {"virtual": 2},
-    "selective": {"virtual": 2, "recompute": "selective"},
+    "interleaved_selective": {"virtual": 2, "recompute": "selective"},
 }
 _NOTES = (
     "Both sides: the same sizes, microbatches, AdamW and clipping, float32, nothing recomputed but "
@@ -81,9 +82,14 @@ class Options:
 class Trained:
     """One trainer, and what its processes printed, a record a round."""
 
-    name: str
+    side: Literal["mtx", "torch"]
+    schedule: str
     command: list[str]
     records: list[dict] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.side} {self.schedule}"
 
     def step_s(self) -> list[list[float]]:
         return [record["step_s"] for record in self.records]
@@ -100,7 +106,7 @@ class TrainerFailed(Exception):
 class OurOptions:
     """The process that this script starts for a row of ours: prints a line of JSON."""
 
-    ours: str
+    ours: OurRow
     steps: int
     warmup: int
 
@@ -138,16 +144,19 @@ def train_ours(options: OurOptions) -> dict:
 def trainers(options: Options, *, torch: bool) -> list[Trained]:
     """Who takes part, ours and torch's in turn; without `torch` only ours."""
     counts = ["--steps", f"{options.steps}", "--warmup", f"{options.warmup}"]
+    limit = ["--timeout-s", f"{options.timeout_s}"]
     ours = [
-        Trained(name=f"mtx {name}", command=[f"{_HERE}", "--ours", name, *counts]) for name in OURS
+        Trained(side="mtx", schedule=name, command=[f"{_HERE}", "--ours", name, *counts])
+        for name in OURS
     ]
     theirs = [
         Trained(
-            name=f"torch {name}", command=[f"{_TORCH_SCRIPT}", "--schedule", name, *counts,
-                                           "--timeout-s", f"{options.timeout_s}"],
+            side="torch",
+            schedule=name,
+            command=[f"{_TORCH_SCRIPT}", "--schedule", name, *counts, *limit],
         )
         for name in (options.torch if torch else ())
-    ]  # fmt: skip
+    ]
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(ours, theirs))
     return [trainer for trainer in in_turn if trainer]
 
@@ -183,7 +192,7 @@ def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
                     # torch's own time limit comes first, since it ends all of its processes
                     row.records.append(run_once(row.command, options.timeout_s + 30))
                 except TrainerFailed as error:
-                    if row.name.startswith("mtx"):
+                    if row.side == "mtx":
                         raise TrainerFailed(f"{row.name}: {error}") from None
                     failed[row.name] = str(error)
     return failed
@@ -193,7 +202,7 @@ def check_losses(rows: Sequence[Trained], vocab: int) -> None:
     """LossesDiffer unless each side's rows agree with each other, and all begin near ln V. The
     first step's loss cannot agree between the sides: each has its own initial values and batch."""
     for side in ("mtx", "torch"):
-        records = {row.name: row.records[0] for row in rows if row.name.startswith(side)}
+        records = {row.name: row.records[0] for row in rows if row.side == side}
         for when in ("loss_first", "loss_last"):
             losses = {name: record[when] for name, record in records.items()}
             if losses and (found := bench.differing(losses)):
@@ -220,6 +229,7 @@ def result_of(
         record, all_s = row.records[0], list(itertools.chain.from_iterable(row.step_s()))
         result_rows.append({
             "name": row.name,
+            "side": row.side,
             "processes": record["processes"],
             "threads": record["threads"],
             "layout": record.get("layout"),
@@ -246,8 +256,8 @@ def table_of(result: dict) -> Table:
         "processes\nx threads", "step s\nmedian", "\nleast", f"speed-up over\n{BASELINE}",
         "loss of\nfirst step", "\nlast",
     ):  # fmt: skip
-        table.add_column(header, justify="right")
-    for row in sorted(result["rows"], key=lambda row: row["name"].split()[0]):  # ours first
+        table.add_column(header, justify="right", overflow="fold")
+    for row in sorted(result["rows"], key=lambda row: row["side"]):  # ours first
         table.add_row(
             row["name"],
             f"{row['processes']} x {row['threads']}",
@@ -270,15 +280,14 @@ def title_of(result: dict) -> str:
 
 def notes_of(result: dict) -> list[str]:
     """What a reader needs to judge the table."""
-    selective = ", ".join(f"{name}={value}" for name, value in OURS["selective"].items())
     notes = [
         f"speed-up: over {BASELINE}, the median over rounds of the ratio of a round's medians.",
-        f"mtx interleaved is v=2; mtx selective is {selective}.",
+        "mtx interleaved has v=2, as torch's; interleaved_selective recompute='selective', too.",
         *_NOTES,
         *(f"{name} is left out: {reason}" for name, reason in result["failed"].items()),
         *bench.load_notes(result["machine"]),
     ]
-    if not any(row["name"].startswith("torch") for row in result["rows"]):
+    if not any(row["side"] == "torch" for row in result["rows"]):
         notes.append("PyTorch is not here, so only ours was measured: pip install 'mtx[peers]'")
     return notes
 

@@ -8,15 +8,15 @@ order by autodiff through the forward scan, and one device without a pipeline, w
 gradients of the microbatches. All start from the same parameters with the same batch; unless the
 losses of every step agree to 1e-5, nothing is printed. Then a table:
 
-temp      MiB of temporary memory of one device's step by XLA's analysis, at m, 4m and 16m
+MiB       temporary memory of one device's step by XLA's analysis, at m, 4m and 16m
           microbatches (compiled, not run)
 step      seconds of a step; all rows take a step in turn, so that drift hits them alike
 speed-up  over GPipe by autodiff, at equal recomputation
 GFLOP     matmuls that all devices execute in a step, in idle halves too where they compute
 
 Expected time: six minutes on two idle cores, half of it compiling; with --quick two.
-Expected result: temp of our 1F1B does not grow with m, and that of autodiff does. Ours are faster,
-by the idle ticks that autodiff computes and throws away, and where those are skipped by more.
+Expected result: memory of our 1F1B does not grow with m, that of autodiff does. Ours are faster, by
+the idle ticks that autodiff computes and throws away, and where those are skipped by more.
 
     python experiments/bench_pipeline.py --recompute full --steps 10 --json bench.json
     python experiments/bench_pipeline.py --memory-only --stages 2 --virtual 4
@@ -128,7 +128,7 @@ def pipelines(options: Options, microbatch: int) -> list[Pipelined]:
         Pipelined(name="1F1B, masked", layout=replace(one, idle="masked")),
         Pipelined(name=f"interleaved v={v}, skip", layout=many),
         Pipelined(name=f"interleaved v={v}, phases", layout=replace(many, idle="phases")),
-        Pipelined(name="GPipe, our program, skip", layout=replace(one, schedule="gpipe")),
+        Pipelined(name="GPipe table, skip", layout=replace(one, schedule="gpipe")),
         Pipelined(name=BASELINE, layout=one, autodiff=True),
         Pipelined(name=f"circular v={v} by autodiff", layout=many, autodiff=True),
         Pipelined(name="one device, no pipeline", layout=replace(one, pipe=1)),
@@ -290,12 +290,12 @@ def table_of(result: dict) -> Table:
     table.add_column("\npipeline", no_wrap=True)
     for header in (
         "\nticks",
-        *(f"{'temp MiB' if not n else ''}\nm={m}" for n, m in enumerate(rows[0]["temp_mib"])),
+        *(f"{'' if n else 'MiB at'}\nm={m}" for n, m in enumerate(rows[0]["temp_mib"])),
         "compile\ns",
         *(("step s\nmedian", "\nleast", "\nspeed-up") if timed else ()),
         "\nGFLOP",
     ):
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", overflow="fold")
     for row in rows:
         times = ()
         if timed:
@@ -324,8 +324,8 @@ def notes_of(result: dict) -> list[str]:
     """What a reader needs to judge the table."""
     floor, first = result["floor"], result["rows"][0]
     notes = [
-        "temp: temporary memory of one device's step by XLA's analysis; neither state nor batch.",
-        "A tick is an F and a B half of one chunk; one of GPipe and autodiff has only one of the two.",
+        "MiB: temporary memory of one device's step by XLA's analysis; neither state nor batch.",
+        "A tick is an F and a B half of one chunk; in GPipe and autodiff only one of the two.",
     ]
     if floor is None:
         return [*notes, "Compiled only: no times, and the losses were not compared."]
@@ -372,8 +372,8 @@ def main(arguments: Sequence[str]) -> int:
     use_virtual_devices(options.stages)
     if jax.default_backend() != "cpu":
         raise UserError(
-            f"bench_pipeline.py times virtual CPU devices, and JAX runs on {jax.default_backend()}; "
-            "set JAX_PLATFORMS=cpu"
+            "bench_pipeline.py times virtual CPU devices, and JAX runs on "
+            f"{jax.default_backend()}; set JAX_PLATFORMS=cpu"
         )
     try:
         result = measure(pipelines(options, run.layout.microbatch), run, options, machine)

@@ -13,6 +13,8 @@ class UserError(ValueError):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for a name that is not known: says which known one is nearest."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    begins = [other for other in known if name and other.startswith(name)]
+    near = difflib.get_close_matches(name, begins, n=1, cutoff=0.0)
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}")

@@ -52,8 +52,8 @@ def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
         raise UserError(
             f"pipe*data*tensor={layout.pipe}*{layout.data}*{layout.tensor} asks for "
             f"{layout.devices} devices, and there are {len(devices)}; use a smaller layout, or "
-            "virtual CPU devices: XLA_FLAGS=--xla_force_host_platform_device_count="
-            f"{layout.devices}"
+            f"virtual CPU devices: --virtual-devices {layout.devices}, or in Python "
+            f"mtx.use_virtual_devices({layout.devices}) before JAX starts"
         )
     if jax.process_count() > 1 and layout.devices != len(devices):
         raise UserError(

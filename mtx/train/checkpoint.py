@@ -74,8 +74,8 @@ class Checkpoints:
         """Starts to save `state` under its number of steps; the directory that will hold it.
 
         Returns when the state has been copied, so that the next step may donate it; the writing
-        goes on in the background. `extra` is anything that JSON can hold. Raises UserError where it,
-        or the save before it, cannot be written.
+        goes on in the background. `extra` is anything that JSON can hold. Raises UserError where
+        this save or the one before it cannot be written.
         """
         self.wait()
         path = self._path(int(state.step))
@@ -86,6 +86,7 @@ class Checkpoints:
             extra=ocp.args.JsonSave(extra or {}),
         )
         with self._writing():
+            self.directory.mkdir(parents=True, exist_ok=True)  # Orbax would retry for minutes
             # By force: over what a deletion that was cut short has left there.
             self._checkpointer.save(path, items, force=True)
         self._saving = True
