@@ -64,10 +64,12 @@ def test_autodiff_computes_what_our_program_does(pipeline):
     _, circular = by_autodiff(pipeline, virtual=2, recompute="full")
     batch = pipeline.random_batch(MODEL, 3)
     ours = replace(gpipe, autodiff=False).trainer(RUN, 3)
-    want, want_gradients = ours.loss_and_gradients(ours.init(), batch)
+    state = ours.init()
+    want, want_gradients = ours.loss_and_gradients(state, batch)
     for row in (gpipe, circular):
         trainer = row.trainer(RUN, 3)
-        loss, gradients = trainer.loss_and_gradients(trainer.init(), batch)
+        start = state if row is gpipe else trainer.init()
+        loss, gradients = trainer.loss_and_gradients(start, batch)
         assert float(loss) == pytest.approx(float(want), rel=1e-6)
         for (path, got), expected in zip(
             jax.tree.leaves_with_path(gradients), jax.tree.leaves(want_gradients), strict=True
@@ -76,20 +78,10 @@ def test_autodiff_computes_what_our_program_does(pipeline):
             assert error < 1e-5, f"{row.name} {jax.tree_util.keystr(path)}: {error:.2e}"
 
 
-def test_autodiff_executes_the_matmuls_that_the_table_says(pipeline):
-    _, row = by_autodiff(pipeline, virtual=2)
-    trainer = row.trainer(RUN, 4)
-    program = read_program(trainer.compile_step().as_text())
-    # The head runs in 4 of the ticks of either way; no other conditional holds a matmul.
-    share = 4 / (row.ticks(trainer) / 2)
-    device_flops = program.matmul_flops(lambda conditional: (1 - share, share))
-    assert 2 * device_flops == pytest.approx(row.matmul_flops(MODEL, 4), rel=1e-12)
-
-
 @pytest.fixture(scope="module")
 def measured(pipeline):
-    """Two rows, compiled for three m and trained for one round."""
-    options = pipeline.Options(stages=2, microbatches=2, steps=1)
+    """Two rows, trained for one round."""
+    options = pipeline.Options(stages=2, microbatches=2, steps=1, quick=True)
     rows = [row for row in pipeline.pipelines(options, 1) if row.name in NAMES]
     return pipeline.measure(rows, RUN, options, MACHINE)
 
@@ -105,15 +97,25 @@ def test_what_is_measured(pipeline, measured):
         assert len(row["step_s"]) == 1 and len(row["losses"]) == 2
         assert row["losses"][1] < row["losses"][0]
         assert 0 < row["min_s"] <= row["median_s"] and row["compile_s"] > 0
-    flat, growing = (list(row["temp_mib"].values()) for row in measured["rows"])
-    assert list(measured["rows"][0]["temp_mib"]) == ["2", "8", "32"]
-    assert max(flat) < 1.1 * min(flat) and growing[2] > 2 * growing[0]
+        assert list(row["temp_mib"]) == ["2"] and row["temp_mib"]["2"] > 0
     assert measured["rows"][1]["speed_up"] == 1.0
     floor = measured["floor"]
     assert floor["gflop"] == measured["rows"][0]["gflop"] > 0
     assert floor["step_s"] * floor["gflop_per_s"] == pytest.approx(floor["gflop"])
     notes = " ".join(pipeline.notes_of(measured))
     assert "Floor" in notes and "Other programs" not in notes
+
+
+def test_autodiff_executes_the_matmuls_that_the_table_says_and_keeps_every_tick(pipeline, measured):
+    row, _ = by_autodiff(pipeline)
+    trainer = row.trainer(RUN, 8)
+    compiled = trainer.compile_step()
+    # The head runs in 8 of the ticks of either way; no other conditional holds a matmul.
+    share = 8 / (row.ticks(trainer) / 2)
+    device_flops = read_program(compiled.as_text()).matmul_flops(lambda _: (1 - share, share))
+    assert 2 * device_flops == pytest.approx(row.matmul_flops(MODEL, 8), rel=1e-12)
+    few_mib = measured["rows"][1]["temp_mib"]["2"]
+    assert compiled.memory_analysis().temp_size_in_bytes > 1.5 * few_mib * 2**20
 
 
 def filled(pipeline, options, *, step_s=(12.3456, 11.0), losses=(4.0, 3.0)):

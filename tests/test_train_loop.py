@@ -235,7 +235,15 @@ def test_out_that_cannot_be_written(tmp_path):
 # -- stopping --------------------------------------------------------------------------------------
 
 
-def test_a_second_request_has_its_usual_effect():
+@pytest.fixture
+def usual_interrupt():
+    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_request_has_its_usual_effect(usual_interrupt):
     with stop_requests() as stop:
         assert not stop(0)
         os.kill(os.getpid(), signal.SIGINT)
