@@ -111,7 +111,7 @@ class Pipeline:
         dropout. `output` is called on all stages together. Other arguments as in `gradients`."""
         run = _Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
-        leaves = jnp.asarray(by_tick(self.schedule.forward_ticks[:, -1, -1], last_tick + 1))
+        leaving = jnp.asarray(by_tick(self.schedule.forward_ticks[:, -1, -1], last_tick + 1))
         ticks = jax.tree.map(lambda a: a[: last_tick + 1], _table(self.schedule, run.stage))
         example = jax.eval_shape(output, params["ends"], run.x_zeros(), run.batch_of(0))
         outputs = jax.tree.map(
@@ -136,7 +136,7 @@ class Pipeline:
             return (run.send(y_BsD, by=1), inbox, outputs), None
 
         start = run.x_zeros(), run.box(self.schedule.inbox.slots), outputs
-        (_, _, outputs), _ = lax.scan(tick, start, (ticks, leaves))
+        (_, _, outputs), _ = lax.scan(tick, start, (ticks, leaving))
         return outputs
 
 
@@ -352,7 +352,8 @@ class _Run:
 
         def layer(n, carry):
             x_BsD, ring = carry
-            y_BsD, residuals = self.layer_vjp.forward(*_insert(self._layer(op, n), x_BsD))
+            params, place = self._layer(op, n)
+            y_BsD, residuals = self.layer_vjp.forward(params, x_BsD, place)
             ring = tuple(_write(r, a, op.slot, n) for r, a in zip(ring, residuals, strict=True))
             return y_BsD, ring
 
@@ -375,11 +376,6 @@ class _Run:
             return dx_BsD, jax.tree.map(add, gradients, dparams)
 
         return self._layers(op, layer, (dy_BsD, gradients))
-
-
-def _insert(layer, x_BsD):
-    params, place = layer
-    return params, x_BsD, place
 
 
 def _ring(residuals, slots: int, places: int):
