@@ -1,0 +1,131 @@
+"""Command lines from dataclasses: options are their fields, by dotted names: `--model.layers 12`.
+
+A mistake is one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import io
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import tyro
+
+from mtx.errors import UserError
+
+Options = TypeVar("Options")
+OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
+
+
+def exit_status(body: Callable[[], int | None]) -> int:
+    """`body`'s own exit status (None: 0), with a user's mistake as one line and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a table's lines, where there is only ASCII
+    try:
+        return body() or 0
+    except UserError as error:
+        print("mtx:", " ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mtx: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, `head` perhaps, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as the shell has it
+
+
+def start_devices(virtual: int) -> None:
+    """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one."""
+    from mtx.train.launch import join_cluster, use_virtual_devices
+
+    if virtual < 0:
+        raise UserError(f"virtual_devices={virtual} must be at least 0")
+    if virtual:
+        use_virtual_devices(virtual)
+    join_cluster()
+
+
+def split_name(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The name that stands before all options, if there is one, and the rest."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], arguments[1:]
+    return None, arguments
+
+
+def parse(
+    arguments: list[str], default: Options, *, prog: str, about: Callable | None = None
+) -> Options:
+    """`default` with the fields that `arguments` name replaced. Prints the help and exits with
+    status 0 for --help; raises UserError for an option, a value or a choice that cannot be."""
+    described = (about or type(default)).__doc__
+
+    def read(arguments: list[str]) -> tuple[Options, list[str]]:
+        return tyro.cli(
+            type(default), default=default, args=arguments, prog=prog,
+            description=inspect.cleandoc(described), return_unknown_args=True,
+        )  # fmt: skip
+
+    if "-h" in arguments or "--help" in arguments:
+        read(["--help"])
+    printed = io.StringIO()
+    # tyro draws its errors for what it finds at stdout: here no terminal, but UTF-8.
+    nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(printed):
+            options, unknown = read(arguments)
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        raise UserError(_one_line(printed.getvalue(), arguments)) from None
+    if unknown:
+        listing = io.StringIO()
+        with contextlib.redirect_stdout(listing), contextlib.suppress(SystemExit):
+            read(["--help"])
+        raise _unknown(unknown, re.findall(r"--[a-z][\w.-]*", listing.getvalue()))
+    return options
+
+
+def _unknown(unknown: list[str], known: list[str]) -> UserError:
+    """Of what was left over: the first option, or else the first value."""
+    options = [argument for argument in unknown if argument.startswith("-")]
+    if not options:
+        return UserError(
+            f"unexpected argument {unknown[0]!r}: a name stands before all options, and a switch "
+            "takes no value (--resume, --no-resume)"
+        )
+    name = options[0].partition("=")[0].replace("_", "-")
+    same_end = [option for option in known if option.rpartition(".")[2] == name.lstrip("-")]
+    near = same_end or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return UserError(
+        f"unknown option {name}: " + (f"did you mean {near[0]}?" if near else "see --help")
+    )
+
+
+def _one_line(box: str, arguments: list[str]) -> str:
+    """What tyro says in a box of several paragraphs, as one line."""
+    rows = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    message = " ".join(itertools.takewhile(lambda row: not row.startswith("─"), rows))
+    wrong_value = re.match(r"Error parsing (--\S+):", message)
+    if wrong_value and "Argument helptext:" in rows:
+        option, *form = rows[rows.index("Argument helptext:") + 1].split()
+        return f"{option} takes {' '.join(form)}, not {_given(option, arguments)!r}"
+    # A field's own check: "Error parsing run.model: hidden=130 cannot be divided ..."
+    return re.sub(r"^Error parsing [\w.]*: ", "", message) or box
+
+
+def _given(option: str, arguments: list[str]) -> str:
+    """The value that `arguments` give to `option`."""
+    given = ""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == option:
+            values = itertools.takewhile(lambda a: not a.startswith("--"), arguments[place + 1 :])
+            given = value if equals else " ".join(values)
+    return given
