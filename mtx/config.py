@@ -87,7 +87,6 @@ class ModelConfig:
         return math.ceil(self.vocab / unit) * unit
 
 
-Schedules = Literal["1f1b", "gpipe"]
 Idle = Literal["skip", "phases", "masked"]
 Stash = Literal["residuals", "inputs"]
 Recompute = Literal["none", "selective", "full"]
@@ -103,8 +102,9 @@ class Layout:
     tensor: int = 1  # tensor-parallel shards (t)
     virtual: int = 1  # model chunks per stage (v): above 1, the schedule is interleaved
     microbatch: int = 1  # sequences per microbatch and replica (b)
+    slices: int = 1  # parts into which the schedule cuts a microbatch's sequences
     sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
-    schedule: Schedules = "1f1b"
+    schedule: str = "1f1b"  # a name, or a file with a table
     idle: Idle = "skip"  # idle half ticks: a cond each, scans in phases, or computed and masked
     stash: Stash = "residuals"  # what waits between a microbatch's F and its B
     recompute: Recompute = "none"  # within a block, at stash="residuals"
@@ -113,9 +113,9 @@ class Layout:
     # layers of each of the pipe*virtual model pieces, in model order
 
     def __post_init__(self):
-        _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch")
+        _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch", "slices")
         for name, annotation in (
-            ("schedule", Schedules), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
+            ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
             ("attention", Attention),
         ):  # fmt: skip
             _require_choice(self, name, annotation)

@@ -52,7 +52,7 @@ class AutodiffPipeline:
         stage = lax.axis_index(pipe) if pipe else 0
         last_tick = int(self.schedule.forward_ticks.max()) + 1
         rows = (
-            jnp.asarray(self.schedule.forward.microbatch)[:last_tick, stage],
+            jnp.asarray(self.schedule.forward.item)[:last_tick, stage],
             jnp.asarray(self.schedule.forward.chunk)[:last_tick, stage],
             jnp.asarray(self.schedule.embed)[:last_tick],
             jnp.asarray(by_tick(self.schedule.forward_ticks[:, -1, -1], last_tick)),

@@ -27,6 +27,7 @@ from mtx.models.layers import (
     attention_with_dropout,
     causal_attention,
     gelu,
+    sliced_attention,
 )
 from mtx.sharding.collectives import all_gather_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, ColumnLinear, RowLinear, output_std
@@ -45,6 +46,7 @@ class Place(NamedTuple):
     layer: jax.Array  # int32 []
     samples_B: jax.Array  # int32 [B]: rows of the global batch
     key: jax.Array  # uint32 [2]: the step's key
+    part: jax.Array  # int32 []: which slice of the sequence; 0 where it is whole
 
 
 class Attention(nnx.Module):
@@ -62,6 +64,13 @@ class Attention(nnx.Module):
         self.dropout = config.attention_dropout
         self.kernel = kernel
         self.axes = axes
+
+    def of_slice(self, x_BsD, place: Place, cache_BSnhK):
+        """(output, this slice's keys and values), n = 2, with those of earlier slices in a cache"""
+        qkv_BbnhK = self.qkv(x_BsD)
+        slices = cache_BSnhK.shape[1] // qkv_BbnhK.shape[1]
+        o_BbhK = sliced_attention(qkv_BbnhK, cache_BSnhK, place.part, slices)
+        return self.out(o_BbhK), qkv_BbnhK[:, :, 1:]
 
     def __call__(self, x_BsD, place: Place | None):
         qkv_BSnhK = self.qkv(x_BsD)
@@ -105,9 +114,16 @@ class Block(nnx.Module):
         self.dropout = config.dropout
         self.axes = axes
 
-    def __call__(self, x_BsD, place: Place | None = None):
-        """x_BsD -> x_BsD. Without a place, no dropout."""
-        h_BsD = self.attention(self.attention_norm(x_BsD), place)
+    def __call__(self, x_BsD, place: Place | None = None, cache_BSnhK=None):
+        """x_BsD -> x_BsD; for a slice of the sequence, (x_BsD, its keys and values). Without a
+        place, no dropout."""
+        if cache_BSnhK is None:
+            h_BsD = self.attention(self.attention_norm(x_BsD), place)
+            return self._after_attention(x_BsD, h_BsD, place)
+        h_BsD, own = self.attention.of_slice(self.attention_norm(x_BsD), place, cache_BSnhK)
+        return self._after_attention(x_BsD, h_BsD, place), own
+
+    def _after_attention(self, x_BsD, h_BsD, place):
         x_BsD = x_BsD + self._drop(h_BsD, place, _ATTENTION_SITE)
         h_BsD = self.mlp(self.mlp_norm(x_BsD))
         return x_BsD + self._drop(h_BsD, place, _MLP_SITE)
@@ -116,7 +132,7 @@ class Block(nnx.Module):
         if place is None or not self.dropout:
             return h_BsD
         key = fold(place.key, place.layer, site)
-        first = first_position(h_BsD, self.axes)
+        first = first_position(h_BsD, self.axes, place)
         return dropout_rows(h_BsD, self.dropout, key, place.samples_B, first)
 
 
@@ -145,7 +161,7 @@ class Ends(nnx.Module):
     def embed(self, tokens_BS, place: Place | None = None):
         """x_BsD, the same on every stage. Expects the same gradient on every stage."""
         x_BsD = embed_tokens(self.tokens[...], tokens_BS, self.axes)
-        first = first_position(x_BsD, self.axes)
+        first = first_position(x_BsD, self.axes, place)
         x_BsD += lax.dynamic_slice_in_dim(self.positions[...], first, x_BsD.shape[1])
         if place is None or not self.config.dropout:
             return x_BsD
@@ -171,9 +187,13 @@ class Ends(nnx.Module):
         return (loss_BS * weights_BS).sum()
 
 
-def first_position(x_BsD, axes: Axes):
+def first_position(x_BsD, axes: Axes, place: Place | None):
     """The global position of this shard's first row."""
-    return lax.axis_index(axes.tensor) * x_BsD.shape[1] if axes.sequence_parallel else 0
+    part = 0 if place is None else place.part
+    if not axes.sequence_parallel:
+        return part * x_BsD.shape[1]
+    shards = lax.axis_size(axes.tensor)
+    return (part * shards + lax.axis_index(axes.tensor)) * x_BsD.shape[1]
 
 
 class GPT:
@@ -190,8 +210,10 @@ class GPT:
         recompute: Recompute = "none",
         kernel: AttentionKernel = "blocked",
         vocab_shards: int = 1,
+        slices: int = 1,
     ):
         self.config = config
+        self.slices = slices
         self.kernel = kernel
         self.axes = axes
         self.recompute = recompute
@@ -216,28 +238,37 @@ class GPT:
         """Float32 parameters of one layer, global shapes."""
         return nnx.to_pure_dict(nnx.state(self._block(nnx.Rngs(params=_init_key(seed, layer)))))
 
-    def place(self, layer, samples_B, key) -> Place | None:
-        """What a block's random numbers follow from; None for a model that draws none."""
-        if not (self.config.dropout or self.config.attention_dropout):
+    def place(self, layer, samples_B, key, part=0) -> Place | None:
+        """Where a block's input stands; None where that does not matter: whole sequences, no
+        dropout."""
+        if self.slices == 1 and not (self.config.dropout or self.config.attention_dropout):
             return None
-        return Place(jnp.asarray(layer, jnp.int32), jnp.asarray(samples_B, jnp.int32), key)
+        layer, samples_B, part = (jnp.asarray(a, jnp.int32) for a in (layer, samples_B, part))
+        return Place(layer, samples_B, key, part)
+
+    def empty_cache(self, rows: int):
+        """[B, S, n, h, K], n = 2: the keys and values of one layer, for slices of sequences."""
+        heads = self.config.heads // (lax.axis_size(self.axes.tensor) if self.axes.tensor else 1)
+        shape = rows, self.config.sequence, 2, heads, self.config.head_size
+        return jnp.zeros(shape, jnp.dtype(self.config.compute_dtype))
 
     def embed(self, ends, batch, place: Place | None = None):
         """x_BsD of batch["tokens"] int32 [B, S]."""
         return nnx.merge(self._ends_graph, ends).embed(batch["tokens"], place)
 
-    def block(self, params, x_BsD, place: Place | None = None):
-        """x_BsD -> x_BsD, with the parameters of one layer."""
+    def block(self, params, x_BsD, place: Place | None = None, *cache):
+        """x_BsD -> x_BsD, with the parameters of one layer; for a slice of the sequence, with the
+        keys and values of earlier ones, (x_BsD, its own)."""
 
-        def run(params, x_BsD, place):
-            return nnx.merge(self._block_graph, params)(x_BsD, place)
+        def run(params, x_BsD, place, *cache):
+            return nnx.merge(self._block_graph, params)(x_BsD, place, *cache)
 
         if self.recompute == "none":
-            return run(params, x_BsD, place)
+            return run(params, x_BsD, place, *cache)
         policy = None  # "full": keep the block's input alone
         if self.recompute == "selective":
             policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
-        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BsD, place)
+        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BsD, place, *cache)
 
     def next_logits(self, ends, x_BsD, positions_B):
         """logits_Bv float32, this device's part of the vocabulary, after each row's position."""

@@ -131,33 +131,59 @@ def _blocks(sequence: int) -> list[slice]:
 
 
 def _heads_first(qkv_BSnhK):
-    """q, k, v as [B, h, S, K]: one copy here, in place of one for every block and product."""
+    """Each of n as [B, h, S, K]: one copy here, in place of one for every block and product."""
     return jnp.transpose(qkv_BSnhK, (2, 0, 3, 1, 4))
 
 
-def _block_scores(q_BhSK, k_BhSK, block: slice):
-    """Scaled and masked scores [B, h, block, keys up to the block's end], float32."""
-    scores = _product("BhbK,BhTK->BhbT", q_BhSK[:, :, block], k_BhSK[:, :, : block.stop])
-    query = block.start + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+def _scores(q_BhbK, k_BhTK, first: int):
+    """Scaled and masked scores [B, h, b, T], float32; `first`: the position of the first query."""
+    scores = _product("BhbK,BhTK->BhbT", q_BhbK, k_BhTK)
+    query = first + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
     key = lax.broadcasted_iota(jnp.int32, scores.shape, 3)
-    return jnp.where(query >= key, scores / math.sqrt(q_BhSK.shape[-1]), -jnp.inf)
+    return jnp.where(query >= key, scores / math.sqrt(q_BhbK.shape[-1]), -jnp.inf)
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _attend(q_BhbK, k_BhTK, v_BhTK, first: int):
+    """(o_BhbK, log of the sum of exponentials [B, h, b]) of a block of queries."""
+    scores_BhbT = _scores(q_BhbK, k_BhTK, first)
+    largest = scores_BhbT.max(axis=-1, keepdims=True)
+    p_BhbT = jnp.exp(scores_BhbT - largest)
+    total = p_BhbT.sum(axis=-1, keepdims=True)
+    o_BhbK = _product("BhbT,BhTK->BhbK", p_BhbT.astype(v_BhTK.dtype), v_BhTK) / total
+    return o_BhbK.astype(v_BhTK.dtype), (largest + jnp.log(total))[..., 0]
+
+
+def _attend_backward(q_BhbK, k_BhTK, v_BhTK, first: int, logsumexp_Bhb, along_Bhb, do_BhbK):
+    """Float32 gradients (dq_BhbK, dk_BhTK, dv_BhTK); `along`: the sum over K of do times o."""
+    dtype, scale = q_BhbK.dtype, 1 / math.sqrt(q_BhbK.shape[-1])
+    p_BhbT = jnp.exp(_scores(q_BhbK, k_BhTK, first) - logsumexp_Bhb[..., None])
+    dp_BhbT = _product("BhbK,BhTK->BhbT", do_BhbK, v_BhTK)
+    ds_BhbT = (p_BhbT * (dp_BhbT - along_Bhb[..., None]) * scale).astype(dtype)
+    dq_BhbK = _product("BhbT,BhTK->BhbK", ds_BhbT, k_BhTK)
+    dk_BhTK = _product("BhbT,BhbK->BhTK", ds_BhbT, q_BhbK)
+    dv_BhTK = _product("BhbT,BhbK->BhTK", p_BhbT.astype(dtype), do_BhbK)
+    return dq_BhbK, dk_BhTK, dv_BhTK
+
+
+def _along(do_BShK, o_BShK):
+    """[B, h, S] float32: do times o, summed over K."""
+    along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
+    return jnp.swapaxes(along_BSh, 1, 2)
 
 
 def _attention_forward(qkv_BSnhK):
     q_BhSK, k_BhSK, v_BhSK = _heads_first(qkv_BSnhK)
     outputs, logsumexps = [], []
     for block in _blocks(qkv_BSnhK.shape[1]):
-        scores_BhbT = _block_scores(q_BhSK, k_BhSK, block)
-        largest = scores_BhbT.max(axis=-1, keepdims=True)
-        p_BhbT = jnp.exp(scores_BhbT - largest)
-        total = p_BhbT.sum(axis=-1, keepdims=True)
-        v_BhTK = v_BhSK[:, :, : block.stop]
-        o_BhbK = _product("BhbT,BhTK->BhbK", p_BhbT.astype(v_BhTK.dtype), v_BhTK) / total
-        outputs.append(o_BhbK.astype(v_BhTK.dtype))
-        logsumexps.append((largest + jnp.log(total))[..., 0])
+        keys = slice(block.stop)
+        o_BhbK, logsumexp_Bhb = _attend(
+            q_BhSK[:, :, block], k_BhSK[:, :, keys], v_BhSK[:, :, keys], block.start
+        )
+        outputs.append(o_BhbK)
+        logsumexps.append(logsumexp_Bhb)
     o_BShK = jnp.swapaxes(jnp.concatenate(outputs, axis=2), 1, 2)
     o_BShK = checkpoint_name(o_BShK, MATMUL_OUTPUT)
     logsumexp_BhS = checkpoint_name(jnp.concatenate(logsumexps, axis=2), MATMUL_OUTPUT)
@@ -166,29 +192,81 @@ def _attention_forward(qkv_BSnhK):
 
 def _attention_backward(saved, do_BShK):
     qkv_BSnhK, o_BShK, logsumexp_BhS = saved
-    dtype, sequence = qkv_BSnhK.dtype, qkv_BSnhK.shape[1]
-    scale = 1 / math.sqrt(qkv_BSnhK.shape[-1])
+    sequence = qkv_BSnhK.shape[1]
     q_BhSK, k_BhSK, v_BhSK = _heads_first(qkv_BSnhK)
-    do_BhSK = jnp.swapaxes(do_BShK, 1, 2)
-    along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
-    along_BhS = jnp.swapaxes(along_BSh, 1, 2)
+    do_BhSK, along_BhS = jnp.swapaxes(do_BShK, 1, 2), _along(do_BShK, o_BShK)
     dq, dk_BhSK, dv_BhSK = [], 0.0, 0.0
     for block in _blocks(sequence):
-        k_BhTK, v_BhTK = k_BhSK[:, :, : block.stop], v_BhSK[:, :, : block.stop]
-        do_BhbK, q_BhbK = do_BhSK[:, :, block], q_BhSK[:, :, block]
-        scores_BhbT = _block_scores(q_BhSK, k_BhSK, block)
-        p_BhbT = jnp.exp(scores_BhbT - logsumexp_BhS[:, :, block, None])
-        dp_BhbT = _product("BhbK,BhTK->BhbT", do_BhbK, v_BhTK)
-        ds_BhbT = (p_BhbT * (dp_BhbT - along_BhS[:, :, block, None]) * scale).astype(dtype)
+        keys = slice(block.stop)
+        dq_BhbK, dk_BhTK, dv_BhTK = _attend_backward(
+            q_BhSK[:, :, block], k_BhSK[:, :, keys], v_BhSK[:, :, keys], block.start,
+            logsumexp_BhS[:, :, block], along_BhS[:, :, block], do_BhSK[:, :, block],
+        )  # fmt: skip
         after = ((0, 0), (0, 0), (0, sequence - block.stop), (0, 0))  # keys that the block hides
-        dq.append(_product("BhbT,BhTK->BhbK", ds_BhbT, k_BhTK))
-        dk_BhSK += jnp.pad(_product("BhbT,BhbK->BhTK", ds_BhbT, q_BhbK), after)
-        dv_BhSK += jnp.pad(_product("BhbT,BhbK->BhTK", p_BhbT.astype(dtype), do_BhbK), after)
-    dqkv_nBhSK = jnp.stack([jnp.concatenate(dq, axis=2), dk_BhSK, dv_BhSK]).astype(dtype)
-    return (jnp.transpose(dqkv_nBhSK, (1, 3, 0, 2, 4)),)
+        dq.append(dq_BhbK)
+        dk_BhSK += jnp.pad(dk_BhTK, after)
+        dv_BhSK += jnp.pad(dv_BhTK, after)
+    dqkv_nBhSK = jnp.stack([jnp.concatenate(dq, axis=2), dk_BhSK, dv_BhSK])
+    return (jnp.transpose(dqkv_nBhSK.astype(qkv_BSnhK.dtype), (1, 3, 0, 2, 4)),)
 
 
 blocked_attention.defvjp(_attention_forward, _attention_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def sliced_attention(qkv_BbnhK, cache_BSnhK, part, slices: int):
+    """Causal attention of one slice of a sequence, the keys and values of earlier ones in a cache.
+
+    qkv: of the b = S / slices positions from part * b on; cache (n = 2 for k, v): what stands in it
+    from there on counts for nothing; part: int32 []. Attention of slice j takes j + 1 blocks of
+    keys, no more. Keeps what `blocked_attention` keeps, of this slice alone.
+    """
+    return _slice_forward(qkv_BbnhK, cache_BSnhK, part, slices)[0]
+
+
+def _slice_keys(qkv_BbnhK, cache_BSnhK, part: int):
+    """q, k, v [B, h, b or T, K] with the T = (part + 1) b keys up to the end of this slice."""
+    q_BhbK, k_BhbK, v_BhbK = _heads_first(qkv_BbnhK)
+    k_BhTK, v_BhTK = _heads_first(cache_BSnhK[:, : part * qkv_BbnhK.shape[1]])
+    return (
+        q_BhbK,
+        jnp.concatenate([k_BhTK, k_BhbK], axis=2),
+        jnp.concatenate([v_BhTK, v_BhbK], axis=2),
+    )
+
+
+def _slice_forward(qkv_BbnhK, cache_BSnhK, part, slices):
+    def attend(part, qkv_BbnhK, cache_BSnhK):
+        q, k, v = _slice_keys(qkv_BbnhK, cache_BSnhK, part)
+        return _attend(q, k, v, part * qkv_BbnhK.shape[1])
+
+    branches = [partial(attend, part) for part in range(slices)]
+    o_BhbK, logsumexp_Bhb = lax.switch(part, branches, qkv_BbnhK, cache_BSnhK)
+    o_BbhK = checkpoint_name(jnp.swapaxes(o_BhbK, 1, 2), MATMUL_OUTPUT)
+    logsumexp_Bhb = checkpoint_name(logsumexp_Bhb, MATMUL_OUTPUT)
+    return o_BbhK, (qkv_BbnhK, cache_BSnhK, part, o_BbhK, logsumexp_Bhb)
+
+
+def _slice_backward(slices, saved, do_BbhK):
+    qkv_BbnhK, cache_BSnhK, part, o_BbhK, logsumexp_Bhb = saved
+    do_BhbK, along_Bhb = jnp.swapaxes(do_BbhK, 1, 2), _along(do_BbhK, o_BbhK)
+
+    def attend(part, qkv_BbnhK, cache_BSnhK):
+        size, sequence = qkv_BbnhK.shape[1], cache_BSnhK.shape[1]
+        q, k, v = _slice_keys(qkv_BbnhK, cache_BSnhK, part)
+        dq, *dkv = _attend_backward(q, k, v, part * size, logsumexp_Bhb, along_Bhb, do_BhbK)
+        own = jnp.stack([dq, *(d_BhTK[:, :, part * size :] for d_BhTK in dkv)])
+        earlier = jnp.stack([d_BhTK[:, :, : part * size] for d_BhTK in dkv])
+        after = ((0, 0),) * 3 + ((0, sequence - part * size), (0, 0))
+        dqkv_BbnhK = jnp.transpose(own, (1, 3, 0, 2, 4))
+        dcache_BSnhK = jnp.transpose(jnp.pad(earlier, after), (1, 3, 0, 2, 4))
+        return dqkv_BbnhK.astype(qkv_BbnhK.dtype), dcache_BSnhK.astype(cache_BSnhK.dtype)
+
+    branches = [partial(attend, part) for part in range(slices)]
+    return *lax.switch(part, branches, qkv_BbnhK, cache_BSnhK), None
+
+
+sliced_attention.defvjp(_slice_forward, _slice_backward)
 
 
 def attention_with_dropout(qkv_BSnhK, *, rate: float, key, samples_B, first_head):

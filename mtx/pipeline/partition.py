@@ -1,8 +1,8 @@
 """Which layer lives where: the only place that knows both model order and (stage, chunk) order.
 
 Legend: L layers · P stages · C chunks per stage · N places for layers in one chunk.
-Model piece k = c*P + s is chunk c of stage s. In memory layers are stacked [P, C, N, ...]; on disk
-and in every canonical tree they are [L, ...] in model order.
+Which model piece a chunk of a stage is says the schedule. In memory layers are stacked
+[P, C, N, ...]; on disk and in every canonical tree they are [L, ...] in model order.
 """
 
 from __future__ import annotations
@@ -55,27 +55,29 @@ def place_layers(
     pipe: int,
     virtual: int,
     stage_layers: tuple[int, ...] | Literal["even", "balanced"],
+    pieces: np.ndarray | None = None,
 ) -> Placement:
-    """Places layers in model order on the pipe*virtual pieces.
+    """Places layers in model order on the pipe*virtual pieces; `pieces` int [C, P]: the piece that
+    is each chunk of each stage, c*P + s where not given.
 
     "even": the same number on each, else a UserError. "balanced": counts differ by one at most,
     and the lighter pieces stand at the two ends. A tuple: the number of layers of every piece.
     """
-    pieces = pipe * virtual
+    number = pipe * virtual
     if stage_layers == "even":
-        if layers % pieces:
-            below, above = layers // pieces * pieces, -(-layers // pieces) * pieces
+        if layers % number:
+            below, above = layers // number * number, -(-layers // number) * number
             raise UserError(
                 f"layers={layers} cannot be divided over pipe*virtual={pipe}*{virtual}; use layers="
                 f"{f'{below} or ' if below else ''}{above}, another pipe or virtual, or "
                 "stage_layers='balanced' to place them unevenly"
             )
-        counts = np.full(pieces, layers // pieces)
+        counts = np.full(number, layers // number)
     elif stage_layers == "balanced":
-        counts = _balance(layers, pieces)
+        counts = _balance(layers, number)
     else:
         counts = np.array(stage_layers)
-        if len(counts) != pieces or counts.sum() != layers or counts.min() < 0:
+        if len(counts) != number or counts.sum() != layers or counts.min() < 0:
             raise UserError(
                 f"stage_layers={tuple(stage_layers)} must give the layers of each of the "
                 f"pipe*virtual={pipe}*{virtual} pieces, {layers} in all; it gives {len(counts)} "
@@ -84,7 +86,9 @@ def place_layers(
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     place = np.arange(counts.max())
     layer = np.where(place < counts[:, None], first[:, None] + place, EMPTY)
-    by_chunk = layer.reshape(virtual, pipe, -1).swapaxes(0, 1)
+    if pieces is None:
+        pieces = np.arange(pipe * virtual).reshape(virtual, pipe)
+    by_chunk = layer[pieces].swapaxes(0, 1)
     return Placement(layer=np.ascontiguousarray(by_chunk, np.int32))
 
 

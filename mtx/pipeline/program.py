@@ -1,15 +1,16 @@
 """The pipeline: one scan over the ticks of a schedule's table, on every stage at once.
 
 Runs inside the step's `shard_map`. A tick is: receive, embed, F, send x, head and loss, B, gradient
-of the embedding; the gradient is sent at the start of the next tick. So the send of a tick's F may
-overlap with its B, and the send of its B with the next F. F and B go a layer at a time: F writes
-what a layer's VJP needs into the layer's place of a ring slot, B reads it back in reverse order and
-adds each weight gradient to its accumulator at once. Nothing here grows with the microbatches.
+of the embedding, and W where the table splits it from B; the gradient is sent at the start of the
+next tick. So the send of a tick's F may overlap with its B, and the send of its B with W and the
+next F. What F, B and W do with a stage's layers is in `stage`. Nothing here grows with the
+microbatches.
 
 Three model functions are all it knows (see `mtx.models.gpt.GPT`): `embed(ends, batch, place)`,
-`block(params, x, place)` and `loss(ends, x, batch)`. Embedding and head are sharded over `pipe`, so
-all stages run them together, in the ticks that the table names; their collectives span `pipe` and
-must not stand in a branch that only some stages take.
+`block(params, x, place)` and `loss(ends, x, batch)`; for slices of sequences, `block` takes and
+returns keys and values as well. Embedding and head are sharded over `pipe`, so all stages run them
+together, in the ticks that the table names; their collectives span `pipe` and must not stand in a
+branch that only some stages take.
 
 Legend: M microbatches · B rows · S sequence (s: shard) · D hidden · C chunks · N layers a chunk ·
 R ring slots · T ticks
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +29,8 @@ from jax import lax
 
 from mtx.config import Layout
 from mtx.pipeline.partition import Placement
-from mtx.pipeline.schedule import IDLE, Schedule, by_tick
-from mtx.pipeline.vjp import LayerVJP
+from mtx.pipeline.schedule import IDLE, Route, Schedule, by_tick
+from mtx.pipeline.stage import Kept, Op, Stage, write
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -41,14 +42,12 @@ from mtx.sharding.mesh import Axes
 Tree = Any
 
 
-class Op(NamedTuple):
-    """One half tick of this stage; int32 [] (the whole table: [T])."""
+class Letter(NamedTuple):
+    """One mailbox in one tick; int32 [] (the whole table: [T])."""
 
-    microbatch: jax.Array
-    chunk: jax.Array
-    slot: jax.Array
-    arrives: jax.Array  # mailbox slot of what arrives
-    uses: jax.Array  # mailbox slot of the input
+    arrives: jax.Array  # the slot of what arrives
+    uses: jax.Array  # the slot of the input
+    used: jax.Array  # bool: whether the input is here
 
 
 class Tick(NamedTuple):
@@ -56,9 +55,12 @@ class Tick(NamedTuple):
 
     forward: Op
     backward: Op
+    weight: Op | None
+    inboxes: tuple[Letter, ...]
+    gradient_inboxes: tuple[Letter, ...]
     output: jax.Array  # outbox slot that takes the last piece's output
     head_input: jax.Array  # outbox slot that the head reads
-    embed: jax.Array  # microbatches, or IDLE, the same on every stage
+    embed: jax.Array  # items, or IDLE, the same on every stage
     head: jax.Array
     embed_backward: jax.Array
 
@@ -66,13 +68,18 @@ class Tick(NamedTuple):
 class Carry(NamedTuple):
     """What goes from tick to tick."""
 
-    x_BsD: jax.Array  # has arrived from the stage before
+    arrived: tuple[jax.Array, ...]  # x_BsD from the stage before, one for each route
     dx_BsD: jax.Array  # is to be sent to the stage before
     stash: Tree  # [R, N, ...] residuals or [R, B, s, D] chunk inputs
-    inbox: jax.Array  # [slots, B, s, D], and so the next two
-    gradient_inbox: jax.Array
+    inboxes: tuple[jax.Array, ...]  # [slots, B, s, D], and so the next two
+    gradient_inboxes: tuple[jax.Array, ...]
     outbox: jax.Array
-    gradients: Tree  # float32, like the parameters
+    deferred: Tree  # [R, N, ...] what waits for W
+    cache: jax.Array | None  # [R, N, B, S, ...] keys and values of slices, and their gradients
+    dcache: jax.Array | None
+    early: Tree  # float32 gradients of the blocks that B adds to, like the parameters
+    late: Tree  # those that W adds to
+    ends: Tree  # float32 gradients of the ends
     loss: jax.Array  # float32 []
 
 
@@ -90,52 +97,60 @@ class Pipeline:
         """(sum of losses, gradients) over all microbatches of this replica.
 
         params: {"ends": ..., "block": leaves [C, N, ...]}, the local shards; batch: leaves
-        [M, B, ...]; samples_MB: int32, rows of the global batch; key: uint32 [2];
+        [M, B, S]; samples_MB: int32, rows of the global batch; key: uint32 [2];
         loss_weight: float32 [], the gradient of the scalar that is minimised with respect to the
         sum of losses. Gradients are float32 and still to be summed over `data` and, where a
         parameter is replicated, with sequence parallelism, over `tensor`.
         """
         run = _Run(self, params, batch, samples_MB, key, loss_weight)
-        carry, ticks = run.start(), _table(self.schedule, run.stage)
+        carry, ticks = run.start(), run.table()
         if self.layout.idle == "phases":
             for phase in self.schedule.phases:
                 rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
-                step = partial(run.tick, forward=phase.forward, backward=phase.backward)
+                step = partial(
+                    run.tick, forward=phase.forward, backward=phase.backward, weight=phase.weight
+                )
                 carry, _ = lax.scan(step, carry, rows)
         else:
             carry, _ = lax.scan(run.tick, carry, ticks)
-        return carry.loss, carry.gradients
+        return carry.loss, {"ends": carry.ends, "block": _joined(carry.early, carry.late)}
 
     def forward(self, params: Tree, batch: Tree, output: Callable) -> Tree:
         """`output(ends, y_BsD, batch)` of every microbatch, stacked [M, ...]; no gradients, no
-        dropout. `output` is called on all stages together. Other arguments as in `gradients`."""
+        dropout, whole sequences. `output` is called on all stages together. Other arguments as in
+        `gradients`."""
         run = _Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
-        leaving = jnp.asarray(by_tick(self.schedule.forward_ticks[:, -1, -1], last_tick + 1))
-        ticks = jax.tree.map(lambda a: a[: last_tick + 1], _table(self.schedule, run.stage))
+        leaves_in = self.schedule.forward_ticks[:, *self.schedule.ends[1]]
+        leaving = jnp.asarray(by_tick(leaves_in, last_tick + 1))
+        ticks = jax.tree.map(lambda a: a[: last_tick + 1], run.table())
         example = jax.eval_shape(output, params["ends"], run.x_zeros(), run.batch_of(0))
         outputs = jax.tree.map(
             lambda a: jnp.zeros((self.schedule.microbatches, *a.shape), a.dtype), example
         )
 
         def tick(carry, row):
-            x_BsD, inbox, outputs = carry
+            arrived, inboxes, outputs = carry
             op, microbatch = row
-            inbox, x_BsD = _through(inbox, x_BsD, op.forward)
+            inboxes, x_BsD = run.receive(inboxes, arrived, op.inboxes)
             x_BsD = run.enter(x_BsD, op)
             y_BsD = lax.cond(
-                op.forward.microbatch != IDLE, run.forward_only, lambda op, x: x, op.forward, x_BsD
+                op.forward.busy,
+                lambda op, x: run.stage.forward_only(op, x)[0],
+                lambda op, x: x,
+                op.forward,
+                x_BsD,
             )
 
             def leave(outputs, y_BsD):
-                y_BsD = broadcast_from(y_BsD, run.stage == run.stages - 1, self.axes.pipe)
+                y_BsD = broadcast_from(y_BsD, run.holds_last, self.axes.pipe)
                 value = output(params["ends"], y_BsD, run.batch_of(microbatch))
-                return jax.tree.map(lambda a, v: _write(a, v, microbatch), outputs, value)
+                return jax.tree.map(lambda a, v: write(a, v, microbatch), outputs, value)
 
             outputs = lax.cond(microbatch != IDLE, leave, lambda a, _: a, outputs, y_BsD)
-            return (run.send(y_BsD, by=1), inbox, outputs), None
+            return (run.send(y_BsD, self.schedule.inboxes), inboxes, outputs), None
 
-        start = run.x_zeros(), run.box(self.schedule.inbox.slots), outputs
+        start = run.no_arrivals(), run.boxes(self.schedule.inboxes), outputs
         (_, _, outputs), _ = lax.scan(tick, start, (ticks, leaving))
         return outputs
 
@@ -147,32 +162,45 @@ class _Run:
         self, pipeline: Pipeline, params, batch, samples_MB=None, key=None, loss_weight=None
     ):
         self.model, self.schedule = pipeline.model, pipeline.schedule
-        self.layout, self.axes, self.placement = pipeline.layout, pipeline.axes, pipeline.placement
+        self.layout, self.axes = pipeline.layout, pipeline.axes
         self.params, self.batch = params, batch
         self.samples_MB, self.key, self.loss_weight = samples_MB, key, loss_weight
-        self.stages = self.schedule.stages
-        self.stage = lax.axis_index(self.axes.pipe) if self.axes.pipe else jnp.zeros((), jnp.int32)
-        self.layer_CN = jnp.asarray(self.placement.layer)[self.stage]
-        self.count_C = jnp.asarray(self.placement.count)[self.stage]
+        pipe, placement = self.axes.pipe, pipeline.placement
+        self.index = lax.axis_index(pipe) if pipe else jnp.zeros((), jnp.int32)
+        (self.first_chunk, first), (self.last_chunk, last) = self.schedule.ends
+        self.holds_first, self.holds_last = self.index == first, self.index == last
         self.x_shape = jax.eval_shape(
             self.model.embed, params["ends"], self.batch_of(0), self.place(0, 0)
         )
-
-    @cached_property
-    def layer_vjp(self) -> LayerVJP:
-        params = jax.tree.map(lambda a: a[0, 0], self.params["block"])
-        return LayerVJP(self.model.block, params, self.x_shape, self.place(0, 0))
+        self.stage = Stage(
+            model=self.model, params=params["block"], placement=placement,
+            layer_CN=jnp.asarray(placement.layer)[self.index],
+            count_C=jnp.asarray(placement.count)[self.index], place=self.place,
+            x_BsD=self.x_shape, slices=self.schedule.slices, split=self.schedule.split,
+        )  # fmt: skip
 
     # -- what stands where ------------------------------------------------------------------------
 
-    def batch_of(self, microbatch):
-        return jax.tree.map(lambda a: a[microbatch], self.batch)
+    def batch_of(self, item):
+        """Leaves [B, S], or a slice of S."""
+        slices = self.schedule.slices
+        rows = jax.tree.map(lambda a: a[item // slices], self.batch)
+        if slices == 1:
+            return rows
 
-    def place(self, microbatch, layer):
-        """The model's third argument: what its random numbers follow from; None without them."""
+        def cut(a_BS):
+            size = a_BS.shape[1] // slices
+            return lax.dynamic_slice_in_dim(a_BS, item % slices * size, size, 1)
+
+        return jax.tree.map(cut, rows)
+
+    def place(self, item, layer):
+        """The model's third argument: where its input stands; None where it does not matter."""
+        slices = self.schedule.slices
         if self.key is None:
             return None
-        return self.model.place(layer, self.samples_MB[microbatch], self.key)
+        part = item % slices if slices > 1 else 0
+        return self.model.place(layer, self.samples_MB[item // slices], self.key, part)
 
     def x_zeros(self):
         return jnp.zeros(self.x_shape.shape, self.x_shape.dtype)
@@ -180,248 +208,255 @@ class _Run:
     def box(self, slots: int):
         return jnp.zeros((slots, *self.x_shape.shape), self.x_shape.dtype)
 
+    def boxes(self, routes: tuple[Route, ...]):
+        return tuple(self.box(route.mailbox.slots) for route in routes)
+
+    def no_arrivals(self):
+        return tuple(self.x_zeros() for _ in self.schedule.inboxes)
+
     def start(self) -> Carry:
-        slots, places = self.schedule.slots, self.placement.layer.shape[-1]
-        if self.layout.stash == "inputs":
-            stash = self.box(slots)
-        else:
-            stash = _ring(self.layer_vjp.residuals, slots, places)
+        schedule, stage = self.schedule, self.stage
+        by_inputs = self.layout.stash == "inputs"
+        late = stage.is_late()
+        waiting = schedule.weight_stash.slots + self._zero_slots if schedule.split else 0
+
+        def zeros(wanted):
+            return jax.tree.map(
+                lambda a, is_late: jnp.zeros(a.shape, jnp.float32) if is_late == wanted else None,
+                self.params["block"],
+                late,
+            )
+
         return Carry(
-            x_BsD=self.x_zeros(),
+            arrived=self.no_arrivals(),
             dx_BsD=self.x_zeros(),
-            stash=stash,
-            inbox=self.box(self.schedule.inbox.slots),
-            gradient_inbox=self.box(self.schedule.gradient_inbox.slots),
-            outbox=self.box(self.schedule.outbox.slots),
-            gradients=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.params),
+            stash=self.box(schedule.slots) if by_inputs else stage.stash(schedule.slots),
+            inboxes=self.boxes(schedule.inboxes),
+            gradient_inboxes=self.boxes(schedule.gradient_inboxes),
+            outbox=self.box(schedule.outbox.slots),
+            deferred=stage.weight_stash(waiting),
+            cache=stage.caches(schedule.cache.slots) if schedule.cache else None,
+            dcache=stage.caches(schedule.gradient_cache.slots) if schedule.cache else None,
+            early=zeros(False),
+            late=zeros(True),
+            ends=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.params["ends"]),
             loss=jnp.zeros((), jnp.float32),
+        )
+
+    @property
+    def _zero_slots(self) -> int:
+        """An idle W that is not skipped reads a slot of zeros, which nothing is written to."""
+        return 0 if self.layout.idle == "skip" else 1
+
+    def table(self) -> Tick:
+        """The schedule as this stage sees it."""
+        schedule = self.schedule
+
+        def column(table):
+            return None if table is None else jnp.asarray(table)[:, self.index]
+
+        def op(half, deferred=None, cache=None, cache_gradient=None):
+            columns = half.item, half.chunk, half.slot, deferred, cache, cache_gradient
+            return Op(*map(column, columns))
+
+        def letters(routes):
+            return tuple(
+                Letter(column(r.mailbox.write), column(r.mailbox.read), column(r.used))
+                for r in routes
+            )
+
+        weight, waits = None, None
+        if schedule.split:
+            waits = schedule.weight_stash.write
+            weight = op(schedule.weight)
+            if self._zero_slots:
+                slot = jnp.where(weight.busy, weight.slot, schedule.weight_stash.slots)
+                weight = weight._replace(slot=slot)
+        keys, dkeys = schedule.cache, schedule.gradient_cache
+        return Tick(
+            forward=op(schedule.forward, cache=keys and keys.write),
+            backward=op(schedule.backward, waits, keys and keys.read, dkeys and dkeys.write),
+            weight=weight,
+            inboxes=letters(schedule.inboxes),
+            gradient_inboxes=letters(schedule.gradient_inboxes),
+            output=column(schedule.outbox.write),
+            head_input=column(schedule.outbox.read),
+            embed=jnp.asarray(schedule.embed),
+            head=jnp.asarray(schedule.head),
+            embed_backward=jnp.asarray(schedule.embed_backward),
         )
 
     # -- one tick ---------------------------------------------------------------------------------
 
-    def tick(self, carry: Carry, op: Tick, *, forward: bool = True, backward: bool = True):
-        y_BsD = carry.x_BsD
+    def tick(
+        self, carry: Carry, op: Tick, *, forward: bool = True, backward: bool = True,
+        weight: bool = True,
+    ):  # fmt: skip
+        y_BsD = carry.dx_BsD
         if forward:
-            with jax.named_scope("F"):
-                inbox, x_BsD = _through(carry.inbox, carry.x_BsD, op.forward)
-                x_BsD = self.enter(x_BsD, op)
-                y_BsD, stash = self.forward_half(carry.stash, op.forward, x_BsD)
-            with jax.named_scope("send_x"):
-                arrived_BsD = self.send(y_BsD, by=1)
-            carry = carry._replace(x_BsD=arrived_BsD, inbox=inbox, stash=stash)
-            if self.schedule.outbox.slots:
-                carry = carry._replace(outbox=_write(carry.outbox, y_BsD, op.output))
+            carry, y_BsD = self.forward_third(carry, op)
         if backward:
-            with jax.named_scope("send_dx"):
-                dx_BsD = self.send(carry.dx_BsD, by=-1)
-            if self.schedule.outbox.slots:
-                y_BsD = carry.outbox[op.head_input]
-            with jax.named_scope("head"):
-                carry, dy_BsD = self.head(carry, op, y_BsD)
-            with jax.named_scope("B"):
-                gradient_inbox, dx_BsD = _through(carry.gradient_inbox, dx_BsD, op.backward)
-                is_output = self._is_last(op.backward)
-                dy_BsD = jnp.where(is_output, dy_BsD, dx_BsD)
-                dx_BsD, blocks = self.backward_half(carry, op.backward, dy_BsD)
-            gradients = carry.gradients | {"block": blocks}
-            with jax.named_scope("embed_backward"):
-                gradients = self.embed_backward(gradients, op, dx_BsD)
-            carry = carry._replace(
-                dx_BsD=dx_BsD, gradient_inbox=gradient_inbox, gradients=gradients
-            )
+            carry = self.backward_third(carry, op, y_BsD)
+        if weight and op.weight is not None:
+            with jax.named_scope("W"):
+                late = self._unless_idle(
+                    op.weight,
+                    self.stage.weight,
+                    lambda op, deferred, late: late,
+                    op.weight,
+                    carry.deferred,
+                    carry.late,
+                )
+            carry = carry._replace(late=late)
         return carry, None
 
-    def _is_last(self, op: Op):
-        return (self.stage == self.stages - 1) & (op.chunk == self.schedule.virtual - 1)
+    def forward_third(self, carry: Carry, op: Tick):
+        """(carry, y_BsD)"""
+        with jax.named_scope("F"):
+            inboxes, x_BsD = self.receive(carry.inboxes, carry.arrived, op.inboxes)
+            x_BsD = self.enter(x_BsD, op)
+            stash, keep = carry.stash, self.stage.forward
+            if self.layout.stash == "inputs":
+                stash = write(stash, x_BsD, op.forward.slot)
 
-    def send(self, x_BsD, *, by: int):
-        """x of the stage `by` places before this one. Where all tensor ranks hold the same x, each
-        sends its part of the sequence (SC'21's scatter/gather optimisation, section 4.1)."""
+                def keep(op, x_BsD, stash, cache):
+                    y_BsD, cache = self.stage.forward_only(op, x_BsD, cache)
+                    return y_BsD, stash, cache
+
+            y_BsD, stash, cache = self._unless_idle(
+                op.forward, keep, lambda op, *kept: kept, op.forward, x_BsD, stash, carry.cache
+            )
+        with jax.named_scope("send_x"):
+            arrived = self.send(y_BsD, self.schedule.inboxes)
+        carry = carry._replace(arrived=arrived, inboxes=inboxes, stash=stash, cache=cache)
+        if self.schedule.outbox.slots:
+            carry = carry._replace(outbox=write(carry.outbox, y_BsD, op.output))
+        return carry, y_BsD
+
+    def backward_third(self, carry: Carry, op: Tick, y_BsD) -> Carry:
+        with jax.named_scope("send_dx"):
+            arrived = self.send(carry.dx_BsD, self.schedule.gradient_inboxes)
+        if self.schedule.outbox.slots:
+            y_BsD = carry.outbox[op.head_input]
+        with jax.named_scope("head"):
+            carry, dy_BsD = self.head(carry, op, y_BsD)
+        with jax.named_scope("B"):
+            inboxes, dx_BsD = self.receive(carry.gradient_inboxes, arrived, op.gradient_inboxes)
+            is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
+            carry = carry._replace(gradient_inboxes=inboxes)
+            carry, dx_BsD = self.backward_op(
+                carry, op.backward, jnp.where(is_output, dy_BsD, dx_BsD)
+            )
+        with jax.named_scope("embed_backward"):
+            return carry._replace(dx_BsD=dx_BsD, ends=self.embed_backward(carry.ends, op, dx_BsD))
+
+    def send(self, x_BsD, routes: tuple[Route, ...]):
+        """What arrives on each route. Where all tensor ranks hold the same x, each sends its part
+        of the sequence (SC'21's scatter/gather optimisation, section 4.1)."""
         whole = self.axes.tensor and not self.axes.sequence_parallel
         split = self.axes.tensor if whole and x_BsD.shape[1] % self.layout.tensor == 0 else None
-        sent = shift(shard_of_sequence(x_BsD, split), self.axes.pipe, by=by)
-        return all_gather_sequence(sent, split)
+        part = shard_of_sequence(x_BsD, split)
+        return tuple(
+            all_gather_sequence(shift(part, self.axes.pipe, by=route.by), split)
+            if route.by
+            else x_BsD
+            for route in routes
+        )
+
+    def receive(self, boxes, arrived, letters: tuple[Letter, ...]):
+        """(mailboxes with what has arrived, the value that this tick uses)"""
+        if not arrived:  # one piece: there is nobody to receive from
+            return boxes, self.x_zeros()
+        kept, values = [], []
+        for box, x_BsD, letter in zip(boxes, arrived, letters, strict=True):
+            if box.shape[0]:
+                box = write(box, x_BsD, letter.arrives)
+                x_BsD = box[letter.uses]
+            kept.append(box)
+            values.append(x_BsD)
+        value = values[0]
+        for other, letter in zip(values[1:], letters[1:]):
+            value = jnp.where(letter.used, other, value)
+        return tuple(kept), value
 
     def enter(self, x_BsD, op: Tick):
-        """The F half's input: the embedding on piece 0, what has arrived elsewhere."""
+        """The input of F: the embedding on piece 0, what has arrived elsewhere."""
 
-        def embed(microbatch):
-            place = self.place(microbatch, IDLE)
-            return self.model.embed(self.params["ends"], self.batch_of(microbatch), place)
+        def embed(item):
+            return self.model.embed(
+                self.params["ends"], self.batch_of(item), self.place(item, IDLE)
+            )
 
         with jax.named_scope("embed"):
             entered = lax.cond(op.embed != IDLE, embed, lambda _: self.x_zeros(), op.embed)
-        is_first = (self.stage == 0) & (op.forward.chunk == 0)
-        return jnp.where(is_first, entered, x_BsD)
-
-    def forward_half(self, stash, op: Op, x_BsD):
-        """(y_BsD, stash)"""
-        if self.layout.stash == "inputs":
-            stash = _write(stash, x_BsD, op.slot)
-            return self._unless_idle(op, self.forward_only, lambda op, x: x, op, x_BsD), stash
-        return self._unless_idle(
-            op, self._forward_chunk, lambda op, x, stash: (x, stash), op, x_BsD, stash
-        )
+        return jnp.where(self.holds_first & (op.forward.chunk == self.first_chunk), entered, x_BsD)
 
     def head(self, carry: Carry, op: Tick, y_BsD):
         """(carry with the loss and the gradients of the ends added, dy_BsD)"""
-        is_source = self.stage == self.stages - 1
 
-        def compute(loss, gradients, y_BsD):
-            y_BsD = broadcast_from(y_BsD, is_source, self.axes.pipe)
+        def compute(loss, ends, y_BsD):
+            y_BsD = broadcast_from(y_BsD, self.holds_last, self.axes.pipe)
             batch = self.batch_of(op.head)
             value, vjp = jax.vjp(
                 lambda ends, y: self.model.loss(ends, y, batch), self.params["ends"], y_BsD
             )
             dends, dy_BsD = vjp(self.loss_weight.astype(value.dtype))
-            return loss + value, _add(gradients, dends), dy_BsD
+            return loss + value, _add(ends, dends), dy_BsD
 
-        def idle(loss, gradients, y_BsD):
-            return loss, gradients, jnp.zeros_like(y_BsD)
+        def idle(loss, ends, y_BsD):
+            return loss, ends, jnp.zeros_like(y_BsD)
 
-        loss, ends, dy_BsD = lax.cond(
-            op.head != IDLE, compute, idle, carry.loss, carry.gradients["ends"], y_BsD
-        )
-        return carry._replace(loss=loss, gradients=carry.gradients | {"ends": ends}), dy_BsD
+        loss, ends, dy_BsD = lax.cond(op.head != IDLE, compute, idle, carry.loss, carry.ends, y_BsD)
+        return carry._replace(loss=loss, ends=ends), dy_BsD
 
-    def backward_half(self, carry: Carry, op: Op, dy_BsD):
-        """(dx_BsD, gradients of the blocks)"""
+    def backward_op(self, carry: Carry, op: Op, dy_BsD) -> tuple[Carry, jax.Array]:
+        """(carry, dx_BsD)"""
 
-        def compute(op, dy_BsD, stash, gradients):
+        def compute(op, dy_BsD, stash, cache, kept):
             if self.layout.stash == "inputs":
-                ring = _ring(self.layer_vjp.residuals, 1, self.placement.layer.shape[-1])
-                at = op._replace(slot=jnp.zeros((), jnp.int32))
-                _, ring = self._forward_chunk(at, stash[op.slot], ring)
-                return self._backward_chunk(at, dy_BsD, ring, gradients)
-            return self._backward_chunk(op, dy_BsD, stash, gradients)
+                one = op._replace(slot=jnp.zeros((), jnp.int32))
+                x_BsD, ring = stash[op.slot], self.stage.stash(1)
+                _, stash, _ = self.stage.forward(one, x_BsD, ring, cache, extend=False)
+                op = one
+            return self.stage.backward(op, dy_BsD, stash, cache, kept)
 
-        def idle(op, dy_BsD, stash, gradients):
-            return jnp.zeros_like(dy_BsD), gradients
+        def idle(op, dy_BsD, stash, cache, kept):
+            return jnp.zeros_like(dy_BsD), kept
 
-        if self.layout.idle != "skip":  # an idle half computes, with a gradient of zero
-            dy_BsD *= (op.microbatch != IDLE).astype(dy_BsD.dtype)
-        return self._unless_idle(
-            op, compute, idle, op, dy_BsD, carry.stash, carry.gradients["block"]
+        if self.layout.idle != "skip":  # an idle B computes, with a gradient of zero
+            dy_BsD *= op.busy.astype(dy_BsD.dtype)
+        kept = Kept(carry.early, carry.deferred, carry.dcache)
+        dx_BsD, kept = self._unless_idle(
+            op, compute, idle, op, dy_BsD, carry.stash, carry.cache, kept
         )
+        carry = carry._replace(early=kept.gradients, deferred=kept.deferred, dcache=kept.dcache)
+        return carry, dx_BsD
 
-    def embed_backward(self, gradients, op: Tick, dx_BsD):
-        """The gradients with those of piece 0's embedding added."""
+    def embed_backward(self, ends, op: Tick, dx_BsD):
+        """The gradients of the ends with those of piece 0's embedding added."""
 
         def compute(ends, dx_BsD):
-            dx_BsD = broadcast_from(dx_BsD, self.stage == 0, self.axes.pipe)
-            batch = self.batch_of(op.embed_backward)
-            place = self.place(op.embed_backward, IDLE)
+            dx_BsD = broadcast_from(dx_BsD, self.holds_first, self.axes.pipe)
+            item = op.embed_backward
+            batch, place = self.batch_of(item), self.place(item, IDLE)
             _, vjp = jax.vjp(lambda ends: self.model.embed(ends, batch, place), self.params["ends"])
             return _add(ends, vjp(dx_BsD)[0])
 
-        ends = lax.cond(
-            op.embed_backward != IDLE, compute, lambda ends, _: ends, gradients["ends"], dx_BsD
-        )
-        return gradients | {"ends": ends}
+        return lax.cond(op.embed_backward != IDLE, compute, lambda ends, _: ends, ends, dx_BsD)
 
     def _unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):
         if self.layout.idle == "skip":
-            return lax.cond(op.microbatch != IDLE, compute, idle, *args)
+            return lax.cond(op.busy, compute, idle, *args)
         return compute(*args)
 
-    # -- one chunk, a layer at a time -------------------------------------------------------------
 
-    def _layers(self, op: Op, body: Callable, start):
-        """body(n, carry) over the layers of the op's chunk; a plain call where there is one."""
-        places = self.placement.layer.shape[-1]
-        if not self.placement.even:
-            return lax.fori_loop(0, self.count_C[op.chunk], body, start)
-        return body(0, start) if places == 1 else lax.fori_loop(0, places, body, start)
-
-    def _layer(self, op: Op, n):
-        """(parameters, place) of layer n of the op's chunk"""
-        params = jax.tree.map(lambda a: a[op.chunk, n], self.params["block"])
-        return params, self.place(op.microbatch, self.layer_CN[op.chunk, n])
-
-    def forward_only(self, op: Op, x_BsD):
-        """y_BsD; keeps nothing."""
-
-        def layer(n, x_BsD):
-            params, place = self._layer(op, n)
-            return self.model.block(params, x_BsD, place)
-
-        return self._layers(op, layer, x_BsD)
-
-    def _forward_chunk(self, op: Op, x_BsD, ring):
-        """(y_BsD, ring with the residuals of each layer at [slot, n])"""
-
-        def layer(n, carry):
-            x_BsD, ring = carry
-            params, place = self._layer(op, n)
-            y_BsD, residuals = self.layer_vjp.forward(params, x_BsD, place)
-            ring = tuple(_write(r, a, op.slot, n) for r, a in zip(ring, residuals, strict=True))
-            return y_BsD, ring
-
-        return self._layers(op, layer, (x_BsD, ring))
-
-    def _backward_chunk(self, op: Op, dy_BsD, ring, gradients):
-        """(dx_BsD, gradients with those of each layer added at [chunk, n])"""
-        last = self.count_C[op.chunk] - 1
-
-        def layer(i, carry):
-            dy_BsD, gradients = carry
-            n = last - i
-            params, place = self._layer(op, n)
-            residuals = tuple(r[op.slot, n] for r in ring)
-            dparams, dx_BsD = self.layer_vjp.backward(residuals, params, place, dy_BsD)
-
-            def add(total, g):
-                return _write(total, total[op.chunk, n] + g.astype(total.dtype), op.chunk, n)
-
-            return dx_BsD, jax.tree.map(add, gradients, dparams)
-
-        return self._layers(op, layer, (dy_BsD, gradients))
+def _joined(early, late):
+    return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=_is_none)
 
 
-def _ring(residuals, slots: int, places: int):
-    return tuple(jnp.zeros((slots, places, *r.shape), r.dtype) for r in residuals)
-
-
-def _through(mailbox, arrived, op: Op):
-    """(mailbox, the value that this tick uses); without slots, what has just arrived."""
-    if mailbox.shape[0] == 0:
-        return mailbox, arrived
-    mailbox = _write(mailbox, arrived, op.arrives)
-    return mailbox, mailbox[op.uses]
-
-
-def _write(array, value, *index):
-    """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
-    value = value[(None,) * len(index)]
-    start = (*index, *(0 for _ in range(array.ndim - len(index))))
-    return lax.dynamic_update_slice(array, value, start)
+def _is_none(a) -> bool:
+    return a is None
 
 
 def _add(totals, gradients):
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), totals, gradients)
-
-
-def _table(schedule: Schedule, stage) -> Tick:
-    """The schedule as this stage sees it."""
-
-    def column(table):
-        return jnp.asarray(table)[:, stage]
-
-    def half(half, mailbox):
-        return Op(
-            microbatch=column(half.microbatch),
-            chunk=column(half.chunk),
-            slot=column(half.slot),
-            arrives=column(mailbox.write),
-            uses=column(mailbox.read),
-        )
-
-    return Tick(
-        forward=half(schedule.forward, schedule.inbox),
-        backward=half(schedule.backward, schedule.gradient_inbox),
-        output=column(schedule.outbox.write),
-        head_input=column(schedule.outbox.read),
-        embed=jnp.asarray(schedule.embed),
-        head=jnp.asarray(schedule.head),
-        embed_backward=jnp.asarray(schedule.embed_backward),
-    )

@@ -1,44 +1,72 @@
 """A pipeline schedule as a table: what every stage does in every tick, and where it keeps it.
 
-A **tick** is one step of the pipeline scan: one F half and one B half, either of which a stage may
-sit out. A maker (see `makers`) only says in which tick each op runs, as two arrays of ticks
-[M, C, P]; `Schedule.from_ticks` checks them and derives the rest: which stages are idle, which slot
-of the stash each microbatch takes, when the embedding and the head run. The program (see `program`)
-reads the table and knows no schedule's name.
+A **tick** is one step of the pipeline scan: one F, one B and, where they are split, one W, each of
+which a stage may sit out. Who makes a schedule (see `makers`) says in which tick each op runs or in
+which order; `Schedule` checks that and derives the rest: which stages are idle, which slot of the
+stash each microbatch takes, what travels where, when the embedding and the head run. The program
+(see `program`) reads the table and knows no schedule's name.
 
-Legend: M microbatches · C chunks per stage (v) · P stages (p) · T ticks.
-Stage s holds the model pieces c*P + s; piece 0 takes the embedding, piece C*P - 1 feeds the head.
+Legend: M microbatches · I items: microbatches or, where sequences are cut, their slices · C chunks
+per stage (v) · P stages (p) · T ticks.
+Chunk c of stage s holds model piece pieces[c, s]; piece 0 takes the embedding, piece C*P - 1 feeds
+the head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from mtx.errors import UserError
+from mtx.pipeline.orders import (
+    B,
+    BadOp,
+    F,
+    Op,
+    Orders,
+    W,
+    chunk_of_piece,
+    orders_of,
+    pack,
+    stage_of_piece,
+)
 
 IDLE = -1
+MOST_PHASES = 8
+
+
+def looped_pieces(stages: int, virtual: int) -> np.ndarray:
+    """int [C, P]: pieces go round the stages, chunk after chunk (Narayanan et al., SC'21)."""
+    return np.arange(virtual * stages).reshape(virtual, stages)
+
+
+def vee_pieces(stages: int, virtual: int = 2) -> np.ndarray:
+    """int [C, P]: pieces go up the stages and down again, as a V (Qi et al. 2024): the last stage
+    holds two in a row, the first stage the two ends."""
+    pieces = looped_pieces(stages, virtual)
+    pieces[1::2] = pieces[1::2, ::-1]
+    return pieces
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Half:
-    """One half (F or B) of every tick; all arrays are int32 [T, P]."""
+    """One kind of op (F, B or W) of every tick; all arrays are int32 [T, P]."""
 
-    microbatch: np.ndarray  # IDLE where the stage sits the half out
+    item: np.ndarray  # IDLE where the stage sits it out
     chunk: np.ndarray  # 0 where idle
-    slot: np.ndarray  # of the stash: F writes it (where idle, a free one), B reads it
+    slot: np.ndarray  # of the stash: F writes it (where idle, a free one), B reads it; W: its own
 
     @cached_property
     def busy(self) -> np.ndarray:
         """bool [T, P]"""
-        return self.microbatch != IDLE
+        return self.item != IDLE
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mailbox:
-    """Slots for values that arrive before the tick that uses them; int32 [T, P] each.
+    """Slots for values that wait for the tick that uses them; int32 [T, P] each.
 
     `slots` is 0 where every value is used in the tick of its arrival: then nothing is kept.
     """
@@ -48,59 +76,138 @@ class Mailbox:
     slots: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """The ticks [start, stop), in which some stage has an F half, a B half, or both."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """One way that values take between stages, and their mailbox at its end."""
+
+    by: int  # from stage s to stage (s + by) mod P; 0: they stay
+    mailbox: Mailbox
+    used: np.ndarray  # bool [T, P]: this tick's op takes its input from here
+
+
+class Phase(NamedTuple):
+    """The ticks [start, stop), in which some stage has an F, a B, or a W."""
 
     start: int
     stop: int
     forward: bool
     backward: bool
+    weight: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """A checked table. The two arrays of ticks define it, the rest is derived from them."""
+    """A checked table. Ticks and pieces define it, the rest is derived from them."""
 
     name: str
-    forward_ticks: np.ndarray  # int [M, C, P]
-    backward_ticks: np.ndarray  # int [M, C, P]
+    forward_ticks: np.ndarray  # int [I, C, P]
+    backward_ticks: np.ndarray  # int [I, C, P]
+    weight_ticks: np.ndarray | None  # int [I, C, P]; None: B is both gradients
+    pieces: np.ndarray  # int [C, P]
+    slices: int  # of each microbatch's sequences
+    orders: Orders  # what a runtime with a program per stage runs
     forward: Half
     backward: Half
-    slots: int  # R, ring slots of the stash
-    inbox: Mailbox  # activations from the stage before
-    gradient_inbox: Mailbox  # gradients from the stage after
+    weight: Half | None
+    slots: int  # R, ring slots of the stash, from F to B
+    weight_stash: Mailbox | None  # from B to W
+    inboxes: tuple[Route, ...]  # activations from the stage of the piece before
+    gradient_inboxes: tuple[Route, ...]  # gradients from the stage of the piece after
     outbox: Mailbox  # the last piece's output, until the head reads it
+    # Of a sliced sequence: keys and values, from its first F to its last B; and their gradients,
+    # from its first B to its last. Slots for each F and B of it.
+    cache: Mailbox | None
+    gradient_cache: Mailbox | None
 
     @classmethod
-    def from_ticks(cls, name: str, forward_ticks: np.ndarray, backward_ticks: np.ndarray):
-        """The schedule that runs F and B of (microbatch, chunk, stage) in the given ticks.
+    def from_ticks(
+        cls,
+        name: str,
+        forward_ticks: np.ndarray,
+        backward_ticks: np.ndarray,
+        weight_ticks: np.ndarray | None = None,
+        *,
+        pieces: np.ndarray | None = None,
+        slices: int = 1,
+        orders: Orders | None = None,
+    ) -> Schedule:
+        """The schedule that runs F, B and W of (item, chunk, stage) in the given ticks [I, C, P].
 
-        Raises UserError naming the first op that overlaps another or runs before its input.
+        pieces: int [C, P], looped where not given. orders: where a runtime with a program per stage
+        would run the ops in another order than that of the ticks. Raises UserError naming the first
+        op that overlaps another or runs before its input.
         """
-        _check_inputs_ready(name, forward_ticks, backward_ticks)
-        ticks = int(backward_ticks.max()) + 1
-        forward_microbatch, forward_chunk = _tabulate(name, "F", forward_ticks, ticks)
-        backward_microbatch, backward_chunk = _tabulate(name, "B", backward_ticks, ticks)
+        if pieces is None:
+            pieces = looped_pieces(forward_ticks.shape[2], forward_ticks.shape[1])
+        tables = [forward_ticks, backward_ticks]
+        tables += [] if weight_ticks is None else [weight_ticks]
+        _check_inputs_ready(name, tables, pieces, slices)
+        ticks = 1 + max(int(table.max()) for table in tables)
         stash = _assign_slots(forward_ticks, backward_ticks, ticks)
-        arrival, gradient_arrival = _arrivals(forward_ticks, backward_ticks)
-        at_head = np.full_like(forward_ticks, IDLE)
-        at_head[:, -1, -1] = forward_ticks[:, -1, -1]
+        slots = [stash.write, stash.read]
+        weight_stash = None
+        if weight_ticks is not None:
+            weight_stash = _assign_slots(backward_ticks, weight_ticks, ticks)
+            slots.append(weight_stash.read)
+        halves = [
+            _tabulate(name, kind, table, ticks, slot, slices)
+            for kind, (table, slot) in enumerate(zip(tables, slots))
+        ]
+        arrival, gradient_arrival = _arrivals(forward_ticks, backward_ticks, pieces)
+        at_head = np.where(pieces == pieces.max(), forward_ticks, IDLE)
         return cls(
             name=name,
             forward_ticks=forward_ticks,
             backward_ticks=backward_ticks,
-            forward=Half(microbatch=forward_microbatch, chunk=forward_chunk, slot=stash.write),
-            backward=Half(microbatch=backward_microbatch, chunk=backward_chunk, slot=stash.read),
+            weight_ticks=weight_ticks,
+            pieces=pieces,
+            slices=slices,
+            orders=orders or orders_of(forward_ticks, backward_ticks, weight_ticks),
+            forward=halves[F],
+            backward=halves[B],
+            weight=halves[W] if weight_ticks is not None else None,
             slots=stash.slots,
-            inbox=_mailbox(arrival, forward_ticks, ticks),
-            gradient_inbox=_mailbox(gradient_arrival, backward_ticks, ticks),
+            weight_stash=weight_stash,
+            inboxes=_routes(arrival, forward_ticks, ticks, _senders(pieces, -1)),
+            gradient_inboxes=_routes(gradient_arrival, backward_ticks, ticks, _senders(pieces, 1)),
             outbox=_mailbox(at_head, backward_ticks, ticks),
+            cache=_cache(forward_ticks, backward_ticks, 0, slices, ticks),
+            gradient_cache=_cache(backward_ticks, backward_ticks, slices - 1, slices, ticks),
         )
+
+    @classmethod
+    def from_orders(
+        cls, name: str, orders: Orders, *, pieces: np.ndarray | None = None, slices: int = 1
+    ) -> Schedule:
+        """The schedule whose stages run these orders, each op in the earliest tick that can be.
+
+        Raises UserError where an op is missing or twice, or stages wait for one another for ever.
+        """
+        if pieces is None:
+            pieces = looped_pieces(len(orders.kind), int(orders.chunk.max()) + 1)
+        forward, backward, weight = pack(name, orders, pieces, slices)
+        return cls.from_ticks(
+            name, forward, backward, weight, pieces=pieces, slices=slices, orders=orders
+        )
+
+    def whole_sequences(self) -> Schedule:
+        """The same stages and order without slices: for F alone."""
+        if self.slices == 1:
+            return self
+        tables = (
+            self.forward_ticks[:: self.slices],
+            self.backward_ticks[self.slices - 1 :: self.slices],
+        )
+        ticks = np.unique(np.stack(tables), return_inverse=True)[1].reshape(2, *tables[0].shape)
+        return Schedule.from_ticks(self.name, *ticks, pieces=self.pieces)
+
+    @property
+    def items(self) -> int:
+        return self.forward_ticks.shape[0]
 
     @property
     def microbatches(self) -> int:
-        return self.forward_ticks.shape[0]
+        return self.items // self.slices
 
     @property
     def virtual(self) -> int:
@@ -112,94 +219,204 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        return self.forward.microbatch.shape[0]
+        return self.forward.item.shape[0]
+
+    @property
+    def split(self) -> bool:
+        """Whether W is an op of its own."""
+        return self.weight is not None
+
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        """F, B and, where it is split, W: in the order in which a tick runs them."""
+        return (self.forward, self.backward) + ((self.weight,) if self.weight else ())
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(chunk, stage) of the first and of the last piece."""
+        first, last = (np.argwhere(self.pieces == k)[0] for k in (0, self.pieces.max()))
+        return (int(first[0]), int(first[1])), (int(last[0]), int(last[1]))
 
     @cached_property
     def embed(self) -> np.ndarray:
-        """int32 [T]: the microbatch that enters piece 0 in this tick, or IDLE."""
-        return by_tick(self.forward_ticks[:, 0, 0], self.ticks)
+        """int32 [T]: the item that enters piece 0 in this tick, or IDLE."""
+        return by_tick(self.forward_ticks[:, *self.ends[0]], self.ticks)
 
     @cached_property
     def head(self) -> np.ndarray:
-        """int32 [T]: the microbatch whose loss is computed in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, -1, -1], self.ticks)
+        """int32 [T]: the item whose loss is computed in this tick, or IDLE."""
+        return by_tick(self.backward_ticks[:, *self.ends[1]], self.ticks)
 
     @cached_property
     def embed_backward(self) -> np.ndarray:
-        """int32 [T]: the microbatch whose gradient leaves piece 0 in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, 0, 0], self.ticks)
+        """int32 [T]: the item whose gradient leaves piece 0 in this tick, or IDLE."""
+        return by_tick(self.backward_ticks[:, *self.ends[0]], self.ticks)
 
     @cached_property
     def in_flight(self) -> np.ndarray:
-        """int [P]: the most (microbatch, chunk) that wait between F and B at once, per stage."""
-        starts = self.forward.busy.cumsum(axis=0)
-        ends = np.vstack([np.zeros(self.stages, int), self.backward.busy.cumsum(axis=0)[:-1]])
-        return (starts - ends).max(axis=0)
+        """int [P]: the most (item, chunk) that wait between F and B at once, per stage."""
+        return _most_waiting(self.forward, self.backward)
+
+    @cached_property
+    def weights_in_flight(self) -> np.ndarray:
+        """int [P]: the most (item, chunk) that wait between B and W at once, per stage."""
+        if self.weight is None:
+            return np.zeros(self.stages, int)
+        return _most_waiting(self.backward, self.weight)
+
+    @property
+    def mailbox_slots(self) -> int:
+        """Inputs of one stage that are kept for a later tick than that of their arrival."""
+        routes = (*self.inboxes, *self.gradient_inboxes)
+        return self.outbox.slots + sum(route.mailbox.slots for route in routes)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks cut where F or B halves begin or cease to occur on any stage."""
-        kinds = np.stack([self.forward.busy.any(axis=1), self.backward.busy.any(axis=1)], axis=1)
+        """The ticks cut where F, B or W begin or cease to occur on any stage.
+
+        A table that changes too often is cut where the fewest ticks get a kind of op that none of
+        their stages has: each phase is a scan of its own to compile.
+        """
+        kinds = np.zeros((self.ticks, 3), bool)
+        for kind, half in enumerate(self.halves):
+            kinds[:, kind] = half.busy.any(axis=1)
         cuts = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1))
-        edges = [0, *cuts.tolist(), self.ticks]
+        edges = np.array([0, *cuts, self.ticks])
+        kinds = kinds[edges[:-1]]
+        while len(kinds) > MOST_PHASES:
+            both, length = kinds[1:] | kinds[:-1], np.diff(edges)
+            idle_before = (both & ~kinds[:-1]).sum(axis=1) * length[:-1]
+            idle_after = (both & ~kinds[1:]).sum(axis=1) * length[1:]
+            at = int((idle_before + idle_after).argmin())
+            kinds[at] = both[at]
+            kinds, edges = np.delete(kinds, at + 1, axis=0), np.delete(edges, at + 1)
         return tuple(
-            Phase(start=a, stop=b, forward=bool(kinds[a, 0]), backward=bool(kinds[a, 1]))
-            for a, b in zip(edges[:-1], edges[1:], strict=True)
+            Phase(int(a), int(b), *row)
+            for a, b, row in zip(edges[:-1], edges[1:], kinds.tolist(), strict=True)
         )
 
 
-def _along_pieces(ticks_MCP: np.ndarray) -> np.ndarray:
-    """[M, C, P] as [M, C*P], in the order of the model."""
-    return ticks_MCP.reshape(len(ticks_MCP), -1)
+def _most_waiting(first: Half, then: Half) -> np.ndarray:
+    starts = first.busy.cumsum(axis=0)
+    ends = np.vstack([np.zeros((1, starts.shape[1]), int), then.busy.cumsum(axis=0)[:-1]])
+    return (starts - ends).max(axis=0)
 
 
-def _arrivals(forward_ticks: np.ndarray, backward_ticks: np.ndarray):
-    """Ticks [M, C, P] at which each op's input arrives from its neighbour; IDLE where none does."""
-    forward, backward = _along_pieces(forward_ticks), _along_pieces(backward_ticks)
+def _by_piece(ticks_ICP: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """[I, C, P] as [I, C*P], in the order of the model."""
+    return ticks_ICP[:, chunk_of_piece(pieces), stage_of_piece(pieces)]
+
+
+def _senders(pieces: np.ndarray, step: int) -> np.ndarray:
+    """int [C, P]: the stage that holds the piece `step` places further on; its own at the end."""
+    stage = stage_of_piece(pieces)
+    return stage[np.clip(pieces + step, 0, len(stage) - 1)]
+
+
+def _arrivals(forward_ticks: np.ndarray, backward_ticks: np.ndarray, pieces: np.ndarray):
+    """Ticks [I, C, P] at which each op's input arrives from its neighbour; IDLE where none does."""
+    forward, backward = _by_piece(forward_ticks, pieces), _by_piece(backward_ticks, pieces)
     arrival, gradient_arrival = np.full_like(forward, IDLE), np.full_like(backward, IDLE)
     arrival[:, 1:] = forward[:, :-1] + 1
     gradient_arrival[:, :-1] = backward[:, 1:] + 1
-    return arrival.reshape(forward_ticks.shape), gradient_arrival.reshape(backward_ticks.shape)
+    return arrival[:, pieces], gradient_arrival[:, pieces]
 
 
-def _check_inputs_ready(name: str, forward_ticks: np.ndarray, backward_ticks: np.ndarray) -> None:
-    arrival, gradient_arrival = _arrivals(forward_ticks, backward_ticks)
-    for late, what in (
-        (forward_ticks < np.maximum(arrival, 0), "F runs before the F of the piece before it"),
-        (backward_ticks < gradient_arrival, "B runs before the B of the piece after it"),
-        (backward_ticks < forward_ticks, "B runs before its own F"),
-    ):
+def _check_inputs_ready(
+    name: str, tables: list[np.ndarray], pieces: np.ndarray, slices: int
+) -> None:
+    forward, backward = tables[:2]
+    arrival, gradient_arrival = _arrivals(forward, backward, pieces)
+    first = np.arange(len(forward)) % slices == 0
+    last = np.roll(first, -1)
+    slice_before, slice_after = np.roll(forward, 1, axis=0), np.roll(backward, -1, axis=0)
+    slice_before[first], slice_after[last] = IDLE, IDLE
+    checks = [
+        (F, forward < 0, "F runs before the first tick"),
+        (F, forward < arrival, "F runs before the F of the piece before it has finished"),
+        (F, forward <= slice_before, "F runs before the F of the slice before it has finished"),
+        (B, backward < gradient_arrival, "B runs before the B of the piece after it has finished"),
+        (B, backward < forward, "B runs before its own F has finished"),
+        (B, backward <= slice_after, "B runs before the B of the slice after it has finished"),
+    ]
+    if len(tables) == 3:
+        checks.append((W, tables[W] < backward, "W runs before its own B has finished"))
+    for kind, late, what in checks:
         if late.any():
-            m, c, s = np.argwhere(late)[0]
-            raise UserError(
-                f"schedule {name!r}: at microbatch {m}, chunk {c}, stage {s} {what} has finished "
-                f"(F in tick {forward_ticks[m, c, s]}, B in tick {backward_ticks[m, c, s]})"
+            i, c, s = (int(index) for index in np.argwhere(late)[0])
+            when = ", ".join(
+                f"{'FBW'[k]} in tick {table[i, c, s]}" for k, table in enumerate(tables)
             )
+            where = f"microbatch {i // slices}" + (f", slice {i % slices}" if slices > 1 else "")
+            raise BadOp(
+                f"schedule {name!r}: at {where}, chunk {c}, stage {s} {what} ({when})",
+                stage=s, op=Op(kind, i, c),
+            )  # fmt: skip
 
 
-def _tabulate(name: str, op: str, ticks_MCP: np.ndarray, ticks: int):
-    """The (microbatch, chunk) tables int32 [T, P] of ops that run in the given ticks."""
-    microbatches, chunks, stages = ticks_MCP.shape
-    microbatch = np.full((ticks, stages), IDLE, np.int32)
+def _tabulate(
+    name: str, kind: int, ticks_ICP: np.ndarray, ticks: int, slot: np.ndarray, slices: int
+) -> Half:
+    """The ops that run in the given ticks."""
+    stages = ticks_ICP.shape[2]
+    item = np.full((ticks, stages), IDLE, np.int32)
     chunk = np.zeros((ticks, stages), np.int32)
-    m, c, s = np.indices(ticks_MCP.shape)
-    microbatch[ticks_MCP, s] = m
-    chunk[ticks_MCP, s] = c
-    if (microbatch != IDLE).sum() != ticks_MCP.size:
-        lost = (microbatch[ticks_MCP, s] != m) | (chunk[ticks_MCP, s] != c)
-        m0, c0, s0 = np.argwhere(lost)[0]
-        raise UserError(
-            f"schedule {name!r}: stage {s0} has two {op} ops in tick {ticks_MCP[m0, c0, s0]}, one "
-            f"of them microbatch {m0}, chunk {c0}"
-        )
-    return microbatch, chunk
+    i, c, s = np.indices(ticks_ICP.shape)
+    item[ticks_ICP, s] = i
+    chunk[ticks_ICP, s] = c
+    if (item != IDLE).sum() != ticks_ICP.size:
+        lost = (item[ticks_ICP, s] != i) | (chunk[ticks_ICP, s] != c)
+        i0, c0, s0 = (int(index) for index in np.argwhere(lost)[0])
+        tick, op = ticks_ICP[i0, c0, s0], Op(kind, i0, c0)
+        other = Op(kind, int(item[tick, s0]), int(chunk[tick, s0]))
+        raise BadOp(
+            f"schedule {name!r}: stage {s0} has two {'FBW'[kind]} ops in tick {tick}, "
+            f"{op.describe(slices)} and {other.describe(slices)}",
+            stage=s0, op=op,
+        )  # fmt: skip
+    return Half(item=item, chunk=chunk, slot=slot)
 
 
-def by_tick(ticks_M: np.ndarray, ticks: int) -> np.ndarray:
-    """int32 [T]: the microbatch of each tick, or IDLE."""
-    microbatch = np.full(ticks, IDLE, np.int32)
-    microbatch[ticks_M] = np.arange(len(ticks_M))
-    return microbatch
+def _routes(
+    arrival: np.ndarray, use: np.ndarray, ticks: int, senders: np.ndarray
+) -> tuple[Route, ...]:
+    """The ways that the inputs of these ops take; `senders`: int [C, P], where each comes from."""
+    stages = use.shape[2]
+    by_CP = (np.arange(stages) - senders) % stages
+    travels = arrival != IDLE
+    i, c, s = np.nonzero(travels)
+    routes = []
+    for by in np.unique(by_CP[c, s]):
+        mine = travels & (by_CP == by)
+        used = np.zeros((ticks, stages), bool)
+        used[use[mine], np.nonzero(mine)[2]] = True
+        mailbox = _mailbox(np.where(mine, arrival, IDLE), use, ticks)
+        routes.append(Route(by=int(by), mailbox=mailbox, used=used))
+    return tuple(routes)
+
+
+def _cache(
+    begin: np.ndarray, end: np.ndarray, first: int, slices: int, ticks: int
+) -> Mailbox | None:
+    """One slot for each (microbatch, chunk), from the `begin` of slice `first` to the `end` of
+    slice 0; `write` and `read` hold it at every begin and end of a slice. None without slices."""
+    if slices == 1:
+        return None
+    part = np.arange(len(begin))[:, None, None] % slices
+    write_ticks = np.where(part == first, begin, IDLE)
+    read_ticks = np.roll(np.where(part == 0, end, IDLE), first, axis=0)
+    held = _assign_slots(write_ticks, read_ticks, ticks)
+    stage = np.broadcast_to(np.arange(begin.shape[2]), begin.shape)
+    slot = np.repeat(held.write[begin, stage][first::slices], slices, axis=0)
+    held.write[begin, stage], held.read[end, stage] = slot, slot
+    return held
+
+
+def by_tick(ticks_I: np.ndarray, ticks: int) -> np.ndarray:
+    """int32 [T]: the item of each tick, or IDLE."""
+    item = np.full(ticks, IDLE, np.int32)
+    item[ticks_I] = np.arange(len(ticks_I))
+    return item
 
 
 def _mailbox(arrival: np.ndarray, use: np.ndarray, ticks: int) -> Mailbox:

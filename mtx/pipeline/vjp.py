@@ -1,49 +1,241 @@
-"""The VJP of one layer as plain arrays, so that it can wait in a ring between F and B.
+"""The VJP of one layer as plain arrays, so that it can wait in a ring between F, B and W.
 
-`jax.vjp` returns a pytree whose leaves are what the backward pass needs. Weights and the numbers
-that say where a layer stands are taken out before it waits and given back before it is called;
-what is left are the activations that the model's own recomputation policy keeps.
+`jax.vjp` returns a pytree whose leaves are what the backward pass needs. What is given again anyway
+(weights, the numbers that say where a layer stands, the keys and values of earlier slices) is taken
+out before it waits and put back before it is called; what is left are the activations that the
+model's own recomputation policy keeps.
+
+Where B and W are split, the backward pass is traced once and cut in two (`LayerVJP.cut`): no layer
+needs to be written for it, and no FLOP is added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 Arrays = tuple[jax.Array, ...]
-_PARAMS, _PLACE = 0, 2  # positions among the arguments of a block
+Tree = Any
+_PARAMS, _X = 0, 1  # positions among the arguments of a block
 
 
 class LayerVJP:
-    """`block(params, x_BsD, place)` and its VJP, cut at what waits in between."""
+    """`block(params, x_BsD, *given)` and its VJP, cut at what waits in between.
 
-    def __init__(self, block: Callable, params, x_BsD, place):
+    `given`: what stands by at both ends: the layer's place and, for slices, the cache.
+    """
+
+    def __init__(self, block: Callable, params, x_BsD, *given):
         """The arguments are examples: only their shapes and dtypes count."""
         self._block = block
+        self._examples = params, x_BsD, *given
         self._structure: Any = None
 
         def trace(*args):
-            _, vjp = jax.vjp(block, *args)
+            y, vjp = jax.vjp(block, *args)
             leaves, self._structure = jax.tree.flatten(_without_given(vjp))
-            return tuple(leaves)
+            return y, tuple(leaves)
 
-        self.residuals = jax.eval_shape(trace, params, x_BsD, place)
+        self.output, self.residuals = jax.eval_shape(trace, *self._examples)
 
-    def forward(self, params, x_BsD, place) -> tuple[jax.Array, Arrays]:
-        """(y_BsD, residuals)"""
-        y_BsD, vjp = jax.vjp(self._block, params, x_BsD, place)
+    def forward(self, params, x_BsD, *given) -> tuple[jax.Array, Arrays]:
+        """(what the block returns, residuals)"""
+        y_BsD, vjp = jax.vjp(self._block, params, x_BsD, *given)
         return y_BsD, tuple(jax.tree.leaves(_without_given(vjp)))
 
-    def backward(self, residuals: Arrays, params, place, dy_BsD):
-        """(dparams, dx_BsD)"""
+    def backward(self, residuals: Arrays, params, given: tuple, dy_BsD):
+        """The gradients of (params, x_BsD, *given); float0 or None where there is none."""
         vjp = jax.tree.unflatten(self._structure, residuals)
-        vjp.args_res[_PARAMS], vjp.args_res[_PLACE] = params, place
-        dparams, dx_BsD, _ = vjp(dy_BsD)
-        return dparams, dx_BsD
+        arguments = params, None, *given
+        for position, value in enumerate(arguments):
+            if position != _X:
+                vjp.args_res[position] = value
+        return vjp(dy_BsD)
+
+    @cached_property
+    def cut(self) -> Cut:
+        """The backward pass in two parts."""
+        params, _, *given = self._examples
+
+        def backward(residuals, params, given, dy_BsD):
+            dparams, dx_BsD, _, *dcache = self.backward(residuals, params, given, dy_BsD)
+            return dparams, (dx_BsD, *dcache)
+
+        return Cut.of(backward, self.residuals, params, tuple(given), self.output)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cut:
+    """A backward pass as B, what the rest of the pipeline waits for, and W, what can wait itself.
+
+    W are the matmuls that only weight gradients need, and what follows from them; B is all else,
+    small gradients (of norms and biases) included. Between the two wait W's inputs. Layers are
+    pure: an equation without a use is left out.
+    """
+
+    deferred: Arrays  # shapes and dtypes of what waits
+    late: Tree  # bool, like the parameters: which gradients W makes
+    _first: Callable
+    _then: Callable
+
+    @classmethod
+    def of(cls, backward: Callable, residuals, params, given, dy_BsD) -> Cut:
+        """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only."""
+        arguments = residuals, params, given, dy_BsD
+        flat = jax.make_jaxpr(_inlined(backward, arguments))(*jax.tree.leaves(arguments))
+        shapes = jax.eval_shape(backward, *arguments)
+        structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
+        others = jax.tree.structure(shapes[1])
+        count = [len(jax.tree.leaves(argument)) for argument in arguments]
+        again = flat.jaxpr.invars[count[0] : count[0] + count[1]]
+        now, later = _divide(flat.jaxpr, weights, again)
+        made_later = {var for eqn in later for var in eqn.outvars}
+        dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
+        waits = _inputs(later, exclude={*again, *flat.jaxpr.constvars})
+        is_late = [var in made_later if not isinstance(var, Literal) else False for var in dweights]
+        early = [var for var, late in zip(dweights, is_late) if not late]
+        late = [var for var, late in zip(dweights, is_late) if late]
+        constants = flat.consts
+        first = _function(flat.jaxpr, constants, now, flat.jaxpr.invars, [*early, *rest, *waits])
+        then = _function(flat.jaxpr, constants, later, [*waits, *again], late)
+
+        def run_first(residuals, params, given, dy_BsD):
+            values = first(*jax.tree.leaves((residuals, params, given, dy_BsD)))
+            gradients = iter(values[: len(early)])
+            dparams = structure.unflatten(None if late else next(gradients) for late in is_late)
+            end = len(early) + len(rest)
+            return dparams, others.unflatten(values[len(early) : end]), tuple(values[end:])
+
+        def run_then(deferred, params):
+            gradients = iter(then(*deferred, *jax.tree.leaves(params)))
+            return structure.unflatten(next(gradients) if late else None for late in is_late)
+
+        deferred = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits)
+        return cls(
+            deferred=deferred, late=structure.unflatten(is_late), _first=run_first, _then=run_then
+        )
+
+    def first(self, residuals: Arrays, params, given: tuple, dy_BsD):
+        """B: (gradients of the parameters that need not wait, None for the others; the other
+        gradients; what waits for W)"""
+        return self._first(residuals, params, given, dy_BsD)
+
+    def then(self, deferred: Arrays, params):
+        """W: the gradients of the parameters that have waited, None for the others."""
+        return self._then(deferred, params)
 
 
 def _without_given(vjp):
-    vjp.args_res[_PARAMS] = vjp.args_res[_PLACE] = None
+    for position in range(len(vjp.args_res)):
+        if position != _X:
+            vjp.args_res[position] = None
     return vjp
+
+
+# -- equations -------------------------------------------------------------------------------------
+
+_NESTED = {  # primitives whose equations are taken out of them, and where they keep them
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
+}  # fmt: skip
+
+
+def _inlined(f: Callable, arguments) -> Callable:
+    """f over the leaves of its arguments, without nested functions among its equations."""
+    structure = jax.tree.structure(arguments)
+
+    def run(*leaves):
+        outer = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves))))
+        closed = outer(*leaves)
+        return _evaluate(closed.jaxpr, closed.consts, leaves)
+
+    return run
+
+
+def _evaluate(jaxpr, constants, arguments) -> list:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments]))
+
+    def read(var):
+        return var.val if isinstance(var, Literal) else values[var]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(var) for var in eqn.invars]
+        inner = eqn.params.get(_NESTED.get(eqn.primitive.name, ""))
+        if inner is not None:
+            constants = inner.consts if isinstance(inner, ClosedJaxpr) else ()
+            body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            outputs = _evaluate(body, constants, inputs)
+        else:
+            known = {var: values[var] for var in _variables(eqn.invars)}
+            outputs = _function(jaxpr, (), [eqn], known, eqn.outvars)(*known.values())
+        values.update(zip(eqn.outvars, outputs))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _divide(jaxpr, weights: int, again) -> tuple[list, list]:
+    """The equations of B and of W, each in their order. The first `weights` outputs are weight
+    gradients; `again`: the parameters, which W is given as well."""
+    needed = _needed(jaxpr.eqns, jaxpr.outvars[weights:])
+    wanted = _needed(jaxpr.eqns, jaxpr.outvars)
+    later, made_later = set(), set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in wanted and i not in needed:
+            follows = any(not isinstance(v, Literal) and v in made_later for v in eqn.invars)
+            if follows or eqn.primitive.name == "dot_general":
+                later.add(i)
+                made_later.update(eqn.outvars)
+    # What only W uses moves there too, where that leaves less, or no more, to wait.
+    free = {*again, *jaxpr.constvars}
+    outputs = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    waiting = set(_inputs([jaxpr.eqns[i] for i in sorted(later)], exclude=free))
+    for i in sorted(wanted - needed - later, reverse=True):
+        eqn = jaxpr.eqns[i]
+        users = [j for j in wanted if set(eqn.outvars) & set(_variables(jaxpr.eqns[j].invars))]
+        if not users or not set(users) <= later or set(eqn.outvars) & outputs:
+            continue
+        inputs = {var for var in _variables(eqn.invars) if var not in free | waiting}
+        if _bytes(inputs) <= _bytes(eqn.outvars):
+            later.add(i)
+            waiting = (waiting - set(eqn.outvars)) | inputs
+    now = [eqn for i, eqn in enumerate(jaxpr.eqns) if i in wanted and i not in later]
+    return now, [jaxpr.eqns[i] for i in sorted(later)]
+
+
+def _needed(eqns, outvars) -> set[int]:
+    """The indices of the equations that these outputs need."""
+    live, found = set(_variables(outvars)), set()
+    for i in range(len(eqns) - 1, -1, -1):
+        if live & set(eqns[i].outvars):
+            found.add(i)
+            live.update(_variables(eqns[i].invars))
+    return found
+
+
+def _variables(atoms) -> list:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _inputs(eqns, *, exclude) -> list:
+    """The variables that these equations read and do not make, each once."""
+    made = {var for eqn in eqns for var in eqn.outvars} | exclude
+    read = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+    return [var for var in read if var not in made]
+
+
+def _bytes(variables) -> int:
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
+
+
+def _function(jaxpr, constants, eqns, invars, outvars) -> Callable:
+    part = jaxpr.replace(
+        constvars=jaxpr.constvars if constants else [],
+        eqns=list(eqns), invars=list(invars), outvars=list(outvars), debug_info=None,
+    )  # fmt: skip
+    return jaxpr_as_fun(ClosedJaxpr(part, constants))

@@ -1,4 +1,4 @@
-"""The three ways in which our models compute attention, as the planner sees them.
+"""The ways in which our models compute attention, as the planner sees them.
 
 Which one runs follows from the model and the backend (`mtx.models.layers.causal_attention`); each
 computes another part of the square of scores, and keeps other things for its backward pass.
@@ -18,7 +18,7 @@ Backend = Literal["cuda", "xla"]
 class Attention:
     """One kernel. A matmul here is one of attention's own: q k^T, or p v, or one of a gradient."""
 
-    name: Literal["cudnn", "blocked", "dropout"]
+    name: Literal["cudnn", "blocked", "sliced", "dropout"]
     square: float  # the part of the s x s scores that it computes
     backward_matmuls: int  # 4, and 5 where it computes the scores again
     selective_matmuls: int  # what recompute="selective" makes it compute again before that
@@ -29,7 +29,7 @@ class Attention:
     output_survives: bool  # recompute="selective" keeps its output
 
 
-def attention_of(model: ModelConfig, backend: Backend) -> Attention:
+def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Attention:
     """The kernel that runs this model's attention on NVIDIA GPUs ("cuda") or elsewhere ("xla").
 
     dropout: on its probabilities. The full square, in float32, all of it kept.
@@ -37,11 +37,18 @@ def attention_of(model: ModelConfig, backend: Backend) -> Attention:
     causal mask lets it skip nearly half of that.
     blocked: n blocks of queries with the keys that they see, (n+1)/2n of the square. It keeps a
     number a row; computed again, its q k^T is the one that its gradient needs, and XLA sees that.
+    sliced: where the schedule cuts sequences; each slice with the keys up to its end.
     """
     if model.attention_dropout:
         return Attention(
             name="dropout", square=1.0, backward_matmuls=4, selective_matmuls=2, full_matmuls=2,
             row_bytes=8, mask_bytes=2, softmax_bytes=4, output_survives=False,
+        )  # fmt: skip
+    if slices > 1:
+        return Attention(
+            name="sliced", square=(slices + 1) / (2 * slices), backward_matmuls=5,
+            selective_matmuls=0, full_matmuls=2, row_bytes=4, mask_bytes=0, softmax_bytes=0,
+            output_survives=True,
         )  # fmt: skip
     if backend == "cuda" and model.compute_dtype != "float32" and model.head_size <= 128:
         return Attention(

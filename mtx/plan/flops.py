@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtx.config import Layout, ModelConfig
-from mtx.pipeline.makers import make
+from mtx.config import Idle, Layout, ModelConfig
+from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import place_layers
+from mtx.pipeline.schedule import Schedule
 from mtx.plan.attention import Backend, attention_of
 
 
@@ -86,32 +87,33 @@ def hardware_matmul_flops(
       recompute="selective"  attention, where its kernel's output is not kept
       recompute="full"       the block, but for its last matmul, whose output nobody needs
       stash="inputs"         the chunk; as recompute="full" where the chunk is one layer
-    With idle="phases" and "masked" idle half ticks compute too: they are counted.
+    With idle="phases" and "masked" idle ops compute too: they are counted.
     """
-    microbatches = layout.microbatches(global_batch)
+    schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = place_layers(
-        model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers
-    )
-    forward_halves, backward_halves = _executed_halves(layout, microbatches)
-    useful = microbatches * layout.virtual
-    # Layers run per replica and microbatch; an idle half runs the stage's first chunk.
-    idle_layers = int(placement.count[:, 0].sum())
-    forward_layers = microbatches * model.layers + (forward_halves - useful) * idle_layers
-    backward_layers = microbatches * model.layers + (backward_halves - useful) * idle_layers
-
+        model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers,
+        pieces=schedule.pieces,
+    )  # fmt: skip
     one_layer_chunks = placement.even and placement.layer.shape[-1] == 1
-    forward, backward = _layer_flops(model, layout, backend, one_layer_chunks)
+    per_layer = _layer_flops(model, layout, backend, one_layer_chunks, schedule.split)
+    useful = schedule.items * schedule.virtual
+    # Layers run per replica and item; an idle op runs the stage's first chunk.
+    idle_layers = int(placement.count[:, 0].sum())
+    blocks = sum(
+        flops * (schedule.items * model.layers + (ops - useful) * idle_layers)
+        for flops, ops in zip(per_layer, _executed_ops(layout.idle, schedule))
+    )
     vocab = model.padded_vocab(layout.vocab_shards)
     head = 3 * forward_flops(model, global_batch, causal=False, vocab=vocab).head
-    return layout.data * (forward_layers * forward + backward_layers * backward) + head
+    return layout.data * blocks / layout.slices + head
 
 
 def _layer_flops(
-    model: ModelConfig, layout: Layout, backend: Backend, one_layer_chunks: bool
-) -> tuple[float, float]:
-    """(F, B) of one layer and one microbatch, over all tensor shards."""
+    model: ModelConfig, layout: Layout, backend: Backend, one_layer_chunks: bool, split: bool
+) -> tuple[float, ...]:
+    """(F, B) or (F, B, W) of one layer and one microbatch, over all tensor shards."""
     whole = forward_flops(model, layout.microbatch, causal=False)
-    attention = attention_of(model, backend)
+    attention = attention_of(model, backend, layout.slices)
     linear = (whole.attention_projections + whole.mlp) / model.layers
     last = whole.mlp / 2 / model.layers
     score = attention.square * whole.attention_scores / 2 / model.layers
@@ -123,21 +125,19 @@ def _layer_flops(
         backward += linear - last + attention.full_matmuls * score
     if layout.recompute == "selective":
         backward += attention.selective_matmuls * score
-    return forward, backward
+    return (forward, backward - linear, linear) if split else (forward, backward)
 
 
-def _executed_halves(layout: Layout, microbatches: int) -> tuple[int, int]:
-    """F and B half ticks in which a stage computes, idle ones included where they compute."""
-    if layout.idle == "skip":
-        return microbatches * layout.virtual, microbatches * layout.virtual
-    schedule = make(
-        layout.schedule, microbatches=microbatches, stages=layout.pipe, virtual=layout.virtual
-    )
-    if layout.idle == "masked":
-        return schedule.ticks, schedule.ticks
-    return (
-        sum(phase.stop - phase.start for phase in schedule.phases if phase.forward),
-        sum(phase.stop - phase.start for phase in schedule.phases if phase.backward),
+def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
+    """Ticks in which a stage computes F, B and W, idle ones included where they compute."""
+    kinds = len(schedule.halves)
+    if idle == "skip":
+        return (schedule.items * schedule.virtual,) * kinds
+    if idle == "masked":
+        return (schedule.ticks,) * kinds
+    return tuple(
+        sum(phase.stop - phase.start for phase in schedule.phases if phase[2 + kind])
+        for kind in range(kinds)
     )
 
 

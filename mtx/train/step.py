@@ -18,6 +18,7 @@ N layers a chunk · L layers
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -32,9 +33,10 @@ from jax.sharding import PartitionSpec as P
 from mtx.config import RunConfig
 from mtx.models.gpt import GPT
 from mtx.models.layers import AttentionKernel, cudnn_serves
-from mtx.pipeline.makers import make
+from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import EMPTY, place_layers
 from mtx.pipeline.program import Pipeline
+from mtx.pipeline.schedule import Schedule
 from mtx.sharding.mesh import AXES, Axes, make_mesh
 from mtx.sharding.optimizer import axes_of, global_norm, shard_over_data
 from mtx.sharding.random import fold, key_data
@@ -72,19 +74,17 @@ class Trainer:
     `mesh` is then the one of the real devices unless another is given.
     """
 
-    def __init__(self, run: RunConfig, *, mesh: Mesh | None = None):
+    def __init__(
+        self, run: RunConfig, *, mesh: Mesh | None = None, schedule: Schedule | None = None
+    ):
         layout, model = run.layout, run.model
         self.run = run
         self.axes = Axes.of(layout)
+        self.schedule = schedule or schedule_for(layout, run.microbatches)
         self.placement = place_layers(
-            model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers
-        )
-        self.schedule = make(
-            layout.schedule,
-            microbatches=run.microbatches,
-            stages=layout.pipe,
-            virtual=layout.virtual,
-        )
+            model.layers, pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
+        )  # fmt: skip
         self.optimizer = adamw(run.optimizer, run.steps)
         self._mesh = mesh
 
@@ -93,7 +93,7 @@ class Trainer:
         layout = self.run.layout
         return GPT(
             self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
-            vocab_shards=layout.vocab_shards,
+            vocab_shards=layout.vocab_shards, slices=self.schedule.slices,
         )  # fmt: skip
 
     @cached_property
@@ -102,6 +102,11 @@ class Trainer:
             model=self.model, schedule=self.schedule, placement=self.placement,
             layout=self.run.layout, axes=self.axes,
         )  # fmt: skip
+
+    @cached_property
+    def _forward_pipeline(self) -> Pipeline:
+        """The same without slices of sequences."""
+        return replace(self.pipeline, schedule=self.schedule.whole_sequences())
 
     def _kernel(self) -> AttentionKernel:
         """ "auto" asks the mesh; for devices that are not there cuDNN cannot be compiled."""
@@ -296,7 +301,7 @@ class Trainer:
         """(state, batch) -> (sum of losses, sum of weights) without dropout; float32 []."""
 
         def evaluate(params, batch):
-            losses_M = self.pipeline.forward(params, batch, self.model.loss)
+            losses_M = self._forward_pipeline.forward(params, batch, self.model.loss)
             return lax.psum((losses_M.sum(), batch["weights"].sum()), "data")
 
         return self._forward(evaluate, (P(), P()))
@@ -310,7 +315,7 @@ class Trainer:
             return self.model.next_logits(ends, y_BsD, batch["positions"])
 
         def predict(params, batch):
-            logits_MBv = self.pipeline.forward(params, batch, output)
+            logits_MBv = self._forward_pipeline.forward(params, batch, output)
             return logits_MBv.reshape(-1, logits_MBv.shape[-1])
 
         return self._forward(predict, P("data", self.axes.vocab or None))

@@ -51,7 +51,7 @@ def op_order(schedule: Schedule) -> list[list[str]]:
     for tick in range(schedule.ticks):
         for op, half in (("F", schedule.forward), ("B", schedule.backward)):
             for stage in np.flatnonzero(half.busy[tick]):
-                microbatch, chunk = half.microbatch[tick, stage], half.chunk[tick, stage]
+                microbatch, chunk = half.item[tick, stage], half.chunk[tick, stage]
                 orders[stage].append(f"{op}{microbatch}.{chunk}")
     return orders
 
@@ -149,7 +149,7 @@ def _fitting(widths: list[int], available: int | None) -> tuple[int, int]:
 def _op(half: Half, tick: int, stage: int, schedule: Schedule) -> _Op:
     return _Op(
         forward=half is schedule.forward,
-        microbatch=int(half.microbatch[tick, stage]),
+        microbatch=int(half.item[tick, stage]),
         chunk=int(half.chunk[tick, stage]),
         chunks=schedule.virtual,
     )
@@ -332,7 +332,7 @@ def _draw_ops(axes: Axes, run: LockStep, op_inches: float) -> Swatches:
                 continue
             for tick, start, colour in zip(ticks, starts, colours, strict=True):
                 axes.text(
-                    start + length / 2, stage, str(half.microbatch[tick, stage] + 1), ha="center",
+                    start + length / 2, stage, str(half.item[tick, stage] + 1), ha="center",
                     va="center_baseline", color=_ink(colour), fontsize=font_points, zorder=3,
                 )  # fmt: skip
     return _op_swatches(schedule.virtual)

@@ -1,0 +1,203 @@
+"""What each stage runs, op after op: a schedule as a runtime with a program per stage knows it.
+
+An op is F, B or W of one (item, chunk). An **item** is a microbatch or, where sequences are cut,
+one slice of it: item = microbatch * slices + slice. `pack` turns orders into the ticks of a table
+that runs in lock-step, `orders_of` turns ticks into orders.
+
+Legend: I items · C chunks · P stages · K ops of one stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mtx.errors import UserError
+
+F, B, W = range(3)
+KINDS = "FBW"
+NEVER = np.iinfo(np.int32).max
+
+
+class Op(NamedTuple):
+    """One op of one stage."""
+
+    kind: int  # F, B or W
+    item: int
+    chunk: int
+
+    def describe(self, slices: int = 1) -> str:
+        """ "F3.1": F of microbatch 3, chunk 1; "F3/2.1" where sequences are cut: its slice 2."""
+        item = f"{self.item}" if slices == 1 else f"{self.item // slices}/{self.item % slices}"
+        return f"{KINDS[self.kind]}{item}.{self.chunk}"
+
+
+class BadOp(UserError):
+    """A schedule that cannot be, with the op that shows it."""
+
+    def __init__(self, message: str, *, stage: int, op: Op):
+        super().__init__(message)
+        self.stage, self.op = stage, op
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Orders:
+    """The ops of every stage, in the order in which it runs them; int32 [P, K] each.
+
+    Every stage runs the same number of ops: F and B, and W where they are split, of every item and
+    chunk.
+    """
+
+    kind: np.ndarray
+    item: np.ndarray
+    chunk: np.ndarray
+
+    @classmethod
+    def from_lists(cls, stages: Sequence[Iterable[tuple[int, int, int]]]) -> Orders:
+        """From one list of (kind, item, chunk) a stage."""
+        rows = [np.array(list(ops), np.int32).reshape(-1, 3) for ops in stages]
+        lengths = [len(row) for row in rows]
+        if len(set(lengths)) > 1:
+            short = int(np.argmin(lengths))
+            raise UserError(
+                f"stage {short} has {lengths[short]} ops and stage {int(np.argmax(lengths))} has "
+                f"{max(lengths)}; every stage must run each microbatch through all of its chunks"
+            )
+        ops = np.stack(rows)
+        return cls(kind=ops[..., 0], item=ops[..., 1], chunk=ops[..., 2])
+
+    @property
+    def split(self) -> bool:
+        """Whether W is an op of its own, so that B is the gradient of the input alone."""
+        return bool((self.kind == W).any())
+
+    def of(self, stage: int) -> list[Op]:
+        columns = (array[stage].tolist() for array in (self.kind, self.item, self.chunk))
+        return [Op(*op) for op in zip(*columns, strict=True)]
+
+
+def stage_of_piece(pieces_CP: np.ndarray) -> np.ndarray:
+    """int [C*P]: the stage of every model piece, in model order."""
+    stage = np.broadcast_to(np.arange(pieces_CP.shape[1]), pieces_CP.shape)
+    return stage.ravel()[np.argsort(pieces_CP.ravel())]
+
+
+def chunk_of_piece(pieces_CP: np.ndarray) -> np.ndarray:
+    """int [C*P]: the chunk of its stage that every model piece is."""
+    chunk = np.broadcast_to(np.arange(len(pieces_CP))[:, None], pieces_CP.shape)
+    return chunk.ravel()[np.argsort(pieces_CP.ravel())]
+
+
+def orders_of(forward: np.ndarray, backward: np.ndarray, weight: np.ndarray | None) -> Orders:
+    """The orders of a table: by tick, and F, B, W within one. Arguments: ticks int [I, C, P]."""
+    tables = [forward, backward] if weight is None else [forward, backward, weight]
+    items, chunks, stages = forward.shape
+    when = np.stack([3 * ticks.astype(np.int64) + kind for kind, ticks in enumerate(tables)])
+    order = np.argsort(when.reshape(-1, stages), axis=0, kind="stable").T
+    kind, rest = np.divmod(order, items * chunks)
+    item, chunk = np.divmod(rest, chunks)
+    return Orders(
+        kind=kind.astype(np.int32), item=item.astype(np.int32), chunk=chunk.astype(np.int32)
+    )
+
+
+def check_complete(name: str, orders: Orders, items: int, chunks: int) -> None:
+    """Raises UserError unless every stage runs each of its ops exactly once."""
+    kinds = 3 if orders.split else 2
+    for stage in range(len(orders.kind)):
+        kind, item, chunk = (array[stage] for array in (orders.kind, orders.item, orders.chunk))
+        outside = (item < 0) | (item >= items) | (chunk < 0) | (chunk >= chunks)
+        if outside.any():
+            op = orders.of(stage)[int(outside.argmax())]
+            raise BadOp(
+                f"schedule {name!r}: stage {stage} runs {op.describe()}, outside of its {items} "
+                f"microbatches and {chunks} chunks",
+                stage=stage, op=op,
+            )  # fmt: skip
+        count = np.bincount(
+            (kind * items + item) * chunks + chunk, minlength=kinds * items * chunks
+        )
+        if (count != 1).any():
+            code = int((count != 1).argmax())
+            op = Op(code // (items * chunks), code // chunks % items, code % chunks)
+            how = "never" if count[code] == 0 else f"{count[code]} times"
+            raise BadOp(
+                f"schedule {name!r}: stage {stage} runs {op.describe()} {how}; every stage runs "
+                f"{', '.join(KINDS[:kinds])} of each microbatch and chunk once",
+                stage=stage, op=op,
+            )  # fmt: skip
+
+
+def pack(
+    name: str, orders: Orders, pieces_CP: np.ndarray, slices: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The earliest ticks (F, B, W), int32 [I, C, P], in which stages can run these orders.
+
+    A tick takes from each stage at most one F, one B and one W, in this order, as far as they come
+    next in its list and their inputs have arrived: from another stage, in the tick before at the
+    latest. Raises UserError where the stages wait for one another for ever.
+    """
+    chunks, stages = pieces_CP.shape
+    items = int(orders.item.max()) + 1
+    check_complete(name, orders, items, chunks)
+    last_piece = chunks * stages - 1
+    piece = pieces_CP.tolist()
+    # Ticks by kind and piece: ticks[kind][item][piece]
+    done = [[[NEVER] * (last_piece + 1) for _ in range(items)] for _ in range(3)]
+    forward, backward, weight = done
+    lists = [
+        list(zip(*(array[stage].tolist() for array in (orders.kind, orders.item, orders.chunk))))
+        for stage in range(stages)
+    ]
+    ops = len(lists[0])
+    position = [0] * stages
+    left, tick = stages * ops, 0
+    while left:
+        before = left
+        for stage in range(stages):
+            at = position[stage]
+            order = lists[stage]
+            taken = -1
+            while at < ops:
+                kind, item, chunk = order[at]
+                if kind <= taken:
+                    break
+                k = piece[chunk][stage]
+                if kind == F:
+                    ready = k == 0 or forward[item][k - 1] < tick
+                    if ready and item % slices:
+                        ready = forward[item - 1][k] < tick
+                elif kind == B:
+                    ready = forward[item][k] <= tick
+                    ready = ready and (k == last_piece or backward[item][k + 1] < tick)
+                    if ready and item % slices < slices - 1:
+                        ready = backward[item + 1][k] < tick
+                else:
+                    ready = backward[item][k] <= tick
+                if not ready:
+                    break
+                done[kind][item][k] = tick
+                taken = kind
+                at += 1
+            left -= at - position[stage]
+            position[stage] = at
+        if left == before:
+            _raise_deadlock(name, orders, position, slices)
+        tick += 1
+    at_piece = [np.array(table, np.int32)[:, pieces_CP] for table in done]
+    return at_piece[0], at_piece[1], at_piece[2] if orders.split else None
+
+
+def _raise_deadlock(name: str, orders: Orders, position: Sequence[int], slices: int) -> None:
+    ops = orders.kind.shape[1]
+    stuck = [stage for stage, at in enumerate(position) if at < ops]
+    waiting = [f"stage {s} for the input of {orders.of(s)[position[s]].describe(slices)}"
+               for s in stuck[:4]]  # fmt: skip
+    more = f" and {len(stuck) - 4} more" if len(stuck) > 4 else ""
+    raise BadOp(
+        f"schedule {name!r} stands still: {', '.join(waiting)}{more}",
+        stage=stuck[0], op=orders.of(stuck[0])[position[stuck[0]]],
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What a schedule is made for: how many microbatches, stages and chunks, and how long ops take.
+
+Letters as in the papers: m microbatches · p stages · v chunks a stage · F, B, W times
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mtx.errors import UserError
+
+if TYPE_CHECKING:
+    from mtx.pipeline.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long the ops of one microbatch take, in any unit, summed over the chunks of a stage.
+
+    An op of one chunk takes 1/v of it, one of a slice 1/slices of that. Where B and W are not
+    split, their sum is what B takes.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0  # of the input
+    weight: float = 1.0
+    comm: float = 0.0  # from the end of an op to its output's arrival at another stage
+    stage_factors: tuple[float, ...] | None = None  # of every stage; None: all are equal
+
+    def __post_init__(self):
+        for name in ("forward", "backward", "weight", "comm"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name}={value} must be a time of at least 0")
+        if self.forward + self.backward + self.weight <= 0:
+            raise UserError("forward, backward and weight are all 0: give one of them a time")
+        if any(not (math.isfinite(f) and f > 0) for f in self.stage_factors or ()):
+            raise UserError(f"stage_factors={self.stage_factors} must all be above 0")
+
+    @property
+    def work(self) -> float:
+        """F + B + W: one microbatch on one stage."""
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a maker is given."""
+
+    microbatches: int
+    stages: int
+    virtual: int = 1
+    slices: int = 1  # of each microbatch's sequences
+    times: Times = Times()
+    memory_limit: float | None = None
+    # stashes of a whole stage: 1.0 is what one microbatch keeps on one stage, all chunks together
+
+    def __post_init__(self):
+        for name in ("microbatches", "stages", "virtual", "slices"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name}={value} must be a whole number of at least 1")
+        if self.memory_limit is not None and not self.memory_limit > 0:
+            raise UserError(f"memory_limit={self.memory_limit} must be above 0")
+        factors = self.times.stage_factors
+        if factors is not None and len(factors) != self.stages:
+            raise UserError(
+                f"stage_factors has {len(factors)} values for stages={self.stages}; give one a "
+                "stage"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maker:
+    """One way to make schedules, and what its authors say of it."""
+
+    make: Callable[[Shape], Schedule]
+    source: str
+    virtual: int | None = None  # the only number of chunks it knows; None: any
+    sliced: bool = False  # may cut sequences into slices
+    default_virtual: int = 1
+    default_slices: int = 1
+    # Closed forms, where there are some that hold for this shape, else None.
+    bubble_over_ideal: Callable[[Shape], float | None] = lambda shape: None
+    in_flight: Callable[[Shape], np.ndarray | None] = lambda shape: None  # per stage

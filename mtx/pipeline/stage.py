@@ -1,0 +1,232 @@
+"""One stage's chunks, a layer at a time: F, B and W of one op.
+
+F writes what a layer's VJP needs into the layer's place of a ring slot; B reads it back in reverse
+order and adds each weight gradient to its accumulator at once; where W is split from B, what W
+needs goes through a second ring. Where sequences are cut into slices, a layer's keys and values
+wait in a cache until the last slice has gone back, and their gradients beside them.
+
+Legend: B rows · S sequence (s: shard of a slice) · D hidden · C chunks · N layers a chunk ·
+R ring slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.pipeline.partition import Placement
+from mtx.pipeline.schedule import IDLE
+from mtx.pipeline.vjp import LayerVJP
+
+Tree = Any
+
+
+class Op(NamedTuple):
+    """F, B or W of one tick on this stage; int32 [] (the whole table: [T])."""
+
+    item: jax.Array  # IDLE where the stage sits it out
+    chunk: jax.Array
+    slot: jax.Array  # of the stash; W: of what waits for it
+    deferred: jax.Array | None = None  # B, where W is split: the slot that takes what W needs
+    cache: jax.Array | None = None  # slot of keys and values, where sequences are sliced
+    cache_gradient: jax.Array | None = None
+
+    @property
+    def busy(self):
+        return self.item != IDLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The layers of this stage and the rules by which their ops run."""
+
+    model: Any
+    params: Tree  # leaves [C, N, ...]
+    placement: Placement
+    layer_CN: jax.Array  # int32, of this stage
+    count_C: jax.Array
+    place: Callable  # (item, layer) -> the model's third argument
+    x_BsD: jax.ShapeDtypeStruct
+    slices: int
+    split: bool  # W is an op of its own
+
+    @property
+    def places(self) -> int:
+        """N"""
+        return self.placement.layer.shape[-1]
+
+    @cached_property
+    def layer_vjp(self) -> LayerVJP:
+        params = jax.tree.map(lambda a: a[0, 0], self.params)
+        given = (self.place(0, 0), *self._empty_cache())
+        return LayerVJP(self.model.block, params, self.x_BsD, *given)
+
+    # -- what is kept -----------------------------------------------------------------------------
+
+    def stash(self, slots: int) -> tuple[jax.Array, ...]:
+        """Leaves [R, N, ...] for the residuals of each layer."""
+        return self._ring(self.layer_vjp.residuals, slots)
+
+    def weight_stash(self, slots: int) -> tuple[jax.Array, ...]:
+        """Leaves [R, N, ...] for what waits between B and W."""
+        return self._ring(self.layer_vjp.cut.deferred, slots) if self.split else ()
+
+    def caches(self, slots: int):
+        """[R, N, B, S, ...] for keys and values, or their gradients; None without slices."""
+        if self.slices == 1:
+            return None
+        (cache,) = self._empty_cache()
+        return jnp.zeros((slots, self.places, *cache.shape), cache.dtype)
+
+    def _ring(self, residuals, slots: int):
+        return tuple(jnp.zeros((slots, self.places, *r.shape), r.dtype) for r in residuals)
+
+    def _empty_cache(self) -> tuple:
+        return () if self.slices == 1 else (self.model.empty_cache(self.x_BsD.shape[0]),)
+
+    # -- ops --------------------------------------------------------------------------------------
+
+    def forward(self, op: Op, x_BsD, ring, cache, *, extend: bool = True):
+        """(y_BsD, ring with the residuals of each layer at [slot, n], cache)"""
+
+        def layer(n, carry):
+            x_BsD, ring, cache = carry
+            params, given = self._layer(op, n, cache)
+            y_BsD, residuals = self.layer_vjp.forward(params, x_BsD, *given)
+            ring = write_each(ring, residuals, op.slot, n)
+            if cache is not None:
+                y_BsD, own = y_BsD
+                cache = self._extend(cache, own, op, n) if extend else cache
+            return y_BsD, ring, cache
+
+        return self._layers(op, layer, (x_BsD, ring, cache))
+
+    def forward_only(self, op: Op, x_BsD, cache=None):
+        """(y_BsD, cache); keeps no residuals."""
+
+        def layer(n, carry):
+            x_BsD, cache = carry
+            params, given = self._layer(op, n, cache)
+            y_BsD = self.model.block(params, x_BsD, *given)
+            if cache is not None:
+                y_BsD, own = y_BsD
+                cache = self._extend(cache, own, op, n)
+            return y_BsD, cache
+
+        return self._layers(op, layer, (x_BsD, cache))
+
+    def backward(self, op: Op, dy_BsD, ring, cache, kept: Kept) -> tuple[jax.Array, Kept]:
+        """(dx_BsD, `kept` with this op's part): gradients added at [chunk, n] or, where W is split,
+        what those of the weights need written at [deferred, n]."""
+        last = self.count_C[op.chunk] - 1
+
+        def layer(i, carry):
+            dy_BsD, kept = carry
+            n = last - i
+            params, given = self._layer(op, n, cache)
+            residuals = tuple(r[op.slot, n] for r in ring)
+            dy = dy_BsD if cache is None else (dy_BsD, self._own(kept.dcache, op, n))
+            deferred = kept.deferred
+            if self.split:
+                dparams, others, waits = self.layer_vjp.cut.first(residuals, params, given, dy)
+                deferred = write_each(deferred, waits, op.deferred, n)
+            else:
+                dparams, *others = self.layer_vjp.backward(residuals, params, given, dy)
+            gradients = _accumulate(kept.gradients, dparams, op.chunk, n)
+            dcache = kept.dcache
+            if cache is not None:
+                dcache = self._add_to_cache(dcache, others[-1], op, n)
+            kept = kept._replace(gradients=gradients, deferred=deferred, dcache=dcache)
+            return others[0], kept
+
+        return self._layers(op, layer, (dy_BsD, kept))
+
+    def weight(self, op: Op, deferred, gradients):
+        """The gradients, with those of the weights that have waited added at [chunk, n]."""
+
+        def layer(n, gradients):
+            params, _ = self._layer(op, n, None)
+            waits = tuple(r[op.slot, n] for r in deferred)
+            dparams = self.layer_vjp.cut.then(waits, params)
+            return _accumulate(gradients, dparams, op.chunk, n)
+
+        return self._layers(op, layer, gradients)
+
+    def is_late(self) -> Tree:
+        """Which gradients W makes; B makes the others. bool, like the parameters."""
+        if not self.split:
+            return jax.tree.map(lambda _: False, self.params)
+        return self.layer_vjp.cut.late
+
+    # -- layers -----------------------------------------------------------------------------------
+
+    def _layers(self, op: Op, body: Callable, start):
+        """body(n, carry) over the layers of the op's chunk; a plain call where there is one."""
+        if not self.placement.even:
+            return lax.fori_loop(0, self.count_C[op.chunk], body, start)
+        return body(0, start) if self.places == 1 else lax.fori_loop(0, self.places, body, start)
+
+    def _layer(self, op: Op, n, cache):
+        """(parameters, what else is given) of layer n of the op's chunk"""
+        params = jax.tree.map(lambda a: a[op.chunk, n], self.params)
+        place = self.place(op.item, self.layer_CN[op.chunk, n])
+        return params, (place,) if cache is None else (place, cache[op.cache, n])
+
+    # -- keys and values of slices ----------------------------------------------------------------
+
+    def _start(self, op: Op, own: int):
+        return op.item % self.slices * own
+
+    def _extend(self, cache, own, op: Op, n):
+        """The cache with this slice's keys and values in their place."""
+        start = (op.cache, n, 0, self._start(op, own.shape[1]), *(0,) * (own.ndim - 2))
+        return lax.dynamic_update_slice(cache, own[None, None], start)
+
+    def _own(self, dcache, op: Op, n):
+        """What the slices after this one have added to the gradients of its keys and values."""
+        whole = dcache[op.cache_gradient, n]
+        own = whole.shape[1] // self.slices
+        is_last = op.item % self.slices == self.slices - 1
+        part = lax.dynamic_slice_in_dim(whole, self._start(op, own), own, 1)
+        return jnp.where(is_last, 0, part)
+
+    def _add_to_cache(self, dcache, gradient, op: Op, n):
+        is_last = op.item % self.slices == self.slices - 1
+        total = jnp.where(is_last, 0, dcache[op.cache_gradient, n]) + gradient
+        return write(dcache, total.astype(dcache.dtype), op.cache_gradient, n)
+
+
+class Kept(NamedTuple):
+    """What B changes beside its output."""
+
+    gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
+    deferred: tuple[jax.Array, ...]  # [R, N, ...]
+    dcache: jax.Array | None  # [R, N, B, S, ...]
+
+
+def write(array, value, *index):
+    """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
+    value = value[(None,) * len(index)]
+    start = (*index, *(0 for _ in range(array.ndim - len(index))))
+    return lax.dynamic_update_slice(array, value, start)
+
+
+def write_each(arrays, values, *index):
+    return tuple(write(a, v, *index) for a, v in zip(arrays, values, strict=True))
+
+
+def _accumulate(totals, gradients, *index):
+    """Adds the gradients that there are at that index."""
+
+    def add(total, g):
+        if total is None or g is None:
+            return total
+        return write(total, total[index] + g.astype(total.dtype), *index)
+
+    return jax.tree.map(add, totals, gradients, is_leaf=lambda a: a is None)
