@@ -2,11 +2,12 @@
 
     python experiments/gpt_1t.py
 
-prints the first page of the plan (SC'21, table 1, last row: parameters, layout 6 x 64 x 8, bytes of
-a GPU, bubble, FLOPs of a step, the paper's 502 petaFLOP/s beside them), says which devices are at
-hand, and trains a miniature on them, half a million parameters with the same kind of layout:
-pipeline, tensor and data parallelism at once, as far as the devices go, interleaved with v = 2.
-Without a GPU or TPU it makes eight CPU devices. Then the model writes a few lines.
+prints the first page of the plan (SC'21, table 1, last row: parameters by part, layout 6 x 64 x 8,
+bytes of a GPU, predicted time of a step, bubble, FLOPs, days, and the paper's 502 petaFLOP/s beside
+them; `mtx plan gpt-1t --compile` asks XLA), says which devices are at hand, and trains a miniature
+on them, half a million parameters with the same kind of layout: pipeline, tensor and data
+parallelism at once, as far as the devices go, interleaved with v = 2. Without a GPU or TPU it makes
+eight CPU devices. Then the model writes a few lines.
 
 Expected time: two to four minutes on two CPU cores, half a minute of it for compiling.
 Expected result: the held-out loss falls from 5.7 nats a byte (ln 256 is 5.5) to about 1.9. The same
@@ -33,7 +34,8 @@ import tyro
 
 from mtx.cli import OwnFields, exit_status, parse, start_devices
 from mtx.config import Layout, RunConfig
-from mtx.plan.summary import plan_lines
+from mtx.plan.page import plan_lines
+from mtx.plan.plan import make_plan
 from mtx.presets import preset
 from mtx.train.fit import fit_layout
 
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         if jax.process_index() == 0:
             print(*lines, sep="\n", flush=True)
 
-    say(*plan_lines(run if options.full else full_run), "")
+    say(*plan_lines(make_plan(run if options.full else full_run)), "")
 
     devices = jax.devices()
     say(f"At hand: {len(devices):,} x {devices[0].device_kind}", "")

@@ -13,14 +13,24 @@ import jax
 import numpy as np
 
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.pipeline.schedule import Schedule
 from mtx.train.step import Trainer
 
 Tree = Any
 
 
-def trainer_for(model: ModelConfig, layout: Layout, *, global_batch: int, **run: Any) -> Trainer:
-    """The trainer of a model on a layout; `run` are further fields of `RunConfig`."""
-    return Trainer(RunConfig(model=model, layout=layout, global_batch=global_batch, **run))
+def trainer_for(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    global_batch: int,
+    schedule: Schedule | None = None,
+    **run: Any,
+) -> Trainer:
+    """The trainer of a model on a layout; `run` are further fields of `RunConfig`. `schedule`: a
+    table of one's own, in place of the one that the layout names."""
+    config = RunConfig(model=model, layout=layout, global_batch=global_batch, **run)
+    return Trainer(config, schedule=schedule)
 
 
 def init_params(model: ModelConfig, *, seed: int = 0) -> Tree:
@@ -36,13 +46,17 @@ def loss_and_gradients(
     *,
     params: Tree | None = None,
     seed: int = 0,
+    schedule: Schedule | None = None,
 ) -> tuple[np.ndarray, Tree]:
     """(mean loss float32 [], float32 gradients in canonical form) of one global batch.
 
     batch: {"tokens": int32 [G, S], "targets": int32 [G, S], "weights": float32 [G, S]}; a weight of
     0 leaves a position out. params: canonical, as from `init_params`; by default those of `seed`,
-    which dropout follows too. UserError where the batch or the model does not fit the layout.
+    which dropout follows too. schedule: a table of one's own. UserError where the batch or the
+    model does not fit the layout.
     """
-    trainer = trainer_for(model, layout, global_batch=len(batch["tokens"]), seed=seed)
+    trainer = trainer_for(
+        model, layout, global_batch=len(batch["tokens"]), seed=seed, schedule=schedule
+    )
     state = trainer.init() if params is None else trainer.state_from(params)
     return trainer.loss_and_gradients(state, batch)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mtx.errors import UserError, unknown_name
+from mtx.pipeline.formats import SUFFIXES
+from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
 
 
@@ -89,6 +91,7 @@ class ModelConfig:
 
 Idle = Literal["skip", "phases", "masked"]
 Stash = Literal["residuals", "inputs"]
+Zero = Literal[1, 3]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
 
@@ -104,9 +107,10 @@ class Layout:
     microbatch: int = 1  # sequences per microbatch and replica (b)
     slices: int = 1  # parts into which the schedule cuts a microbatch's sequences
     sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
-    schedule: str = "1f1b"  # a name, or a file with a table
+    schedule: str = "1f1b"  # see `mtx schedule --help`; "auto"; or a table's .csv, .txt or .json
     idle: Idle = "skip"  # idle half ticks: a cond each, scans in phases, or computed and masked
     stash: Stash = "residuals"  # what waits between a microbatch's F and its B
+    zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     stage_layers: tuple[int, ...] | Literal["even", "balanced"] = "even"
@@ -115,10 +119,12 @@ class Layout:
     def __post_init__(self):
         _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch", "slices")
         for name, annotation in (
-            ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
+            ("zero", Zero), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
             ("attention", Attention),
         ):  # fmt: skip
             _require_choice(self, name, annotation)
+        if self.schedule != "auto" and not self.schedule_is_file:
+            check_virtual(self.schedule, self.virtual, self.slices)
         if isinstance(self.stage_layers, str) and self.stage_layers not in ("even", "balanced"):
             raise unknown_name("stage_layers", self.stage_layers, ("even", "balanced"))
         if self.stash == "inputs" and self.recompute == "full":
@@ -126,6 +132,10 @@ class Layout:
                 "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
                 "third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
+
+    @property
+    def schedule_is_file(self) -> bool:
+        return self.schedule.endswith(SUFFIXES)
 
     @property
     def devices(self) -> int:
@@ -158,11 +168,22 @@ class Layout:
                     f"{name}={value} cannot be divided over tensor={self.tensor}; "
                     f"use tensor={_nearest_divisors(value, self.tensor)}"
                 )
-        if self.sequence_parallel and model.sequence % self.tensor:
+        if model.sequence % self.slices:
             raise UserError(
-                f"sequence={model.sequence} cannot be divided over tensor={self.tensor} for "
-                "sequence parallelism; use "
-                f"sequence={_nearest_multiples(model.sequence, self.tensor)} "
+                f"sequence={model.sequence} cannot be cut into slices={self.slices}; "
+                f"use slices={_nearest_divisors(model.sequence, self.slices)}"
+            )
+        if self.slices > 1 and model.attention_dropout:
+            raise UserError(
+                f"attention_dropout={model.attention_dropout} is not made for slices="
+                f"{self.slices}; use attention_dropout=0 or slices=1"
+            )
+        if self.sequence_parallel and model.sequence % (self.slices * self.tensor):
+            raise UserError(
+                f"sequence={model.sequence} cannot be divided over tensor={self.tensor}"
+                f"{f' in slices={self.slices}' if self.slices > 1 else ''} for sequence "
+                "parallelism; use sequence="
+                f"{_nearest_multiples(model.sequence, self.slices * self.tensor)} "
                 "or sequence_parallel=False"
             )
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.errors import UserError
-from mtx.pipeline.makers import MAKERS, make, one_f_one_b
+from mtx.pipeline.makers import MAKERS, forward_table, make
+from mtx.pipeline.one_f_one_b import one_f_one_b
 from mtx.pipeline.orders import B, F, Orders, orders_of
 from mtx.pipeline.schedule import IDLE, MOST_PHASES, Schedule, looped_pieces, vee_pieces
 from mtx.pipeline.shape import Shape, Times
@@ -281,15 +282,20 @@ def test_orders_packed_again_take_no_more_ticks(schedule):
 
 
 @quick
-@given(random_schedules())
-def test_whole_sequences_keep_stages_and_order(schedule):
-    whole = schedule.whole_sequences()
-    assert whole.slices == 1 and whole.microbatches == schedule.microbatches
-    assert whole.ticks <= schedule.ticks
-    first = schedule.forward_ticks[:: schedule.slices]
-    for stage in range(schedule.stages):
-        before, after = (ticks[:, :, stage].ravel() for ticks in (first, whole.forward_ticks))
-        assert (np.argsort(before) == np.argsort(after)).all()
+@given(random_schedules(), st.integers(1, 9))
+def test_any_placement_has_a_table_for_f_alone(schedule, microbatches):
+    table = forward_table(schedule.pieces, microbatches)
+    assert (table.pieces == schedule.pieces).all() and table.microbatches == microbatches
+    assert table.forward_ticks.max() < microbatches * schedule.virtual * (2 * schedule.stages)
+
+
+@quick
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4))
+def test_the_table_for_f_alone_is_as_dense_as_1f1b(m, p, v):
+    table = forward_table(looped_pieces(p, v), m)
+    interleaved = make("1f1b", microbatches=m, stages=p, virtual=v)
+    assert table.forward_ticks.max() <= interleaved.forward_ticks.max()
+    assert (table.forward_ticks <= interleaved.forward_ticks).all()
 
 
 @quick

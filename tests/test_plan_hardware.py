@@ -1,9 +1,9 @@
-"""The table of accelerators, and finding a device in it."""
+"""The table of accelerators, finding a device in it, and a user's own in TOML."""
 
 import pytest
 
 from mtx.errors import UserError
-from mtx.plan.hardware import HARDWARE, find_hardware, hardware
+from mtx.plan.hardware import HARDWARE, find_hardware, hardware, load_hardware
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ def test_other_devices_are_not_guessed(device_kind):
 def test_an_unknown_name_is_an_error_with_the_nearest():
     with pytest.raises(UserError, match="did you mean 'a100-80gb'"):
         hardware("a100-80")
+    with pytest.raises(UserError, match="did you mean 'a100-80gb'"):
+        load_hardware("a100-80")
 
 
 def test_the_papers_machine():
@@ -46,13 +48,116 @@ def test_the_papers_machine():
 @pytest.mark.parametrize("row", HARDWARE.values(), ids=lambda row: row.name)
 def test_rows_are_consistent(row):
     assert HARDWARE[row.name] is row
+    assert load_hardware(row.name) is row
     assert row.peak_tflops["bfloat16"] > 2 * row.peak_tflops.get("float32", 0)
+    assert row.peak_flops("bfloat16") == row.peak_tflops["bfloat16"] * 1e12
     assert row.memory_bytes == row.memory_gib * 2**30
     assert row.memory_gb_s > row.link_gb_s > row.network_gb_s > 0
     assert row.backend == ("cuda" if "NVIDIA" in row.device_kinds[0] else "xla")
+    assert row.cores >= 1 and min(row.tile) >= 128
     assert row.source
+    hash(row)  # it is the key of caches
 
 
 def test_a_device_kind_names_one_row():
     kinds = [kind for row in HARDWARE.values() for kind in row.device_kinds]
     assert len(set(kinds)) == len(kinds)
+
+
+def test_a_type_without_a_unit_is_an_error_that_names_those_with_one():
+    with pytest.raises(UserError, match="tpu-v5e has no unit for float16; use bfloat16"):
+        hardware("tpu-v5e").peak_flops("float16")
+
+
+# --- TOML -----------------------------------------------------------------------------------------
+
+WHOLE = """
+memory_gib = 96
+memory_gb_s = 4000
+node_devices = 4
+link_gb_s = 450
+network_gb_s = 12.5
+[peak_tflops]
+bfloat16 = 800
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text, name="ours.toml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_a_whole_machine(toml):
+    machine = load_hardware(toml(WHOLE))
+    assert machine.name == "ours"
+    assert (machine.memory_gib, machine.node_devices, machine.network_gb_s) == (96, 4, 12.5)
+    assert dict(machine.peak_tflops) == {"bfloat16": 800}
+    assert machine.device_kinds == () and machine.backend == "xla"
+    assert machine.source == "ours.toml"
+    assert hash(machine) == hash(load_hardware(toml(WHOLE)))
+    assert machine == load_hardware(toml(WHOLE))
+
+
+def test_all_fields_by_hand(toml):
+    head = 'name = "lab"\nsource = "us"\ndevice_kinds = ["NVIDIA X"]\ncores = 99\ntile = [64, 32]\n'
+    machine = load_hardware(toml(head + WHOLE))
+    assert (machine.name, machine.source, machine.backend) == ("lab", "us", "cuda")
+    assert (machine.cores, machine.tile) == (99, (64, 32))
+
+
+def test_like_another_with_a_slower_network(toml):
+    machine = load_hardware(toml('like = "h100"\nnetwork_gb_s = 12.5\n'))
+    h100 = hardware("h100")
+    assert machine.network_gb_s == 12.5
+    assert machine.peak_tflops == h100.peak_tflops and machine.cores == h100.cores
+    assert machine.name == "ours" and machine.source == "ours.toml, like h100"
+    assert machine.device_kinds == h100.device_kinds and machine.backend == "cuda"
+    assert find_hardware(h100.device_kinds[0]) is h100  # the table is as it was
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory_gib = ", "is not a TOML file"),
+        ("", "peak_tflops is missing: give it, or like = one of a100-40gb"),
+        (WHOLE.replace("memory_gib = 96", ""), "memory_gib is missing: give it, or like = one of"),
+        (WHOLE.replace("bfloat16 = 800", ""), r"peak_tflops={} must be a table \[peak_tflops\]"),
+        ('like = "h10"', "unknown hardware 'h10': did you mean 'h100'"),
+        ("like = 100", 'like=100 must be text, as like = "h100"'),
+        ('like = "h100"\nmemory = 1', "unknown field 'memory': did you mean 'memory_gib'"),
+        ('like = "h100"\nmemory_gib = -80', "memory_gib=-80 must be a number above 0"),
+        ('like = "h100"\nmemory_gib = "80"', "memory_gib='80' must be a number above 0"),
+        ('like = "h100"\nlink_gb_s = nan', "link_gb_s=nan must be a number above 0"),
+        ('like = "h100"\nlink_gb_s = inf', "link_gb_s=inf must be a number above 0"),
+        ('like = "h100"\nnode_devices = 0', "node_devices=0 must be a whole number of at least 1"),
+        ('like = "h100"\nnode_devices = 8.5', "node_devices=8.5 must be a whole number"),
+        ('like = "h100"\ncores = true', "cores=True must be a whole number"),
+        ('like = "h100"\nname = ""', "name='' must be text"),
+        ('like = "h100"\ntile = [256]', r"tile=\[256\] must be two whole numbers"),
+        ('like = "h100"\ntile = [256, 0]', "tile=0 must be a whole number of at least 1"),
+        ('like = "h100"\ndevice_kinds = "x"', "device_kinds='x' must be a list of texts"),
+        ('like = "h100"\npeak_tflops = 5', "peak_tflops=5 must be a table"),
+        ('like = "h100"\n[peak_tflops]\nbf16 = 5', "unknown type in peak_tflops 'bf16'"),
+        ('like = "h100"\n[peak_tflops]\nfloat8 = 0', "peak_tflops.float8=0 must be a number above"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_file_the_field_and_the_remedy(toml, text, message):
+    path = toml(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_hardware(path)
+    assert str(caught.value).startswith(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for missing in (tmp_path / "none.toml", tmp_path / "none"):
+        with pytest.raises(UserError, match=f"cannot read hardware {missing}: No such file"):
+            load_hardware(str(missing))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is not a TOML file"):
+        load_hardware(str(tmp_path / "bytes.toml"))

@@ -3,7 +3,7 @@
 import pytest
 
 from mtx.errors import UserError
-from mtx.plan.groups import axis_of, read_groups
+from mtx.plan.groups import axis_of, join_pairs, read_groups
 from mtx.plan.hlo import read_program
 
 MESH = {"data": 2, "tensor": 4}
@@ -157,10 +157,10 @@ def test_matmuls_that_cannot_be_read_are_errors_and_other_calls_are_not():
     line = 'ROOT %c = f32[8]{{0}} custom-call(), custom_call_target="{}"'
     with pytest.raises(UserError, match="groupedMatmul.*FLOPs are not known"):
         module(line.format("__cublas$lt$groupedMatmul")).matmul_flops()
-    with pytest.raises(UserError, match="'c' is a convolution"):
+    with pytest.raises(UserError, match="'c' is a ragged-dot"):
         module(
-            "%p = f32[1,8,8,1]{3,2,1,0} parameter(0)",
-            "ROOT %c = f32[1,8,8,1]{3,2,1,0} convolution(%p, %p), dim_labels=b01f_01io->b01f",
+            "%p = f32[8,8]{1,0} parameter(0)",
+            "ROOT %c = f32[8,8]{1,0} ragged-dot(%p, %p, %p), lhs_contracting_dims={1}",
         ).matmul_flops()
     norm = module(line.format("__onednn$layernorm"))
     assert norm.matmul_flops() == 0
@@ -192,3 +192,145 @@ def test_text_inside_names_and_constants_is_not_read():
         'rhs_contracting_dims={0}, metadata={op_name="a{b\\"c}, calls=%nothing" stack_frame_id=1}',
     )
     assert program.matmul_flops() == 2 * 4**3
+
+
+# -- overlap: work between an asynchronous start and its done --------------------------------------
+
+START = (
+    "%s = (bf16[4]{{0}}, bf16[4]{{0}}) collective-permute-start(%p), "
+    'source_target_pairs={{{{0,4}},{{4,0}}}}, backend_config={{"is_sync":{sync}{more}}}'
+)
+DONE = "%d = bf16[4]{0} collective-permute-done(%s)"
+WORK = "%w = bf16[4]{0} multiply(%p, %p)"
+NO_WORK = ("%b = bf16[2,2]{1,0} bitcast(%p)", "%t = (bf16[4]{0}) tuple(%p)")
+
+
+@pytest.mark.parametrize(
+    ("lines", "sync", "overlapped"),
+    [
+        ((WORK, DONE), "false", True),
+        ((*NO_WORK, DONE, WORK), "false", False),
+        ((WORK, DONE), "true", False),
+        ((WORK, *NO_WORK, DONE), "false", True),
+    ],
+)
+def test_a_collective_is_overlapped_where_work_stands_inside(lines, sync, overlapped):
+    start = START.format(sync=sync, more="")
+    program = module("%p = bf16[4]{0} parameter(0)", WORK.replace("%w", "%w0"), start, *lines)
+    assert [c.overlapped for c in program.collectives()] == [overlapped]
+
+
+def test_a_permute_whose_done_is_in_the_next_iteration_is_overlapped():
+    start = START.format(sync="false", more=',"collective_backend_config":{"is_pipelined":true}')
+    program = module("%p = bf16[4]{0} parameter(0)", start)
+    assert [c.overlapped for c in program.collectives()] == [True]
+
+
+def test_a_synchronous_collective_is_not_overlapped():
+    program = module(
+        "%p = bf16[4]{0} parameter(0)",
+        "%a = bf16[4]{0} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add",
+        WORK,
+    )
+    assert [c.overlapped for c in program.collectives()] == [False]
+
+
+# -- bytes that a device sends ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operand", "result", "opcode", "sent"),
+    [
+        ("bf16[16]", "bf16[16]", "all-reduce", 2 * 32 * 3 / 4),
+        ("bf16[4]", "bf16[16]", "all-gather", 32 * 3 / 4),
+        ("bf16[16]", "bf16[4]", "reduce-scatter", 32 * 3 / 4),
+        ("bf16[16]", "bf16[16]", "all-to-all", 32 * 3 / 4),
+    ],
+)
+def test_bytes_sent_by_a_ring(operand, result, opcode, sent):
+    program = module(
+        f"%p = {operand}{{0}} parameter(0)",
+        f"ROOT %a = {result}{{0}} {opcode}(%p), replica_groups=[2,4]<=[8], dimensions={{0}}",
+    )
+    (collective,) = program.collectives()
+    assert (collective.group, collective.sent_bytes) == (4, sent)
+
+
+def test_a_permute_sends_its_operand_along_rings():
+    program = module(
+        "%p = bf16[16]{0} parameter(0)",
+        "ROOT %c = bf16[16]{0} collective-permute(%p), source_target_pairs="
+        "{{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}",
+    )
+    (collective,) = program.collectives()
+    assert (collective.group, collective.sent_bytes) == (4, 32)
+    assert join_pairs(((3, 2), (1, 0), (2, 1), (8, 9))) == ((0, 1, 2, 3), (8, 9))
+
+
+# -- TPU: matmuls are convolutions, loops do not say how often they run ----------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "attributes", "products"),
+    [
+        ("[64,32]", "[32,48]", "[64,48]", "dim_labels=bf_io->bf", 64 * 32 * 48),
+        ("[1,64,32]", "[48,32,1]", "[1,64,48]", "window={size=1}, dim_labels=0bf_oi0->0bf",
+         64 * 32 * 48),
+        # [64, 4*32] x [4*32, 48]: the contraction goes over the window's positions as well.
+        ("[4,32,64]", "[4,32,48]", "[64,48,1]", "window={size=4}, dim_labels=0fb_0io->bf0",
+         4 * 32 * 64 * 48),
+        # A batch of 2 products [64, 32] x [32, 48], each output meeting its own, in both ways.
+        ("[2,64,32]", "[2,32,48]", "[2,64,48]",
+         "window={size=2 lhs_dilate=2}, dim_labels=0bf_0io->0bf", 2 * 64 * 32 * 48),
+        ("[2,64,32]", "[2,32,48]", "[2,64,48]",
+         "window={size=2 stride=2 pad=1_1 rhs_reversal=1}, dim_labels=0bf_0io->0bf",
+         2 * 64 * 32 * 48),
+        # A true convolution: at the two ends one of three taps meets the padding.
+        ("[8,10,3]", "[3,3,5]", "[8,10,5]", "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+         8 * (10 * 3 - 2) * 3 * 5),
+    ],
+)  # fmt: skip
+def test_convolutions_count_what_is_not_padding(left, right, result, attributes, products):
+    program = module(
+        f"%a = f32{left}{{0}} parameter(0)",
+        f"%b = f32{right}{{0}} parameter(1)",
+        f"ROOT %c = f32{result}{{0}} convolution(%a, %b), {attributes}",
+    )
+    assert program.matmul_flops() == 2 * products
+
+
+LOOP = """
+%body (q: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
+  %q = (s32[], f32[8,8]{{1,0}}) parameter(0)
+  %x = f32[8,8]{{1,0}} get-tuple-element(%q), index=1
+  %d = f32[8,8]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+%test (q: (s32[], f32[8,8])) -> pred[] {{
+  %q = (s32[], f32[8,8]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant({bound})
+  ROOT %lt = pred[] compare(%i, %n), direction={direction}
+}}
+"""
+
+
+def test_a_loop_that_counts_to_a_constant_says_how_often_it_runs():
+    lines = (
+        "%p = (s32[], f32[8,8]{1,0}) parameter(0)",
+        "ROOT %w = (s32[], f32[8,8]{1,0}) while(%p), condition=%test, body=%body",
+    )
+    program = module(*lines, before=LOOP.format(bound=12, direction="LT"))
+    assert program.matmul_flops() == 12 * 2 * 8**3
+    program = module(*lines, before=LOOP.format(bound=12, direction="NE"))
+    with pytest.raises(UserError, match="no known_trip_count"):
+        program.matmul_flops()
+    assert program.matmul_flops(trip_counts=2.5) == 2.5 * 2 * 8**3
+
+
+def test_arguments_by_the_callers_names():
+    program = module(
+        "%p.1 = f32[4]{0} parameter(1), metadata={op_name=\"state.params[\\'w\\']\"}",
+        "ROOT %p.0 = f32[8]{0} parameter(0)",
+    )
+    assert program.arguments() == {1: "state.params[\\'w\\']", 0: ""}

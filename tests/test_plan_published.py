@@ -6,19 +6,29 @@ import pytest
 
 from mtx.config import Layout
 from mtx.pipeline.makers import make
-from mtx.plan.flops import sc21_flops
+from mtx.plan.flops import forward_flops, sc21_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.published import (
-    FIGURE_12,
-    FIGURE_13,
-    FIGURE_18,
     TABLE_1,
     TRAINING_TIMES,
     bubble,
     published_throughput,
     published_training_time,
 )
+from mtx.plan.published_runs import (
+    FIGURE_11,
+    FIGURE_12,
+    FIGURE_13,
+    FIGURE_18,
+    FITTED_RUNS,
+    HELD_OUT_RUNS,
+    KORTHIKANTI,
+    TABLE_1_RUNS,
+    TABLE_2,
+)
 from mtx.presets import TABLE1, preset
+
+ALL_RUNS = FITTED_RUNS + HELD_OUT_RUNS
 
 
 def test_table_1_has_the_presets_of_table_1():
@@ -79,12 +89,88 @@ def test_bubble_is_the_tables_idle_time_over_ideal_time(pipe, virtual, m):
     assert bubble(Layout(pipe=pipe, virtual=virtual), m) == pytest.approx(idle / (m * virtual))
 
 
+# --- single runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ALL_RUNS, ids=lambda run: f"{run.where} {run.series} {run.x}")
+def test_every_published_run_can_be_laid_out(run):
+    run.layout.check(run.model)
+    assert run.layout.microbatches(run.global_batch) >= 1
+    assert (run.model.sequence, run.model.vocab) == (2048, 51200)
+    if run.where != "Korthikanti table 5":
+        assert run.layout.recompute == "full" and not run.layout.sequence_parallel
+
+
+def test_no_run_is_both_fitted_and_held_out():
+    def key(run):
+        layout = run.layout
+        return (run.model, layout, run.global_batch, run.scatter_gather, run.unit, run.zero)
+
+    fitted = {key(run) for run in FITTED_RUNS}
+    assert not [run for run in HELD_OUT_RUNS if key(run) in fitted]
+    assert len(HELD_OUT_RUNS) > len(FITTED_RUNS)
+
+
+def test_runs_of_table_1_are_its_rows():
+    for run, row in zip(TABLE_1_RUNS, TABLE_1, strict=True):
+        as_preset = preset(row.preset)
+        assert run.published == row.tflops_per_gpu
+        assert run.layout.devices == as_preset.layout.devices
+        assert (run.model.layers, run.model.hidden) == (
+            as_preset.model.layers, as_preset.model.hidden,
+        )  # fmt: skip
+
+
 def test_figures_are_whole_curves():
-    for series in (*FIGURE_12, FIGURE_13, *FIGURE_18):
-        assert len(series.x) == len(series.tflops_per_gpu) == 5
-    plain, interleaved = FIGURE_12
-    gains = [b / a for a, b in zip(plain.tflops_per_gpu, interleaved.tflops_per_gpu, strict=True)]
+    assert [run.layout.devices for run in FIGURE_11] == 2 * [8, 16, 32, 64]
+    plain, interleaved = FIGURE_12[:5], FIGURE_12[5:]
+    gains = [b.published / a.published for a, b in zip(plain, interleaved, strict=True)]
     assert gains == sorted(gains, reverse=True)  # the gap closes as the batch grows
-    assert all(pipe * tensor == 64 for pipe, tensor in FIGURE_13.x)
-    assert FIGURE_13.x[FIGURE_13.tflops_per_gpu.index(max(FIGURE_13.tflops_per_gpu))] == (8, 8)
-    assert FIGURE_18[1].tflops_per_gpu == interleaved.tflops_per_gpu
+    assert all(run.layout.devices == 64 for run in FIGURE_13)
+    best = max(FIGURE_13, key=lambda run: run.published)
+    assert (best.layout.pipe, best.layout.tensor) == (8, 8)
+    without, together = FIGURE_18[:5], FIGURE_18[5:]
+    assert [run.published for run in together] == [run.published for run in interleaved]
+    assert not any(run.scatter_gather for run in without)
+
+
+def test_table_2_compares_equal_work():
+    """PTD-P beats ZeRO-3 on as many GPUs: by 70 % and more at 1,536 and 2,240 (section 5.2)."""
+    rates = {(run.series, run.x): run.published for run in TABLE_2}
+    assert rates["PTD-P, 175B", "1536 GPUs"] > 1.7 * rates["ZeRO-3, 175B", "1536 GPUs"]
+    assert rates["PTD-P, 530B", "2240 GPUs"] > 1.7 * rates["ZeRO-3, 530B", "2240 GPUs"]
+    assert all(run.layout.tensor * run.layout.pipe == 1 for run in TABLE_2 if run.zero == 3)
+
+
+# Days for 300 billion tokens, the table's last column.
+DAYS = {
+    "PTD-P, 175B": (84, 43, 23),
+    "PTD-P, 530B": (156, 80, 42),
+    "ZeRO-3, 175B": (90, 74, 74),
+    "ZeRO-3, 530B": (169, 137, 140),
+}
+
+
+def test_table_2s_throughputs_and_days_agree():
+    for series, days in DAYS.items():
+        runs = [run for run in TABLE_2 if run.series == series]
+        for run, published in zip(runs, days, strict=True):
+            steps = 300e9 / (run.global_batch * run.model.sequence)
+            flops = steps * sc21_flops(run.model, run.global_batch)
+            seconds = flops / (run.layout.devices * run.published * 1e12)
+            assert seconds / 86400 == pytest.approx(published, abs=1.0, rel=0.015)
+
+
+def test_korthikantis_seconds_and_utilization_agree():
+    """The MFU of the same runs in Megatron-LM's README, by their formula: the full square."""
+    utilization = []
+    for run in KORTHIKANTI[4:]:
+        flops = 3 * forward_flops(run.model, run.global_batch, causal=False).total
+        utilization.append(100 * flops / (run.published * run.layout.devices * 312e12))
+    assert utilization == pytest.approx([41.5, 51.4, 56.0, 56.3], abs=0.2)
+
+
+def test_selective_recomputation_was_a_third_faster():
+    full, selective = KORTHIKANTI[:4], KORTHIKANTI[4:]
+    gains = [a.published / b.published - 1 for a, b in zip(full, selective, strict=True)]
+    assert gains == pytest.approx([0.29, 0.318, 0.297, 0.321], abs=0.005)  # their own column

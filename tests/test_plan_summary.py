@@ -1,16 +1,21 @@
-"""The first page of a plan."""
+"""The page of a plan."""
 
 import dataclasses
 
 import pytest
 
 from mtx.errors import UserError
-from mtx.plan.summary import plan_lines, plan_rows
+from mtx.plan.compiled import Buffer, Compiled, Traffic
+from mtx.plan.flops import forward_flops, parameters
+from mtx.plan.page import plan_lines, render, rows_table
+from mtx.plan.plan import make_plan
+from mtx.plan.summary import compiled_rows, parameters_by_part, part_name, plan_rows
 from mtx.presets import NAMES, preset
 
 
-def page(run, **options):
-    return {row.name: (row.value, row.source) for row in plan_rows(run, **options)}
+def page(run, *, tokens=None, price=None, **options):
+    rows = plan_rows(make_plan(run, **options), tokens=tokens, price=price)
+    return {row.name: (row.value, row.source) for row in rows}
 
 
 def test_the_page_of_the_trillion_parameter_run():
@@ -38,17 +43,20 @@ def test_the_page_of_the_trillion_parameter_run():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_has_a_page_that_fits_a_terminal(name):
     for width in (80, 100):
-        lines = plan_lines(preset(name), width=width)
+        lines = plan_lines(make_plan(preset(name)), width=width)
         assert max(len(line) for line in lines) <= width
         assert len(lines) > 30
 
 
 def test_published_rows_only_for_runs_of_the_paper():
-    sources = {row.source for row in plan_rows(preset("miniature"))}
+    sources = {row.source for row in plan_rows(make_plan(preset("miniature")))}
     assert sources == {"given", "computed", "predicted"}
     run = preset("gpt-1t")
     other = dataclasses.replace(run, global_batch=6)
-    assert not {row.source for row in plan_rows(other)} & {"published", "computed from published"}
+    assert not {row.source for row in plan_rows(make_plan(other))} & {
+        "published",
+        "computed from published",
+    }
 
 
 def test_what_does_not_fit_is_said():
@@ -80,4 +88,97 @@ def test_tensor_groups_across_nodes_are_said():
 
 def test_an_unknown_target_is_an_error():
     with pytest.raises(UserError, match="unknown hardware 'a100'"):
-        plan_rows(preset("miniature"), target="a100")
+        make_plan(preset("miniature"), target="a100")
+
+
+def test_the_settings_of_the_prediction_stand_beside_the_papers():
+    facts = page(preset("gpt-1t"))
+    assert facts["with"][0].startswith("recompute=full, sequence_parallel=False, float16")
+    ours, source = facts["predicted above, with"]
+    assert ours.startswith("recompute=full, sequence_parallel=True, bfloat16") and source == "given"
+    assert facts["of the software"][0].startswith("megatron-2021: ")
+    own, label = facts["with this program's kernels"]
+    assert own.endswith(" s a step") and label == "predicted"
+    assert "with this program's kernels" not in page(preset("gpt-1t"), target="h100")
+
+
+def test_parts_of_the_step_add_up_on_the_page():
+    plan = make_plan(preset("gpt-76b"))
+    rows = [row for row in plan_rows(plan) if row.section == "Time of a step"]
+    shares = [row.value.rpartition("(")[2].rstrip("%)") for row in rows if "%)" in row.value]
+    assert sum(map(float, shares)) == pytest.approx(100, abs=0.5) and len(shares) > 5
+    facts = {row.name: row.value for row in rows}
+    assert facts["the whole step"] == f"{plan.time.step_s:,.2f} s"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_by_part_add_up(name, tied):
+    model = dataclasses.replace(preset(name).model, tied=tied)
+    assert sum(parameters_by_part(model).values()) == parameters(model)
+
+
+def test_forward_flops_by_part_are_on_the_page():
+    run = preset("gpt-1t")
+    forward = forward_flops(run.model, run.global_batch, causal=True)
+    assert page(run)["F of it, MLP"][0] == f"{forward.mlp:.4e} ({forward.mlp / forward.total:.1%})"
+
+
+def test_days_and_cost_of_a_budget():
+    plan = make_plan(preset("gpt-1t"))
+    value, source = page(plan.run, tokens=2e12, price=1.5)["2000 billion tokens"]
+    hours = plan.gpu_hours(2e12)
+    assert value.startswith(f"{plan.days(2e12):,.1f} days, {hours:,.0f} GPU hours")
+    assert value.endswith(f"cost {1.5 * hours:,.0f} at 1.5 a GPU hour") and source == "predicted"
+
+
+def test_what_was_chosen_is_said():
+    plan = make_plan(preset("bench-s"), chosen=("gpus=4: few", "layout: the fastest"))
+    rows = plan_rows(plan)
+    assert [(row.name, row.value) for row in rows[:2]] == [
+        ("gpus=4", "few"),
+        ("layout", "the fastest"),
+    ]
+    sources = {row.name: row.source for row in rows}
+    assert sources["data x pipe x tensor"] == "chosen" and sources["step"] == "given"
+
+
+def test_unknown_parts_have_a_name_too():
+    assert part_name("bubble_s") == "bubble" and part_name("stash_bytes") == "stash between F and B"
+    assert part_name("all_new_s") == "all new" and part_name("odd_bits_bytes") == "odd bits"
+
+
+COMPILED = Compiled(
+    target="a100-80gb", devices=3072, backend="gpu", label="the step for 3,072 GPUs",
+    hint="install [aot]", jax_version="0.10.2", arguments_bytes=5 * 2**30, outputs_bytes=5 * 2**30,
+    alias_bytes=4 * 2**30, temp_bytes=70 * 2**30, compile_s=12.3, matmul_flops=4.4e19,
+    formula_flops=4.0e19, compiler_peak_bytes=2**30,
+    largest=(Buffer(bytes=3 * 2**30, shape="f32[4]", what="masters"),),
+    collectives=(
+        Traffic(kind="all-gather", axes=("tensor",), group=8, dtype="bf16", count=1024,
+                bytes=2**33, overlapped=512),
+    ),
+)  # fmt: skip
+
+
+def test_what_the_compiler_says():
+    plan = make_plan(preset("gpt-1t"))
+    rows = compiled_rows(COMPILED, plan)
+    facts = {row.name: row.value for row in rows}
+    assert {row.source for row in rows} == {"compiled"}
+    assert facts["what"] == "the step for 3,072 GPUs. install [aot]"
+    assert facts["memory of a device"].startswith("76.00 GiB of 80 GiB: does not fit (95%")
+    assert facts["matmul FLOPs"] == "4.4000e+19, 1.1000 of the formula's"
+    assert facts["3.00 GiB"] == "f32[4]: masters"
+    assert facts["all-gather over tensor"] == "1,024 of 8, 8.00 GiB sent in bf16, 512 overlapped"
+    lines = render(rows_table(rows, heading="x"), width=80)
+    assert max(map(len, lines)) <= 80 and any("install [aot]" in line for line in lines)
+
+
+def test_what_the_compiler_says_of_a_tight_fit():
+    """The fraction to set is that of the compiled memory, not of the predicted."""
+    tight = dataclasses.replace(COMPILED, temp_bytes=60 * 2**30)
+    facts = {row.name: row.value for row in compiled_rows(tight, make_plan(preset("gpt-1t")))}
+    assert facts["memory of a device"].endswith(
+        "fits (82%) with XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
+    )

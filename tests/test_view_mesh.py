@@ -1,4 +1,4 @@
-"""The mesh as text."""
+"""The mesh as text and as a picture."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.collections import PatchCollection, PathCollection
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from mtx.config import Layout
 from mtx.errors import UserError
-from mtx.view.mesh import mesh_text
+from mtx.plan.hardware import hardware
+from mtx.view.mesh import MeshView, _Map, axis_links, draw_mesh, mesh_text
 
 
 def test_one_node():
@@ -88,3 +92,90 @@ def test_every_listed_device_is_where_the_mesh_puts_it(pipe, data, tensor, node_
             held = range(int(first), int(last or first) + 1)
             assert set(held) <= set(grid[int(head[2]), int(replica)])
             assert {rank // node_size for rank in held} == {node}
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+A100 = hardware("a100-80gb")
+
+
+def texts(figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def test_few_devices_are_drawn_one_by_one():
+    layout = Layout(data=2, pipe=2, tensor=2)
+    figure = draw_mesh(layout, A100)
+    labels = [text for text in texts(figure) if text.startswith("p") and "\n" in text]
+    assert labels == [f"p{p}\nd{d}\nt{t}" for p in range(2) for d in range(2) for t in range(2)]
+    boxes = [patch for patch in figure.findobj(Rectangle) if patch.get_width() == 0.96]
+    colours = [patch.get_facecolor() for patch in boxes]
+    assert len(colours) == 8 and len(set(colours[:4])) == len(set(colours[4:])) == 1
+    assert colours[0] != colours[4], "stages look alike"
+
+
+def test_three_thousand_devices_are_drawn_by_node():
+    figure = draw_mesh(Layout(pipe=64, data=6, tensor=8), A100)
+    (cells,) = figure.findobj(PatchCollection)
+    colours = [tuple(colour) for colour in cells.get_facecolor()]
+    assert len(colours) == 384 and len(set(colours)) == 64
+    marks = {(one.get_label(), len(one.get_offsets())) for one in figure.findobj(PathCollection)}
+    assert {("pipe group of device 0", 64), ("data group of device 0", 6)} <= marks
+    said = texts(figure)
+    assert any("a cell: 1 node, 8 devices" in text for text in said)
+    assert {"p0", "p2", "p62", "node 0", "p0 d0 t7"} <= set(said)
+    links = ["between nodes: 25 GB/s a device"] * 2 + ["inside a node: 300 GB/s a device"]
+    assert [text for text in said if "GB/s" in text] == links
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 8, 35, 64]),
+    st.sampled_from([1, 3, 6, 16, 100]),
+    st.sampled_from([1, 2, 8, 16]),
+    st.sampled_from(["a100-80gb", "gb200", "tpu-v5p"]),
+)
+def test_no_two_cells_lie_on_each_other_and_no_device_is_left_out(pipe, data, tensor, name):
+    layout, target = Layout(pipe=pipe, data=data, tensor=tensor), hardware(name)
+    grid, stage = _Map.of(layout, target.node_devices), data * tensor
+    corners = {}
+    for rank in range(layout.devices):
+        corners.setdefault(grid.corner(rank, stage), []).append(rank)
+    assert len(corners) == pipe * grid.cells <= 1300
+    for ranks in corners.values():
+        assert len(ranks) <= grid.unit and ranks[-1] - ranks[0] == len(ranks) - 1
+        assert {rank // stage for rank in ranks} == {ranks[0] // stage}, "two stages in a cell"
+    if grid.aligned and grid.unit <= target.node_devices:
+        nodes = [{rank // target.node_devices for rank in ranks} for ranks in corners.values()]
+        assert all(len(node) == 1 for node in nodes), "a cell lies in two nodes"
+    xs, ys = np.array(sorted(corners)).T
+    for x, y in zip(xs, ys, strict=True):
+        near = (abs(xs - x) < 0.999) & (abs(ys - y) < 0.999)
+        assert near.sum() == 1
+
+
+def test_links_of_every_axis():
+    pipe, data, tensor = axis_links(Layout(pipe=2, data=4, tensor=4), 8)
+    assert (pipe.size, pipe.stride, pipe.reach) == (2, 16, "between nodes")
+    assert (data.size, data.stride, data.reach) == (4, 4, "inside and between, over 2 nodes")
+    assert (tensor.size, tensor.stride, tensor.reach) == (4, 1, "inside a node")
+
+
+@pytest.mark.parametrize("suffix, magic", [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_the_picture_is_saved_by_suffix(tmp_path, suffix, magic):
+    draw_mesh(Layout(data=512, tensor=4), A100, tmp_path / f"mesh.{suffix}")
+    assert (tmp_path / f"mesh.{suffix}").read_bytes().startswith(magic)
+
+
+def test_a_picture_that_cannot_be_saved(tmp_path):
+    with pytest.raises(UserError, match="must end with one of .svg, .png, .pdf"):
+        draw_mesh(Layout(), A100, tmp_path / "mesh.txt")
+    with pytest.raises(UserError, match="cannot write .*: No such file"):
+        draw_mesh(Layout(), A100, tmp_path / "no" / "mesh.svg")
+
+
+def test_a_notebook_sees_the_picture_and_a_terminal_the_text():
+    view = MeshView(layout=Layout(data=2, pipe=2, tensor=2), hardware=A100)
+    svg = view._repr_svg_()
+    assert svg.startswith("<svg") and ">node 0<" in svg
+    assert str(view) == mesh_text(view.layout)

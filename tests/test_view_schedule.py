@@ -1,20 +1,38 @@
-"""Timelines as text and as pictures."""
+"""Timelines as text, as pictures and in notebooks."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.text import Text
 
 from mtx.errors import UserError
-from mtx.pipeline.makers import make
+from mtx.pipeline.makers import MAKERS, make
 from mtx.pipeline.schedule import Schedule
-from mtx.view.schedule import LockStep, draw_timeline, op_order, timeline_markup, timeline_text
+from mtx.pipeline.shape import Times
+from mtx.pipeline.simulate import simulate
+from mtx.view.files import replacing
+from mtx.view.notebook import load_ipython_extension, unload_ipython_extension
+from mtx.view.schedule import (
+    draw_timeline,
+    op_order,
+    run_markup,
+    run_text,
+    show,
+    timeline_markup,
+    timeline_text,
+)
+from mtx.view.spans import shares, waits
 
 FIGURE_4 = make("1f1b", microbatches=8, stages=4, virtual=2)
+SPLIT = make("zb_h1", microbatches=6, stages=3)
+
+# --- the table as text ----------------------------------------------------------------------------
 
 
 def test_figure_4_as_text():
@@ -40,9 +58,25 @@ def test_one_stage_as_text():
     )
 
 
+def test_weights_and_slices_as_text():
+    split = timeline_text(make("zb_h1", microbatches=1, stages=1))
+    assert split.split("\n")[1:] == [
+        "stage 0 |1a 1A W1a|",
+        "1a: F of microbatch 1, chunk a; 1A: its B; W1a: its W; ·: idle; |: a tick ends",
+    ]
+    title, row, notation = timeline_text(
+        make("terapipe", microbatches=1, stages=1, slices=2)
+    ).split("\n")
+    assert title == "terapipe: 1 stage, 1 microbatch of 2 slices, 3 ticks"
+    assert re.findall(r"[\d.]+[aA]", row) == ["1.1a", "1.2a", "1.2A", "1.1A"]
+    assert notation.startswith("1.1a: F of microbatch 1, slice 1, chunk a; 1.1A: its B;")
+
+
 @pytest.mark.parametrize(
-    "name, m, p, v", [("1f1b", 12, 4, 3), ("gpipe", 5, 3, 2), ("1f1b", 4, 1, 28)]
-)
+    "name, m, p, v",
+    [("1f1b", 12, 4, 3), ("gpipe", 5, 3, 2), ("1f1b", 4, 1, 28), ("zb_h2", 7, 3, 1),
+     ("zb_v", 6, 3, 2)],
+)  # fmt: skip
 def test_text_rows_hold_the_ops_in_their_order(name, m, p, v):
     schedule = make(name, microbatches=m, stages=p, virtual=v)
     letters = [chr(97 + c) if c < 26 else "a" + chr(97 + c - 26) for c in range(v)]
@@ -50,9 +84,12 @@ def test_text_rows_hold_the_ops_in_their_order(name, m, p, v):
     for row, order in zip(rows, op_order(schedule), strict=True):
         cells = row.split("|", 1)[1].replace("|", " ").split()
         ops = [(op[0], *map(int, op[1:].split("."))) for op in order]
-        assert [cell for cell in cells if cell != "·"] == [
-            f"{mb + 1}{letters[c] if op == 'F' else letters[c].upper()}" for op, mb, c in ops
-        ]
+        labels = {
+            "F": lambda mb, c: f"{mb + 1}{letters[c]}",
+            "B": lambda mb, c: f"{mb + 1}{letters[c].upper()}",
+            "W": lambda mb, c: f"W{mb + 1}{letters[c]}",
+        }
+        assert [cell for cell in cells if cell != "·"] == [labels[op](mb, c) for op, mb, c in ops]
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 119, 120])
@@ -77,76 +114,150 @@ def test_markup_is_the_text_in_colour():
     styles = {marked.plain[span.start : span.end].strip(): span.style for span in marked.spans}
     colours = [str(styles[cell]) for cell in ("1a", "1b", "6A", "6B", "·")]
     assert len(set(colours)) == 5
+    run = simulate(SPLIT)
+    assert Text.from_markup(run_markup(run, 90)).plain == run_text(run, 90)
 
 
-def test_lock_step_ticks_last_as_long_as_their_longest_stage():
-    """p=2, m=2: F | F and F+B | F+B and B | B, with F=1 and B=2."""
-    run = LockStep(schedule=make("1f1b", microbatches=2, stages=2))
-    assert run.edges.tolist() == [0, 1, 4, 7, 9]
-    assert run.total == 9 and run.idle_share == pytest.approx(1 - 6 / 9)
-    ticks, starts = run.starts(run.schedule.backward, 0)
-    assert (ticks.tolist(), starts.tolist()) == ([2, 3], [4, 7])
-    ticks, starts = run.starts(run.schedule.backward, 1)
-    assert (ticks.tolist(), starts.tolist()) == ([1, 2], [2, 5])
+# --- a simulation as text -------------------------------------------------------------------------
+
+
+def test_a_run_as_text_has_a_time_axis():
+    """1F1B, p=2, m=2, F=1, B=2, a send takes 1: four characters for each unit of time."""
+    run = simulate(make("1f1b", microbatches=2, stages=2), Times(comm=1))
+    assert run.makespan == 11
+    title, first, second, notation = run_text(run, len("stage 0 ") + 2 + 44).split("\n")
+    assert title == "1f1b: 2 stages, 2 microbatches; asynchronous: 11, a character is 0.25"
+    assert first == "stage 0 |1a  2a  ············~~~~1A      ~~~~2A      |"
+    assert second == "stage 1 |····~~~~1a  1A      2a  2A      ············|"
+    assert notation.endswith("·: idle; ~: waiting for data")
+
+
+def test_a_crowded_run_as_text_shows_what_takes_the_most():
+    run = simulate(make("gpipe", microbatches=60, stages=3))
+    title, *rows, notation = run_text(run, 80).split("\n")
+    assert len(rows) == 3 and {len(row) for row in rows} == {80}
+    for row in rows:
+        assert re.fullmatch(r"stage \d \|·*F+·*B+·*\|", row)
+        assert row.count("B") == pytest.approx(2 * row.count("F"), abs=3)
+    assert notation == "F, B: what takes the most of the time; ·: idle"
+    with pytest.raises(UserError, match="width=15 leaves no room"):
+        run_text(run, 15)
+
+
+# --- what stages do over time ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+@pytest.mark.parametrize("model", ["lockstep", "asynchronous"])
+def test_shares_add_up_to_the_time_of_the_ops(name, model):
+    times = Times(forward=1, backward=1.2, weight=0.7, comm=0.1)
+    run = simulate(make(name, microbatches=6, stages=3), times, model=model)
+    edges = np.linspace(run.start.min(), run.end.max(), 38)
+    share = shares(run, edges)
+    np.testing.assert_allclose(share.sum(axis=-1), 1)
+    taken = (share * np.diff(edges)[:, None]).sum(axis=1)  # [P, F B W wait idle]
+    work = [1, 1.2, 0.7] if run.schedule.split else [1, 1.9, 0]
+    np.testing.assert_allclose(taken[:, :3], 6 * np.array([work] * 3))
+    assert (taken[:, 3] > 0).all()
+
+
+def test_waits_are_the_sends_that_hold_a_stage_up():
+    """1F1B, p=2, m=1: F, send, F, B, send, B."""
+    schedule = make("1f1b", microbatches=1, stages=2)
+    run = simulate(schedule, Times(comm=0.5))
+    assert [array.tolist() for array in waits(run, 1)] == [[1.0], [1.5]]
+    assert [array.tolist() for array in waits(run, 0)] == [[4.5], [5.0]]
+    assert waits(simulate(schedule), 0)[0].size == 0
+    both = waits(simulate(schedule, Times(comm=0.5), model="lockstep"), 0)
+    assert [array.tolist() for array in both] == [[1.0, 4.5], [1.5, 5.0]]
+
+
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def boxes(axes) -> float:
     """The area of all ops drawn as boxes (not the idle background)."""
-    area = 0.0
-    for collection in axes.collections:
-        for path in collection.get_paths():
-            extent = path.get_extents()
-            if collection.get_zorder() == 2:
-                area += extent.width * extent.height
-    return area
+    extents = [
+        path.get_extents()
+        for collection in axes.collections
+        if collection.get_zorder() == 2
+        for path in collection.get_paths()
+    ]
+    return sum(extent.width * extent.height for extent in extents)
+
+
+def legend(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_picture_shows_every_op_with_its_microbatch():
-    axes = draw_timeline(FIGURE_4).axes[0]
-    assert boxes(axes) == pytest.approx(8 * 2 * 4 * (1 + 2) * 0.84)
+    axes, memory = draw_timeline(FIGURE_4).axes
+    assert boxes(axes) == pytest.approx(8 * 4 * (1 + 2) * 0.84)
     numbers = [text.get_text() for text in axes.texts if text.get_text().isdigit()]
     assert {n: numbers.count(n) for n in set(numbers)} == {str(n): 16 for n in range(1, 9)}
-    assert axes.get_xlim() == (0, 57)  # (m v + p - 1)(F + B) = 19 x 3
-    assert axes.get_title(loc="left").endswith("26 ticks, idle 15.8% of the time")  # 3 / 19
-    legend = [text.get_text() for text in axes.figure.legends[0].get_texts()]
-    assert legend == ["F, chunk 0", "F, chunk 1", "B, chunk 0", "B, chunk 1", "idle"]
+    assert axes.get_xlim() == (0, 28.5)  # (m + (p - 1) / v)(F + B) = 9.5 x 3
+    assert axes.get_title(loc="left").endswith("lock-step, 26 ticks: 28.5, idle 15.8%")  # 3 / 19
+    assert legend(axes.figure) == ["F, chunk 0", "F, chunk 1", "B, chunk 0", "B, chunk 1", "idle"]
+    assert memory.get_xlabel() == "time (a microbatch on one stage: F 1, B 2)"
 
 
-def test_numbers_stand_in_boxes_of_their_own_tick():
-    run = LockStep(schedule=FIGURE_4)
-    axes = draw_timeline(FIGURE_4).axes[0]
+@pytest.mark.parametrize("model", ["lockstep", "asynchronous"])
+def test_numbers_stand_in_boxes_of_their_own_op(model):
+    run = simulate(SPLIT, Times(forward=1, backward=1.5, weight=0.5, comm=0.2), model=model)
+    axes = draw_timeline(run).axes[0]
     drawn = {t.get_position(): t.get_text() for t in axes.texts if t.get_text().isdigit()}
-    for half, length in ((FIGURE_4.forward, 1), (FIGURE_4.backward, 2)):
-        for stage in range(4):
-            ticks, starts = run.starts(half, stage)
-            for tick, start in zip(ticks, starts, strict=True):
-                number = str(half.microbatch[tick, stage] + 1)
-                assert drawn[start + length / 2, stage] == number
+    assert len(drawn) == 3 * 6 * 3
+    for stage in range(3):
+        for op, start, end in zip(run.orders.of(stage), run.start[stage], run.end[stage]):
+            assert drawn[start + (end - start) / 2, stage] == str(op.item + 1)
+    assert legend(axes.figure) == ["F", "B", "W", "waiting for data", "idle"]
+
+
+def test_memory_is_drawn_beneath_and_ends_at_its_peak():
+    run = simulate(FIGURE_4)
+    _, memory = draw_timeline(run, memory_limit=7.0).axes
+    tops = {line.get_label(): max(line.get_ydata()) for line in memory.lines}
+    assert tops == {f"stage {s}": peak for s, peak in enumerate(run.peak_memory)} | {"limit": 7.0}
+    for line in memory.lines[:-1]:
+        assert line.get_ydata()[-1] == 0
+    assert len(draw_timeline(run, memory=False).axes) == 1
+    many = draw_timeline(simulate(make("1f1b", microbatches=20, stages=20))).axes[1]
+    assert [line.get_label() for line in many.lines] == ["stage 0", "stage 19"]
+
+
+def test_two_schedules_share_their_time_axis():
+    figure = draw_timeline([make("gpipe", microbatches=8, stages=4), FIGURE_4])
+    first, _, second, last = figure.axes
+    assert first.get_xlim() == second.get_xlim() == (0, 33)
+    assert first.get_title(loc="left").startswith("gpipe: 4 stages, 8 microbatches; lock-step, 22")
+    assert "1f1b: 4 stages of 2 chunks" in second.get_title(loc="left")
+    assert legend(figure)[:3] == ["F", "B", "F, chunk 0"]
+    assert last.get_xlabel() and not first.get_xlabel()
+    with pytest.raises(UserError, match="there is no schedule to show"):
+        draw_timeline([])
 
 
 def test_a_large_schedule_is_drawn_as_shares():
-    schedule = make("1f1b", microbatches=512, stages=64)
-    axes = draw_timeline(schedule).axes[0]
-    (mesh,) = axes.collections
+    figure = draw_timeline(make("1f1b", microbatches=512, stages=64))
+    (mesh,) = figure.axes[0].collections
     colours = mesh.get_array()  # [stages, bins, RGB]
     assert colours.shape[0] == 64 and colours.shape[1] <= 1000
-    blue, both, green, idle = (p.get_facecolor()[:3] for p in axes.figure.legends[0].get_patches())
+    assert legend(figure) == ["F and B in turn", "F", "B", "idle"]
+    both, blue, green, idle = (p.get_facecolor()[:3] for p in figure.legends[0].get_patches())
     np.testing.assert_allclose(colours[0, 0], blue, atol=0.01)
     np.testing.assert_allclose(colours[32, colours.shape[1] // 2], both, atol=0.01)
     np.testing.assert_allclose(colours[0, -1], green, atol=0.01)
     np.testing.assert_allclose(colours[63, 0], idle, atol=0.01)
-    assert [text for text in axes.texts if text.get_text().isdigit()] == []
+    assert [text for text in figure.axes[0].texts if text.get_text().isdigit()] == []
 
 
 def test_ticks_in_which_nobody_works_take_no_time_in_a_picture():
-    small = make("1f1b", microbatches=2, stages=2)
-    late = Schedule.from_ticks("late", small.forward_ticks, small.backward_ticks + 900)
-    run = LockStep(schedule=late)
-    assert run.total == 3 * 1 + 3 * 2
     many = make("1f1b", microbatches=600, stages=2)
     late = Schedule.from_ticks("late", many.forward_ticks, many.backward_ticks + 900)
-    (mesh,) = draw_timeline(late).axes[0].collections
+    figure = draw_timeline(late)
+    (mesh,) = figure.axes[0].collections
     assert mesh.get_array().ndim == 3 and np.isfinite(mesh.get_array()).all()
+    assert figure.axes[0].get_xlim() == (0, 601 * 1 + 601 * 2)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +279,6 @@ def test_the_same_picture_gives_the_same_bytes(tmp_path):
 def test_wrong_arguments_are_errors(tmp_path):
     with pytest.raises(UserError, match="must end with one of .svg, .png, .pdf"):
         draw_timeline(FIGURE_4, tmp_path / "timeline.txt")
-    with pytest.raises(UserError, match="backward_time=0 must be above 0"):
-        draw_timeline(FIGURE_4, backward_time=0)
 
 
 def test_without_matplotlib_the_text_works_and_the_picture_says_what_to_install(monkeypatch):
@@ -178,3 +287,52 @@ def test_without_matplotlib_the_text_works_and_the_picture_says_what_to_install(
         draw_timeline(FIGURE_4)
     code = "import mtx.view.schedule, sys; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# --- files and notebooks --------------------------------------------------------------------------
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    with pytest.raises(RuntimeError), replacing(path) as written:
+        written.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    link = tmp_path / "link.txt"
+    link.symlink_to(path)
+    with replacing(link) as written:
+        assert written.suffix == ".txt"
+        written.write_text("after")
+    assert link.is_symlink() and path.read_text() == "after"
+    with replacing("/dev/null") as written:
+        assert str(written) == "/dev/null"
+    with pytest.raises(UserError, match="cannot write .*no/a.txt: No such file or directory"):
+        with replacing(tmp_path / "no" / "a.txt"):
+            pass
+
+
+def test_a_notebook_shows_the_picture():
+    svg = show(FIGURE_4)._repr_svg_()
+    assert svg.startswith("<svg") and svg.rstrip().endswith("</svg>")
+    shown: dict = {}
+    formatter = SimpleNamespace(for_type=shown.__setitem__, pop=shown.pop)
+    ipython = SimpleNamespace(
+        display_formatter=SimpleNamespace(formatters={"image/svg+xml": formatter})
+    )
+    load_ipython_extension(ipython)
+    assert shown[type(FIGURE_4)](FIGURE_4).startswith("<svg")
+    run = simulate(make("1f1b", microbatches=2, stages=2))
+    assert "asynchronous: 9" in shown[type(run)](run)
+    unload_ipython_extension(ipython)
+    assert shown == {}
+
+
+def test_ipython_takes_the_extension():
+    pytest.importorskip("IPython", reason="IPython is absent: the extension is not loaded into it")
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shell.run_line_magic("load_ext", "mtx.view.notebook")
+    shown, _ = shell.display_formatter.format(make("1f1b", microbatches=2, stages=2))
+    assert shown["image/svg+xml"].startswith("<svg")

@@ -1,75 +1,383 @@
-"""`mtx schedule`."""
+"""`mtx schedule`: one schedule's table, cost, files and pictures, or all of them compared."""
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from mtx.cli.options import parse, split_name
 from mtx.errors import UserError
 
 if TYPE_CHECKING:
     from mtx.pipeline.schedule import Schedule
+    from mtx.pipeline.search import Candidate
+    from mtx.pipeline.shape import Times
+    from mtx.pipeline.simulate import Simulation
+
+_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+_STAGES, _MICROBATCHES = 4, 8  # where nothing is said
+_VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
+_MOST_OPS = 2_000_000  # F of all stages: ten times those of 64 stages of 4 chunks, 512 microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    stages: int = 4  # p
-    microbatches: int = 8  # m, of one replica and step
-    virtual: int = 1  # v, model chunks per stage: above 1, 1f1b is interleaved
-    draw: str = ""  # FILE.svg, .png or .pdf: a picture as well
+    stages: _Count = None  # p; 4 where not given
+    microbatches: _Count = None  # m, of one replica and step; 8 where not given
+    virtual: _Count = None  # v, model chunks per stage; else what the schedule needs or prefers
+    slices: _Count = None  # of each microbatch's sequences, where the schedule cuts them
+    # Of a microbatch on one stage, and of a send, in any unit; B lasts B + W where W is not split.
+    times: Annotated[str, tyro.conf.arg(metavar="F,B,W,COMM")] = "1,1,1,0"
+    # Of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare.
+    memory_limit: Annotated[float | None, tyro.conf.arg(metavar="STASHES")] = None
+    # A second schedule, in the same picture and trace.
+    beside: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    model: Literal["lockstep", "asynchronous"] = "lockstep"  # of timeline, picture and trace
+    csv: _File = None  # the table in the notation of torch.distributed.pipelining; - for stdout
+    text: _File = None  # the table as text; - for stdout
+    orders: _Flag = False  # csv and text hold what a program per stage runs, instead of ticks
+    draw: _File = None  # timeline and memory as a picture: .svg, .png or .pdf
+    trace: _File = None  # for ui.perfetto.dev
+    json: _Flag = False  # numbers for programs, instead of text
 
 
 def schedule_command(arguments: list[str]) -> None:
-    """Show a pipeline schedule: what each stage does in every tick.
+    """Show a pipeline schedule: what each stage does in every tick, its cost and its memory.
 
-    NAME is 1f1b or gpipe; 1f1b where none is named.
+    NAME is one of those below; a .csv, .txt or .json file with a table; auto, for the best within
+    the memory limit; or compare, for all of them beside one another. 1f1b where none is named.
     """
     name, rest = split_name(arguments)
-    options = parse(rest, ScheduleOptions(), prog="mtx schedule [NAME]", about=schedule_command)
-    for field in ("stages", "microbatches", "virtual"):
-        if getattr(options, field) < 1:
-            raise UserError(f"{field}={getattr(options, field)} must be at least 1")
+    prog = "mtx schedule [NAME|FILE|auto|compare]"
+    try:
+        options = parse(rest, ScheduleOptions(), prog=prog, about=schedule_command)
+    except SystemExit:  # after the help
+        print(_names())
+        raise
+    times = _times(options.times)
+    if name == "compare":
+        _compare(options, times)
+        return
+    _check_outputs(options)
+    names = [name or "1f1b"] + ([options.beside] if options.beside else [])
+    made = [_schedule(name, options, times) for name in names]
+    schedules = [schedule for schedule, _ in made]
+    written = _write(schedules, options, times)
+    if "-" in (options.csv, options.text):
+        return
+    runs = [_simulations(schedule, times) for schedule in schedules]
+    if options.json:
+        records = [_record(schedule, pair) for schedule, pair in zip(schedules, runs, strict=True)]
+        print(json.dumps(records if options.beside else records[0], indent=1))
+        return
+    for (schedule, note), pair in zip(made, runs, strict=True):
+        _print_timeline(pair[0 if options.model == "lockstep" else 1], options)
+        print("\n".join([*_facts(schedule, pair, options.memory_limit), *note]))
+    print("".join(f"{f'wrote {what}':<15}{path}\n" for what, path in written), end="")
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def _times(text: str) -> Times:
+    from mtx.pipeline.shape import Times
+
+    try:
+        forward, backward, weight, comm = (float(part) for part in text.split(","))
+    except ValueError:
+        what = f"--times takes four numbers, F,B,W,comm such as 1,1,1,0, not {text!r}"
+        raise UserError(what) from None
+    return Times(forward=forward, backward=backward, weight=weight, comm=comm)
+
+
+def _check_outputs(options: ScheduleOptions) -> None:
+    """Before anything is computed or written."""
+    from mtx.view.picture import check_suffix
+
+    if options.draw:
+        check_suffix(options.draw)
+    if [options.csv, options.text].count("-") + options.json > 1:
+        raise UserError("only one of --csv -, --text - and --json can be printed at a time")
+    if options.beside and (options.csv or options.text):
+        raise UserError("--csv and --text write one schedule: leave out --beside")
+    if options.orders and not (options.csv or options.text):
+        raise UserError("--orders says what --csv or --text hold: give one of them")
+
+
+def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedule, list[str]]:
+    """The schedule of that name or file, and what is to be said of its choice."""
+    from mtx.pipeline.formats import SUFFIXES, read_schedule
     from mtx.pipeline.makers import make
-    from mtx.view.schedule import draw_timeline, timeline_text
+    from mtx.pipeline.search import choose
 
+    if name.lower().endswith(SUFFIXES):
+        schedule = read_schedule(name)
+        for field in ("stages", "microbatches", "virtual", "slices"):
+            asked, has = getattr(options, field), getattr(schedule, field)
+            if asked not in (None, has):
+                raise UserError(f"{name} is a table with {field}={has}, not {field}={asked}")
+        return schedule, []
+    stages, microbatches = _sizes(options)
+    if name == "auto":
+        best = choose(
+            microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,
+            memory_limit=options.memory_limit,
+        )  # fmt: skip
+        chosen = f"chosen         {best.label}: {best.reason}"
+        return best.schedule, [*_published(best.schedule, times), chosen]
     schedule = make(
-        name or "1f1b",
-        microbatches=options.microbatches,
-        stages=options.stages,
-        virtual=options.virtual,
-    )
+        name.replace("-", "_"), microbatches=microbatches, stages=stages, virtual=options.virtual,
+        slices=options.slices, times=times, memory_limit=options.memory_limit,
+    )  # fmt: skip
+    return schedule, _published(schedule, times)
+
+
+def _sizes(options: ScheduleOptions) -> tuple[int, int]:
+    stages = _STAGES if options.stages is None else options.stages
+    microbatches = _MICROBATCHES if options.microbatches is None else options.microbatches
+    chosen = {"stages": stages, "microbatches": microbatches}
+    chosen |= {"virtual": options.virtual or 1, "slices": options.slices or 1}
+    for field in chosen:
+        value = getattr(options, field)
+        if value is not None and value < 1:
+            raise UserError(f"{field}={value} must be at least 1")
+    if math.prod(chosen.values()) > _MOST_OPS:
+        product = " * ".join(f"{field}={value}" for field, value in chosen.items())
+        raise UserError(f"{product} is too large a table; use at most {_MOST_OPS:,} in all")
+    return stages, microbatches
+
+
+def _virtuals(options: ScheduleOptions) -> tuple[int, ...]:
+    return _VIRTUALS if options.virtual is None else (options.virtual,)
+
+
+def _slices(options: ScheduleOptions) -> tuple[int, ...]:
+    from mtx.pipeline.makers import MAKERS
+
+    if options.slices is not None:
+        return (options.slices,)
+    return tuple(sorted({maker.default_slices for maker in MAKERS.values() if maker.sliced}))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _write(
+    schedules: list[Schedule], options: ScheduleOptions, times: Times
+) -> list[tuple[str, str]]:
+    """(what, file) of all that was written."""
+    from mtx.pipeline.formats import to_csv, to_text
+    from mtx.pipeline.simulate import simulate
+    from mtx.view.files import replacing
+
+    written = []
+    for what, path, render in (("csv", options.csv, to_csv), ("text", options.text, to_text)):
+        if path == "-":
+            print(render(schedules[0], orders=options.orders), end="")
+        elif path:
+            with replacing(path) as file:
+                file.write_text(render(schedules[0], orders=options.orders))
+            written.append((what, path))
+    if not (options.draw or options.trace):
+        return written
+    runs = [simulate(schedule, times, model=options.model) for schedule in schedules]
     if options.draw:
-        try:
-            draw_timeline(schedule, options.draw)
-        except OSError as error:
-            raise UserError(f"cannot write {options.draw}: {error.strerror}") from None
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(timeline_text(schedule, width))
-    print("\n".join(_schedule_facts(schedule)))
-    if options.draw:
-        print(f"picture    {options.draw}")
+        from mtx.view.timeline import draw_timeline
+
+        with replacing(options.draw) as file:
+            draw_timeline(runs, file, memory_limit=options.memory_limit)
+        written.append(("picture", options.draw))
+    if options.trace:
+        from mtx.view.trace import write_trace
+
+        write_trace(runs, options.trace)
+        written.append(("trace", options.trace))
+    return written
 
 
-def _schedule_facts(schedule: Schedule) -> list[str]:
-    from mtx.view.schedule import LockStep
+# --- one schedule ---------------------------------------------------------------------------------
 
-    run = LockStep(schedule=schedule)
-    p, v, m = schedule.stages, schedule.virtual, schedule.microbatches
-    formula = (p - 1) / (v * m)
-    idle = 1 / (1 - run.idle_share) - 1
-    bubble = f"bubble     (p-1)/(v m) = {p - 1}/({v}*{m}) = {formula:.2%} of the ideal time"
-    if abs(idle - formula) > 1e-9:
-        bubble += f"; by the table {idle:.2%}, since p={p} does not divide m={m}"
-    waiting = [str(count) for count in schedule.in_flight]
-    if len(waiting) > 16:
-        waiting = [*waiting[:4], "...", *waiting[-4:]]
-    return [
-        f"ticks      {schedule.ticks}, each one F and one B half",
-        bubble,
-        f"in flight  {' '.join(waiting)} on stages 0 to {p - 1}: chunks of microbatches between "
+
+def _simulations(schedule: Schedule, times: Times) -> tuple[Simulation, Simulation]:
+    """In lock-step, and asynchronous."""
+    from mtx.pipeline.simulate import simulate
+
+    return simulate(schedule, times, model="lockstep"), simulate(schedule, times)
+
+
+def _record(schedule: Schedule, runs: tuple[Simulation, Simulation]) -> dict[str, Any]:
+    """What --json gives of one schedule."""
+    record = {
+        "schedule": schedule.name, "stages": schedule.stages,
+        "microbatches": schedule.microbatches, "virtual": schedule.virtual,
+        "slices": schedule.slices, "ticks": schedule.ticks,
+        "in_flight": schedule.in_flight.tolist(), "slots": schedule.slots,
+    }  # fmt: skip
+    for run in runs:
+        record[run.model] = {
+            "makespan": run.makespan,
+            "bubble_rate": run.bubble_rate,
+            "bubble_over_ideal": run.bubble_over_ideal,
+            "in_flight": run.in_flight.tolist(),
+            "peak_memory": run.peak_memory.tolist(),
+        }
+    return record
+
+
+def _print_timeline(run: Simulation, options: ScheduleOptions) -> None:
+    from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns
+    if options.model == "lockstep":
+        render = timeline_markup if terminal else timeline_text
+        page = render(run.schedule, width if terminal else None)
+    else:
+        page = (run_markup if terminal else run_text)(run, width if terminal else 120)
+    if terminal:
+        from rich.console import Console
+
+        Console(highlight=False, soft_wrap=True).print(page)
+    else:
+        print(page)
+
+
+def _facts(
+    schedule: Schedule, runs: tuple[Simulation, Simulation], limit: float | None
+) -> list[str]:
+    from mtx.pipeline.search import WORTH_SAYING
+
+    lockstep, asynchronous = runs
+    stages = f"on stages 0 to {schedule.stages - 1}" if schedule.stages > 1 else "on stage 0"
+    kinds = "F, one B and one W" if schedule.split else "F and one B"
+    facts = [
+        f"ticks          {schedule.ticks}, each at most one {kinds}",
+        f"lock-step      {_price(lockstep)}, as our program runs the ticks",
+        f"asynchronous   {_price(asynchronous)}, as a program per stage runs the orders",
+        f"in flight      {_listed(schedule.in_flight)} {stages}: chunks of microbatches between "
         "their F and their B, at most",
-        f"slots      {schedule.slots} of the stash, on every stage",
+        f"slots          {schedule.slots} of the stash, on every stage",
+        f"memory         {_listed(lockstep.peak_memory)} {stages}: stashes of a whole stage, "
+        "at most",
     ]
+    if schedule.split:
+        facts[-2] += f", and {schedule.weight_stash.slots} of what waits for W"
+    if limit is not None and lockstep.peak_memory.max() > limit:
+        facts[-1] += f", over the limit of {limit:g}"
+    if 1 - asynchronous.makespan / lockstep.makespan >= WORTH_SAYING:
+        facts.append(
+            f"remark         lock-step cannot run this table well: {lockstep.makespan:.5g}, "
+            f"against {asynchronous.makespan:.5g} by a program per stage"
+        )
+    return facts
+
+
+def _price(run: Simulation) -> str:
+    return f"{run.makespan:.5g}, bubble {run.bubble_over_ideal:.2%} of the ideal {run.ideal:.5g}"
+
+
+def _published(schedule: Schedule, times: Times) -> list[str]:
+    """The source, and its closed form of the bubble where there is one."""
+    from mtx.pipeline.makers import maker
+    from mtx.pipeline.shape import Shape
+
+    known = maker(schedule.name)
+    bubble = known.bubble_over_ideal(Shape(
+        microbatches=schedule.microbatches, stages=schedule.stages, virtual=schedule.virtual,
+        slices=schedule.slices, times=times,
+    ))  # fmt: skip
+    form = "" if bubble is None else f"; bubble in closed form {bubble:.2%}"
+    return [f"source         {known.source}{form}"]
+
+
+def _listed(numbers) -> str:
+    shown = [f"{number:.4g}" for number in numbers.tolist()]
+    if len(shown) > 16:
+        shown = [*shown[:4], "...", *shown[-4:]]
+    return " ".join(shown)
+
+
+# --- all schedules --------------------------------------------------------------------------------
+
+
+def _compare(options: ScheduleOptions, times: Times) -> None:
+    from mtx.pipeline.search import search_schedules
+
+    for field in ("csv", "text", "draw", "trace", "beside", "orders"):
+        if getattr(options, field):
+            raise UserError(f"--{field} goes with one schedule: name it instead of compare")
+    stages, microbatches = _sizes(options)
+    found = search_schedules(
+        microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,
+        memory_limit=options.memory_limit,
+    )  # fmt: skip
+    made = [candidate for candidate in found if candidate.schedule is not None]
+    if options.json:
+        print(json.dumps([_compared(candidate, times) for candidate in made], indent=1))
+        return
+    print("\n".join(_table(made, microbatches * times.work)))
+    refused = [candidate for candidate in found if candidate.schedule is None]
+    if refused:
+        print("\nnot for these numbers:")
+        print("\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in refused))
+    if not (made and made[0].fits):
+        raise UserError(_nothing_fits(made, options.memory_limit))
+    print(f"\nbest in lock-step: {made[0].label}: {made[0].reason}")
+
+
+def _compared(candidate: Candidate, times: Times) -> dict[str, Any]:
+    record = _record(candidate.schedule, _simulations(candidate.schedule, times))
+    memory = {"memory": candidate.memory, "fits": candidate.fits, "reason": candidate.reason}
+    return {**record, "schedule": candidate.name, **memory}
+
+
+def _nothing_fits(made: list[Candidate], limit: float | None) -> str:
+    if not made:
+        return "no schedule goes with these numbers"
+    least = min(made, key=lambda candidate: candidate.memory)
+    return f"no schedule fits memory_limit={limit:g}; {least.label} keeps least, {least.memory:.4g}"
+
+
+def _table(made: list[Candidate], ideal: float) -> list[str]:
+    head = ("schedule", "ticks", "in flight", "slots", "stashes", "lock-step", "bubble",
+            "asynchronous", "bubble", "")  # fmt: skip
+    rows = [head]
+    for candidate in made:
+        schedule = candidate.schedule
+        rows.append((
+            candidate.label, str(schedule.ticks), str(schedule.in_flight.max()),
+            str(schedule.slots), f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
+            f"{candidate.lockstep / ideal - 1:.1%}", f"{candidate.asynchronous:.5g}",
+            f"{candidate.asynchronous / ideal - 1:.1%}", candidate.reason,
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([
+            row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:-1], widths[1:-1])),
+            row[-1],
+        ]).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def _names() -> str:
+    """Every schedule's name, with a line of its own and its source."""
+    from mtx.pipeline.makers import MAKERS
+
+    lines = ["", "schedules:"]
+    for name, maker in MAKERS.items():
+        first = " ".join((maker.make.__doc__ or "").split("\n\n")[0].split())
+        about = textwrap.shorten(first, 100, placeholder=" ...")
+        needs = f"; virtual={maker.virtual}" if maker.virtual else ""
+        lines += [f"  {name:<18}{about}", f"  {'':<18}{maker.source}{needs}"]
+    return "\n".join(lines)

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from mtx.data import Tokenizer
 from mtx.errors import UserError
+from mtx.pipeline.makers import forward_table
 from mtx.train.step import Trainer, TrainState
 
 
@@ -73,10 +74,13 @@ def _with_rows(trainer: Trainer, rows: int) -> Trainer:
     microbatches = -(-per_replica // microbatch)
     run = replace(
         trainer.run,
-        layout=replace(layout, microbatch=microbatch),
+        layout=replace(layout, microbatch=microbatch, slices=1),
         global_batch=layout.data * microbatch * microbatches,
     )
-    return trainer if run == trainer.run else Trainer(run, mesh=trainer.mesh)
+    if run == trainer.run:
+        return trainer
+    table = forward_table(trainer.schedule.pieces, microbatches)
+    return Trainer(run, mesh=trainer.mesh, schedule=table)
 
 
 def _next_logits(trainer: Trainer, state: TrainState, texts: list[list[int]]) -> np.ndarray:

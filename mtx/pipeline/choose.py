@@ -1,21 +1,75 @@
-"""The schedule of a run, from what its layout says."""
+"""The schedule of a run: a maker's, a file's, or the best that the search finds."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
-from mtx.config import Layout
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.pipeline.formats import read_schedule
 from mtx.pipeline.makers import make
 from mtx.pipeline.schedule import Schedule
+from mtx.pipeline.search import Candidate, choose
+from mtx.pipeline.shape import Times
+
+_SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
 
 
 @lru_cache(maxsize=64)
 def schedule_for(layout: Layout, microbatches: int) -> Schedule:
-    """The table that a layout's name stands for.
+    """The table that a layout's schedule names, or that its file holds.
 
-    UserError where there is none that fits the layout's stages and chunks.
+    UserError where there is none. A file's table may be of another shape: see `check_shape`.
     """
-    return make(
-        layout.schedule, microbatches=microbatches, stages=layout.pipe, virtual=layout.virtual,
-        slices=layout.slices,
+    if layout.schedule == "auto":
+        raise UserError("schedule='auto' is still to be chosen: see mtx.pipeline.choose.settle")
+    if not layout.schedule_is_file:
+        return make(
+            layout.schedule, microbatches=microbatches, stages=layout.pipe, virtual=layout.virtual,
+            slices=layout.slices,
+        )  # fmt: skip
+    return read_schedule(Path(layout.schedule))
+
+
+def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
+    """UserError where a table is made for another number of stages, chunks or microbatches."""
+    for name, has, wants in (
+        ("stages", table.stages, f"layout.pipe={layout.pipe}"),
+        ("chunks a stage", table.virtual, f"layout.virtual={layout.virtual}"),
+        ("slices", table.slices, f"layout.slices={layout.slices}"),
+        ("microbatches", table.microbatches, f"the batch's microbatches={microbatches}"),
+    ):
+        if has != int(wants.rpartition("=")[2]):
+            raise UserError(
+                f"schedule {table.name!r} is a table of {has} {name}, which is not {wants}; change "
+                "one of the two"
+            )
+
+
+def settle(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
+    """(the layout with schedule="auto" chosen, why it was); any other layout as it is, and "".
+
+    The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
+    again, and a send a hundredth of the three. A layout of virtual > 1 keeps its number of chunks;
+    else every number that divides the layers of a stage is tried.
+    """
+    if layout.schedule != "auto":
+        return layout, ""
+    found = _choose(layout, model.layers, layout.microbatches(global_batch))
+    settled = replace(layout, schedule=found.name, virtual=found.virtual, slices=found.slices)
+    return settled, f"schedule {found.label}: {found.reason}"
+
+
+@lru_cache(maxsize=64)
+def _choose(layout: Layout, layers: int, microbatches: int) -> Candidate:
+    again = layout.recompute == "full" or layout.stash == "inputs"
+    work = 4.0 if again else 3.0
+    times = Times(forward=1.0, backward=work - 2.0, weight=1.0, comm=_SEND * work)
+    share = layers // layout.pipe
+    chunks = [v for v in range(1, share + 1) if share % v == 0] or [1]
+    return choose(
+        microbatches, layout.pipe, times=times, layers=layers, slices=[layout.slices],
+        virtuals=[layout.virtual] if layout.virtual > 1 else chunks,
     )  # fmt: skip

@@ -1,6 +1,5 @@
-"""Who makes schedules: each maker says in which tick, or in which order, every op runs.
-
-The members of this file are those of SC'21; other families lie beside it, with their sources.
+"""Who makes schedules, by name. Each maker says in which tick, or in which order, every op runs;
+families lie in files of their own, with their sources and closed forms.
 """
 
 from __future__ import annotations
@@ -10,110 +9,18 @@ from dataclasses import replace
 import numpy as np
 
 from mtx.errors import UserError, unknown_name
+from mtx.pipeline import breadth_first, dualpipe, one_f_one_b, sequence, vee, zero_bubble
 from mtx.pipeline.orders import B, F, Orders
 from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.shape import Maker, Shape, Times
+from mtx.pipeline.shape import WEIGHT_SHARE, Maker, Shape, Times
 
-
-def one_f_one_b(shape: Shape) -> Schedule:
-    """1F1B, interleaved where virtual > 1 (Narayanan et al., SC'21, section 2.2).
-
-    Microbatches go in groups of P through chunk after chunk. Ticks: m v + (v+1) p - 2 where p
-    divides m, and fewer ops than that leave gaps where it does not. Bubble over ideal time:
-    (p-1)/(v m). In flight on stage s: 2(p-1-s) + (v-1) p + 1, Megatron's interleaved count. At v=1
-    that is 2(p-1-s) + 1, against p - s in Megatron's own non-interleaved 1F1B, whose stages do not
-    run F and B in the same tick: in full ticks those p - s would leave every second tick idle.
-    The orders, for runtimes with a program per stage, are Megatron's in both cases.
-    """
-    orders = _megatron_orders(shape) if shape.virtual == 1 else None
-    return Schedule.from_ticks("1f1b", *_one_f_one_b_ticks(shape), orders=orders)
-
-
-def eager_one_f_one_b(shape: Shape) -> Schedule:
-    """Eager 1F1B (Zhuang et al., MLSys'23, section 4): 1F1B with 2(p-1-s) + 1 microbatches in
-    flight on stage s, so that sends have the time of one more op to arrive.
-
-    The table in full ticks is that of 1F1B; the orders differ.
-    """
-    return Schedule.from_ticks("eager_1f1b", *_one_f_one_b_ticks(shape))
-
-
-def gpipe(shape: Shape) -> Schedule:
-    """GPipe (Huang et al. 2019): every F, then every B, both in the order of interleaved 1F1B.
-
-    Bubble over ideal time: (p-1)/(v m), as 1F1B; in flight on every stage: m v.
-    """
-    forward, backward = _one_f_one_b_ticks(shape)
-    return Schedule.from_ticks(
-        "gpipe", forward, backward + int(forward.max()) + 1 - int(backward.min())
-    )
-
-
-def _one_f_one_b_ticks(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    stages, virtual = shape.stages, shape.virtual
-    microbatch, chunk, stage = np.indices((shape.microbatches, virtual, stages))
-    group, position = np.divmod(microbatch, stages)
-    start = group * virtual * stages + position
-    forward = start + chunk * stages + stage
-    backward = start + (2 * virtual - 1 - chunk) * stages - 1 + (stages - 1 - stage)
-    return forward, backward
-
-
-def _megatron_orders(shape: Shape) -> Orders:
-    """p - 1 - s times F, then F and B in turn, then what is left of B."""
-    microbatches, stages = shape.microbatches, shape.stages
-    lists = []
-    for stage in range(stages):
-        warm_up = min(stages - 1 - stage, microbatches)
-        ops = [(F, i, 0) for i in range(warm_up)]
-        for i in range(microbatches - warm_up):
-            ops += [(F, warm_up + i, 0), (B, i, 0)]
-        ops += [(B, i, 0) for i in range(microbatches - warm_up, microbatches)]
-        lists.append(ops)
-    return Orders.from_lists(lists)
-
-
-def _looped_bubble(shape: Shape) -> float | None:
-    if shape.microbatches % shape.stages and shape.virtual > 1:
-        return None
-    return (shape.stages - 1) / (shape.virtual * shape.microbatches)
-
-
-def _dense_in_flight(shape: Shape) -> np.ndarray | None:
-    if shape.microbatches % shape.stages and shape.virtual > 1:
-        return None
-    stage = np.arange(shape.stages)
-    count = 2 * (shape.stages - 1 - stage) + (shape.virtual - 1) * shape.stages + 1
-    return np.minimum(count, shape.microbatches * shape.virtual)
-
-
-_NARAYANAN = "Narayanan et al., SC'21, section 2.2"
 MAKERS: dict[str, Maker] = {
-    "gpipe": Maker(
-        make=gpipe,
-        source="Huang et al., NeurIPS'19 (arXiv 1811.06965)",
-        bubble_over_ideal=_looped_bubble,
-        in_flight=lambda shape: np.full(shape.stages, shape.microbatches * shape.virtual),
-    ),
-    "1f1b": Maker(
-        make=one_f_one_b,
-        source=_NARAYANAN,
-        bubble_over_ideal=_looped_bubble,
-        in_flight=_dense_in_flight,
-    ),
-    "interleaved_1f1b": Maker(
-        make=one_f_one_b,
-        source=_NARAYANAN,
-        default_virtual=2,
-        bubble_over_ideal=_looped_bubble,
-        in_flight=_dense_in_flight,
-    ),
-    "eager_1f1b": Maker(
-        make=eager_one_f_one_b,
-        source="Zhuang et al., MLSys'23 (arXiv 2211.05322), section 4",
-        bubble_over_ideal=_looped_bubble,
-        in_flight=_dense_in_flight,
-    ),
+    **one_f_one_b.MAKERS,
+    **breadth_first.MAKERS,
+    **zero_bubble.MAKERS,
+    **vee.MAKERS,
+    **dualpipe.MAKERS,
+    **sequence.MAKERS,
 }
 
 
@@ -122,6 +29,21 @@ def maker(name: str) -> Maker:
     if name not in MAKERS:
         raise unknown_name("schedule", name, MAKERS)
     return MAKERS[name]
+
+
+def check_virtual(name: str, virtual: int, slices: int) -> None:
+    """UserError where there is no such schedule, or not with so many chunks or slices."""
+    known = maker(name)
+    if known.virtual is not None and virtual != known.virtual:
+        raise UserError(
+            f"schedule {name!r} is made for virtual={known.virtual}, not virtual={virtual}"
+        )
+    if slices != 1 and not known.sliced:
+        sliced = [other for other, row in MAKERS.items() if row.sliced]
+        raise UserError(
+            f"schedule {name!r} does not cut sequences: use slices=1, not slices={slices}, or "
+            f"one of {', '.join(sliced)}"
+        )
 
 
 def make(
@@ -133,6 +55,7 @@ def make(
     slices: int | None = None,
     times: Times | None = None,
     memory_limit: float | None = None,
+    weight_share: float = WEIGHT_SHARE,
 ) -> Schedule:
     """The schedule of that name. `virtual` and `slices`: None for what the maker needs or prefers.
 
@@ -141,18 +64,25 @@ def make(
     known = maker(name)
     virtual = (known.virtual or known.default_virtual) if virtual is None else virtual
     slices = known.default_slices if slices is None else slices
-    if known.virtual is not None and virtual != known.virtual:
-        raise UserError(
-            f"schedule {name!r} is made for virtual={known.virtual}, not virtual={virtual}"
-        )
-    if slices != 1 and not known.sliced:
-        sliced = [other for other, row in MAKERS.items() if row.sliced]
-        raise UserError(
-            f"schedule {name!r} does not cut sequences: use slices=1, not slices={slices}, or "
-            f"one of {', '.join(sliced)}"
-        )
+    check_virtual(name, virtual, slices)
     shape = Shape(
         microbatches=microbatches, stages=stages, virtual=virtual, slices=slices,
-        times=times or Times(), memory_limit=memory_limit,
+        times=times or Times(), memory_limit=memory_limit, weight_share=weight_share,
     )  # fmt: skip
     return replace(known.make(shape), name=name)
+
+
+def forward_table(pieces: np.ndarray, microbatches: int) -> Schedule:
+    """A table for F alone, of whole sequences: for evaluation on the stages of `pieces` [C, P].
+
+    Microbatches go in groups of P through one chunk after another, in the order of the model; where
+    pieces are looped that is the order of interleaved 1F1B. All B come after, in reverse.
+    """
+    stages = pieces.shape[1]
+    groups = [range(g, min(g + stages, microbatches)) for g in range(0, microbatches, stages)]
+    lists = []
+    for stage in range(stages):
+        chunks = np.argsort(pieces[:, stage]).tolist()
+        ops = [(i, c) for group in groups for c in chunks for i in group]
+        lists.append([(F, *op) for op in ops] + [(B, *op) for op in reversed(ops)])
+    return Schedule.from_orders("forward", Orders.from_lists(lists), pieces=pieces)

@@ -30,7 +30,9 @@ from jax import lax
 from mtx.config import Layout
 from mtx.pipeline.partition import Placement
 from mtx.pipeline.schedule import IDLE, Route, Schedule, by_tick
-from mtx.pipeline.stage import Kept, Op, Stage, write
+from mtx.pipeline.stage import Kept, Stage, write
+from mtx.pipeline.ticks import Letter, Op, Tick, ticks_of
+from mtx.pipeline.weights import Weights
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -40,29 +42,6 @@ from mtx.sharding.collectives import (
 from mtx.sharding.mesh import Axes
 
 Tree = Any
-
-
-class Letter(NamedTuple):
-    """One mailbox in one tick; int32 [] (the whole table: [T])."""
-
-    arrives: jax.Array  # the slot of what arrives
-    uses: jax.Array  # the slot of the input
-    used: jax.Array  # bool: whether the input is here
-
-
-class Tick(NamedTuple):
-    """One row of the table, as this stage sees it; int32 [] (the whole table: [T])."""
-
-    forward: Op
-    backward: Op
-    weight: Op | None
-    inboxes: tuple[Letter, ...]
-    gradient_inboxes: tuple[Letter, ...]
-    output: jax.Array  # outbox slot that takes the last piece's output
-    head_input: jax.Array  # outbox slot that the head reads
-    embed: jax.Array  # items, or IDLE, the same on every stage
-    head: jax.Array
-    embed_backward: jax.Array
 
 
 class Carry(NamedTuple):
@@ -77,8 +56,10 @@ class Carry(NamedTuple):
     deferred: Tree  # [R, N, ...] what waits for W
     cache: jax.Array | None  # [R, N, B, S, ...] keys and values of slices, and their gradients
     dcache: jax.Array | None
-    early: Tree  # float32 gradients of the blocks that B adds to, like the parameters
+    weights: Tree  # [1, N, ...], of the chunk of F and of that of B; None where all are at hand
+    early: Tree  # float32 gradients of the blocks that B adds to, [C, N, ...] or [1, N, ...]
     late: Tree  # those that W adds to
+    reduced: Tree  # [C, N, ...] sums over `data`, sharded; None where they are made after the scan
     ends: Tree  # float32 gradients of the ends
     loss: jax.Array  # float32 []
 
@@ -92,6 +73,7 @@ class Pipeline:
     placement: Placement
     layout: Layout
     axes: Axes
+    data_shards: Tree = None  # with zero=3: how a chunk's leaves [N, ...] are sharded over `data`
 
     def gradients(self, params: Tree, batch: Tree, samples_MB, key, loss_weight):
         """(sum of losses, gradients) over all microbatches of this replica.
@@ -99,11 +81,12 @@ class Pipeline:
         params: {"ends": ..., "block": leaves [C, N, ...]}, the local shards; batch: leaves
         [M, B, S]; samples_MB: int32, rows of the global batch; key: uint32 [2];
         loss_weight: float32 [], the gradient of the scalar that is minimised with respect to the
-        sum of losses. Gradients are float32 and still to be summed over `data` and, where a
-        parameter is replicated, with sequence parallelism, over `tensor`.
+        sum of losses. Gradients are float32 and still to be summed over `data` (but for those of
+        the blocks with zero=3, which are like the parameters) and, where a parameter is replicated,
+        with sequence parallelism, over `tensor`.
         """
         run = _Run(self, params, batch, samples_MB, key, loss_weight)
-        carry, ticks = run.start(), run.table()
+        carry, ticks = run.start(), run.ticks()
         if self.layout.idle == "phases":
             for phase in self.schedule.phases:
                 rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
@@ -113,6 +96,8 @@ class Pipeline:
                 carry, _ = lax.scan(step, carry, rows)
         else:
             carry, _ = lax.scan(run.tick, carry, ticks)
+        if carry.reduced is not None:
+            return carry.loss, {"ends": carry.ends, "block": carry.reduced}
         return carry.loss, {"ends": carry.ends, "block": _joined(carry.early, carry.late)}
 
     def forward(self, params: Tree, batch: Tree, output: Callable) -> Tree:
@@ -123,22 +108,24 @@ class Pipeline:
         last_tick = int(self.schedule.forward_ticks.max())
         leaves_in = self.schedule.forward_ticks[:, *self.schedule.ends[1]]
         leaving = jnp.asarray(by_tick(leaves_in, last_tick + 1))
-        ticks = jax.tree.map(lambda a: a[: last_tick + 1], run.table())
+        ticks = jax.tree.map(lambda a: a[: last_tick + 1], run.ticks())
         example = jax.eval_shape(output, params["ends"], run.x_zeros(), run.batch_of(0))
         outputs = jax.tree.map(
             lambda a: jnp.zeros((self.schedule.microbatches, *a.shape), a.dtype), example
         )
 
         def tick(carry, row):
-            arrived, inboxes, outputs = carry
+            arrived, inboxes, weights, outputs = carry
             op, microbatch = row
+            weights = run.weights.fetch(weights, op.fetch, op.forward.chunk)
             inboxes, x_BsD = run.receive(inboxes, arrived, op.inboxes)
             x_BsD = run.enter(x_BsD, op)
             y_BsD = lax.cond(
                 op.forward.busy,
-                lambda op, x: run.stage.forward_only(op, x)[0],
-                lambda op, x: x,
+                lambda op, weights, x: run.stage.forward_only(op, weights, x)[0],
+                lambda op, weights, x: x,
                 op.forward,
+                run.weights.at_hand(weights),
                 x_BsD,
             )
 
@@ -148,10 +135,11 @@ class Pipeline:
                 return jax.tree.map(lambda a, v: write(a, v, microbatch), outputs, value)
 
             outputs = lax.cond(microbatch != IDLE, leave, lambda a, _: a, outputs, y_BsD)
-            return (run.send(y_BsD, self.schedule.inboxes), inboxes, outputs), None
+            return (run.send(y_BsD, self.schedule.inboxes), inboxes, weights, outputs), None
 
-        start = run.no_arrivals(), run.boxes(self.schedule.inboxes), outputs
-        (_, _, outputs), _ = lax.scan(tick, start, (ticks, leaving))
+        boxes = run.boxes(self.schedule.inboxes)
+        start = run.no_arrivals(), boxes, run.weights.start(), outputs
+        (*_, outputs), _ = lax.scan(tick, start, (ticks, leaving))
         return outputs
 
 
@@ -164,6 +152,7 @@ class _Run:
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes = pipeline.layout, pipeline.axes
         self.params, self.batch = params, batch
+        self.weights = Weights(block=params["block"], shards=pipeline.data_shards)
         self.samples_MB, self.key, self.loss_weight = samples_MB, key, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.index = lax.axis_index(pipe) if pipe else jnp.zeros((), jnp.int32)
@@ -173,7 +162,7 @@ class _Run:
             self.model.embed, params["ends"], self.batch_of(0), self.place(0, 0)
         )
         self.stage = Stage(
-            model=self.model, params=params["block"], placement=placement,
+            model=self.model, layer_params=self.weights.layer, placement=placement,
             layer_CN=jnp.asarray(placement.layer)[self.index],
             count_C=jnp.asarray(placement.count)[self.index], place=self.place,
             x_BsD=self.x_shape, slices=self.schedule.slices, split=self.schedule.split,
@@ -217,13 +206,13 @@ class _Run:
     def start(self) -> Carry:
         schedule, stage = self.schedule, self.stage
         by_inputs = self.layout.stash == "inputs"
-        late = stage.is_late()
-        waiting = schedule.weight_stash.slots + self._zero_slots if schedule.split else 0
+        late, held = stage.is_late(), self.weights.start()
+        waiting = schedule.weight_stash.slots + self.zero_slot if schedule.split else 0
 
         def zeros(wanted):
             return jax.tree.map(
-                lambda a, is_late: jnp.zeros(a.shape, jnp.float32) if is_late == wanted else None,
-                self.params["block"],
+                lambda a, is_late: _float_zeros(a) if is_late == wanted else None,
+                self.weights.at_hand(held),
                 late,
             )
 
@@ -237,54 +226,22 @@ class _Run:
             deferred=stage.weight_stash(waiting),
             cache=stage.caches(schedule.cache.slots) if schedule.cache else None,
             dcache=stage.caches(schedule.gradient_cache.slots) if schedule.cache else None,
+            weights=(held, held),
             early=zeros(False),
             late=zeros(True),
-            ends=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.params["ends"]),
+            reduced=self.weights.sums(),
+            ends=jax.tree.map(_float_zeros, self.params["ends"]),
             loss=jnp.zeros((), jnp.float32),
         )
 
     @property
-    def _zero_slots(self) -> int:
+    def zero_slot(self) -> bool:
         """An idle W that is not skipped reads a slot of zeros, which nothing is written to."""
-        return 0 if self.layout.idle == "skip" else 1
+        return self.layout.idle != "skip"
 
-    def table(self) -> Tick:
-        """The schedule as this stage sees it."""
-        schedule = self.schedule
-
-        def column(table):
-            return None if table is None else jnp.asarray(table)[:, self.index]
-
-        def op(half, deferred=None, cache=None, cache_gradient=None):
-            columns = half.item, half.chunk, half.slot, deferred, cache, cache_gradient
-            return Op(*map(column, columns))
-
-        def letters(routes):
-            return tuple(
-                Letter(column(r.mailbox.write), column(r.mailbox.read), column(r.used))
-                for r in routes
-            )
-
-        weight, waits = None, None
-        if schedule.split:
-            waits = schedule.weight_stash.write
-            weight = op(schedule.weight)
-            if self._zero_slots:
-                slot = jnp.where(weight.busy, weight.slot, schedule.weight_stash.slots)
-                weight = weight._replace(slot=slot)
-        keys, dkeys = schedule.cache, schedule.gradient_cache
-        return Tick(
-            forward=op(schedule.forward, cache=keys and keys.write),
-            backward=op(schedule.backward, waits, keys and keys.read, dkeys and dkeys.write),
-            weight=weight,
-            inboxes=letters(schedule.inboxes),
-            gradient_inboxes=letters(schedule.gradient_inboxes),
-            output=column(schedule.outbox.write),
-            head_input=column(schedule.outbox.read),
-            embed=jnp.asarray(schedule.embed),
-            head=jnp.asarray(schedule.head),
-            embed_backward=jnp.asarray(schedule.embed_backward),
-        )
+    def ticks(self) -> Tick:
+        one_chunk = self.weights.shards is not None
+        return ticks_of(self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk)
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -307,11 +264,13 @@ class _Run:
                     carry.deferred,
                     carry.late,
                 )
-            carry = carry._replace(late=late)
+            late, reduced = self.weights.spend(late, carry.reduced, op.spend[1], op.weight.chunk)
+            carry = carry._replace(late=late, reduced=reduced)
         return carry, None
 
     def forward_third(self, carry: Carry, op: Tick):
         """(carry, y_BsD)"""
+        weights = self.weights.fetch(carry.weights[0], op.fetch, op.forward.chunk)
         with jax.named_scope("F"):
             inboxes, x_BsD = self.receive(carry.inboxes, carry.arrived, op.inboxes)
             x_BsD = self.enter(x_BsD, op)
@@ -319,16 +278,26 @@ class _Run:
             if self.layout.stash == "inputs":
                 stash = write(stash, x_BsD, op.forward.slot)
 
-                def keep(op, x_BsD, stash, cache):
-                    y_BsD, cache = self.stage.forward_only(op, x_BsD, cache)
+                def keep(op, weights, x_BsD, stash, cache):
+                    y_BsD, cache = self.stage.forward_only(op, weights, x_BsD, cache)
                     return y_BsD, stash, cache
 
             y_BsD, stash, cache = self._unless_idle(
-                op.forward, keep, lambda op, *kept: kept, op.forward, x_BsD, stash, carry.cache
+                op.forward,
+                keep,
+                lambda op, weights, *kept: kept,
+                op.forward,
+                self.weights.at_hand(weights),
+                x_BsD,
+                stash,
+                carry.cache,
             )
         with jax.named_scope("send_x"):
             arrived = self.send(y_BsD, self.schedule.inboxes)
-        carry = carry._replace(arrived=arrived, inboxes=inboxes, stash=stash, cache=cache)
+        carry = carry._replace(
+            arrived=arrived, inboxes=inboxes, stash=stash, cache=cache,
+            weights=(weights, carry.weights[1]),
+        )  # fmt: skip
         if self.schedule.outbox.slots:
             carry = carry._replace(outbox=write(carry.outbox, y_BsD, op.output))
         return carry, y_BsD
@@ -344,9 +313,7 @@ class _Run:
             inboxes, dx_BsD = self.receive(carry.gradient_inboxes, arrived, op.gradient_inboxes)
             is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
             carry = carry._replace(gradient_inboxes=inboxes)
-            carry, dx_BsD = self.backward_op(
-                carry, op.backward, jnp.where(is_output, dy_BsD, dx_BsD)
-            )
+            carry, dx_BsD = self.backward_op(carry, op, jnp.where(is_output, dy_BsD, dx_BsD))
         with jax.named_scope("embed_backward"):
             return carry._replace(dx_BsD=dx_BsD, ends=self.embed_backward(carry.ends, op, dx_BsD))
 
@@ -409,27 +376,41 @@ class _Run:
         loss, ends, dy_BsD = lax.cond(op.head != IDLE, compute, idle, carry.loss, carry.ends, y_BsD)
         return carry._replace(loss=loss, ends=ends), dy_BsD
 
-    def backward_op(self, carry: Carry, op: Op, dy_BsD) -> tuple[Carry, jax.Array]:
+    def backward_op(self, carry: Carry, tick: Tick, dy_BsD) -> tuple[Carry, jax.Array]:
         """(carry, dx_BsD)"""
 
-        def compute(op, dy_BsD, stash, cache, kept):
+        def compute(op, weights, dy_BsD, stash, cache, kept):
             if self.layout.stash == "inputs":
                 one = op._replace(slot=jnp.zeros((), jnp.int32))
                 x_BsD, ring = stash[op.slot], self.stage.stash(1)
-                _, stash, _ = self.stage.forward(one, x_BsD, ring, cache, extend=False)
+                _, stash, _ = self.stage.forward(one, weights, x_BsD, ring, cache, extend=False)
                 op = one
-            return self.stage.backward(op, dy_BsD, stash, cache, kept)
+            return self.stage.backward(op, weights, dy_BsD, stash, cache, kept)
 
-        def idle(op, dy_BsD, stash, cache, kept):
+        def idle(op, weights, dy_BsD, stash, cache, kept):
             return jnp.zeros_like(dy_BsD), kept
 
+        op = tick.backward
+        weights = self.weights.fetch(carry.weights[1], tick.fetch_back, op.chunk)
         if self.layout.idle != "skip":  # an idle B computes, with a gradient of zero
             dy_BsD *= op.busy.astype(dy_BsD.dtype)
         kept = Kept(carry.early, carry.deferred, carry.dcache)
         dx_BsD, kept = self._unless_idle(
-            op, compute, idle, op, dy_BsD, carry.stash, carry.cache, kept
+            op,
+            compute,
+            idle,
+            op,
+            self.weights.at_hand(weights),
+            dy_BsD,
+            carry.stash,
+            carry.cache,
+            kept,
         )
-        carry = carry._replace(early=kept.gradients, deferred=kept.deferred, dcache=kept.dcache)
+        early, reduced = self.weights.spend(kept.gradients, carry.reduced, tick.spend[0], op.chunk)
+        carry = carry._replace(
+            early=early, reduced=reduced, deferred=kept.deferred, dcache=kept.dcache,
+            weights=(carry.weights[0], weights),
+        )  # fmt: skip
         return carry, dx_BsD
 
     def embed_backward(self, ends, op: Tick, dx_BsD):
@@ -452,6 +433,10 @@ class _Run:
 
 def _joined(early, late):
     return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=_is_none)
+
+
+def _float_zeros(a):
+    return jnp.zeros(a.shape, jnp.float32)
 
 
 def _is_none(a) -> bool:

@@ -63,6 +63,18 @@ class Half:
         """bool [T, P]"""
         return self.item != IDLE
 
+    @cached_property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where runs of ops of one chunk begin and end on their stage; bool [T, P] each."""
+        begins, ends = np.zeros_like(self.busy), np.zeros_like(self.busy)
+        for stage, busy in enumerate(self.busy.T):
+            ticks = np.flatnonzero(busy)
+            chunk = self.chunk[ticks, stage]
+            changes = chunk[1:] != chunk[:-1]
+            begins[ticks[np.r_[True, changes]], stage] = True
+            ends[ticks[np.r_[changes, True]], stage] = True
+        return begins, ends
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mailbox:
@@ -189,17 +201,6 @@ class Schedule:
         return cls.from_ticks(
             name, forward, backward, weight, pieces=pieces, slices=slices, orders=orders
         )
-
-    def whole_sequences(self) -> Schedule:
-        """The same stages and order without slices: for F alone."""
-        if self.slices == 1:
-            return self
-        tables = (
-            self.forward_ticks[:: self.slices],
-            self.backward_ticks[self.slices - 1 :: self.slices],
-        )
-        ticks = np.unique(np.stack(tables), return_inverse=True)[1].reshape(2, *tables[0].shape)
-        return Schedule.from_ticks(self.name, *ticks, pieces=self.pieces)
 
     @property
     def items(self) -> int:

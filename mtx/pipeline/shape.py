@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from mtx.pipeline.schedule import Schedule
 
 
+# Of a stash: what stays of it from B to W, where they are split. In Qi et al., ICLR'24, 0.37 and
+# 0.43 (their table 1, for the models of tables 5 and 6).
+WEIGHT_SHARE = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """How long the ops of one microbatch take, in any unit, summed over the chunks of a stage.
@@ -59,6 +64,7 @@ class Shape:
     times: Times = Times()
     memory_limit: float | None = None
     # stashes of a whole stage: 1.0 is what one microbatch keeps on one stage, all chunks together
+    weight_share: float = WEIGHT_SHARE
 
     def __post_init__(self):
         for name in ("microbatches", "stages", "virtual", "slices"):
@@ -67,6 +73,8 @@ class Shape:
                 raise UserError(f"{name}={value} must be a whole number of at least 1")
         if self.memory_limit is not None and not self.memory_limit > 0:
             raise UserError(f"memory_limit={self.memory_limit} must be above 0")
+        if not 0 <= self.weight_share <= 1:
+            raise UserError(f"weight_share={self.weight_share} must lie in [0, 1]")
         factors = self.times.stage_factors
         if factors is not None and len(factors) != self.stages:
             raise UserError(

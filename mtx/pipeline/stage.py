@@ -21,33 +21,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.partition import Placement
-from mtx.pipeline.schedule import IDLE
+from mtx.pipeline.ticks import Op
 from mtx.pipeline.vjp import LayerVJP
 
 Tree = Any
 
 
-class Op(NamedTuple):
-    """F, B or W of one tick on this stage; int32 [] (the whole table: [T])."""
-
-    item: jax.Array  # IDLE where the stage sits it out
-    chunk: jax.Array
-    slot: jax.Array  # of the stash; W: of what waits for it
-    deferred: jax.Array | None = None  # B, where W is split: the slot that takes what W needs
-    cache: jax.Array | None = None  # slot of keys and values, where sequences are sliced
-    cache_gradient: jax.Array | None = None
-
-    @property
-    def busy(self):
-        return self.item != IDLE
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The layers of this stage and the rules by which their ops run."""
+    """The layers of this stage and the rules by which their ops run.
+
+    Parameters and gradients are leaves [C, N, ...], or [1, N, ...] where a stage has one chunk of
+    them at hand at a time.
+    """
 
     model: Any
-    params: Tree  # leaves [C, N, ...]
+    layer_params: Tree  # one layer's; shapes and dtypes count only
     placement: Placement
     layer_CN: jax.Array  # int32, of this stage
     count_C: jax.Array
@@ -63,9 +52,8 @@ class Stage:
 
     @cached_property
     def layer_vjp(self) -> LayerVJP:
-        params = jax.tree.map(lambda a: a[0, 0], self.params)
         given = (self.place(0, 0), *self._empty_cache())
-        return LayerVJP(self.model.block, params, self.x_BsD, *given)
+        return LayerVJP(self.model.block, self.layer_params, self.x_BsD, *given)
 
     # -- what is kept -----------------------------------------------------------------------------
 
@@ -92,13 +80,13 @@ class Stage:
 
     # -- ops --------------------------------------------------------------------------------------
 
-    def forward(self, op: Op, x_BsD, ring, cache, *, extend: bool = True):
+    def forward(self, op: Op, params, x_BsD, ring, cache, *, extend: bool = True):
         """(y_BsD, ring with the residuals of each layer at [slot, n], cache)"""
 
         def layer(n, carry):
             x_BsD, ring, cache = carry
-            params, given = self._layer(op, n, cache)
-            y_BsD, residuals = self.layer_vjp.forward(params, x_BsD, *given)
+            layer_params, given = self._layer(op, params, n, cache)
+            y_BsD, residuals = self.layer_vjp.forward(layer_params, x_BsD, *given)
             ring = write_each(ring, residuals, op.slot, n)
             if cache is not None:
                 y_BsD, own = y_BsD
@@ -107,13 +95,13 @@ class Stage:
 
         return self._layers(op, layer, (x_BsD, ring, cache))
 
-    def forward_only(self, op: Op, x_BsD, cache=None):
+    def forward_only(self, op: Op, params, x_BsD, cache=None):
         """(y_BsD, cache); keeps no residuals."""
 
         def layer(n, carry):
             x_BsD, cache = carry
-            params, given = self._layer(op, n, cache)
-            y_BsD = self.model.block(params, x_BsD, *given)
+            layer_params, given = self._layer(op, params, n, cache)
+            y_BsD = self.model.block(layer_params, x_BsD, *given)
             if cache is not None:
                 y_BsD, own = y_BsD
                 cache = self._extend(cache, own, op, n)
@@ -121,24 +109,26 @@ class Stage:
 
         return self._layers(op, layer, (x_BsD, cache))
 
-    def backward(self, op: Op, dy_BsD, ring, cache, kept: Kept) -> tuple[jax.Array, Kept]:
-        """(dx_BsD, `kept` with this op's part): gradients added at [chunk, n] or, where W is split,
+    def backward(self, op: Op, params, dy_BsD, ring, cache, kept: Kept) -> tuple[jax.Array, Kept]:
+        """(dx_BsD, `kept` with this op's part): gradients added at [held, n] or, where W is split,
         what those of the weights need written at [deferred, n]."""
         last = self.count_C[op.chunk] - 1
 
         def layer(i, carry):
             dy_BsD, kept = carry
             n = last - i
-            params, given = self._layer(op, n, cache)
+            layer_params, given = self._layer(op, params, n, cache)
             residuals = tuple(r[op.slot, n] for r in ring)
             dy = dy_BsD if cache is None else (dy_BsD, self._own(kept.dcache, op, n))
             deferred = kept.deferred
             if self.split:
-                dparams, others, waits = self.layer_vjp.cut.first(residuals, params, given, dy)
+                dparams, others, waits = self.layer_vjp.cut.first(
+                    residuals, layer_params, given, dy
+                )
                 deferred = write_each(deferred, waits, op.deferred, n)
             else:
-                dparams, *others = self.layer_vjp.backward(residuals, params, given, dy)
-            gradients = _accumulate(kept.gradients, dparams, op.chunk, n)
+                dparams, *others = self.layer_vjp.backward(residuals, layer_params, given, dy)
+            gradients = _accumulate(kept.gradients, dparams, op.held, n)
             dcache = kept.dcache
             if cache is not None:
                 dcache = self._add_to_cache(dcache, others[-1], op, n)
@@ -148,20 +138,18 @@ class Stage:
         return self._layers(op, layer, (dy_BsD, kept))
 
     def weight(self, op: Op, deferred, gradients):
-        """The gradients, with those of the weights that have waited added at [chunk, n]."""
+        """The gradients, with those of the weights that have waited added at [held, n]."""
 
         def layer(n, gradients):
-            params, _ = self._layer(op, n, None)
-            waits = tuple(r[op.slot, n] for r in deferred)
-            dparams = self.layer_vjp.cut.then(waits, params)
-            return _accumulate(gradients, dparams, op.chunk, n)
+            dparams = self.layer_vjp.cut.then(tuple(r[op.slot, n] for r in deferred))
+            return _accumulate(gradients, dparams, op.held, n)
 
         return self._layers(op, layer, gradients)
 
     def is_late(self) -> Tree:
         """Which gradients W makes; B makes the others. bool, like the parameters."""
         if not self.split:
-            return jax.tree.map(lambda _: False, self.params)
+            return jax.tree.map(lambda _: False, self.layer_params)
         return self.layer_vjp.cut.late
 
     # -- layers -----------------------------------------------------------------------------------
@@ -172,9 +160,9 @@ class Stage:
             return lax.fori_loop(0, self.count_C[op.chunk], body, start)
         return body(0, start) if self.places == 1 else lax.fori_loop(0, self.places, body, start)
 
-    def _layer(self, op: Op, n, cache):
+    def _layer(self, op: Op, params, n, cache):
         """(parameters, what else is given) of layer n of the op's chunk"""
-        params = jax.tree.map(lambda a: a[op.chunk, n], self.params)
+        params = jax.tree.map(lambda a: a[op.held, n], params)
         place = self.place(op.item, self.layer_CN[op.chunk, n])
         return params, (place,) if cache is None else (place, cache[op.cache, n])
 

@@ -92,18 +92,16 @@ class Cut:
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
         others = jax.tree.structure(shapes[1])
-        count = [len(jax.tree.leaves(argument)) for argument in arguments]
-        again = flat.jaxpr.invars[count[0] : count[0] + count[1]]
-        now, later = _divide(flat.jaxpr, weights, again)
+        now, later = _divide(flat.jaxpr, weights)
         made_later = {var for eqn in later for var in eqn.outvars}
         dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
-        waits = _inputs(later, exclude={*again, *flat.jaxpr.constvars})
+        waits = _inputs(later, exclude=set(flat.jaxpr.constvars))
         is_late = [var in made_later if not isinstance(var, Literal) else False for var in dweights]
         early = [var for var, late in zip(dweights, is_late) if not late]
         late = [var for var, late in zip(dweights, is_late) if late]
         constants = flat.consts
         first = _function(flat.jaxpr, constants, now, flat.jaxpr.invars, [*early, *rest, *waits])
-        then = _function(flat.jaxpr, constants, later, [*waits, *again], late)
+        then = _function(flat.jaxpr, constants, later, waits, late)
 
         def run_first(residuals, params, given, dy_BsD):
             values = first(*jax.tree.leaves((residuals, params, given, dy_BsD)))
@@ -112,8 +110,8 @@ class Cut:
             end = len(early) + len(rest)
             return dparams, others.unflatten(values[len(early) : end]), tuple(values[end:])
 
-        def run_then(deferred, params):
-            gradients = iter(then(*deferred, *jax.tree.leaves(params)))
+        def run_then(deferred):
+            gradients = iter(then(*deferred))
             return structure.unflatten(next(gradients) if late else None for late in is_late)
 
         deferred = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits)
@@ -126,9 +124,9 @@ class Cut:
         gradients; what waits for W)"""
         return self._first(residuals, params, given, dy_BsD)
 
-    def then(self, deferred: Arrays, params):
+    def then(self, deferred: Arrays):
         """W: the gradients of the parameters that have waited, None for the others."""
-        return self._then(deferred, params)
+        return self._then(deferred)
 
 
 def _without_given(vjp):
@@ -179,9 +177,9 @@ def _evaluate(jaxpr, constants, arguments) -> list:
     return [read(var) for var in jaxpr.outvars]
 
 
-def _divide(jaxpr, weights: int, again) -> tuple[list, list]:
-    """The equations of B and of W, each in their order. The first `weights` outputs are weight
-    gradients; `again`: the parameters, which W is given as well."""
+def _divide(jaxpr, weights: int) -> tuple[list, list]:
+    """The equations of B and of W, each in their order; the first `weights` outputs are weight
+    gradients."""
     needed = _needed(jaxpr.eqns, jaxpr.outvars[weights:])
     wanted = _needed(jaxpr.eqns, jaxpr.outvars)
     later, made_later = set(), set()
@@ -192,7 +190,7 @@ def _divide(jaxpr, weights: int, again) -> tuple[list, list]:
                 later.add(i)
                 made_later.update(eqn.outvars)
     # What only W uses moves there too, where that leaves less, or no more, to wait.
-    free = {*again, *jaxpr.constvars}
+    free = set(jaxpr.constvars)
     outputs = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
     waiting = set(_inputs([jaxpr.eqns[i] for i in sorted(later)], exclude=free))
     for i in sorted(wanted - needed - later, reverse=True):

@@ -42,6 +42,16 @@ def read_pairs(attributes: str) -> Groups:
     return _read_lists(match[1]) if match else ()
 
 
+def join_pairs(pairs: Groups) -> Groups:
+    """The devices of each ring or line that (source, target) pairs make."""
+    rings: dict[int, set[int]] = {}
+    for source, target in pairs:
+        joined = rings.get(source, {source}) | rings.get(target, {target})
+        for device in joined:
+            rings[device] = joined
+    return tuple({id(ring): tuple(sorted(ring)) for ring in rings.values()}.values())
+
+
 def axis_of(
     groups: Groups, mesh_shape: Mapping[str, int], *, pairs: bool = False
 ) -> tuple[str, ...]:

@@ -1,16 +1,19 @@
 """Accelerators as data: peak rates, memory and links, from their vendors' data sheets.
 
 Peaks are dense (without structured sparsity). Links count one direction. Memory is the vendor's
-number, read as GiB; the driver keeps some of it.
+number, read as GiB; the driver keeps some of it. Nothing here was measured by this project. A
+user's own machine is a TOML file: see `load_hardware`.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from types import MappingProxyType
 
-from mtx.errors import unknown_name
+from mtx.errors import UserError, unknown_name
 from mtx.plan.attention import Backend
 
 
@@ -20,13 +23,24 @@ class Hardware:
 
     name: str
     device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` says them
-    peak_tflops: Mapping[str, float]  # by type of the operands; absent where there is no such unit
+    # By type of the operands; absent where there is no such unit. Not hashed: a mapping cannot be.
+    peak_tflops: Mapping[str, float] = field(hash=False)
     memory_gib: float
     memory_gb_s: float
     node_devices: int  # joined by the fast link: a node, a rack, or a TPU pod
     link_gb_s: float  # one device to the others of its node
     network_gb_s: float  # one device's share of the node's network
     source: str
+    cores: int = 1  # that compute a tile of a matrix product each; 1: the whole chip does
+    tile: tuple[int, int] = (128, 128)  # rows and columns of the product that a core computes
+
+    def peak_flops(self, dtype: str) -> float:
+        """FLOP/s of matrix products of `dtype`; UserError where there is no such unit."""
+        if dtype not in self.peak_tflops:
+            raise UserError(
+                f"{self.name} has no unit for {dtype}; use {' or '.join(self.peak_tflops)}"
+            )
+        return self.peak_tflops[dtype] * 1e12
 
     @property
     def memory_bytes(self) -> float:
@@ -35,12 +49,17 @@ class Hardware:
     @property
     def backend(self) -> Backend:
         """Which attention kernels it has; see `mtx.plan.attention`."""
-        return "cuda" if self.device_kinds[0].startswith("NVIDIA") else "xla"
+        nvidia = any(kind.startswith("NVIDIA") for kind in self.device_kinds)
+        return "cuda" if nvidia else "xla"
+
+
+_GPU_TILE = (256, 128)  # the largest of cuBLAS, and usually its fastest
 
 
 def _row(
-    name, device_kinds, *, b16, fp16=True, fp32=None, fp8=None, memory, node, source
-) -> tuple[str, Hardware]:
+    name, device_kinds, *, b16, fp16=True, fp32=None, fp8=None, memory, node, source,
+    cores=1, tile=_GPU_TILE,
+) -> tuple[str, Hardware]:  # fmt: skip
     peaks = {"bfloat16": b16, "float16": b16 if fp16 else None, "float32": fp32, "float8": fp8}
     memory_gib, memory_gb_s = memory
     node_devices, link_gb_s, network_gb_s = node
@@ -54,13 +73,17 @@ def _row(
         link_gb_s=link_gb_s,
         network_gb_s=network_gb_s,
         source=source,
+        cores=cores,
+        tile=tile,
     )
 
 
-_HOPPER = dict(b16=989.4, fp32=66.9, fp8=1978.9)
+_HOPPER = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132)
 _HOPPER_NODE = (8, 450, 50)  # NVLink 4; 400 Gb/s NDR InfiniBand a GPU
-_AMPERE = dict(b16=312, fp32=19.5)
+_AMPERE = dict(b16=312, fp32=19.5, cores=108)
 _AMPERE_NODE = (8, 300, 25)  # NVLink 3; 200 Gb/s HDR InfiniBand a GPU, as in SC'21
+# A TPU's matrix units are seen as one: what counts is that sizes are padded to theirs.
+_TPU_V5 = dict(fp16=False, tile=(128, 128))
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     dict(
@@ -83,28 +106,33 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             ),
             _row(
                 "b200", ("NVIDIA B200",), b16=2250, fp32=80, fp8=4500, memory=(180, 8000),
-                node=(8, 900, 50), source="NVIDIA Blackwell technical brief, HGX B200",
+                node=(8, 900, 50), cores=148,
+                source="NVIDIA Blackwell technical brief, HGX B200",
             ),
             _row(
                 "gb200", ("NVIDIA GB200",), b16=2500, fp32=80, fp8=5000, memory=(186, 8000),
-                node=(72, 900, 50), source="NVIDIA GB200 NVL72 data sheet, per GPU",
+                node=(72, 900, 50), cores=152,
+                source="NVIDIA GB200 NVL72 data sheet, per GPU",
             ),
             _row(
                 "mi300x", ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"), b16=1307.4,
-                fp32=163.4, fp8=2614.9, memory=(192, 5300), node=(8, 448, 50),
+                fp32=163.4, fp8=2614.9, memory=(192, 5300), node=(8, 448, 50), cores=304,
+                tile=(256, 256),
                 source="AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s",
             ),
             _row(
-                "tpu-v5p", ("TPU v5p", "TPU v5"), b16=459, fp16=False, memory=(95, 2765),
-                node=(8960, 600, 6.25), source="Google Cloud TPU v5p documentation",
+                "tpu-v5p", ("TPU v5p", "TPU v5"), b16=459, fp8=459, **_TPU_V5,
+                memory=(95, 2765), node=(8960, 600, 6.25),
+                source="Google Cloud TPU v5p documentation",
             ),
             _row(
-                "tpu-v5e", ("TPU v5e", "TPU v5 lite"), b16=197, fp16=False, memory=(16, 819),
+                "tpu-v5e", ("TPU v5e", "TPU v5 lite"), b16=197, **_TPU_V5, memory=(16, 819),
                 node=(256, 200, 3.125), source="Google Cloud TPU v5e documentation",
             ),
             _row(
-                "tpu-v6e", ("TPU v6e", "TPU v6 lite"), b16=918, fp16=False, memory=(32, 1640),
-                node=(256, 400, 12.5), source="Google Cloud TPU v6e documentation",
+                "tpu-v6e", ("TPU v6e", "TPU v6 lite"), b16=918, fp16=False, tile=(256, 256),
+                memory=(32, 1638), node=(256, 400, 12.5),
+                source="Google Cloud TPU v6e documentation",
             ),
         )
     )
@@ -128,3 +156,115 @@ def find_hardware(device_kind: str) -> Hardware | None:
         if wanted in (kind.lower() for kind in row.device_kinds):
             return row
     return None
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """A row of the table by its name, or a machine of one's own from a TOML file:
+
+        name = "our-cluster"            # how it is called; the file's name where it is left out
+        like = "h100"                   # a row of the table, for all that is left out
+        memory_gib = 80
+        memory_gb_s = 3352
+        node_devices = 8                # joined by the fast link
+        link_gb_s = 450                 # one device to its node, one direction
+        network_gb_s = 25               # one device's share of the node's network, one direction
+        source = "our data sheet"
+        device_kinds = ["NVIDIA H100"]  # as jax.Device.device_kind says them; "NVIDIA": CUDA
+        cores = 132                     # GPU: its streaming multiprocessors or compute units
+        tile = [256, 128]               # GPU: rows and columns of its largest matmul tile
+
+        [peak_tflops]                   # dense, by type of the operands
+        bfloat16 = 989.4
+        float32 = 66.9
+
+    Without `like`, the fields from `memory_gib` to `network_gb_s` and `peak_tflops` are needed.
+    What ends in .toml, or has a slash, is a path. UserError, in one line, for an unknown name, a
+    file that cannot be read, and a field that is unknown, missing, or out of range.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and len(path.parts) < 2:
+        return hardware(name_or_path)
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read hardware {name_or_path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{name_or_path} is not a TOML file: {error}") from None
+    try:
+        return _from_toml(given, default_name=path.stem)
+    except UserError as error:
+        raise UserError(f"{name_or_path}: {error}") from None
+
+
+_NUMBERS = ("memory_gib", "memory_gb_s", "node_devices", "link_gb_s", "network_gb_s", "cores")
+_COUNTS = ("node_devices", "cores")
+_DTYPES = ("bfloat16", "float16", "float32", "float8")
+
+
+def _from_toml(given: dict, *, default_name: str) -> Hardware:
+    known = [each.name for each in fields(Hardware)]
+    for key in given:
+        if key not in (*known, "like"):
+            raise unknown_name("field", key, (*known, "like"))
+    base = hardware(_text(given, "like")) if "like" in given else None
+    values = {each.name: getattr(base, each.name) for each in fields(Hardware)} if base else {}
+    values["name"] = default_name
+    values.setdefault("device_kinds", ())
+    values["source"] = f"{default_name}.toml" + (f", like {base.name}" if base else "")
+    for key in given:
+        if key in _NUMBERS:
+            values[key] = _number(key, given[key], whole=key in _COUNTS)
+        elif key in ("name", "source"):
+            values[key] = _text(given, key)
+    if "device_kinds" in given:
+        values["device_kinds"] = _texts(given["device_kinds"])
+    if "tile" in given:
+        values["tile"] = _tile(given["tile"])
+    if "peak_tflops" in given:
+        values["peak_tflops"] = _peaks(given["peak_tflops"])
+    for each in fields(Hardware):
+        if each.name not in values and each.default is MISSING:
+            raise UserError(
+                f"{each.name} is missing: give it, or like = one of {', '.join(HARDWARE)}"
+            )
+    return Hardware(**values)
+
+
+def _number(key: str, value: object, *, whole: bool = False) -> float:
+    kind = "a whole number of at least 1" if whole else "a number above 0"
+    right = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, right) or not 0 < value < float("inf"):
+        raise UserError(f"{key}={value!r} must be {kind}")
+    return value
+
+
+def _text(given: dict, key: str) -> str:
+    if not isinstance(given[key], str) or not given[key]:
+        raise UserError(f'{key}={given[key]!r} must be text, as {key} = "h100"')
+    return given[key]
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise UserError(f'device_kinds={value!r} must be a list of texts, as ["NVIDIA H100"]')
+    return tuple(value)
+
+
+def _tile(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise UserError(f"tile={value!r} must be two whole numbers, as [256, 128]")
+    rows, columns = (_number("tile", size, whole=True) for size in value)
+    return rows, columns
+
+
+def _peaks(value: object) -> Mapping[str, float]:
+    if not isinstance(value, dict) or not value:
+        raise UserError(
+            f"peak_tflops={value!r} must be a table [peak_tflops] with lines as bfloat16 = 312"
+        )
+    for dtype in value:
+        if dtype not in _DTYPES:
+            raise unknown_name("type in peak_tflops", dtype, _DTYPES)
+    return MappingProxyType(
+        {dtype: _number(f"peak_tflops.{dtype}", peak) for dtype, peak in value.items()}
+    )

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mtx.errors import UserError
-from mtx.plan.groups import Groups, axis_of, read_groups, read_pairs
+from mtx.plan.convolution import convolution_flops
+from mtx.plan.groups import Groups, axis_of, join_pairs, read_groups, read_pairs
 
 COLLECTIVES = (
     "all-reduce",
@@ -70,7 +71,7 @@ class Instruction:
 
 
 Branch = Literal["max", "sum"] | Callable[[Instruction], Sequence[float]]
-TripCounts = int | Mapping[str, int] | None
+TripCounts = float | Mapping[str, float] | None
 _Computation = dict[str, Instruction]  # by name, in program order
 
 
@@ -84,8 +85,25 @@ class Collective:
     operand_bytes: int  # on one device, for one execution
     result_bytes: int
     count: float  # executions; whole unless the caller's branch weights are fractions
+    overlapped: bool  # the schedule runs other work between its start and its done
     name: str
     op_name: str
+
+    @property
+    def group(self) -> int:
+        """Devices of a group; of a permute, those of the longest ring or line of its pairs."""
+        permute = self.kind == "collective-permute"
+        return max(map(len, join_pairs(self.groups) if permute else self.groups), default=1)
+
+    @property
+    def sent_bytes(self) -> float:
+        """What one device sends in one execution, by ring algorithms: of a whole array of n bytes
+        in a group of g, n(g-1)/g, twice that for an all-reduce, and n for a permute."""
+        if self.kind == "collective-permute":
+            return float(self.operand_bytes)
+        share = (self.group - 1) / self.group
+        whole = max(self.operand_bytes, self.result_bytes)
+        return (2 if self.kind == "all-reduce" else 1) * whole * share
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
         """The mesh axes it runs over; see `axis_of`."""
@@ -140,6 +158,15 @@ class Program:
                 targets[_target(instruction)] = targets.get(_target(instruction), 0) + 1
         return targets
 
+    def arguments(self) -> dict[int, str]:
+        """What the caller's tree calls each parameter of the program, by its number."""
+        named = {}
+        for instruction in self.computations[self.entry].values():
+            if instruction.opcode == "parameter":
+                number = re.match(r"number=(\d+)", instruction.attributes)[1]
+                named[int(number)] = instruction.op_name
+        return named
+
     def _instructions(self) -> Iterator[tuple[tuple[str, str], _Computation, Instruction]]:
         for name, computation in self.computations.items():
             for instruction in computation.values():
@@ -163,6 +190,7 @@ class Program:
             operand_bytes=sum(shape.bytes for shape in operands),
             result_bytes=sum(shape.bytes for shape in shapes),
             count=count,
+            overlapped=_overlapped(computation, instruction),
             name=instruction.name,
             op_name=instruction.op_name,
         )
@@ -191,7 +219,7 @@ class Program:
             test = _computation(instruction, "condition")
             if not count(body) and not count(test):
                 return []
-            trips = _trips(instruction, trip_counts)
+            trips = _trips(instruction, self.computations[test], trip_counts)
             return [(body, trips), (test, trips + 1)]
         if instruction.opcode == "conditional":
             branches = instruction.branches
@@ -247,23 +275,31 @@ def _read_instruction(line: str) -> Instruction | None:
     rest = match["rest"]
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
     opcode, _, after = rest[end:].lstrip().partition("(")
-    if opcode == "constant":
-        operands, attributes = "", ""  # its value may hold any characters
+    if opcode == "constant":  # its value may hold any characters; whole numbers are kept
+        operands, attributes = "", (re.match(r"-?\d+(?=\))", after) or [""])[0]
     else:
         close = _closing("(" + after, 0) - 1
         operands, attributes = after[: close - 1], after[close:]
+        if opcode == "parameter":
+            operands, attributes = "", f"number={operands}{attributes}"
     op_name = _OP_NAME.search(attributes)
     return Instruction(
         name=match["name"],
         opcode=opcode,
-        shapes=tuple(
-            Shape(dtype=dtype, dims=tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
-            for dtype, dims in _SHAPE.findall(rest[:end])
-        ),
+        shapes=tuple(_shape(*found) for found in _SHAPE.findall(rest[:end])),
         operands=tuple(re.findall(r"%([^\s,()]+)", operands)),
         attributes=_METADATA.sub("", attributes).replace('\\"', '"'),
         op_name=op_name[1] if op_name else "",
     )
+
+
+def read_shape(text: str) -> Shape:
+    """The shape that is written so: "bf16[8,128]"."""
+    return _shape(*_SHAPE.match(text).groups())
+
+
+def _shape(dtype: str, dims: str) -> Shape:
+    return Shape(dtype=dtype, dims=tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
 
 
 def _closing(text: str, start: int) -> int:
@@ -287,11 +323,13 @@ def _computation(instruction: Instruction, kind: str) -> str | None:
     return match[1] if match else None
 
 
-def _trips(instruction: Instruction, trip_counts: TripCounts) -> int:
+def _trips(instruction: Instruction, test: _Computation, trip_counts: TripCounts) -> float:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
     if known:
         return int(known[1])
-    if isinstance(trip_counts, int):
+    if (bound := _bound(test)) is not None:
+        return bound
+    if isinstance(trip_counts, int | float):
         return trip_counts
     if trip_counts and instruction.name in trip_counts:
         return trip_counts[instruction.name]
@@ -300,6 +338,15 @@ def _trips(instruction: Instruction, trip_counts: TripCounts) -> int:
         f"known_trip_count; pass trip_counts={{{instruction.name!r}: n}}, or trip_counts=n for all "
         "such loops"
     )
+
+
+def _bound(test: _Computation) -> int | None:
+    """N of a loop whose whole test is counter < N: JAX counts from 0 by 1. TPUs' texts say no more
+    than that."""
+    last = list(test.values())[-1]
+    bound = test.get(last.operands[-1]) if last.opcode == "compare" else None
+    is_count = bound and bound.opcode == "constant" and "direction=LT" in last.attributes
+    return int(bound.attributes) if is_count and bound.attributes else None
 
 
 def _operand_shapes(computation: _Computation, instruction: Instruction) -> tuple[Shape, ...]:
@@ -312,13 +359,45 @@ def _collective_bytes(computation: _Computation, instruction: Instruction) -> fl
     return sum(shape.bytes for shape in _operand_shapes(computation, instruction))
 
 
+# What stands between a start and its done without being work: names, waits, other transfers.
+_NO_WORK = re.compile(
+    r"(bitcast|get-tuple-element|tuple|parameter|constant|after-all|opt-barrier|domain)$"
+    r"|.*-(start|done|update)$|(send|recv)$"
+)
+
+
+def _overlapped(computation: _Computation, instruction: Instruction) -> bool:
+    """Whether a collective leaves the program free to work: it is asynchronous, and the schedule
+    (the order of the text) has work between its start and its done.
+
+    GPU marks a pair that it runs in one go as `is_sync`, and one whose done is in the loop's next
+    iteration as `is_pipelined`.
+    """
+    if '"is_pipelined":true' in instruction.attributes:
+        return True
+    if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.attributes:
+        return False
+    started = False
+    for other in computation.values():
+        if other.name == instruction.name:
+            started = True
+        elif started and other.opcode.endswith("-done") and instruction.name in other.operands:
+            return False
+        elif started and not _NO_WORK.match(other.opcode):
+            return True
+    return False
+
+
 def _matmul_flops(computation: _Computation, instruction: Instruction) -> float:
     opcode = instruction.operation
     if opcode in ("dot", "scaled-dot"):
         return _dot_flops(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
     if opcode == "custom-call":
         return _library_flops(computation, instruction, _target(instruction))
-    if opcode in ("convolution", "ragged-dot"):
+    if opcode == "convolution":
+        left, right = (computation[name].shapes[0].dims for name in instruction.operands)
+        return convolution_flops(left, right, instruction.shapes[0].dims, instruction.attributes)
+    if opcode == "ragged-dot":
         raise UserError(
             f"{instruction.name!r} is a {opcode}, which is not counted; count a program without it"
         )

@@ -1,12 +1,14 @@
 """Memory of one device in closed form: what the planner predicts before anything is compiled.
 
 Every device holds the same buffers, since all stages run one program; stages that need fewer still
-have them. Not counted: the runtime's context, communication buffers, library workspaces and
-fragmentation, so leave a tenth of the device free.
+have them. Counted is the moment that needs the most: the backward pass of one layer, or the head,
+while gradients and stash are held. Not counted: the runtime's context, communication buffers,
+library workspaces and fragmentation, so leave a tenth of the device free.
 
 Activations are counted as in Korthikanti et al. 2022 (arXiv 2205.05198), section 4, where a layer
 keeps s b h (10 + 24/t + 5 a s/(h t)) bytes, all of it over t with sequence parallelism; what our
-blocks keep instead is in `layer_residual_bytes`.
+blocks keep instead is in `layer_residual_bytes`. `experiments/memory_grid.py` prints how near all
+this comes to what XLA assigns.
 
 Letters as there: b microbatch · s sequence · h hidden · a heads · t tensor · f feed-forward
 multiple
@@ -15,12 +17,15 @@ multiple
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, Recompute
-from mtx.pipeline.makers import make
-from mtx.pipeline.partition import Placement, place_layers
-from mtx.plan.attention import Backend, attention_of
+from mtx.pipeline.choose import schedule_for
+from mtx.pipeline.partition import place_layers
+from mtx.plan.attention import Attention, Backend, attention_of
 
+Zero = Literal[0, 1, 3]
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,11 +35,11 @@ class Memory:
 
     parameters_bytes: int  # in the compute type, gathered at the start of the step
     gradients_bytes: int  # float32, accumulated over the microbatches
-    optimizer_bytes: int  # float32 masters and Adam's two moments, sharded over `data`
-    stash_bytes: int  # what waits between F and B: ring slots x (residuals or chunk inputs)
+    optimizer_bytes: int  # float32 masters and Adam's two moments
+    stash_bytes: int  # what waits between F, B and W: ring slots x (residuals or chunk inputs)
     transfer_bytes: int  # x and dx between stages, and what waits for its tick
     activations_bytes: int  # of the layer, or chunk, whose backward pass is running
-    logits_bytes: int  # of this device's part of the vocabulary
+    logits_bytes: int  # what the head needs beyond that: it runs when no layer does
 
     @property
     def total_bytes(self) -> int:
@@ -42,30 +47,45 @@ class Memory:
 
 
 def predict_memory(
-    model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
+    model: ModelConfig,
+    layout: Layout,
+    global_batch: int,
+    *,
+    backend: Backend = "cuda",
+    zero: Zero = 1,
 ) -> Memory:
-    """The memory of one training step. UserError where the batch or the layers do not divide."""
-    item, shards = _ITEM_BYTES[model.compute_dtype], layout.vocab_shards
-    schedule = make(
-        layout.schedule,
-        microbatches=layout.microbatches(global_batch),
-        stages=layout.pipe,
-        virtual=layout.virtual,
-    )
-    boxes = (schedule.inbox, schedule.gradient_inbox, schedule.outbox)
-    held = parameters_per_device(model, layout)
-    tokens = layout.microbatch * model.sequence
+    """The memory of one training step. UserError where the batch or the layers do not divide.
+
+    zero: what is sharded over `data`. 1, as this program does: masters and moments. 0: nothing.
+    3 (Rajbhandari et al. 2020): gradients and parameters as well, gathered a layer ahead.
+    """
+    slots = _slots(layout, layout.microbatches(global_batch))
+    shards = 1 if zero == 0 else layout.data
+    parameters, gradients = _weights_bytes(model, layout, zero)
+    working, head = _working_bytes(model, layout, backend), _head_bytes(model, layout)
     return Memory(
-        # Masters that are neither sharded nor of another type are the parameters themselves.
-        parameters_bytes=0 if item == 4 and layout.data == 1 else item * held,
-        gradients_bytes=4 * held,
-        optimizer_bytes=-(-12 * held // layout.data),
-        stash_bytes=schedule.slots * _slot_bytes(model, layout, backend),
-        transfer_bytes=(2 + sum(box.slots for box in boxes)) * _input_bytes(model, layout),
-        activations_bytes=_working_bytes(model, layout, backend),
-        # In float32, and their gradient in the compute type.
-        logits_bytes=(4 + item) * tokens * model.padded_vocab(shards) // shards,
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=-(-12 * parameters_per_device(model, layout) // shards),
+        stash_bytes=_stash_bytes(model, layout, slots, backend),
+        transfer_bytes=(2 + slots.mailboxes) * _input_bytes(model, layout),
+        activations_bytes=working,
+        logits_bytes=max(0, head - working),
     )
+
+
+def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int, int]:
+    """(parameters in the compute type, gradients in float32)"""
+    item, held = _ITEM_BYTES[model.compute_dtype], parameters_per_device(model, layout)
+    if zero == 3:
+        part = -(-held // layout.data)
+        # Two layers are gathered at once: the one that runs and the one that comes next. Masters
+        # in the compute type are the parameters themselves.
+        gathered = 2 * item * _layer_parameters(model, layout)
+        return (0 if item == 4 else item * part) + gathered, 4 * part
+    # Masters that are neither sharded nor of another type are the parameters themselves.
+    same = item == 4 and (layout.data == 1 or zero == 0)
+    return 0 if same else item * held, 4 * held
 
 
 def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
@@ -74,19 +94,22 @@ def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
     Of a layer, everything over `tensor` but the two output biases and the norms (6h); of the ends,
     the token table over `pipe` x `tensor`; positions and the last norm on every device.
     """
-    hidden, multiple, tensor = model.hidden, model.ffn_multiple, layout.tensor
-    split = (4 + 2 * multiple) * hidden**2 + (3 + multiple) * hidden
-    layer = split // tensor + 6 * hidden
-    layers = _placement(model, layout).layer[0].size
     tables = 1 if model.tied else 2
     rows = tables * model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
-    return layers * layer + (rows + model.sequence + 2) * hidden
+    layers = layout.virtual * _places(model, layout) * _layer_parameters(model, layout)
+    return layers + (rows + model.sequence + 2) * model.hidden
+
+
+def _layer_parameters(model: ModelConfig, layout: Layout) -> int:
+    hidden, multiple = model.hidden, model.ffn_multiple
+    split = (4 + 2 * multiple) * hidden**2 + (3 + multiple) * hidden
+    return split // layout.tensor + 6 * hidden
 
 
 def layer_residual_bytes(
     model: ModelConfig, layout: Layout, *, recompute: Recompute, backend: Backend = "cuda"
 ) -> int:
-    """What one layer keeps of one microbatch between its F and its B, on one device.
+    """What one layer keeps of one microbatch, or slice of one, between its F and its B.
 
     In elements of the compute type, s b h each, and those that `tensor` shards only with sequence
     parallelism in front:
@@ -103,8 +126,7 @@ def layer_residual_bytes(
         return _input_bytes(model, layout)
     attention = attention_of(model, backend)
     item, tensor, multiple = _ITEM_BYTES[model.compute_dtype], layout.tensor, model.ffn_multiple
-    shared = tensor if layout.sequence_parallel else 1
-    tokens = layout.microbatch * model.sequence
+    shared, tokens = _sequence_shards(layout), _tokens(model, layout)
     rows = tokens * model.heads // tensor
     elements = tokens * model.hidden
     if recompute == "selective":
@@ -120,45 +142,133 @@ def layer_residual_bytes(
     return kept
 
 
-def _placement(model: ModelConfig, layout: Layout) -> Placement:
-    return place_layers(
-        model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers
+def _tokens(model: ModelConfig, layout: Layout) -> int:
+    """Of a microbatch, or of a slice of one."""
+    return layout.microbatch * model.sequence // layout.slices
+
+
+def _sequence_shards(layout: Layout) -> int:
+    return layout.tensor if layout.sequence_parallel else 1
+
+
+def _places(model: ModelConfig, layout: Layout) -> int:
+    """Layers of a chunk, or places for them where stages are uneven."""
+    return _places_of(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _places_of(layers: int, pipe: int, virtual: int, stage_layers) -> int:
+    placement = place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return placement.layer.shape[-1]
+
+
+class _Slots(NamedTuple):
+    """How many values of each kind a schedule keeps at once."""
+
+    stash: int  # from F to B, of a chunk
+    weight_stash: int  # from B to W, of a chunk
+    mailboxes: int  # for x and dx that have come before their tick
+    caches: int  # of a chunk's keys and values, and for their gradients
+
+
+def _slots(layout: Layout, microbatches: int) -> _Slots:
+    """In closed form for SC'21's schedules; from the table for all others."""
+    pipe, virtual, name = layout.pipe, layout.virtual, layout.schedule
+    if layout.slices == 1 and name in ("1f1b", "interleaved_1f1b", "eager_1f1b"):
+        warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
+        # One more than are in flight where a stage sits ticks out: it writes to a free slot.
+        most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
+        return _Slots(stash=most, weight_stash=0, mailboxes=0, caches=0)
+    if layout.slices == 1 and name == "gpipe":
+        most = microbatches * virtual + 1
+        return _Slots(stash=most, weight_stash=0, mailboxes=microbatches + 1, caches=0)
+    slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches)
+    if slots.weight_stash and layout.idle != "skip":  # a slot of zeros, which an idle W reads
+        return slots._replace(weight_stash=slots.weight_stash + 1)
+    return slots
+
+
+@lru_cache(maxsize=4096)
+def _slots_of_table(name: str, pipe: int, virtual: int, slices: int, microbatches: int) -> _Slots:
+    """The planner's one view of a schedule's table that has to do with memory."""
+    layout = Layout(pipe=pipe, virtual=virtual, schedule=name, slices=slices)
+    table = schedule_for(layout, microbatches)
+    boxes = [route.mailbox for route in (*table.inboxes, *table.gradient_inboxes)]
+    caches = [cache.slots for cache in (table.cache, table.gradient_cache) if cache]
+    return _Slots(
+        stash=table.slots,
+        weight_stash=table.weight_stash.slots if table.weight_stash else 0,
+        mailboxes=sum(box.slots for box in (*boxes, table.outbox)),
+        caches=sum(caches),
+    )
+
+
+def _stash_bytes(model: ModelConfig, layout: Layout, slots: _Slots, backend: Backend) -> int:
+    """All rings: residuals of each layer of a chunk, or its input; what waits for W; caches."""
+    layers, tokens = _places(model, layout), _tokens(model, layout)
+    slot = layers * layer_residual_bytes(model, layout, recompute=layout.recompute, backend=backend)
+    if layout.stash == "inputs":
+        slot = _input_bytes(model, layout)
+    item, hidden, tensor = _ITEM_BYTES[model.compute_dtype], model.hidden, layout.tensor
+    keys_and_values = 2 * item * layout.microbatch * model.sequence * hidden // tensor
+    waiting = 0
+    if slots.weight_stash:  # inputs and output gradients of the four linear layers
+        split = 4 + 2 * model.ffn_multiple
+        waiting = item * tokens * hidden * (2 / _sequence_shards(layout) + 2 + split / tensor)
+        if attention_of(model, backend).name == "dropout" and layout.recompute == "selective":
+            waiting += item * tokens * model.heads // tensor * model.sequence
+    return int(
+        slots.stash * slot
+        + slots.weight_stash * layers * waiting
+        + slots.caches * layers * keys_and_values
     )
 
 
 def _input_bytes(model: ModelConfig, layout: Layout) -> int:
-    """x_BsD: one microbatch between two layers."""
-    shared = layout.tensor if layout.sequence_parallel else 1
-    tokens = layout.microbatch * model.sequence
-    return tokens * model.hidden * _ITEM_BYTES[model.compute_dtype] // shared
-
-
-def _slot_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
-    """One slot of the ring: a chunk's input, or the residuals of each of its layers."""
-    if layout.stash == "inputs":
-        return _input_bytes(model, layout)
-    return _chunk_residual_bytes(model, layout, backend)
-
-
-def _chunk_residual_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
-    layers = _placement(model, layout).layer.shape[-1]
-    return layers * layer_residual_bytes(model, layout, recompute=layout.recompute, backend=backend)
+    """x_BsD: one microbatch, or slice of one, between two layers."""
+    elements = _tokens(model, layout) * model.hidden
+    return elements * _ITEM_BYTES[model.compute_dtype] // _sequence_shards(layout)
 
 
 def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
-    """The backward pass of one layer; with stash="inputs" also the residuals of its chunk.
+    """The backward pass of one layer.
 
-    The weights' gradients, about 15 arrays of the whole sequence, and four of its scores in
-    float32: fitted to the buffers that XLA assigns when it compiles for A100 and H100.
+    The gradient of its largest matrix, in the compute type and in float32 (in float32 of all its
+    matrices where the chunk is that one layer: without a loop XLA adds them up last); what is
+    computed again (with stash="inputs", of the whole chunk); four arrays of whole sequences, which
+    are gathered or about to be scattered; and of attention's scores the part that stands at once.
     """
-    item, tensor = _ITEM_BYTES[model.compute_dtype], layout.tensor
-    tokens = layout.microbatch * model.sequence
+    item = _ITEM_BYTES[model.compute_dtype]
+    tokens, hidden = _tokens(model, layout), model.hidden
     attention = attention_of(model, backend)
-    working = (4 + 2 * model.ffn_multiple) * model.hidden**2 * item // tensor
-    working += 15 * item * tokens * model.hidden
-    if attention.name != "cudnn":
-        scores = tokens * model.sequence * model.heads // tensor
-        working += int(4 * 4 * attention.square * scores)
+    places, multiple = _places(model, layout), model.ffn_multiple
+    added_up = 4 + 2 * multiple if places == 1 else multiple
+    working = (item * multiple + 4 * added_up) * hidden**2 // layout.tensor
+    working += 4 * item * tokens * hidden
+    working += _scores_bytes(model, layout, attention)
+    every, kept = (
+        layer_residual_bytes(model, layout, recompute=recompute, backend=backend)
+        for recompute in ("none", layout.recompute)
+    )
     if layout.stash == "inputs":
-        working += _chunk_residual_bytes(model, layout, backend)
-    return working
+        working += places * kept
+    return working + every - kept
+
+
+def _scores_bytes(model: ModelConfig, layout: Layout, attention: Attention) -> int:
+    """Scores of the largest block of queries, or the whole square, and of their gradients: two in
+    float32 and one in the compute type. Fused kernels have none."""
+    if attention.name == "cudnn":
+        return 0
+    item = _ITEM_BYTES[model.compute_dtype]
+    square = _tokens(model, layout) * model.sequence * model.heads // layout.tensor
+    # n blocks compute (n+1)/2n of the square, and the largest block is 1/n of it.
+    part = 2 * attention.square - 1 if attention.name == "blocked" else 1
+    return int((2 * 4 + item) * part * square)
+
+
+def _head_bytes(model: ModelConfig, layout: Layout) -> int:
+    """Logits in float32, their gradient in the compute type, this device's part of both."""
+    shards, tokens = layout.vocab_shards, _tokens(model, layout)
+    rows = model.padded_vocab(shards) // shards
+    return (4 + _ITEM_BYTES[model.compute_dtype]) * tokens * rows

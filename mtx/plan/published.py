@@ -1,16 +1,17 @@
-"""What SC'21 published, as data: throughputs of table 1, and figures 12, 13 and 18.
+"""What SC'21 published, as data: throughputs of table 1, training times, and the bubble.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", SC'21 (arXiv 2104.04473v5). A100-SXM4-80GB, fp16, full recomputation, end to end.
 Models and layouts of table 1 are those of `mtx.presets`. TeraFLOP/s are in the unit of
-`mtx.plan.flops.sc21_flops`.
+`mtx.plan.flops.sc21_flops`. All single runs, those of the figures too, beside what is predicted for
+them: `mtx.plan.published_runs`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.config import Layout, RunConfig
 from mtx.presets import preset
 
 
@@ -35,19 +36,6 @@ class TrainingTime:
     tokens: float
     tflops_per_gpu: float
     days: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One curve of a figure: teraFLOP/s per GPU over x."""
-
-    figure: str
-    what: str
-    model: ModelConfig
-    layout: Layout  # what does not vary along x
-    x_name: str
-    x: tuple
-    tflops_per_gpu: tuple[float, ...]
 
 
 _ROWS = {
@@ -82,38 +70,6 @@ TRAINING_TIMES = (
         preset="gpt-1t", parameters=1008e9, gpus=3072, tokens=450e9, tflops_per_gpu=163, days=84
     ),
 )
-
-_GPT3 = ModelConfig(layers=96, hidden=12288, heads=96, sequence=2048, vocab=51200)
-_162B = ModelConfig(layers=32, hidden=20480, heads=128, sequence=2048, vocab=51200)
-_BATCHES = (12, 24, 36, 48, 60)
-FIGURE_12 = (
-    Series(
-        figure="12", what="non-interleaved", model=_GPT3, layout=Layout(pipe=12, tensor=8),
-        x_name="global_batch", x=_BATCHES, tflops_per_gpu=(82, 109, 122, 130, 135),
-    ),
-    Series(
-        figure="12", what="interleaved", model=_GPT3,
-        layout=Layout(pipe=12, tensor=8, virtual=4), x_name="global_batch", x=_BATCHES,
-        tflops_per_gpu=(119, 134, 141, 143, 146),
-    ),
-)  # fmt: skip
-FIGURE_13 = Series(
-    figure="13", what="global batch 32 on 64 GPUs", model=_162B, layout=Layout(),
-    x_name="(pipe, tensor)", x=((2, 32), (4, 16), (8, 8), (16, 4), (32, 2)),
-    tflops_per_gpu=(103, 134, 140, 111, 91),
-)  # fmt: skip
-FIGURE_18 = (
-    Series(
-        figure="18", what="without scatter/gather", model=_GPT3,
-        layout=Layout(pipe=12, tensor=8, virtual=4), x_name="global_batch", x=_BATCHES,
-        tflops_per_gpu=(107, 121, 127, 130, 131),
-    ),
-    Series(
-        figure="18", what="with scatter/gather", model=_GPT3,
-        layout=Layout(pipe=12, tensor=8, virtual=4), x_name="global_batch", x=_BATCHES,
-        tflops_per_gpu=(119, 134, 141, 143, 146),
-    ),
-)  # fmt: skip
 
 
 def bubble(layout: Layout, microbatches: int) -> float:

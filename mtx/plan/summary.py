@@ -1,38 +1,33 @@
-"""The first page of a plan: what a run needs and what it does, each number with where it is from.
+"""The facts of a plan, row by row, each with where it is from.
 
-given      the run's own config
-computed   arithmetic on it, or counted in the schedule's table
-predicted  a model of our program's memory, which compiling it confirms or not
+given      the run's own config, a preset's included
+chosen     by the search, or by a rule that the row names
+computed   arithmetic on that, or counted in the schedule's table
+predicted  a model of our program's time and memory, which running or compiling it confirms or not
+compiled   read from the program that XLA made for the target
 published  SC'21's table 1, where the run is one of its rows
 """
 
 from __future__ import annotations
 
-import io
 from dataclasses import fields
 from typing import Literal, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-from mtx.config import RunConfig
-from mtx.pipeline.makers import make
+from mtx.config import ModelConfig, RunConfig
+from mtx.pipeline.choose import schedule_for
 from mtx.plan import flops
-from mtx.plan.hardware import Hardware, hardware
-from mtx.plan.memory import predict_memory
-from mtx.plan.published import (
-    Throughput,
-    bubble,
-    published_throughput,
-    published_training_time,
-)
+from mtx.plan.compare import PART_NAMES
+from mtx.plan.compiled import Compiled
+from mtx.plan.hardware import hardware
+from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
+from mtx.plan.published import Throughput, published_throughput, published_training_time
+from mtx.plan.search import MEMORY_AT_MOST
 
-Source = Literal["given", "computed", "predicted", "published", "computed from published"]
-
-# JAX takes this part of a GPU's memory unless told otherwise, and cannot use all of it if told so.
-_MEMORY_BY_DEFAULT, _MEMORY_AT_MOST = 0.75, 0.9
-_GIB, _MIB = 2**30, 2**20
-_DAY_S = 86400
+Source = Literal[
+    "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
+]
+_MIB = 2**20
+_MOST_OPS = 500_000  # of a schedule's table that is made only to count its ticks
 
 
 class Row(NamedTuple):
@@ -44,46 +39,34 @@ class Row(NamedTuple):
     source: Source
 
 
-def plan_rows(run: RunConfig, *, target: str = "a100-80gb") -> list[Row]:
-    """The facts of the page, in order. `target`: a name in `mtx.plan.hardware`."""
-    device, row = hardware(target), published_throughput(run)
+def plan_rows(
+    plan: PricedRun, *, tokens: float | None = None, price: float | None = None
+) -> list[Row]:
+    """The facts of the page, in order. tokens, price: as for `mtx.plan.page.plan_lines`."""
+    row = published_throughput(plan.run)
     return [
-        *_model(run, row),
-        *_layout(run, device),
-        *_memory(run, device),
-        *_pipeline(run),
-        *_work(run, device),
-        *(_published(run, row) if row else []),
+        *(
+            Row("Chosen", name, why, "chosen")
+            for name, _, why in (choice.partition(": ") for choice in plan.chosen)
+        ),
+        *_model(plan.run, row),
+        *_parts(plan),
+        *_layout(plan),
+        *_memory(plan),
+        *_time(plan),
+        *_speed(plan, tokens, price),
+        *_pipeline(plan),
+        *_work(plan),
+        *(compiled_rows(plan.compiled, plan) if plan.compiled else []),
+        *(_published(plan, row) if row else []),
     ]
 
 
-def plan_table(run: RunConfig, *, target: str = "a100-80gb") -> Table:
-    """The page as a table for the terminal."""
-    table = Table(title=f"{_title(run)} on {run.layout.devices:,} x {target}")
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
-    table.add_column("", no_wrap=True, style="dim")
-    section = None
-    for row in plan_rows(run, target=target):
-        if row.section != section:
-            if section is not None:
-                table.add_section()
-            section = row.section
-            table.add_row(f"[bold]{section}[/bold]")
-        table.add_row(f"  {row.name}", row.value, row.source)
-    table.show_header = False
-    return table
-
-
-def plan_lines(run: RunConfig, *, target: str = "a100-80gb", width: int = 100) -> list[str]:
-    """The page as plain lines of at most `width` characters."""
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None).print(plan_table(run, target=target))
-    return [line.rstrip() for line in text.getvalue().splitlines()]
-
-
-def _title(run: RunConfig) -> str:
-    return f"GPT, {_short(flops.parameters(run.model))} parameters,"
+def title(plan: PricedRun) -> str:
+    return (
+        f"GPT, {_short(flops.parameters(plan.run.model))} parameters, on {plan.gpus:,} x "
+        f"{plan.hardware.name}"
+    )
 
 
 def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
@@ -103,30 +86,65 @@ def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
     return rows
 
 
-def _layout(run: RunConfig, device: Hardware) -> list[Row]:
-    layout = run.layout
+def parameters_by_part(model: ModelConfig) -> dict[str, int]:
+    """The exact numbers of parameters, which add up to `flops.parameters`; a tied head has none."""
+    hidden, layers, ffn = model.hidden, model.layers, model.ffn_hidden
+    return {
+        "embedding": (model.vocab + model.sequence) * hidden,
+        "attention": layers * (4 * hidden**2 + 4 * hidden),
+        "mlp": layers * (2 * hidden * ffn + ffn + hidden),
+        "norms": (4 * layers + 2) * hidden,
+        "head": 0 if model.tied else model.vocab * hidden,
+    }
+
+
+def _parts(plan: PricedRun) -> list[Row]:
+    """Parameters and the bytes of their weights, by part of the model."""
+    model = plan.run.model
+    counts = parameters_by_part(model)
+    item = 4 if model.compute_dtype == "float32" else 2
+    names = {"mlp": "MLP"}
+    return [
+        Row(
+            "Parameters and their weights", names.get(part, part),
+            f"{_short(count)} ({count / sum(counts.values()):.1%}), {_size(item * count)}",
+            "computed",
+        )
+        for part, count in counts.items()
+        if count
+    ]  # fmt: skip
+
+
+def _layout(plan: PricedRun) -> list[Row]:
+    run, layout, device = plan.run, plan.run.layout, plan.hardware
     mesh = f"{layout.data} x {layout.pipe} x {layout.tensor} = {layout.devices:,} devices"
     nodes = -(-layout.devices // device.node_devices)
     inside = layout.tensor <= device.node_devices and device.node_devices % layout.tensor == 0
     where = "inside a node" if inside else f"across nodes of {device.node_devices}"
-    step = f"{run.global_batch:,} sequences, {run.global_batch * run.model.sequence:,} tokens"
+    step = f"{run.global_batch:,} sequences, {plan.tokens_per_step:,} tokens"
     batches = f"m = {run.microbatches} a replica, of b = {layout.microbatch}"
     kept = f"recompute={layout.recompute}, stash={layout.stash}"
+    if layout.tensor > 1:
+        kept += f", sequence_parallel={layout.sequence_parallel}"
+    sharded = {0: "nothing", 1: "masters and moments", 3: "parameters and all"}[plan.zero]
+    source: Source = "chosen" if plan.chosen else "given"
+    batch_chosen = any(choice.startswith("global_batch") for choice in plan.chosen)
     return [
-        Row("Layout", "data x pipe x tensor", mesh, "given"),
+        Row("Layout", "data x pipe x tensor", mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
-        Row("Layout", "schedule", f"{layout.schedule}, virtual v = {layout.virtual}", "given"),
-        Row("Layout", "step", step, "given"),
+        Row("Layout", "schedule", f"{layout.schedule}, virtual v = {layout.virtual}", source),
+        Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
         Row("Layout", "computes in", run.model.compute_dtype, "given"),
-        Row("Layout", "activations", kept, "given"),
+        Row("Layout", "activations", kept, source),
+        Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
     ]
 
 
 _MEMORY_NAMES = {
     "parameters_bytes": "parameters",
     "gradients_bytes": "gradients, float32",
-    "optimizer_bytes": "masters and moments, over data",
+    "optimizer_bytes": "masters and moments",
     "stash_bytes": "stash between F and B",
     "transfer_bytes": "sends and receives",
     "activations_bytes": "activations of one layer's B",
@@ -134,65 +152,145 @@ _MEMORY_NAMES = {
 }
 
 
-def _memory(run: RunConfig, device: Hardware) -> list[Row]:
-    memory = predict_memory(run.model, run.layout, run.global_batch, backend=device.backend)
+def part_name(field: str) -> str:
+    """What a part of the memory or of the step is called on pages and in pictures."""
+    known = _MEMORY_NAMES | PART_NAMES
+    return known.get(field, field.removesuffix("_bytes").removesuffix("_s").replace("_", " "))
+
+
+def _memory(plan: PricedRun) -> list[Row]:
+    section = "Memory of a device"
     rows = [
-        Row("Memory of a device", _MEMORY_NAMES[field.name], _size(value), "predicted")
-        for field in fields(memory)
-        if (value := getattr(memory, field.name))
+        Row(section, part_name(field.name), _size(value), "predicted")
+        for field in fields(plan.memory)
+        if (value := getattr(plan.memory, field.name))
     ]
-    share = memory.total_bytes / device.memory_bytes
-    total = f"{_size(memory.total_bytes)} of {device.memory_gib:g} GiB: {_fit(share)}"
-    return [*rows, Row("Memory of a device", "in all", total, "predicted")]
+    fit = _fit(plan.memory.total_bytes, plan)
+    return [*rows, Row(section, "in all", fit, "predicted")]
 
 
-def _fit(share: float) -> str:
-    if share > _MEMORY_AT_MOST:
-        return f"does not fit ({share:.0%}; at most {_MEMORY_AT_MOST:.0%} can be had)"
-    if share > _MEMORY_BY_DEFAULT:
-        return f"fits ({share:.0%}) with XLA_PYTHON_CLIENT_MEM_FRACTION={_MEMORY_AT_MOST}"
-    return f"fits ({share:.0%})"
+def _fit(total_bytes: float, plan: PricedRun) -> str:
+    share = total_bytes / plan.hardware.memory_bytes
+    text = f"{_size(total_bytes)} of {plan.hardware.memory_gib:g} GiB: "
+    if share > MEMORY_AT_MOST:
+        return text + f"does not fit ({share:.0%}; at most {MEMORY_AT_MOST:.0%} can be had)"
+    text += f"fits ({share:.0%})"
+    if share > MEMORY_BY_DEFAULT:
+        text += f" with XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_AT_MOST}"
+    return text
 
 
-def _pipeline(run: RunConfig) -> list[Row]:
-    layout, microbatches = run.layout, run.microbatches
-    schedule = make(
-        layout.schedule, microbatches=microbatches, stages=layout.pipe, virtual=layout.virtual
+def _time(plan: PricedRun) -> list[Row]:
+    section, whole = "Time of a step", plan.time.step_s
+    software = plan.calibration.software
+    of = f"{software.name}: {software.source}. Constants: {plan.calibration.source}"
+    rows = [(part_name(each.name), getattr(plan.time, each.name)) for each in fields(plan.time)]
+    texts = [("of the software", of)]
+    texts += [(name, f"{seconds(value)} ({value / whole:.1%})") for name, value in rows if value]
+    texts.append(("the whole step", seconds(whole)))
+    if software.name != "mtx":
+        own = f"{seconds(plan.time_of('mtx').step_s)} a step"
+        texts.append(("with this program's kernels", own))
+    return [Row(section, name, text, "predicted") for name, text in texts]
+
+
+def _speed(plan: PricedRun, tokens: float | None, price: float | None) -> list[Row]:
+    section, asked = "Speed", tokens or 300e9
+    days = f"{plan.days(asked):,.1f} days, {plan.gpu_hours(asked):,.0f} GPU hours"
+    if price is not None:
+        days += f", cost {plan.gpu_hours(asked) * price:,.0f} at {price:g} a GPU hour"
+    rows = [
+        ("sequences, tokens a second", f"{plan.sequences_per_s:,.2f}, {plan.tokens_per_s:,.0f}"),
+        ("teraFLOP/s a GPU, paper's unit", f"{plan.tflops_per_gpu_sc21:,.1f}"),
+        ("and of the model's FLOPs", f"{plan.tflops_per_gpu_model:,.1f}, MFU {plan.mfu:.1%}"),
+        (f"{asked / 1e9:g} billion tokens", days),
+    ]
+    return [Row(section, name, value, "predicted") for name, value in rows]
+
+
+def _pipeline(plan: PricedRun) -> list[Row]:
+    layout, microbatches = plan.run.layout, plan.run.microbatches
+    idle = f"{plan.bubble_over_ideal:.1%} of ideal time"
+    if layout.schedule in ("1f1b", "gpipe"):
+        idle += ", (p-1)/(vm)"
+    rows = [Row("Pipeline", "bubble", idle, "computed")]
+    if layout.pipe * layout.virtual * microbatches <= _MOST_OPS:
+        schedule = schedule_for(layout, microbatches)
+        in_flight = f"{schedule.in_flight[0]} on stage 0, {schedule.in_flight[-1]} on the last"
+        rows += [
+            Row("Pipeline", "ticks of one F and one B", f"{schedule.ticks:,}", "computed"),
+            Row("Pipeline", "waiting between F and B", in_flight, "computed"),
+        ]
+    return rows
+
+
+def _work(plan: PricedRun) -> list[Row]:
+    run = plan.run
+    executed = flops.hardware_matmul_flops(
+        run.model, run.layout, run.global_batch, backend=plan.hardware.backend
     )
-    idle = f"{bubble(layout, microbatches):.1%} of ideal time, (p-1)/(vm)"
-    in_flight = f"{schedule.in_flight[0]} on stage 0, {schedule.in_flight[-1]} on the last"
-    return [
-        Row("Pipeline", "bubble", idle, "computed"),
-        Row("Pipeline", "ticks of one F and one B", f"{schedule.ticks:,}", "computed"),
-        Row("Pipeline", "waiting between F and B", in_flight, "computed"),
-    ]
-
-
-def _work(run: RunConfig, device: Hardware) -> list[Row]:
-    model, batch = run.model, run.global_batch
-    executed = flops.hardware_matmul_flops(model, run.layout, batch, backend=device.backend)
     rows = [
-        ("paper's convention", flops.sc21_flops(model, batch)),
-        ("model FLOPs (today's MFU)", flops.model_flops(model, batch)),
+        ("paper's convention", flops.sc21_flops(run.model, run.global_batch)),
+        ("model FLOPs (today's MFU)", flops.model_flops(run.model, run.global_batch)),
         ("matmuls our program runs", executed),
     ]
-    return [Row("FLOPs of a step", name, f"{value:.4e}", "computed") for name, value in rows]
+    forward = flops.forward_flops(run.model, run.global_batch, causal=True)
+    parts = [
+        ("F of it, attention", forward.attention_projections + forward.attention_scores),
+        ("F of it, MLP", forward.mlp),
+        ("F of it, head", forward.head),
+    ]
+    of_model = [(name, f"{value:.4e} ({value / forward.total:.1%})") for name, value in parts]
+    texts = [(name, f"{value:.4e}") for name, value in rows]
+    texts[2:2] = of_model  # after the convention that they are parts of
+    return [Row("FLOPs of a step", name, text, "computed") for name, text in texts]
 
 
-def _published(run: RunConfig, row: Throughput) -> list[Row]:
+def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
+    """What XLA says: memory beside the closed form, the largest buffers, collectives, FLOPs."""
+    section = "Compiled"
+    nearer = f". {compiled.hint}" if compiled.hint else ""
+    took = f"{compiled.compile_s:.1f} s, {_size(compiled.compiler_peak_bytes)}"
+    predicted = _size(plan.memory.total_bytes)
+    ratio = compiled.matmul_flops / compiled.formula_flops
+    rows = [
+        (section, "what", compiled.label + nearer),
+        (section, "jax, time and memory it took", f"{compiled.jax_version}, {took}"),
+        (section, "memory of a device", _fit(compiled.total_bytes, plan)),
+        (section, "by the closed form", f"{predicted}"),
+        (section, "arguments, temporary", f"{_size(compiled.arguments_bytes)}, "
+                                          f"{_size(compiled.temp_bytes)}"),
+        (section, "matmul FLOPs", f"{compiled.matmul_flops:.4e}, {ratio:.4f} of the formula's"),
+    ]  # fmt: skip
+    for buffer in compiled.largest:
+        rows.append(("Largest buffers", _size(buffer.bytes), f"{buffer.shape}: {buffer.what}"))
+    for one in compiled.collectives:
+        name = f"{one.kind} over {' x '.join(one.axes) or 'none'}"
+        traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}, "
+        traffic += f"{one.overlapped:,.6g} overlapped"
+        rows.append(("Collectives of a step, one device", name, traffic))
+    return [Row(*row, "compiled") for row in rows]
+
+
+def _published(plan: PricedRun, row: Throughput) -> list[Row]:
     """The row of table 1 and what follows from it, on the paper's A100s whatever the target is."""
-    section, devices = "SC'21, on A100-80GB", run.layout.devices
+    section, run, devices = "SC'21, on A100-80GB", plan.run, plan.gpus
     model, batch = run.model, run.global_batch
     step_s = flops.sc21_flops(model, batch) / (row.aggregate_pflops * 1e15)
     peak = hardware("a100-80gb").peak_tflops["float16"] * 1e12
     mfu = flops.model_flops(model, batch) / (step_s * devices * peak)
     per_gpu = f"{row.tflops_per_gpu:g} teraFLOP/s, {row.percent_of_peak:g} % of peak"
     follows: Source = "computed from published"
+    theirs = "recompute=full, sequence_parallel=False, float16, Megatron-LM of 2021"
+    ours = f"recompute={run.layout.recompute}, sequence_parallel={run.layout.sequence_parallel}, "
+    ours += f"{model.compute_dtype}, {plan.calibration.software.name}"
     rows = [
         Row(section, "throughput of a GPU", per_gpu, "published"),
         Row(section, "of all GPUs", f"{row.aggregate_pflops:,.1f} petaFLOP/s", "published"),
         Row(section, "a step", f"{step_s:.1f} s", follows),
         Row(section, "in today's MFU", f"{mfu:.1%}", follows),
+        Row(section, "with", theirs, "published"),
+        Row(section, "predicted above, with", ours, "given"),
     ]
     time = published_training_time(run)
     if time:
@@ -205,13 +303,17 @@ def _published(run: RunConfig, row: Throughput) -> list[Row]:
         tokens = f"{time.tokens / 1e9:g} billion tokens"
         rows.append(Row(section, tokens, f"{time.days} days", "published"))
         rows.append(
-            Row(section, "by equation (4), 8TP/(nX)", f"{took_s / _DAY_S:.1f} days", follows)
+            Row(section, "by equation (4), 8TP/(nX)", f"{took_s / DAY_S:.1f} days", follows)
         )
     return rows
 
 
+def seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 0.995 else f"{value * 1e3:.3g} ms"
+
+
 def _size(value: float) -> str:
-    unit, name = (_GIB, "GiB") if value >= _GIB / 10 else (_MIB, "MiB")
+    unit, name = (GIB, "GiB") if value >= GIB / 10 else (_MIB, "MiB")
     return f"{value / unit:,.2f} {name}"
 
 

@@ -10,7 +10,7 @@ reduce-scatters their gradients at its end: for n parameters 2n(d-1)/d + 4n(d-1)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,13 @@ class DataShard:
     dim: int | None  # None: not sharded over `data`
     size: int  # of that dim in the parameter
     padded: int  # and in the master
+    replicas: bool = False  # not sharded, though there are others that hold it
+
+    def below(self, dims: int) -> DataShard:
+        """The same for arrays without the first `dims` dims, which it does not shard."""
+        if self.dim is None:
+            return self
+        return replace(self, spec=P(*self.spec[dims:]), dim=self.dim - dims)
 
     def pad(self, x):
         """The parameter's shape -> the master's."""
@@ -51,17 +58,20 @@ class DataShard:
     def reduce_scatter(self, gradient):
         """This device's shard of the sum over `data` of a gradient. In `shard_map`."""
         if self.dim is None:
-            return gradient
+            return lax.psum(gradient, "data") if self.replicas else gradient
         gradient = self.pad(gradient)
         return lax.psum_scatter(gradient, "data", scatter_dimension=self.dim, tiled=True)
 
 
-def shard_over_data(shape: tuple[int, ...], spec: P, *, data: int) -> DataShard:
-    """The way to shard a parameter of that (global) shape and spec over `data` replicas."""
+def shard_over_data(shape: tuple[int, ...], spec: P, *, data: int, stacked: int = 0) -> DataShard:
+    """The way to shard a parameter of that (global) shape and spec over `data` replicas, leaving
+    the first `stacked` dims whole."""
     names = tuple(spec) + (None,) * (len(shape) - len(spec))
     if data == 1:
         return DataShard(spec=P(*names), dim=None, size=0, padded=0)
-    free = [dim for dim, name in enumerate(names) if name is None]
+    free = [dim for dim in range(stacked, len(names)) if names[dim] is None]
+    if not free:
+        return DataShard(spec=P(*names), dim=None, size=0, padded=0, replicas=True)
     even = [dim for dim in free if shape[dim] % data == 0]
     dim = even[0] if even else max(free, key=lambda dim: shape[dim])
     padded = math.ceil(shape[dim] / data) * data

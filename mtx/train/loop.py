@@ -75,8 +75,9 @@ def train(
     One seed gives the same losses on every run, and on every layout to rounding. Raises UserError
     where the text, the vocabulary, the devices, their memory or the checkpoint do not suit the run.
     """
-    refuse_if_too_large(run, jax.devices())
     trainer = Trainer(run)
+    run = trainer.run  # its schedule chosen, where that was left open
+    refuse_if_too_large(run, jax.devices())
     _ = trainer.mesh  # refuses a layout of more devices than there are
     data = load_text(run.data, sequence=run.model.sequence)
     if data.vocab > run.model.vocab:

@@ -13,8 +13,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from mtx.pipeline.simulate import simulate
 from mtx.plan.flops import parameters
-from mtx.plan.published import bubble
 from mtx.train.metrics import StepRecord
 from mtx.train.step import Trainer
 
@@ -104,7 +104,7 @@ def step_text(record: StepRecord) -> str:
 
 def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
     """What is about to run, and on what. `data` describes the text."""
-    run, layout, model = trainer.run, trainer.run.layout, trainer.run.model
+    layout, model = trainer.run.layout, trainer.run.model
     devices = jax.devices()
     kind = devices[0].device_kind
     used = "" if layout.devices == len(devices) else f", of which {layout.devices:,} are used"
@@ -112,13 +112,26 @@ def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
     return [
         f"devices    {len(devices):,} x {kind}{processes}{used}",
         f"layout     data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}",
-        f"schedule   {layout.schedule}, v = {layout.virtual}, m = {run.microbatches}: bubble "
-        f"{bubble(layout, run.microbatches):.1%} of the ideal time, (p-1)/(v m)",
+        f"schedule   {_schedule_text(trainer)}",
+        *([f"           chosen: {trainer.reason}"] if trainer.reason else []),
         f"model      {parameters(model):,} parameters in {model.layers} layers, hidden "
         f"{model.hidden:,}, sequence {model.sequence:,}, {model.compute_dtype}",
         f"data       {data}",
         f"out        {out}",
     ]
+
+
+def _schedule_text(trainer: Trainer) -> str:
+    """The bubble by the table as it runs, in lock-step, an F, a B and a W counting alike."""
+    table, layout = trainer.schedule, trainer.run.layout
+    slices = f", slices = {table.slices}" if table.slices > 1 else ""
+    idle = simulate(table, model="lockstep").bubble_over_ideal
+    formula = (table.stages - 1) / (table.virtual * table.microbatches)
+    source = ", (p-1)/(v m)" if math.isclose(idle, formula, abs_tol=1e-9) else ""
+    return (
+        f"{layout.schedule}, v = {table.virtual}, m = {table.microbatches}{slices}: bubble "
+        f"{idle:.1%} of the ideal time{source}"
+    )
 
 
 def _significant(value: float) -> str:

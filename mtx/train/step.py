@@ -33,7 +33,8 @@ from jax.sharding import PartitionSpec as P
 from mtx.config import RunConfig
 from mtx.models.gpt import GPT
 from mtx.models.layers import AttentionKernel, cudnn_serves
-from mtx.pipeline.choose import schedule_for
+from mtx.pipeline.choose import check_shape, schedule_for, settle
+from mtx.pipeline.makers import forward_table
 from mtx.pipeline.partition import EMPTY, place_layers
 from mtx.pipeline.program import Pipeline
 from mtx.pipeline.schedule import Schedule
@@ -77,10 +78,12 @@ class Trainer:
     def __init__(
         self, run: RunConfig, *, mesh: Mesh | None = None, schedule: Schedule | None = None
     ):
-        layout, model = run.layout, run.model
-        self.run = run
+        model = run.model
+        layout, self.reason = settle(run.layout, model, run.global_batch)
+        self.run = run = replace(run, layout=layout)
         self.axes = Axes.of(layout)
         self.schedule = schedule or schedule_for(layout, run.microbatches)
+        check_shape(self.schedule, layout, run.microbatches)
         self.placement = place_layers(
             model.layers, pipe=layout.pipe, virtual=layout.virtual,
             stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
@@ -100,13 +103,21 @@ class Trainer:
     def pipeline(self) -> Pipeline:
         return Pipeline(
             model=self.model, schedule=self.schedule, placement=self.placement,
-            layout=self.run.layout, axes=self.axes,
+            layout=self.run.layout, axes=self.axes, data_shards=self._chunk_shards,
         )  # fmt: skip
+
+    @property
+    def _chunk_shards(self) -> Tree:
+        """How a chunk's leaves [N, ...] are sharded over `data`; None where they are not."""
+        if self.run.layout.zero != 3:
+            return None
+        return jax.tree.map(lambda shard: shard.below(2), self.shards["block"])
 
     @cached_property
     def _forward_pipeline(self) -> Pipeline:
-        """The same without slices of sequences."""
-        return replace(self.pipeline, schedule=self.schedule.whole_sequences())
+        """The same for F alone, without slices of sequences."""
+        table = forward_table(self.schedule.pieces, self.run.microbatches)
+        return replace(self.pipeline, schedule=table)
 
     def _kernel(self) -> AttentionKernel:
         """ "auto" asks the mesh; for devices that are not there cuDNN cannot be compiled."""
@@ -140,11 +151,21 @@ class Trainer:
 
     @cached_property
     def shards(self) -> Tree:
-        """How every master is sharded over `data`."""
-        data = self.run.layout.data
-        return jax.tree.map(
-            lambda a, spec: shard_over_data(a.shape, spec, data=data), self.param_shapes, self.specs
-        )
+        """How every master is sharded over `data`; a layer's own dims, where a chunk is gathered
+        at a time."""
+        data, stacked = self.run.layout.data, 3 if self.run.layout.zero == 3 else 0
+
+        def shard(tree, specs, stacked):
+            return jax.tree.map(
+                lambda a, spec: shard_over_data(a.shape, spec, data=data, stacked=stacked),
+                tree,
+                specs,
+            )
+
+        return {
+            "ends": shard(self.param_shapes["ends"], self.specs["ends"], 0),
+            "block": shard(self.param_shapes["block"], self.specs["block"], stacked),
+        }
 
     @cached_property
     def state_specs(self) -> TrainState:
@@ -268,20 +289,36 @@ class Trainer:
             )
             gradients["block"] = jax.tree.map(lambda a: a[None], gradients["block"])
         with jax.named_scope("reduce"):
-            gradients = jax.tree.map(self._reduce, gradients, self.specs, self.shards)
+            gradients = {
+                part: jax.tree.map(
+                    partial(self._reduce, summed=part == "block" and self.run.layout.zero == 3),
+                    gradients[part], self.specs[part], self.shards[part],
+                )
+                for part in gradients
+            }  # fmt: skip
         return lax.psum(loss, "data") / tokens, gradients
 
     def _gather(self, masters):
-        """This stage's parameters in the compute type: the ends, and the block's [C, N, ...]."""
+        """This stage's parameters in the compute type: the ends, and the block's [C, N, ...], of
+        which zero=3 leaves each device its shard."""
         dtype = jnp.dtype(self.run.model.compute_dtype)
-        params = jax.tree.map(lambda m, shard: shard.gather(m, dtype), masters, self.shards)
-        return params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
 
-    def _reduce(self, gradient, spec, shard):
-        """Sums a gradient over the replicas of its parameter that hold only a part of it."""
+        def gather(master, shard):
+            return shard.gather(master, dtype)
+
+        ends = jax.tree.map(gather, masters["ends"], self.shards["ends"])
+        block = jax.tree.map(lambda a: a[0], masters["block"])
+        if self.run.layout.zero == 3:
+            return {"ends": ends, "block": jax.tree.map(lambda a: a.astype(dtype), block)}
+        shards = jax.tree.map(lambda shard: shard.below(1), self.shards["block"])
+        return {"ends": ends, "block": jax.tree.map(gather, block, shards)}
+
+    def _reduce(self, gradient, spec, shard, *, summed: bool):
+        """Sums a gradient over the replicas of its parameter that hold only a part of it; those
+        over `data` may be `summed` already."""
         if self.axes.sequence_parallel and "tensor" not in axes_of(spec):
             gradient = lax.psum(gradient, "tensor")
-        return shard.reduce_scatter(gradient)
+        return gradient if summed else shard.reduce_scatter(gradient)
 
     def _split(self, batch):
         """This replica's rows [G/d, S] as microbatches [M, B, S]."""

@@ -1,0 +1,158 @@
+"""Schedules as CSV, in the notation of `torch.distributed.pipelining`.
+
+One row a stage, one op a cell: `{piece}{kind}{microbatch}`, nothing where the stage idles. Kinds
+are F, then B where the backward is whole, I and W where it is split. Where sequences are cut, for
+which torch has no notation, `{piece}{kind}{microbatch}/{slice}`.
+
+A **tick** is one column for each kind that any stage runs in it, in the order F, B or I, W; so a
+column whose kind does not come after that of the column before begins the next tick. An empty
+column ends a tick that would otherwise go on; another one is a tick without work.
+
+Rows may also be **orders**, as in most of torch's own tables: where one column mixes kinds, or
+where no row leaves a cell empty before its last op. Each op then runs in the earliest tick that it
+can. A B among I and W is an I with its W behind it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from mtx.pipeline.cells import (
+    MOST_COLUMNS,
+    MOST_STAGES,
+    WHOLE,
+    Cells,
+    build,
+    item_text,
+    lines_of,
+    misplaced,
+)
+from mtx.pipeline.orders import B, F, W
+from mtx.pipeline.schedule import Schedule
+
+_LETTERS = {False: "FB", True: "FIW"}  # of the kinds, by whether the backward is split
+_KINDS = {"F": F, "B": B, "W": W, "I": B + 3}  # modulo 3: the kind
+_ENDED = W + 1  # in place of the kind of the column before: the tick that it was of has ended
+_OP = re.compile(r"([0-9]{1,6})([FIBW])([0-9]{1,6})(?:/([0-9]{1,6}))?")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
+
+
+def to_csv(schedule: Schedule, *, orders: bool = False) -> str:
+    """The ticks as CSV; with `orders` what a runtime with a program per stage runs, without gaps.
+
+    `_PipelineScheduleRuntime._load_csv` of torch takes either, unless sequences are cut.
+    """
+    letters = _LETTERS[schedule.split]
+    pieces = schedule.pieces.tolist()
+
+    def cell(kind: int, item: int, chunk: int, stage: int) -> str:
+        return f"{pieces[chunk][stage]}{letters[kind]}{item_text(item, schedule.slices)}"
+
+    if orders:
+        stages = range(schedule.stages)
+        rows = [[cell(*op, stage) for op in schedule.orders.of(stage)] for stage in stages]
+        return "".join(",".join(row) + "\n" for row in rows)
+    places = _columns(schedule)
+    rows = [[""] * (1 + int(places.max())) for _ in range(schedule.stages)]
+    for kind, half in enumerate(schedule.halves):
+        tick, stage = np.nonzero(half.busy)
+        columns = (places[tick, kind], half.item[tick, stage], half.chunk[tick, stage], stage)
+        for column, item, chunk, s in zip(*(array.tolist() for array in columns)):
+            rows[s][column] = cell(kind, item, chunk, s)
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _columns(schedule: Schedule) -> np.ndarray:
+    """int [T, kinds]: the column of each kind of each tick, -1 where no stage runs it."""
+    runs = np.stack([half.busy.any(axis=1) for half in schedule.halves], axis=1)
+    columns = np.full(runs.shape, -1)
+    free, before = 0, _ENDED
+    for tick, kinds in enumerate(runs.tolist()):
+        first = kinds.index(True) if any(kinds) else _ENDED
+        if before < first:
+            free += 1  # empty, or this tick would be read as a part of the one before
+            before = _ENDED
+        free += first == _ENDED  # a tick without work
+        for kind in np.flatnonzero(kinds).tolist():
+            columns[tick, kind] = free
+            free, before = free + 1, kind
+    return columns
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule that a CSV holds; chunks are numbered by their pieces, lowest first.
+
+    UserError with row and column, from 1 as in a spreadsheet, where it holds none that can run.
+    """
+    lines = lines_of(text)
+    if len(lines) > MOST_STAGES:
+        raise misplaced(MOST_STAGES + 1, 1, f"more than {MOST_STAGES} rows; a row is a stage")
+    found: list[tuple[int, ...]] = []  # stage, column, kind letter, piece, microbatch, slice
+    texts: list[str] = []
+    for stage, line in enumerate(lines):
+        before = len(found)
+        for column, cell in enumerate(line.split(",")):
+            if cell and (cell := cell.strip().strip('"').strip()):
+                for op in _ops(cell, stage, column):
+                    found.append((stage, column, *op))
+                    texts.append(cell)
+        if len(found) == before:
+            raise misplaced(stage + 1, 1, "the row holds no op; every row is a stage, with its ops")
+    table = np.array(found, np.int64)
+    stage, column, letter = table.T[:3]
+    if (column >= MOST_COLUMNS).any():
+        far = int((column >= MOST_COLUMNS).argmax())
+        raise misplaced(
+            int(stage[far]) + 1, int(column[far]) + 1, f"more than {MOST_COLUMNS:,} columns",
+            text=texts[far],
+        )  # fmt: skip
+    split = bool((letter >= W).any())
+    whole = (letter == B) & split
+    tick = None if whole.any() else _ticks(stage, column, letter % 3)
+    if whole.any():
+        again = np.repeat(np.arange(len(table)), 1 + whole)
+        table, texts = table[again], [texts[i] for i in again.tolist()]
+        table[1:, 2][again[1:] == again[:-1]] = W
+    stage, column, letter, piece, microbatch, part = table.T
+    cells = Cells(
+        stage=stage, kind=letter % 3, piece=piece, microbatch=microbatch, slice=part, tick=tick,
+        row=stage + 1, column=column + 1, texts=texts, stages=len(lines),
+        notation=lambda kind, piece, item: f"{piece}{_LETTERS[split][kind]}{item}",
+    )  # fmt: skip
+    return build(name, cells)
+
+
+def _ops(cell: str, stage: int, column: int) -> list[tuple[int, int, int, int]]:
+    """(letter, piece, microbatch, slice) of a cell: of one op, or of those that torch overlaps."""
+    if match := _OP.fullmatch(cell):
+        piece, letter, microbatch, part = match.groups()
+        part = WHOLE if part is None else int(part)
+        return [(_KINDS[letter], int(piece), int(microbatch), part)]
+    if match := _OVERLAP.fullmatch(cell):
+        return [op for one in match[1].split(";") for op in _ops(one.strip(), stage, column)]
+    what = "expected piece, F, B, I or W, and microbatch, such as 0F3, or nothing where idle"
+    if _COMMUNICATION.fullmatch(cell):
+        what = "this is communication, which follows from the ops: leave only F, B, I and W"
+    raise misplaced(stage + 1, column + 1, what, text=cell or "nothing between two ;")
+
+
+def _ticks(stage: np.ndarray, column: np.ndarray, kind: np.ndarray) -> np.ndarray | None:
+    """The tick of each cell, or None where rows are orders."""
+    of_column = np.full(int(column.max()) + 1, -1)
+    of_column[column] = kind
+    if (of_column[column] != kind).any():
+        return None
+    stages = int(stage.max()) + 1
+    last = np.zeros(stages, int)
+    np.maximum.at(last, stage, column)
+    if stages > 1 and (np.bincount(stage) == last + 1).all():
+        return None  # in a first tick all stages but one would have no input yet
+    ticks, tick, before = [], -1, _ENDED
+    for this in of_column.tolist():
+        tick += before == _ENDED or 0 <= this <= before
+        before = _ENDED if this < 0 else this
+        ticks.append(tick)
+    return np.array(ticks)[column]

@@ -1,0 +1,99 @@
+"""A schedule as one stage sees it: its columns of the table as arrays that a scan can go through.
+
+Legend: T ticks
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtx.pipeline.schedule import IDLE, Half, Route, Schedule
+
+
+class Op(NamedTuple):
+    """F, B or W of one tick on this stage; int32 [] (the whole table: [T])."""
+
+    item: jax.Array  # IDLE where the stage sits it out
+    chunk: jax.Array
+    held: jax.Array  # where that chunk stands among the parameters and gradients at hand
+    slot: jax.Array  # of the stash; W: of what waits for it
+    deferred: jax.Array | None = None  # B, where W is split: the slot that takes what W needs
+    cache: jax.Array | None = None  # slot of keys and values, where sequences are sliced
+    cache_gradient: jax.Array | None = None
+
+    @property
+    def busy(self):
+        return self.item != IDLE
+
+
+class Letter(NamedTuple):
+    """One mailbox in one tick; int32 [] (the whole table: [T])."""
+
+    arrives: jax.Array  # the slot of what arrives
+    uses: jax.Array  # the slot of the input
+    used: jax.Array  # bool: whether the input is here
+
+
+class Tick(NamedTuple):
+    """One row of the table, as this stage sees it; int32 [] (the whole table: [T])."""
+
+    forward: Op
+    backward: Op
+    weight: Op | None
+    inboxes: tuple[Letter, ...]
+    gradient_inboxes: tuple[Letter, ...]
+    fetch: jax.Array  # bool: F begins with another chunk, whose parameters are to be gathered
+    fetch_back: jax.Array  # the same for B
+    spend: tuple[jax.Array, ...]  # bool: B, W are done with a chunk, whose gradients are to go
+    output: jax.Array  # outbox slot that takes the last piece's output
+    head_input: jax.Array  # outbox slot that the head reads
+    embed: jax.Array  # items, or IDLE, the same on every stage
+    head: jax.Array
+    embed_backward: jax.Array
+
+
+def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> Tick:
+    """The columns of stage number `stage`, int32 []; leaves [T].
+
+    zero_slot: an idle W reads the slot after the last. one_chunk: parameters and gradients of one
+    chunk at a time are at hand.
+    """
+
+    def column(table):
+        return None if table is None else jnp.asarray(table)[:, stage]
+
+    def op(half: Half, deferred=None, cache=None, cache_gradient=None) -> Op:
+        held = np.zeros_like(half.chunk) if one_chunk else half.chunk
+        columns = half.item, half.chunk, held, half.slot, deferred, cache, cache_gradient
+        return Op(*map(column, columns))
+
+    def letters(routes: tuple[Route, ...]) -> tuple[Letter, ...]:
+        boxes = [(route.mailbox.write, route.mailbox.read, route.used) for route in routes]
+        return tuple(Letter(*map(column, box)) for box in boxes)
+
+    weight, waits = None, None
+    if schedule.split:
+        weight, waits = op(schedule.weight), schedule.weight_stash.write
+        if zero_slot:
+            slot = jnp.where(weight.busy, weight.slot, schedule.weight_stash.slots)
+            weight = weight._replace(slot=slot)
+    keys, dkeys = schedule.cache, schedule.gradient_cache
+    return Tick(
+        forward=op(schedule.forward, cache=keys and keys.write),
+        backward=op(schedule.backward, waits, keys and keys.read, dkeys and dkeys.write),
+        weight=weight,
+        inboxes=letters(schedule.inboxes),
+        gradient_inboxes=letters(schedule.gradient_inboxes),
+        fetch=column(schedule.forward.runs[0]),
+        fetch_back=column(schedule.backward.runs[0]),
+        spend=tuple(column(half.runs[1]) for half in schedule.halves[1:]),
+        output=column(schedule.outbox.write),
+        head_input=column(schedule.outbox.read),
+        embed=jnp.asarray(schedule.embed),
+        head=jnp.asarray(schedule.head),
+        embed_backward=jnp.asarray(schedule.embed_backward),
+    )

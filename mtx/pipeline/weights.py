@@ -1,0 +1,85 @@
+"""A stage's parameters, at hand all the time or, with zero=3, a chunk at a time.
+
+With zero=3 every device keeps its shard over `data` of each chunk's parameters. A chunk is gathered
+when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
+breadth-first table v times a step for F and v times for B, under 1F1B with every group of
+microbatches. The collectives stand in branches that all devices of a `data` group take together.
+
+Legend: C chunks · N layers a chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.pipeline.stage import write
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The parameters of a stage's blocks."""
+
+    block: Tree  # leaves [C, N, ...], shards over `data` with zero=3
+    shards: Tree  # how a chunk's leaves [N, ...] are sharded over `data`; None: all are at hand
+
+    @property
+    def layer(self) -> Tree:
+        """Shapes and dtypes of one layer's parameters."""
+        return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.at_hand(self.start())))
+
+    def start(self) -> Tree:
+        """[1, N, ...] zeros, before a chunk is gathered; None where all are at hand."""
+        if self.shards is None:
+            return None
+        return _zeros(jax.eval_shape(lambda: self._gather(0)))
+
+    def at_hand(self, chunk: Tree) -> Tree:
+        """[1, N, ...], the chunk that was gathered; or all, [C, N, ...]."""
+        return self.block if chunk is None else chunk
+
+    def fetch(self, held: Tree, wanted, chunk) -> Tree:
+        """The chunk of that number where it is wanted, else the one that is held."""
+        if held is None:
+            return None
+        with jax.named_scope("fetch"):
+            return lax.cond(wanted, self._gather, lambda _: held, chunk)
+
+    def _gather(self, chunk) -> Tree:
+        def gather(a, shard):
+            return shard.gather(a[chunk], a.dtype)[None]
+
+        return jax.tree.map(gather, self.block, self.shards)
+
+    def sums(self) -> Tree:
+        """Float32 zeros like the parameters' shards; None where gradients are summed later."""
+        return None if self.shards is None else _zeros(self.block, jnp.float32)
+
+    def spend(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
+        """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over
+        `data` with them. Leaves may be None: gradients that are made elsewhere."""
+        if sums is None:
+            return gradients, sums
+
+        def scatter(gradients, sums):
+            def add(gradient, total, shard):
+                if gradient is None:
+                    return total
+                return write(total, total[chunk] + shard.reduce_scatter(gradient[0]), chunk)
+
+            is_none = lambda a: a is None  # noqa: E731
+            added = jax.tree.map(add, gradients, sums, self.shards, is_leaf=is_none)
+            return jax.tree.map(jnp.zeros_like, gradients), added
+
+        with jax.named_scope("spend"):
+            return lax.cond(done, scatter, lambda *kept: kept, gradients, sums)
+
+
+def _zeros(tree: Tree, dtype=None) -> Tree:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)

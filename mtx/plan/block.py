@@ -1,0 +1,292 @@
+"""Seconds of one transformer block and of the model's two ends, for one microbatch on one device.
+
+A block is its matmuls (`mtx.plan.gemm`), its attention, what else reads and writes memory, and the
+collectives over `tensor`. The bytes are counted operation by operation below, in passes over an
+array: a pass is one read or one write of all its elements.
+
+Letters: b microbatch · s sequence · h hidden · t tensor · f feed-forward multiple
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mtx.config import ModelConfig, Recompute
+from mtx.plan.attention import attention_of
+from mtx.plan.calibration import Calibration
+from mtx.plan.gemm import matmul_s
+from mtx.plan.hardware import Hardware
+from mtx.plan.network import Group, all_reduce_s, gather_s
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one device, by what they are spent on."""
+
+    matmul_s: float = 0.0  # weights
+    attention_s: float = 0.0  # scores: matmuls, softmax, dropout
+    elementwise_s: float = 0.0  # norms, GELU, residuals, dropout, adding up gradients, the loss
+    tensor_comm_s: float = 0.0  # collectives over `tensor` that nothing hides
+
+    @property
+    def total_s(self) -> float:
+        return self.matmul_s + self.attention_s + self.elementwise_s + self.tensor_comm_s
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            matmul_s=self.matmul_s + other.matmul_s,
+            attention_s=self.attention_s + other.attention_s,
+            elementwise_s=self.elementwise_s + other.elementwise_s,
+            tensor_comm_s=self.tensor_comm_s + other.tensor_comm_s,
+        )
+
+    def __mul__(self, times: float) -> Work:
+        return Work(
+            matmul_s=self.matmul_s * times,
+            attention_s=self.attention_s * times,
+            elementwise_s=self.elementwise_s * times,
+            tensor_comm_s=self.tensor_comm_s * times,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """The work of F, of B and of W; recomputation is part of B."""
+
+    forward: Work = Work()
+    backward: Work = Work()
+    weight: Work = Work()
+
+    @property
+    def all(self) -> Work:
+        return self.forward + self.backward + self.weight
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            weight=self.weight + other.weight,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What decides the work of one device on one microbatch; hashable, for the caches."""
+
+    model: ModelConfig
+    microbatch: int
+    tensor: int
+    sequence_parallel: bool
+    hardware: Hardware
+    calibration: Calibration
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatch * self.model.sequence
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.model.compute_dtype]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """b s h: a microbatch between two layers, whole."""
+        return self.tokens * self.model.hidden * self.item_bytes
+
+    @property
+    def group(self) -> Group:
+        return Group(size=self.tensor, stride=1)
+
+    def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        return matmul_s(
+            m, n, k, batch=batch, hardware=self.hardware, calibration=self.calibration,
+            dtype=self.model.compute_dtype, item_bytes=self.item_bytes,
+        )  # fmt: skip
+
+    def memory_s(self, moved_bytes: float, kernels: int = 0) -> float:
+        """Reading and writing so many bytes in so many kernels."""
+        rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
+        return moved_bytes / rate + kernels * self.calibration.kernel_s
+
+    def drops(self, probability: float) -> bool:
+        """Whether there is dropout where the model's config says `probability`."""
+        return probability > 0 or self.calibration.software.dropout
+
+    def all_reduce_s(self) -> float:
+        """Of b s h over `tensor`; a gather and a scatter with sequence parallelism take as long."""
+        return all_reduce_s(
+            self.hidden_bytes, self.group, hardware=self.hardware, calibration=self.calibration
+        )
+
+    def gather_s(self) -> float:
+        return gather_s(
+            self.hidden_bytes, self.group, hardware=self.hardware, calibration=self.calibration
+        )
+
+
+@lru_cache(maxsize=16384)
+def block_work(shard: Shard, recompute: Recompute) -> Passes:
+    """One block. recompute: "selective" is the attention's scores again, "full" the block."""
+    model, tensor = shard.model, shard.tensor
+    hidden, wide = model.hidden, model.ffn_hidden
+    weights = (
+        (hidden, 3 * hidden // tensor), (hidden // tensor, hidden), (hidden, wide // tensor),
+        (wide // tensor, hidden),
+    )  # fmt: skip
+    attention_forward_s, attention_backward_s = _attention_s(shard)
+    passes_forward_s, passes_backward_s = _passes_s(shard)
+    forward = Work(
+        matmul_s=sum(shard.product_s(shard.tokens, n, k) for k, n in weights),
+        attention_s=attention_forward_s,
+        elementwise_s=passes_forward_s,
+        tensor_comm_s=2 * shard.all_reduce_s(),
+    )
+    inputs_s = [shard.product_s(shard.tokens, k, n) for k, n in weights]
+    weights_s = [shard.product_s(k, n, shard.tokens) for k, n in weights]
+    backward = Work(
+        matmul_s=sum(inputs_s),
+        attention_s=attention_backward_s,
+        elementwise_s=passes_backward_s,
+        # Those of the two column-parallel layers, q k v and the first of the MLP, can be hidden.
+        tensor_comm_s=_backward_comm_s(shard, inputs_s[::2], weights_s[::2]),
+    )
+    if recompute == "full":
+        backward += forward
+    elif recompute == "selective":
+        backward += Work(attention_s=attention_forward_s)
+    size = sum(k * n for k, n in weights)
+    weight = Work(matmul_s=sum(weights_s), elementwise_s=_accumulate_s(shard, size, len(weights)))
+    return Passes(forward=forward, backward=backward, weight=weight)
+
+
+def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
+    """Adding gradients to the sum over the microbatches; nothing where the matmul does it."""
+    software = shard.calibration.software
+    if not software.accumulate_bytes:
+        return 0.0
+    return shard.memory_s(parameters * software.accumulate_bytes, kernels)
+
+
+def _backward_comm_s(shard: Shard, inputs_s: list[float], weights_s: list[float]) -> float:
+    """The collectives of a block's backward pass that its matmuls do not hide.
+
+    Without sequence parallelism an all-reduce of each column-parallel layer's input gradient; with
+    it a gather before each row-parallel one, a second gather of each column-parallel layer's input,
+    which was kept in shards, and a scatter of its gradient.
+    """
+    overlaps = shard.calibration.software.overlaps_tensor
+    if not shard.sequence_parallel:
+        return sum(_exposed(shard.all_reduce_s(), under, overlaps) for under in weights_s)
+    exposed = 2 * shard.gather_s()
+    for input_s, weight_s in zip(inputs_s, weights_s, strict=True):
+        exposed += _exposed(shard.gather_s(), input_s, overlaps)
+        exposed += _exposed(shard.gather_s(), weight_s, overlaps)
+    return exposed
+
+
+def _exposed(comm_s: float, under_s: float, overlaps: bool) -> float:
+    return max(0.0, comm_s - under_s) if overlaps else comm_s
+
+
+def _attention_s(shard: Shard) -> tuple[float, float]:
+    """(F, B) of the scores of b a / t heads.
+
+    unfused: q k^T, softmax with scale and mask, dropout and the product with v, each through
+    memory; all of the square. fused: no score leaves the kernel, which skips what the mask hides
+    and computes q k^T once more in B; there is one for NVIDIA's GPUs (`mtx.plan.attention`).
+    """
+    model = shard.model
+    heads = shard.microbatch * model.heads / shard.tensor
+    sequence, size = model.sequence, model.head_size
+    kernel = attention_of(model, shard.hardware.backend).name
+    if shard.calibration.software.attention == "fused" and kernel == "cudnn":
+        rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
+        product_s = heads * sequence**2 * size / rate  # 2 s^2 size, half of it under the mask
+        launch_s = shard.calibration.kernel_s
+        return 2 * product_s + launch_s, 5 * product_s + 2 * launch_s
+    batch = max(1, round(heads))
+    scores_s = shard.product_s(sequence, sequence, size, batch)
+    values_s = shard.product_s(sequence, size, sequence, batch)
+    square_bytes = heads * sequence**2 * shard.item_bytes
+    mask = 1 / shard.item_bytes  # a byte
+    drop = 2 + mask if shard.drops(model.attention_dropout) else 0.0
+    return (
+        scores_s + values_s + shard.memory_s((2 + drop) * square_bytes, 2),
+        scores_s + 3 * values_s + shard.memory_s((3 + drop) * square_bytes, 2),
+    )
+
+
+def _passes_s(shard: Shard) -> tuple[float, float]:
+    """(F, B) of what else a block does, in passes over b s h.
+
+    Whole on every device, unless sequence parallelism shards them:
+      F  two norms 2, two residual additions with bias 3 and dropout's mask
+      B  two norms 5 (their weights' gradients read again), two sums of gradients 3, two of
+         dropout 2 and mask, two gradients of biases 1
+    Always sharded:
+      F  GELU with bias 2f, attention's output in another order 2
+      B  GELU 3f, gradients of biases 3 + f, joining those of q, k and v 6, attention's 2
+    """
+    model = shard.model
+    mask = 1 / shard.item_bytes  # a byte
+    dropout = shard.drops(model.dropout)
+    whole_forward = 2 * (2 + 3 + (mask if dropout else 0))
+    whole_backward = 2 * (5 + 3 + 1 + (2 + mask if dropout else 0))
+    split_forward = 2 * model.ffn_multiple + 2
+    split_backward = 4 * model.ffn_multiple + 11
+    shared = shard.tensor if shard.sequence_parallel else 1
+    whole_bytes, split_bytes = shard.hidden_bytes / shared, shard.hidden_bytes / shard.tensor
+    return (
+        shard.memory_s(whole_forward * whole_bytes + split_forward * split_bytes, 6),
+        shard.memory_s(whole_backward * whole_bytes + split_backward * split_bytes, 14),
+    )
+
+
+@lru_cache(maxsize=4096)
+def embedding_work(shard: Shard) -> Passes:
+    """The lookup, positions, dropout, the sum of its shards, and the table's dense gradient."""
+    rows = shard.model.padded_vocab(shard.tensor) // shard.tensor
+    table = rows * shard.model.hidden
+    return Passes(
+        forward=Work(
+            elementwise_s=shard.memory_s(6 * shard.hidden_bytes, 6),
+            tensor_comm_s=shard.all_reduce_s(),
+        ),
+        weight=Work(
+            elementwise_s=shard.memory_s(4 * shard.hidden_bytes + table * shard.item_bytes, 6)
+            + _accumulate_s(shard, table)
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def head_work(shard: Shard, shards: int) -> Passes:
+    """The last norm, the logits of a `shards`-th of the vocabulary, and the loss.
+
+    Its input's gradient is summed over `tensor`; with sequence parallelism it is scattered, and the
+    input gathered in F and once more in B.
+    """
+    model = shard.model
+    columns = model.padded_vocab(shards) // shards
+    tokens, hidden = shard.tokens, model.hidden
+    loss_s = shard.memory_s(shard.calibration.software.loss_bytes * tokens * columns, 10)
+    norm_s = shard.memory_s(shard.hidden_bytes)
+    return Passes(
+        forward=Work(
+            matmul_s=shard.product_s(tokens, columns, hidden),
+            elementwise_s=loss_s * 2 / 3 + 2 * norm_s,
+            tensor_comm_s=shard.gather_s() if shard.sequence_parallel else 0.0,
+        ),
+        backward=Work(
+            matmul_s=shard.product_s(tokens, hidden, columns),
+            elementwise_s=loss_s / 3 + 5 * norm_s,
+            tensor_comm_s=shard.all_reduce_s(),
+        ),
+        weight=Work(
+            matmul_s=shard.product_s(hidden, columns, tokens),
+            elementwise_s=_accumulate_s(shard, columns * hidden),
+        ),
+    )

@@ -1,0 +1,115 @@
+"""Why one layout beats another, and what each change of the best one would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from mtx.config import Layout, ModelConfig
+from mtx.plan.hardware import Hardware
+from mtx.plan.search import RECOMPUTE, Candidate, Fixed, Question, is_allowed, settings, with_zero
+from mtx.plan.time import StepTime
+
+PART_NAMES = {
+    "matmul_s": "matmuls",
+    "attention_s": "attention",
+    "elementwise_s": "norms and GELU",
+    "ends_s": "embedding, logits and loss",
+    "tensor_comm_s": "collectives over tensor",
+    "pipeline_comm_s": "messages between stages",
+    "bubble_s": "bubble",
+    "data_comm_s": "reductions over data",
+    "optimizer_s": "optimizer",
+}
+_WORTH_SAYING = 0.2  # of the largest difference between two candidates' parts
+
+
+def reasons(better: Candidate, worse: Candidate, hardware: Hardware) -> str:
+    """Why one beats the other: the parts of the step in which it gains most, and its price."""
+    gained_s = {
+        each.name: getattr(worse.time, each.name) - getattr(better.time, each.name)
+        for each in fields(StepTime)
+    }
+    ordered = sorted(gained_s, key=lambda name: -abs(gained_s[name]))
+    least_s = _WORTH_SAYING * abs(gained_s[ordered[0]])
+    said = [name for name in ordered if gained_s[name] and abs(gained_s[name]) >= least_s]
+    gains = [_compare(name, better, worse, hardware) for name in said if gained_s[name] > 0]
+    pays = [_compare(name, better, worse, hardware) for name in said if gained_s[name] < 0]
+    if not gains:
+        return "as fast"
+    return "; ".join(gains[:2]) + (f"; though {pays[0]}" if pays else "")
+
+
+def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) -> str:
+    """One part of the step of `one`, against `other`'s."""
+    mine_s, theirs_s = getattr(one.time, name), getattr(other.time, name)
+    mine, theirs = one.layout, other.layout
+    if name == "bubble_s":
+        shares = (mine_s / one.time.step_s, theirs_s / other.time.step_s)
+        return "bubble {:.1%} instead of {:.1%}".format(*shares)
+    what = PART_NAMES.get(name, name.removesuffix("_s").replace("_", " "))
+    crossing = [_crosses(layout, name, hardware) for layout in (mine, theirs)]
+    if name in ("tensor_comm_s", "data_comm_s") and crossing == [False, True]:
+        what += " inside a node"
+    elif name in ("tensor_comm_s", "data_comm_s") and crossing == [True, False]:
+        what += " across nodes"
+    elif name == "matmul_s" and mine.recompute != theirs.recompute:
+        what += f" (recompute={mine.recompute} instead of {theirs.recompute})"
+    return f"{what} {_seconds(mine_s)} instead of {_seconds(theirs_s)}"
+
+
+def _crosses(layout: Layout, part: str, hardware: Hardware) -> bool:
+    """Whether some group of that part's axis spans nodes; devices fill nodes in mesh order."""
+    reach = layout.tensor * (layout.data if part == "data_comm_s" else 1)
+    return reach > hardware.node_devices or hardware.node_devices % reach != 0
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 0.995 else f"{value * 1e3:.3g} ms"
+
+
+_OTHERS = ("gpipe",)  # schedules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A candidate with one setting changed, and what that does."""
+
+    name: str
+    value: object
+    candidate: Candidate
+    fits: bool
+
+
+def changes(
+    best: Candidate, model: ModelConfig, *, global_batch: int, hardware: Hardware,
+    scatter_gather: bool = True,
+) -> list[Change]:  # fmt: skip
+    """What each single change of a setting of `best` would cost, mesh unchanged, fastest first.
+
+    Of microbatches and chunks, the two nearest on each side.
+    """
+    question = Question(
+        model=model, gpus=best.layout.devices, global_batch=global_batch, hardware=hardware,
+        fixed=Fixed(), scatter_gather=scatter_gather,
+    )  # fmt: skip
+    mesh, found = best.layout, []
+    tried = list(settings(question, mesh))
+    for name in ("microbatch", "virtual", "sequence_parallel"):
+        values = sorted({getattr(layout, name) for layout in tried})
+        place = values.index(getattr(mesh, name)) if getattr(mesh, name) in values else 0
+        near = values[max(0, place - 2) : place + 3]
+        found += [(name, value, replace(mesh, **{name: value}), best.zero) for value in near]
+    found += [("recompute", way, replace(mesh, recompute=way), best.zero) for way in RECOMPUTE]
+    found += [("schedule", name, replace(mesh, schedule=name), best.zero) for name in _OTHERS]
+    if mesh.data > 1:
+        found += [("zero", zero, with_zero(mesh, zero), zero) for zero in (0, 1, 3)]
+    listed = []
+    for name, value, layout, zero in found:
+        if (layout, zero) == (mesh, best.zero) or not is_allowed(question, layout):
+            continue
+        _, _, time = question.price(layout, zero)
+        memory = question.memory(layout, zero)
+        candidate = Candidate(layout=layout, zero=zero, time=time, memory=memory)
+        fits = question.holds(memory.total_bytes)
+        listed.append(Change(name=name, value=value, candidate=candidate, fits=fits))
+    return sorted(listed, key=lambda change: change.candidate.time.step_s)

@@ -1,0 +1,113 @@
+"""Which compiler comes nearest to an accelerator that is not there, on this machine.
+
+gpu  NVIDIA's, from the wheels of the extra `mtx[aot]`: neither driver nor CUDA runtime is needed
+tpu  libtpu, where it is installed
+cpu  everywhere, as a stand-in for both: FLOPs and arguments are exact, temporaries within about a
+     factor of 2, and nothing is known of overlap
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtx.errors import UserError
+from mtx.plan.compiled import Backend
+from mtx.plan.hardware import hardware
+from mtx.plan.target import GPU_TARGETS, TPU_TARGETS, gpu_topology, tpu_topology
+
+MOST_CPU_DEVICES = 2048  # above that XLA:CPU starts and lowers but does not compile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """Who compiles, and what is said of it."""
+
+    backend: Backend
+    label: str
+    hint: str = ""
+    topology: str = ""  # of the devices that are not there
+    flags: tuple[str, ...] = ()  # XLA_FLAGS
+
+
+def find_compiler(target: str, devices: int) -> Compiler:
+    """The compiler that comes nearest to the target on this machine. UserError where there is none
+    for so many devices."""
+    node_devices = hardware(target).node_devices  # UserError for a name that is not known
+    if target in TPU_TARGETS:
+        if not importlib.util.find_spec("libtpu"):
+            raise UserError(
+                f"{target} is compiled for by libtpu, which is not installed: "
+                f"pip install 'jax[tpu]=={_version('jax')}'"
+            )
+        topology = tpu_topology(target, devices)
+        return Compiler(
+            backend="tpu", label=f"XLA for TPU, {topology}, attention in blocks", topology=topology
+        )
+    if target in GPU_TARGETS:
+        toolkit = _find_cuda()
+        if toolkit:
+            return Compiler(
+                backend="gpu",
+                label=f"XLA for {GPU_TARGETS[target].description}, attention in blocks",
+                topology=gpu_topology(devices, node_devices),
+                flags=(f"--xla_gpu_cuda_data_dir={toolkit}",),
+            )
+    return _stand_in(target, devices)
+
+
+def _stand_in(target: str, devices: int) -> Compiler:
+    hint = ""
+    if target in GPU_TARGETS:
+        linux = sys.platform == "linux"
+        hint = "pip install 'mtx[aot]'" if linux else "pip install 'mtx[aot]' on Linux"
+        hint += f" compiles for {target} itself"
+    if devices > MOST_CPU_DEVICES:
+        raise UserError(
+            f"{devices:,} devices are more than the {MOST_CPU_DEVICES:,} that the CPU's compiler "
+            f"can stand in for: {hint or 'use a smaller layout'}"
+        )
+    return Compiler(
+        backend="cpu",
+        label="XLA for CPU in float32 as a stand-in, temporaries halved: within a factor of 2",
+        hint=hint,
+        flags=(
+            f"--xla_force_host_platform_device_count={devices}",
+            "--xla_backend_optimization_level=0",  # LLVM's: after all that is read here
+        ),
+    )
+
+
+def _find_cuda() -> str | None:
+    """The folder with ptxas and libdevice, where XLA's GPU compiler and those are installed.
+
+    UserError where the compiler is of another version than JAX.
+    """
+    for cuda, folder in (("cuda13", "nvidia.cu13"), ("cuda12", "nvidia.cuda_nvcc")):
+        plugin = f"jax-{cuda}-pjrt"
+        if not (_has(f"jax_plugins.xla_{cuda}") and _has(folder)):
+            continue
+        place = Path(next(iter(importlib.util.find_spec(folder).submodule_search_locations)))
+        if not (place / "bin" / "ptxas").exists() or not (place / "nvvm" / "libdevice").exists():
+            continue
+        if _version(plugin) != _version("jaxlib"):
+            raise UserError(
+                f"{plugin} {_version(plugin)} does not go with jaxlib {_version('jaxlib')}: "
+                f"pip install {plugin}=={_version('jaxlib')}"
+            )
+        return str(place)
+    return None
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package is there
+        return False
+
+
+def _version(distribution: str) -> str:
+    return importlib.metadata.version(distribution)

@@ -1,0 +1,95 @@
+"""Seconds of a collective: latency and bandwidth on the links that its groups really cross.
+
+Devices are numbered row-major over the mesh ("pipe", "data", "tensor"), and so fill nodes: tensor
+shards are neighbours, stages far apart. A ring through a node enters and leaves it once, on the
+network cards of all the group's members there together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mtx.config import Layout
+from mtx.plan.calibration import Calibration
+from mtx.plan.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Devices that take part in a collective: `size` of them, `stride` apart."""
+
+    size: int
+    stride: int
+
+    def members_in_node(self, hardware: Hardware) -> int:
+        """How many of the group share a node."""
+        return max(1, min(self.size, hardware.node_devices // self.stride))
+
+    def crosses(self, hardware: Hardware) -> bool:
+        """Whether it reaches over the network."""
+        return self.members_in_node(hardware) < self.size
+
+
+def data_group(layout: Layout) -> Group:
+    return Group(size=layout.data, stride=layout.tensor)
+
+
+def pipe_group(layout: Layout) -> Group:
+    return Group(size=layout.pipe, stride=layout.data * layout.tensor)
+
+
+def ring_bytes_s(group: Group, *, hardware: Hardware, calibration: Calibration) -> float:
+    """Bytes that pass through each member of a ring in a second."""
+    link = hardware.link_gb_s * 1e9 * calibration.link_share
+    if not group.crosses(hardware):
+        return link
+    cards = group.members_in_node(hardware)
+    return min(link, cards * hardware.network_gb_s * 1e9 * calibration.network_share)
+
+
+def gather_s(
+    payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
+) -> float:
+    """An all-gather that leaves `payload_bytes` on every device, or a reduce-scatter of as many:
+    (n - 1)/n of them pass through each."""
+    if group.size == 1:
+        return 0.0
+    moved = payload_bytes * (group.size - 1) / group.size
+    inside = group.members_in_node(hardware)
+    nodes = -(-group.size // inside)
+    # Steps within the node, and a tree over the nodes.
+    latency = (inside - 1) * calibration.link_latency_s
+    latency += math.ceil(math.log2(nodes)) * calibration.network_latency_s
+    return moved / ring_bytes_s(group, hardware=hardware, calibration=calibration) + latency
+
+
+def one_card_gather_s(
+    payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
+) -> float:
+    """As `gather_s`, by a ring that uses one card of each node, whatever else is there."""
+    if not group.crosses(hardware):
+        return gather_s(payload_bytes, group, hardware=hardware, calibration=calibration)
+    moved = payload_bytes * (group.size - 1) / group.size
+    return moved / (hardware.network_gb_s * 1e9 * calibration.zero3_share)
+
+
+def all_reduce_s(
+    payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
+) -> float:
+    """A reduce-scatter and an all-gather."""
+    return 2 * gather_s(payload_bytes, group, hardware=hardware, calibration=calibration)
+
+
+def send_s(
+    payload_bytes: float, layout: Layout, *, hardware: Hardware, calibration: Calibration
+) -> float:
+    """From every device of a stage to its peer of the next, all at once. The slowest pair counts:
+    once the pipeline leaves a node, that is a pair in two nodes, each with its own card."""
+    if layout.pipe == 1:
+        return 0.0
+    if pipe_group(layout).crosses(hardware):
+        rate = hardware.network_gb_s * 1e9 * calibration.send_share
+        return payload_bytes / rate + calibration.network_latency_s
+    rate = hardware.link_gb_s * 1e9 * calibration.link_share
+    return payload_bytes / rate + calibration.link_latency_s

@@ -1,0 +1,114 @@
+"""Plans and searches as pages: for the terminal, as plain lines, and for a notebook."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from mtx.plan.compare import Change, reasons
+from mtx.plan.hardware import Hardware
+from mtx.plan.priced import GIB, PricedRun
+from mtx.plan.search import Candidate, Found
+from mtx.plan.summary import Row, plan_rows, title
+
+
+def plan_lines(
+    plan: PricedRun, *, tokens: float | None = None, price: float | None = None, width: int = 100
+) -> list[str]:
+    """The page of a plan as plain lines of at most `width` characters.
+
+    tokens: of a training run whose days are asked for. price: of a GPU and hour, any currency.
+    """
+    rows = plan_rows(plan, tokens=tokens, price=price)
+    return render(rows_table(rows, heading=title(plan)), width=width)
+
+
+def rows_table(rows: Iterable[Row], *, heading: str) -> Table:
+    """Rows as a table, a section each for those that follow each other."""
+    table = Table(title=heading, show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True, style="dim")
+    section = None
+    for row in rows:
+        if row.section != section:
+            if section is not None:
+                table.add_section()
+            section = row.section
+            table.add_row(f"[bold]{escape(section)}[/bold]")
+        table.add_row(f"  {escape(row.name)}", escape(row.value), row.source)
+    return table
+
+
+def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int = 100) -> list[str]:
+    """The meshes of a search, fastest first, each with the reason why it beats the next one."""
+    table = Table(title=heading)
+    for name in ("data", "pipe", "tensor", "b", "v", "recompute", "zero", "s a step", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("beats the next by", overflow="fold", ratio=1)
+    for one, following in zip(found.ranked, [*found.ranked[1:], None], strict=True):
+        why = reasons(one, following, hardware) if following else ""
+        if not one.runs:
+            why = "(priced only) " + why
+        table.add_row(*_settings(one), why)
+    return render(table, width=width)
+
+
+def _settings(one: Candidate) -> list[str]:
+    layout = one.layout
+    recompute = layout.recompute
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        recompute += ", no sp"
+    numbers = (layout.data, layout.pipe, layout.tensor, layout.microbatch, layout.virtual)
+    return [
+        *map(str, numbers),
+        recompute,
+        str(one.zero),
+        f"{one.time.step_s:,.2f}",
+        f"{one.memory.total_bytes / GIB:.1f}",
+    ]
+
+
+def change_lines(best: Candidate, changed: list[Change], *, width: int = 100) -> list[str]:
+    """What each single change of the best layout would do."""
+    table = Table(title="One change of the best layout")
+    for name in ("change", "s a step", "slower by", "GiB"):
+        table.add_column(name, justify="left" if name == "change" else "right", no_wrap=True)
+    table.add_column("")
+    for change in changed:
+        one = change.candidate
+        slower = one.time.step_s / best.time.step_s - 1
+        remarks = ["" if change.fits else "does not fit", "" if one.runs else "priced only"]
+        table.add_row(
+            f"{change.name}={change.value}", f"{one.time.step_s:,.2f}", f"{slower:.1%}",
+            f"{one.memory.total_bytes / GIB:.1f}", ", ".join(filter(None, remarks)),
+        )  # fmt: skip
+    return render(table, width=width)
+
+
+def render(what: RenderableType, *, width: int) -> list[str]:
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None).print(what)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def rows_html(rows: Iterable[Row], *, heading: str = "") -> str:
+    """Rows as an HTML table; a section is a row of its own."""
+    lines, section = ["<table>"], None
+    if heading:
+        lines.append(f"<caption>{html.escape(heading)}</caption>")
+    left = ' style="text-align:left"'
+    for row in rows:
+        if row.section != section:
+            section = row.section
+            lines.append(f'<tr><th colspan="3"{left}>{html.escape(section)}</th></tr>')
+        cells = "".join(
+            f"<td{left}>{html.escape(cell)}</td>" for cell in (row.name, row.value, row.source)
+        )
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join([*lines, "</table>"])

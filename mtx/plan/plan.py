@@ -1,0 +1,275 @@
+"""A plan: a run on a target, with its predicted time and memory; and plan files, which keep one.
+
+A plan file (.toml or .json) is a run's config and a table `plan` with the target and what was
+predicted. `mtx plan` writes and reads it, `mtx train` and experiments/ read the run in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from mtx.config import RunConfig, from_dict, to_dict
+from mtx.errors import UserError
+from mtx.plan import flops
+from mtx.plan.compiled import Compiled
+from mtx.plan.hardware import load_hardware
+from mtx.plan.memory import Memory, predict_memory
+from mtx.plan.page import rows_html
+from mtx.plan.priced import GIB, PricedRun
+from mtx.plan.published import published_throughput
+from mtx.plan.search import with_zero
+from mtx.plan.summary import parameters_by_part, plan_rows
+from mtx.plan.time import StepTime, predict_step
+
+_PLAN_SUFFIXES = (".toml", ".json")
+_TOKENS = 300e9  # GPT-3's training, and SC'21's example for equation (4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PricedRun):
+    """A run on a target: what it needs and how fast it will be, as JSON and for a notebook."""
+
+    def to_dict(self, *, tokens: float | None = None, price_per_gpu_hour: float | None = None):
+        """Every number, its unit in its name, ready for JSON."""
+        numbers = {
+            "target": self.target,
+            "gpus": self.gpus,
+            **_run_numbers(self),
+            **_speed_numbers(self),
+            **_memory_numbers(self),
+            "days_per_300b_tokens": self.days(_TOKENS),
+            "chosen": list(self.chosen),
+        }
+        if tokens is not None:
+            numbers |= {
+                "tokens": tokens, "days": self.days(tokens), "gpu_hours": self.gpu_hours(tokens)
+            }  # fmt: skip
+        if price_per_gpu_hour is not None:
+            spent = self.gpu_hours(tokens or _TOKENS) * price_per_gpu_hour
+            numbers |= {"price_per_gpu_hour": price_per_gpu_hour, "cost": spent}
+        if row := published_throughput(self.run):
+            numbers["published"] = dataclasses.asdict(row)
+        if self.compiled:
+            numbers |= _compiled_numbers(self.compiled)
+        return numbers
+
+    def _repr_html_(self) -> str:
+        return rows_html(plan_rows(self))
+
+
+def make_plan(
+    run: RunConfig, *, target: str = "a100-80gb", zero: int | None = None,
+    scatter_gather: bool = True,
+    chosen: tuple[str, ...] = (), compiled: Compiled | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of `run` on `target`: a name in `mtx.plan.hardware`, or a TOML file's path.
+
+    zero: None, the layout's own; another takes its place, and 0 is only priced.
+    """
+    zero = run.layout.zero if zero is None else zero
+    if zero not in (0, 1, 3):
+        raise UserError(f"zero={zero} must be 0 (nothing), 1 (optimizer) or 3 (parameters too)")
+    run = replace(run, layout=with_zero(run.layout, zero))
+    device = load_hardware(target)
+    device.peak_flops(run.model.compute_dtype)  # where there is none, say so first
+    model, layout, batch = run.model, run.layout, run.global_batch
+    return Plan(
+        run=run, target=target, hardware=device, zero=zero, scatter_gather=scatter_gather,
+        time=predict_step(
+            model, layout, batch, device, zero=zero, scatter_gather=scatter_gather
+        ),
+        memory=predict_memory(model, layout, batch, backend=device.backend, zero=zero),
+        chosen=chosen, compiled=compiled,
+    )  # fmt: skip
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _run_numbers(plan: Plan) -> dict:
+    run = plan.run
+    return {
+        "model": to_dict(run.model),
+        "layout": to_dict(run.layout),
+        "zero": plan.zero,
+        "scatter_gather": plan.scatter_gather,
+        "global_batch": run.global_batch,
+        "microbatches": run.microbatches,
+        "tokens_per_step": plan.tokens_per_step,
+        "parameters": flops.parameters(run.model),
+        "parameters_by_part": parameters_by_part(run.model),
+    }
+
+
+def _speed_numbers(plan: Plan) -> dict:
+    run = plan.run
+    executed = flops.hardware_matmul_flops(
+        run.model, run.layout, run.global_batch, backend=plan.hardware.backend
+    )
+    return {
+        "software": plan.calibration.software.name,
+        "step_time_s": plan.time.step_s,
+        "step_time_parts_s": {
+            each.name.removesuffix("_s"): getattr(plan.time, each.name) for each in fields(StepTime)
+        },
+        "sequences_per_s": plan.sequences_per_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "tflops_per_gpu_sc21": plan.tflops_per_gpu_sc21,
+        "tflops_per_gpu_model": plan.tflops_per_gpu_model,
+        "mfu": plan.mfu,
+        "bubble_over_ideal": plan.bubble_over_ideal,
+        "step_flops_sc21": flops.sc21_flops(run.model, run.global_batch),
+        "step_flops_model": flops.model_flops(run.model, run.global_batch),
+        "step_flops_hardware": executed,
+        "forward_flops_by_part": {
+            each.name: getattr(forward, each.name)
+            for forward in (flops.forward_flops(run.model, run.global_batch, causal=True),)
+            for each in fields(forward)
+        },
+    }
+
+
+def _memory_numbers(plan: Plan) -> dict:
+    return {
+        "memory_gib": plan.memory.total_bytes / GIB,
+        "memory_parts_gib": {
+            each.name.removesuffix("_bytes"): getattr(plan.memory, each.name) / GIB
+            for each in fields(Memory)
+        },
+        "device_memory_gib": plan.hardware.memory_gib,
+        "memory_share": plan.memory_share,
+        "fits": plan.fits,
+        "xla_python_client_mem_fraction": plan.memory_fraction,
+    }
+
+
+def _compiled_numbers(compiled: Compiled) -> dict:
+    return {
+        "compiled_memory_gib": compiled.total_bytes / GIB,
+        "compiled_tflop": compiled.matmul_flops / 1e12,
+        "formula_tflop": compiled.formula_flops / 1e12,
+        "collectives": [dataclasses.asdict(row) for row in compiled.collectives],
+        "compiled": compiled.to_dict(),
+    }
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def is_plan_file(name: str) -> bool:
+    """Whether a command's NAME is a plan file and not a preset: it ends with .toml or .json."""
+    return Path(name).suffix.lower() in _PLAN_SUFFIXES
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Writes a plan file, TOML or JSON by its suffix. UserError where it cannot be written."""
+    _check_plan_suffix(path)
+    described = to_dict(plan.run) | {
+        "plan": {
+            "target": plan.target,
+            "zero": plan.zero,
+            "scatter_gather": plan.scatter_gather,
+            "predicted": {
+                "step_time_s": plan.time.step_s,
+                "memory_gib": plan.memory.total_bytes / GIB,
+                "tflops_per_gpu_sc21": plan.tflops_per_gpu_sc21,
+            },
+        }
+    }
+    toml = Path(path).suffix.lower() == ".toml"
+    text = to_toml(described) if toml else json.dumps(described, indent=1) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a file of `save_plan`, priced anew. UserError where it cannot be read."""
+    run, options = _read(path)
+    try:
+        return make_plan(
+            run, target=options.get("target", "a100-80gb"), zero=options.get("zero"),
+            scatter_gather=options.get("scatter_gather", True),
+        )  # fmt: skip
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def load_run(path: str | Path) -> RunConfig:
+    """The run in a plan file, ready to train. UserError where it cannot be read, or where it is one
+    that is only priced."""
+    run, options = _read(path)
+    if options.get("zero", run.layout.zero) != run.layout.zero:
+        raise UserError(
+            f"{path}: zero={options['zero']} is priced, not trained; plan it again with --zero 1"
+        )
+    return run
+
+
+def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
+    _check_plan_suffix(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read plan file {path}: {why}") from error
+    toml = Path(path).suffix.lower() == ".toml"
+    try:
+        values = tomllib.loads(text) if toml else json.loads(text)
+    except ValueError as error:  # of both readers
+        raise UserError(f"{path} is no {'TOML' if toml else 'JSON'} file: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("plan", {}), dict):
+        raise UserError(f"{path} is no plan file; `mtx plan PRESET --save FILE` writes one")
+    options = values.pop("plan", {})
+    try:
+        return from_dict(RunConfig, values), options
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except TypeError as error:  # a value of another type than the field's
+        raise UserError(f"{path}: a value is of the wrong type: {error}") from None
+
+
+def _check_plan_suffix(path: str | Path) -> None:
+    if not is_plan_file(str(path)):
+        raise UserError(f"plan file {str(path)!r} must end with one of {', '.join(_PLAN_SUFFIXES)}")
+
+
+def to_toml(values: Mapping, prefix: str = "") -> str:
+    """Nested mappings as TOML: numbers, texts, truth values and lists of them. What is None is left
+    out, as TOML has nothing for it."""
+    lines = [
+        f"{_toml_key(key)} = {_toml_value(value)}"
+        for key, value in values.items()
+        if value is not None and not isinstance(value, Mapping)
+    ]
+    text = "".join(line + "\n" for line in lines)
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            name = prefix + _toml_key(key)
+            text += f"\n[{name}]\n{to_toml(value, name + '.')}"
+    return text
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _toml_text(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return repr(value)  # whole numbers and floats are written as Python writes them

@@ -1,0 +1,109 @@
+"""A run with a price: what it needs and how fast it will be on a target, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtx.config import RunConfig
+from mtx.plan import flops
+from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.compiled import Compiled
+from mtx.plan.hardware import Hardware
+from mtx.plan.memory import Memory
+from mtx.plan.published import bubble
+from mtx.plan.search import MEMORY_AT_MOST
+from mtx.plan.time import StepTime, predict_step
+
+GIB = 2**30
+DAY_S = 86400
+MEMORY_BY_DEFAULT = 0.75  # of a GPU: what JAX takes unless told otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedRun:
+    """A run on a target: what it needs and how fast it will be. Time and memory are predicted."""
+
+    run: RunConfig
+    target: str  # a name in `mtx.plan.hardware`, or the path of a TOML file
+    hardware: Hardware
+    zero: int  # sharded over data: 0 nothing (only priced), 1 the optimizer, 3 parameters as well
+    scatter_gather: bool  # messages between stages are cut over `tensor`
+    time: StepTime
+    memory: Memory
+    chosen: tuple[str, ...] = ()  # what nobody asked for, and why it is so
+    compiled: Compiled | None = None
+
+    @property
+    def calibration(self) -> Calibration:
+        """Whose software the predicted time is of, and the machine's constants."""
+        return calibration_of(self.hardware)
+
+    def time_of(self, software: str) -> StepTime:
+        """The step with other software; a name in `mtx.plan.calibration.SOFTWARE`."""
+        return predict_step(
+            self.run.model, self.run.layout, self.run.global_batch, self.hardware, zero=self.zero,
+            scatter_gather=self.scatter_gather,
+            calibration=calibration_of(self.hardware, software),
+        )  # fmt: skip
+
+    @property
+    def gpus(self) -> int:
+        return self.run.layout.devices
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.run.global_batch * self.run.model.sequence
+
+    @property
+    def sequences_per_s(self) -> float:
+        return self.run.global_batch / self.time.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.time.step_s
+
+    @property
+    def tflops_per_gpu_sc21(self) -> float:
+        """In the unit of SC'21: every block forward twice, attention not halved."""
+        return self._tflops_per_gpu(flops.sc21_flops(self.run.model, self.run.global_batch))
+
+    @property
+    def tflops_per_gpu_model(self) -> float:
+        """In the unit of today's MFU."""
+        return self._tflops_per_gpu(flops.model_flops(self.run.model, self.run.global_batch))
+
+    def _tflops_per_gpu(self, step_flops: float) -> float:
+        return step_flops / self.time.step_s / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float:
+        peak = self.hardware.peak_flops(self.run.model.compute_dtype)
+        return self.tflops_per_gpu_model * 1e12 / peak
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle time over ideal time: (p-1)/(v m) of SC'21's schedules; of others, as predicted."""
+        layout = self.run.layout
+        if layout.schedule in ("1f1b", "gpipe"):
+            return bubble(layout, self.run.microbatches)
+        return self.time.bubble_s / (self.time.step_s - self.time.bubble_s)
+
+    @property
+    def memory_share(self) -> float:
+        return self.memory.total_bytes / self.hardware.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_share <= MEMORY_AT_MOST
+
+    @property
+    def memory_fraction(self) -> float | None:
+        """What XLA_PYTHON_CLIENT_MEM_FRACTION is to be; None where JAX's default will do."""
+        return MEMORY_AT_MOST if self.memory_share > MEMORY_BY_DEFAULT else None
+
+    def days(self, tokens: float) -> float:
+        """To train on so many tokens at the predicted speed, without a break."""
+        return tokens / self.tokens_per_s / DAY_S
+
+    def gpu_hours(self, tokens: float) -> float:
+        return self.days(tokens) * 24 * self.gpus

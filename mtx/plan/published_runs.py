@@ -1,0 +1,224 @@
+"""Single runs that papers published, each with all that decides its speed, beside a prediction.
+
+SC'21 is Narayanan et al., arXiv 2104.04473v5; batches, microbatches and virtual stages of its
+figures are from the run scripts that its authors published (Megatron-LM, examples/sc21).
+KORTHIKANTI is Korthikanti et al. 2022, arXiv 2205.05198, table 5: seconds of a step.
+
+All on A100-SXM4-80GB with 16 bits, sequences of 2,048 and a vocabulary of 51,200. SC'21 recomputes
+every block and has no sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mtx.config import Layout, ModelConfig
+from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.hardware import hardware
+from mtx.plan.published import TABLE_1
+from mtx.plan.time import StepTime, predict_step, sc21_tflops
+from mtx.presets import preset
+
+MACHINE = "a100-80gb"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """One point of a table or figure."""
+
+    where: str  # "table 1"
+    series: str  # which curve of a figure, "" where there is one
+    x: str  # where on it
+    model: ModelConfig
+    layout: Layout
+    global_batch: int
+    published: float
+    unit: Literal["tflops", "seconds"] = "tflops"  # a GPU, in the unit of SC'21; or of a step
+    zero: Literal[0, 3] = 0
+    scatter_gather: bool = True
+    software: str = "megatron-2021"
+
+    def time(self, calibration: Calibration | None = None) -> StepTime:
+        """The predicted step. calibration: None, the one that is fitted to the A100."""
+        machine = hardware(MACHINE)
+        return predict_step(
+            self.model, self.layout, self.global_batch, machine, zero=self.zero,
+            scatter_gather=self.scatter_gather,
+            calibration=calibration or calibration_of(machine, self.software),
+        )  # fmt: skip
+
+    def predicted(self, calibration: Calibration | None = None) -> float:
+        """In the unit of what was published."""
+        time = self.time(calibration)
+        if self.unit == "seconds":
+            return time.step_s
+        return sc21_tflops(self.model, self.layout, self.global_batch, time)
+
+    def error(self, calibration: Calibration | None = None) -> float:
+        """Predicted over published, less 1."""
+        return self.predicted(calibration) / self.published - 1
+
+
+def _gpt(layers: int, hidden: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        layers=layers, hidden=hidden, heads=heads, sequence=2048, vocab=51200,
+        compute_dtype="float16",
+    )  # fmt: skip
+
+
+def as_published(layout: Layout) -> Layout:
+    """The layout as SC'21 ran it: every block recomputed, no sequence parallelism."""
+    return replace(layout, sequence_parallel=False, recompute="full", stash="residuals")
+
+
+def _sc21(**layout) -> Layout:
+    return as_published(Layout(**layout))
+
+
+def _curve(
+    where: str, points: Iterable[tuple[str, ModelConfig, Layout, int, float]], *, series: str = "",
+    **common,
+) -> tuple[PublishedRun, ...]:  # fmt: skip
+    return tuple(
+        PublishedRun(
+            where=where, series=series, x=x, model=model, layout=layout, global_batch=batch,
+            published=published, **common,
+        )
+        for x, model, layout, batch, published in points
+    )  # fmt: skip
+
+
+def _table_1() -> tuple[PublishedRun, ...]:
+    points = []
+    for row in TABLE_1:
+        run = preset(row.preset)
+        model = replace(run.model, compute_dtype="float16")
+        layout = as_published(run.layout)
+        points.append((row.preset, model, layout, run.global_batch, row.tflops_per_gpu))
+    return _curve("table 1", points)
+
+
+TABLE_1_RUNS = _table_1()
+
+# One GPU, one microbatch a step; whether the fused operators of section 4.2 were on is not said.
+FIGURE_7 = _curve(
+    "figure 7",
+    [
+        (f"b={b}", _gpt(4, 4096, 128), _sc21(microbatch=b), b, tflops)
+        for b, tflops in zip((1, 2, 4, 8, 16), (68, 78, 86, 89, 91), strict=True)
+    ],
+)
+
+
+def _figure_11(batch: int, tflops: tuple[float, ...]) -> tuple[PublishedRun, ...]:
+    return _curve(
+        "figure 11",
+        [
+            (f"p={p}", _gpt(3 * p, 20480, 128), _sc21(pipe=p, tensor=8), batch, value)
+            for p, value in zip((1, 2, 4, 8), tflops, strict=True)
+        ],
+        series=f"B={batch}",
+    )
+
+
+FIGURE_11 = _figure_11(8, (165, 142, 121, 87)) + _figure_11(128, (175, 169, 166, 161))
+
+_GPT3 = _gpt(96, 12288, 96)
+
+
+def _gpt3(where: str, series: str, virtual: int, tflops: tuple, **common) -> tuple:
+    layout = _sc21(pipe=12, tensor=8, virtual=virtual)
+    points = [
+        (f"B={batch}", _GPT3, layout, batch, value)
+        for batch, value in zip((12, 24, 36, 48, 60), tflops, strict=True)
+    ]
+    return _curve(where, points, series=series, **common)
+
+
+_INTERLEAVED = (119, 134, 141, 143, 146)
+FIGURE_12 = _gpt3("figure 12", "v=1", 1, (82, 109, 122, 130, 135)) + _gpt3(
+    "figure 12", "v=4", 4, _INTERLEAVED
+)
+FIGURE_13 = _curve(
+    "figure 13",
+    [
+        (f"p={p}, t={t}", _gpt(32, 20480, 128), _sc21(pipe=p, tensor=t), 32, tflops)
+        for p, t, tflops in ((2, 32, 103), (4, 16, 134), (8, 8, 140), (16, 4, 111), (32, 2, 91))
+    ],
+)
+
+
+def _figure_16(batch: int, tflops: tuple[float, ...]) -> tuple[PublishedRun, ...]:
+    return _curve(
+        "figure 16",
+        [
+            (f"b={b}", _gpt(32, 15360, 128), _sc21(pipe=8, tensor=8, microbatch=b), batch, value)
+            for b, value in zip((1, 2, 4, 8), tflops, strict=True)
+        ],
+        series=f"B={batch}",
+    )
+
+
+FIGURE_16 = _figure_16(128, (156, 159, 139, 120)) + _figure_16(512, (162, 171, 160, 154))
+# With scatter/gather it is figure 12's interleaved curve.
+FIGURE_18 = _gpt3(
+    "figure 18", "without scatter/gather", 4, (107, 121, 127, 130, 131), scatter_gather=False
+) + _gpt3("figure 18", "with scatter/gather", 4, _INTERLEAVED)
+
+_530B = _gpt(105, 20480, 128)
+
+
+def _table_2() -> tuple[PublishedRun, ...]:
+    """Data, pipeline and tensor parallelism as in section 5.2: t = 8, p = 12 or 35; v = 1, which
+    the paper does not say, is what fits its throughputs on all numbers of GPUs."""
+    runs: list[PublishedRun] = []
+    for name, model, batch, pipe, rows in (
+        ("175B", _GPT3, 1536, 12, ((384, 153), (768, 149), (1536, 141))),
+        ("530B", _530B, 2240, 35, ((560, 171), (1120, 167), (2240, 159))),
+    ):
+        points = [
+            (f"{gpus} GPUs", model, _sc21(pipe=pipe, tensor=8, data=gpus // (8 * pipe)), batch, got)
+            for gpus, got in rows
+        ]
+        runs.extend(_curve("table 2", points, series=f"PTD-P, {name}"))
+    for name, model, rows in (
+        ("175B", _GPT3, ((384, 4, 1536, 144), (768, 2, 1536, 88), (1536, 1, 1536, 44))),
+        ("530B", _530B, ((640, 4, 2560, 138), (1120, 2, 2240, 98), (2240, 1, 2240, 48))),
+    ):
+        points = [
+            (f"{gpus} GPUs", model, _sc21(data=gpus, microbatch=b), batch, got)
+            for gpus, b, batch, got in rows
+        ]
+        runs.extend(_curve("table 2", points, series=f"ZeRO-3, {name}", zero=3))
+    return tuple(runs)
+
+
+TABLE_2 = _table_2()
+
+
+def _korthikanti() -> tuple[PublishedRun, ...]:
+    rows = (
+        ("22B", _gpt(48, 6144, 64), dict(tensor=8, microbatch=4), 4, 1.42, 1.10),
+        ("175B", _GPT3, dict(pipe=8, tensor=8, virtual=3), 64, 18.13, 13.75),
+        ("530B", _530B, dict(pipe=35, tensor=8, virtual=3), 280, 49.05, 37.83),
+        ("1T", _gpt(128, 25600, 160), dict(pipe=64, tensor=8), 512, 94.42, 71.49),
+    )
+    full = [(name, model, _sc21(**layout), b, s) for name, model, layout, b, s, _ in rows]
+    selective = [
+        (name, model, Layout(recompute="selective", sequence_parallel=True, **layout), b, s)
+        for name, model, layout, b, _, s in rows
+    ]
+    common = dict(unit="seconds", software="megatron-2022")
+    where = "Korthikanti table 5"
+    return _curve(where, full, series="full, without SP", **common) + _curve(
+        where, selective, series="selective, with SP", **common
+    )
+
+
+KORTHIKANTI = _korthikanti()
+
+FITTED_RUNS = TABLE_1_RUNS + FIGURE_16 + FIGURE_18
+# Figure 12's other half is figure 18's. Of table 2, ZeRO-3's two constants were read off.
+HELD_OUT_RUNS = FIGURE_7 + FIGURE_11 + FIGURE_12[:5] + FIGURE_13 + TABLE_2 + KORTHIKANTI

@@ -1,0 +1,328 @@
+"""The fastest layouts that fit, by predicted time and memory.
+
+Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, every
+microbatch, number of chunks, sharding of sequences and optimizer, and way to keep or recompute
+activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
+
+Candidates are taken in the order of their time, and the first that fits wins its mesh. Not priced
+is what cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
+  - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
+    nothing on that mesh does
+  - recomputing more never makes a step faster: it is tried where recomputing less does not fit
+  - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
+  - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.plan.hardware import Hardware
+from mtx.plan.memory import Memory, predict_memory
+from mtx.plan.time import StepTime, predict_step
+
+MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
+RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
+_SCHEDULES = ("1f1b",)
+_ZERO = (1, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the search may not choose; None is open."""
+
+    data: int | None = None
+    pipe: int | None = None
+    tensor: int | None = None
+    virtual: int | None = None
+    microbatch: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout that fits, with its price."""
+
+    layout: Layout
+    zero: int
+    time: StepTime
+    memory: Memory
+
+    @property
+    def runs(self) -> bool:
+        """Whether this program trains it; zero=0 is only priced."""
+        return self.zero == self.layout.zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best candidate of each mesh, fastest first, and how much was looked at."""
+
+    ranked: tuple[Candidate, ...]
+    meshes: int  # data x pipe x tensor that the model and the batch allow
+    priced: int  # candidates whose time was predicted
+    measured: int  # candidates whose memory was predicted as well
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+
+class Priced(NamedTuple):
+    """A layout whose time is known, and whose memory is not yet."""
+
+    layout: Layout
+    zero: int
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is searched for, and where."""
+
+    model: ModelConfig
+    gpus: int
+    global_batch: int
+    hardware: Hardware
+    fixed: Fixed
+    scatter_gather: bool
+
+    def price(self, layout: Layout, zero: int) -> Priced:
+        time = predict_step(
+            self.model, layout, self.global_batch, self.hardware, zero=zero,
+            scatter_gather=self.scatter_gather,
+        )  # fmt: skip
+        return Priced(layout, zero, time)
+
+    def memory(self, layout: Layout, zero: int) -> Memory:
+        return predict_memory(
+            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
+        )
+
+    def holds(self, size_bytes: int) -> bool:
+        return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
+
+
+def search(
+    model: ModelConfig,
+    *,
+    gpus: int,
+    global_batch: int,
+    hardware: Hardware,
+    fixed: Fixed | None = None,
+    scatter_gather: bool = True,
+    top: int = 8,
+) -> Found:
+    """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
+
+    A mesh is data x pipe x tensor = gpus. Layers lie in equal parts on the stages. Raises UserError
+    where the sizes allow no layout at all, and where none fits.
+    """
+    question = Question(
+        model=model, gpus=gpus, global_batch=global_batch, hardware=hardware,
+        fixed=fixed or Fixed(), scatter_gather=scatter_gather,
+    )  # fmt: skip
+    meshes = _meshes(question)
+    if not meshes:
+        raise _no_layout(question)
+    ways = _open(question.fixed.recompute, RECOMPUTE)
+    # Seconds, order of arrival, candidate, and its place in the ways to recompute.
+    waiting = list(_openings(question, meshes, ways))
+    heapq.heapify(waiting)
+    priced, measured = len(waiting), 0
+    found: dict[tuple[int, int, int], Candidate] = {}
+    while waiting and len(found) < top:
+        _, arrival, (layout, zero, time), way = heapq.heappop(waiting)
+        mesh = (layout.data, layout.pipe, layout.tensor)
+        if mesh in found:
+            continue
+        measured += 1
+        memory = question.memory(layout, zero)
+        if question.holds(memory.total_bytes):
+            found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
+        elif way + 1 < len(ways):
+            leaner = question.price(replace(layout, recompute=ways[way + 1]), zero)
+            priced += 1
+            heapq.heappush(waiting, (leaner.time.step_s, arrival, leaner, way + 1))
+    if not found:
+        raise _nothing_fits(question, meshes)
+    return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
+
+
+def _openings(question: Question, meshes: list[Layout], ways: tuple[str, ...]) -> Iterator[tuple]:
+    """Every candidate in its fastest way to recompute, but those whose state alone is too large."""
+    arrival = itertools.count()
+    for mesh in meshes:
+        for zero in zeros(question.fixed, mesh):
+            if not question.holds(_state_bytes(question.memory(mesh, zero))):
+                continue
+            for layout in settings(question, mesh):
+                one = question.price(replace(with_zero(layout, zero), recompute=ways[0]), zero)
+                yield one.time.step_s, next(arrival), one, 0
+
+
+def with_zero(layout: Layout, zero: int) -> Layout:
+    """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
+    return replace(layout, zero=zero or 1)
+
+
+def _state_bytes(memory: Memory) -> int:
+    return memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
+
+
+def _meshes(question: Question) -> list[Layout]:
+    """Every data x pipe x tensor that the model and the batch allow, in its leanest settings."""
+    fixed, meshes = question.fixed, []
+    for tensor, pipe in itertools.product(divisors(question.gpus), repeat=2):
+        data, left = divmod(question.gpus, tensor * pipe)
+        wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
+        if left or any(given not in (None, size) for given, size in wanted):
+            continue
+        mesh = Layout(
+            data=data, pipe=pipe, tensor=tensor, idle="phases", recompute="full",
+            virtual=fixed.virtual or 1, microbatch=fixed.microbatch or 1,
+            schedule=fixed.schedule or _SCHEDULES[0],
+            sequence_parallel=_sequence_parallel(question, tensor)[0],
+        )  # fmt: skip
+        if is_allowed(question, mesh):
+            meshes.append(mesh)
+    return meshes
+
+
+def is_allowed(question: Question, layout: Layout) -> bool:
+    try:
+        layout.check(question.model)
+        layout.microbatches(question.global_batch)
+    except UserError:
+        return False
+    return True
+
+
+def settings(question: Question, mesh: Layout) -> Iterator[Layout]:
+    """Every (microbatch, virtual, schedule, sequence parallelism) of one mesh."""
+    fixed = question.fixed
+    microbatches = divisors(question.global_batch // mesh.data)
+    layers = question.model.layers // mesh.pipe
+    chunks = divisors(layers) if mesh.pipe > 1 else (1,)
+    for microbatch, virtual, schedule, sequence_parallel in itertools.product(
+        _open(fixed.microbatch, microbatches),
+        _open(fixed.virtual, chunks),
+        _open(fixed.schedule, _SCHEDULES),
+        _sequence_parallel(question, mesh.tensor),
+    ):
+        layout = replace(
+            mesh, microbatch=microbatch, virtual=virtual, schedule=schedule,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        if is_allowed(question, layout):
+            yield layout
+
+
+def _open(given, choices: tuple) -> tuple:
+    return choices if given is None else (given,)
+
+
+def zeros(fixed: Fixed, mesh: Layout) -> tuple[int, ...]:
+    return _open(fixed.zero, _ZERO if mesh.data > 1 else _ZERO[:1])
+
+
+def _sequence_parallel(question: Question, tensor: int) -> tuple[bool, ...]:
+    """What may be tried, the leaner first."""
+    if question.fixed.sequence_parallel is not None:
+        return (question.fixed.sequence_parallel,)
+    if tensor == 1:
+        return (True,)
+    return (True, False) if question.model.sequence % tensor == 0 else (False,)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+# --- nothing found --------------------------------------------------------------------------------
+
+
+def _no_layout(question: Question) -> UserError:
+    """Names what stands in the way of a mesh that the caller asked for, or of every mesh."""
+    fixed, model = question.fixed, question.model
+    given = {each.name: getattr(fixed, each.name) for each in fields(fixed)}
+    product = (fixed.data or 1) * (fixed.pipe or 1) * (fixed.tensor or 1)
+    sizes = " * ".join(
+        f"{name}={given[name]}" for name in ("data", "pipe", "tensor") if given[name]
+    )
+    if sizes and question.gpus % product:
+        return UserError(
+            f"gpus={question.gpus} cannot be divided by {sizes}; use gpus="
+            f"{max(1, question.gpus // product) * product} or leave one of them open"
+        )
+    said = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    return UserError(
+        f"no layout of gpus={question.gpus}{' with ' + said if said else ''} divides "
+        f"layers={model.layers}, heads={model.heads} and global_batch={question.global_batch}; "
+        f"use gpus={_nearest_gpus(question)}, or a global_batch that is a multiple of "
+        f"gpus={question.gpus}"
+    )
+
+
+def _nearest_gpus(question: Question) -> int:
+    """The next smaller number of devices that has a mesh."""
+    free = replace(question, fixed=Fixed())
+    return (
+        next(gpus for gpus in range(question.gpus - 1, 0, -1) if _meshes(replace(free, gpus=gpus)))
+        if question.gpus > 1
+        else 1
+    )
+
+
+def _nothing_fits(question: Question, meshes: list[Layout]) -> UserError:
+    """With the leanest candidate: no user should have to guess how much is missing."""
+    recompute = _open(question.fixed.recompute, RECOMPUTE)[-1]
+    least, layout, zero = min(
+        (
+            (question.memory(layout, zero).total_bytes, layout, zero)
+            for mesh in meshes
+            for zero in zeros(question.fixed, mesh)
+            for layout in (replace(mesh, recompute=recompute),)
+        ),
+        key=lambda entry: entry[0],
+    )
+    room = MEMORY_AT_MOST * question.hardware.memory_gib
+    return UserError(
+        f"no layout on {question.gpus} x {question.hardware.name} fits: the leanest of "
+        f"{len(meshes)} meshes (data={layout.data} pipe={layout.pipe} tensor={layout.tensor} "
+        f"zero={zero}) needs {least / 2**30:,.1f} of {room:.1f} GiB; use more GPUs, or devices "
+        "with more memory"
+    )
+
+
+def fewest_gpus(
+    model: ModelConfig, *, hardware: Hardware, batch_of, fixed: Fixed | None = None
+) -> int:
+    """The smallest power of two of devices on which some layout fits.
+
+    batch_of: the global batch for a number of devices. UserError above 2^20 of them.
+    """
+    for gpus in (2**power for power in range(21)):
+        question = Question(
+            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware,
+            fixed=fixed or Fixed(), scatter_gather=True,
+        )  # fmt: skip
+        recompute = _open(question.fixed.recompute, RECOMPUTE)[-1]
+        zero = _open(question.fixed.zero, _ZERO)[0]
+        for mesh in _meshes(question):
+            leanest = question.memory(replace(mesh, recompute=recompute), zero)
+            if question.holds(leanest.total_bytes):
+                return gpus
+    raise UserError(
+        f"layers={model.layers} of hidden={model.hidden} fit on no number of {hardware.name} up to "
+        f"{2**20:,}; use a smaller model"
+    )

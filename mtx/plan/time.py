@@ -1,0 +1,300 @@
+"""Seconds of one training step, predicted from the sizes of its matmuls, bytes and messages.
+
+A stage's time for a microbatch is that of its blocks and ends (`mtx.plan.block`); the pipeline adds
+messages and waiting; the step ends with the gradients' reduction and the optimizer. Nothing hides
+behind anything else, with two exceptions: tensor collectives in B where the calibration's
+`Software` says so, and ZeRO-3's gathers, which run under F and B as far as these are long enough.
+Not counted: reading data, logging, and the first steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Literal
+
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.pipeline.choose import schedule_for
+from mtx.pipeline.makers import MAKERS
+from mtx.pipeline.partition import place_layers
+from mtx.pipeline.shape import Times
+from mtx.pipeline.simulate import simulate
+from mtx.plan import flops
+from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
+from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.hardware import Hardware
+from mtx.plan.network import (
+    Group,
+    all_reduce_s,
+    data_group,
+    gather_s,
+    one_card_gather_s,
+    pipe_group,
+    send_s,
+)
+
+Zero = Literal[0, 1, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one training step of an average device, by what they are spent on."""
+
+    matmul_s: float  # of the blocks' weights
+    attention_s: float  # scores: their matmuls, softmax, dropout
+    elementwise_s: float  # norms, GELU, residuals, dropout, adding up gradients
+    ends_s: float  # embedding, logits and loss
+    tensor_comm_s: float  # collectives over `tensor`
+    pipeline_comm_s: float  # messages between stages
+    bubble_s: float  # waiting for other stages: fill, drain, and stages that are not equal
+    data_comm_s: float  # gradients, and parameters where they are sharded, over `data`
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+def predict_step(
+    model: ModelConfig,
+    layout: Layout,
+    global_batch: int,
+    hardware: Hardware,
+    *,
+    zero: Zero = 1,
+    scatter_gather: bool = True,
+    calibration: Calibration | None = None,
+) -> StepTime:
+    """The time of one step of `global_batch` sequences.
+
+    zero: 0, gradients all-reduced and the optimizer on every replica; 1, gradients scattered, the
+    optimizer sharded over `data`, parameters gathered; 3, parameters sharded too, and gathered for
+    every F and B. scatter_gather: a message between stages is cut over `tensor` and gathered on
+    arrival (SC'21, section 4.1); of no account with sequence parallelism, where it is cut anyway.
+    calibration: None, what `calibration_of` says of the hardware.
+    UserError where the model cannot be laid out, or the batch divided.
+    """
+    if zero not in (0, 1, 3):
+        raise UserError(f"zero={zero} must be 0, 1 or 3")
+    calibration = calibration or calibration_of(hardware)
+    microbatches = layout.microbatches(global_batch)
+    shard = Shard(
+        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
+    )  # fmt: skip
+    counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
+    block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
+    first, last, every = _ends(shard, layout)
+    hop_s = _hop_s(shard, layout, scatter_gather)
+    pipe_s = pipeline_s(
+        layout,
+        _stage_seconds(counts, block=block, first=first, last=last, every=every),
+        microbatches=microbatches,
+        hop_s=hop_s,
+    )
+    blocks = block.all * (model.layers * microbatches / layout.pipe)
+    ends = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
+    messages_s = 2 * layout.virtual * microbatches * hop_s
+    held = _parameters_held(model, layout, max(counts), calibration)
+    if zero == 3:
+        data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + ends.total_s, microbatches)
+    else:
+        data_comm_s = _reduction_s(shard, layout, held, zero)
+    updated = held / layout.data if zero else held
+    return StepTime(
+        matmul_s=blocks.matmul_s,
+        attention_s=blocks.attention_s,
+        elementwise_s=blocks.elementwise_s,
+        ends_s=ends.total_s - ends.tensor_comm_s,
+        tensor_comm_s=blocks.tensor_comm_s + ends.tensor_comm_s,
+        pipeline_comm_s=messages_s,
+        bubble_s=max(0.0, pipe_s - blocks.total_s - ends.total_s - messages_s),  # not -1e-17
+        data_comm_s=data_comm_s,
+        optimizer_s=shard.memory_s(updated * calibration.software.optimizer_bytes),
+    )
+
+
+# --- the pipeline ---------------------------------------------------------------------------------
+
+Seconds = tuple[float, float, float]  # F, B and W of one microbatch on one stage, all its chunks
+
+
+def pipeline_s(
+    layout: Layout, stages: Sequence[Seconds], *, microbatches: int, hop_s: float
+) -> float:
+    """Seconds from the first F to the last B: the one place that knows schedules.
+
+    Each chunk waits for one message of `hop_s` in F and for one in B. In GPipe, 1F1B and
+    interleaved 1F1B the slowest stage works without a pause once it has begun; before and after
+    that, the first microbatch's F and the last one's B pass all others, a chunk of each: where all
+    are equal, (p - 1)/(v m) of the ideal time. Other schedules are simulated.
+    """
+    totals = [sum(seconds) for seconds in stages]
+    if len(stages) == 1:
+        return microbatches * totals[0]
+    if layout.schedule not in _LOOPED or layout.slices > 1:
+        return _simulated_s(layout, tuple(stages), microbatches, hop_s)
+    slowest = max(totals)
+    steady_s = microbatches * (slowest + 2 * layout.virtual * hop_s)
+    return steady_s + (sum(totals) - slowest) / layout.virtual + 2 * hop_s * (len(stages) - 1)
+
+
+_LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")
+
+
+@lru_cache(maxsize=4096)
+def _simulated_s(
+    layout: Layout, stages: tuple[Seconds, ...], microbatches: int, hop_s: float
+) -> float:
+    """The simulator's time; microbatches beyond four for each stage add the slowest stage's."""
+    simulated = microbatches
+    if layout.schedule in MAKERS:
+        simulated = min(microbatches, 4 * layout.pipe)
+    totals = [sum(seconds) for seconds in stages]
+    mean = sum(totals) / len(totals)
+    forward_s, backward_s, weight_s = (
+        sum(part) / len(stages) for part in zip(*stages, strict=True)
+    )
+    hops_s = layout.virtual * hop_s
+    times = Times(
+        forward=forward_s + hops_s,
+        backward=backward_s + hops_s,
+        weight=weight_s,
+        stage_factors=tuple(total / mean for total in totals),
+    )
+    makespan_s = simulate(schedule_for(layout, simulated), times).makespan
+    return makespan_s + (microbatches - simulated) * (max(totals) + 2 * hops_s)
+
+
+def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
+    """One message from stage to stage, b s h, and what puts it together again."""
+    if layout.pipe == 1:
+        return 0.0
+    cut = layout.tensor > 1 and (layout.sequence_parallel or scatter_gather)
+    payload_bytes = shard.hidden_bytes / (layout.tensor if cut else 1)
+    sent_s = send_s(payload_bytes, layout, hardware=shard.hardware, calibration=shard.calibration)
+    return sent_s + (shard.gather_s() if cut and not layout.sequence_parallel else 0.0)
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _stage_layers(
+    layers: int, pipe: int, virtual: int, stage_layers: tuple[int, ...] | str
+) -> tuple[int, ...]:
+    placement = place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return tuple(int(count) for count in placement.count.sum(axis=1))
+
+
+def _stage_seconds(
+    counts: Sequence[int], *, block: Passes, first: Passes, last: Passes, every: Passes
+) -> list[Seconds]:
+    """F, B and W of each stage: its blocks, and what stands at its end of the model.
+
+    The last stage is taken for the model's end; in schedules that come back in a V it is the first.
+    """
+    each, always = _seconds(block), _seconds(every)
+    stages = [
+        tuple(count * part + more for part, more in zip(each, always, strict=True))
+        for count in counts
+    ]
+    for stage, end in ((0, first), (-1, last)):
+        added = zip(stages[stage], _seconds(end), strict=True)
+        stages[stage] = tuple(part + more for part, more in added)
+    return stages
+
+
+def _seconds(passes: Passes) -> Seconds:
+    return passes.forward.total_s, passes.backward.total_s, passes.weight.total_s
+
+
+def _ends(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
+    """What the first stage, the last, and every stage does beside its blocks."""
+    embedding = embedding_work(shard)
+    if shard.calibration.software.head == "last stage":
+        return embedding, head_work(shard, layout.tensor), Passes()
+    # All stages compute logits: the last one's output goes to all, its gradient comes from all.
+    shared_s = all_reduce_s(
+        shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1),
+        pipe_group(layout), hardware=shard.hardware, calibration=shard.calibration,
+    )  # fmt: skip
+    shared = Work(tensor_comm_s=shared_s)
+    head = head_work(shard, layout.vocab_shards)
+    return embedding, Passes(), head + Passes(forward=shared, backward=shared)
+
+
+# --- data parallelism -----------------------------------------------------------------------------
+
+
+def _parameters_held(
+    model: ModelConfig, layout: Layout, layers: int, calibration: Calibration
+) -> float:
+    """Of the device that has most: matrices of so many layers, and its part of a token table."""
+    matrices = layers * (4 + 2 * model.ffn_multiple) * model.hidden**2 / layout.tensor
+    everywhere = calibration.software.head == "all stages"
+    shards = layout.vocab_shards if everywhere else layout.tensor
+    tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
+    return matrices + tables * model.padded_vocab(shards) / shards * model.hidden
+
+
+def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero) -> float:
+    """Gradients over `data`, parameters back, and a tied table's two gradients."""
+    software, group = shard.calibration.software, data_group(layout)
+    machine = dict(hardware=shard.hardware, calibration=shard.calibration)
+    reduced_s = gather_s(held * software.gradient_bytes, group, **machine)
+    back_bytes = software.parameter_bytes if zero else software.gradient_bytes
+    reduced_s += gather_s(held * back_bytes, group, **machine)
+    if software.head == "last stage" and shard.model.tied and layout.pipe > 1:
+        table = shard.model.padded_vocab(layout.tensor) / layout.tensor * shard.model.hidden
+        ends = Group(size=2, stride=(layout.pipe - 1) * layout.data * layout.tensor)
+        reduced_s += all_reduce_s(table * software.gradient_bytes, ends, **machine)
+    return reduced_s
+
+
+def _zero3_s(
+    shard: Shard, layout: Layout, held: float, computed_s: float, microbatches: int
+) -> float:
+    """What ZeRO-3's traffic adds to F and B: for every microbatch the parameters are gathered in F
+    and again in B, and the gradients scattered.
+
+    DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
+    single card a node, however many GPUs took part: so they are priced here. While they run,
+    matmuls have fewer cores; what is longer decides.
+    """
+    software = shard.calibration.software
+    machine = dict(hardware=shard.hardware, calibration=shard.calibration)
+    each_s = [
+        one_card_gather_s(held * size, data_group(layout), **machine)
+        for size in (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
+    ]
+    traffic_s = microbatches * sum(each_s)
+    return max(traffic_s - computed_s, shard.calibration.zero3_cores * traffic_s)
+
+
+# --- what a step's time means ---------------------------------------------------------------------
+
+
+def sequences_per_s(time: StepTime, global_batch: int) -> float:
+    """Sequences of the whole cluster in a second."""
+    return global_batch / time.step_s
+
+
+def sc21_tflops(model: ModelConfig, layout: Layout, global_batch: int, time: StepTime) -> float:
+    """TeraFLOP/s of each device in the unit of SC'21 (`mtx.plan.flops.sc21_flops`)."""
+    return flops.sc21_flops(model, global_batch) / time.step_s / layout.devices / 1e12
+
+
+def model_tflops(model: ModelConfig, layout: Layout, global_batch: int, time: StepTime) -> float:
+    """TeraFLOP/s of each device in today's unit (`mtx.plan.flops.model_flops`)."""
+    return flops.model_flops(model, global_batch) / time.step_s / layout.devices / 1e12
+
+
+def mfu(
+    model: ModelConfig, layout: Layout, global_batch: int, time: StepTime, hardware: Hardware
+) -> float:
+    """Model FLOPs utilization: the part of the peak that `model_tflops` is."""
+    tflops = model_tflops(model, layout, global_batch, time)
+    return tflops * 1e12 / hardware.peak_flops(model.compute_dtype)

@@ -1,0 +1,77 @@
+"""Figures without pyplot: made, saved by suffix, and shown by a notebook."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtx.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png", ".pdf")
+# The same idea has the same colour in every picture; see also `mtx.view.schedule`.
+FORWARD, BACKWARD, WEIGHT = "#2f6db5", "#3d9a5b", "#e08a2e"
+COMMUNICATION, COMMUNICATION_LIGHT = "#7d4fa8", "#c3a6dc"
+IDLE, INK, FAINT = "#e4e4e4", "#303030", "#8a8a8a"
+LIMIT = "#b3261e"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure that a notebook shows as SVG."""
+
+    figure: Figure
+
+    def save(self, path: str | Path) -> None:
+        save_figure(self.figure, path)
+
+    def _repr_svg_(self) -> str:
+        text = io.BytesIO()
+        _write(self.figure, text, "svg")
+        # A notebook wants the element, without the declaration before it.
+        svg = text.getvalue().decode()
+        return svg[svg.index("<svg") :]
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """An empty figure with a canvas of its own. UserError where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(
+            "pictures need matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def check_suffix(path: str | Path) -> None:
+    """UserError where no picture can be saved under that name."""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise UserError(f"path={str(path)!r} must end with one of {', '.join(SUFFIXES)}")
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """As .svg, .png or .pdf. UserError for another suffix, or where it cannot be written."""
+    check_suffix(path)
+    try:
+        _write(figure, path, Path(path).suffix.lower()[1:])
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
+    """Text stays text in an SVG, and the same picture gives the same bytes."""
+    import matplotlib
+
+    fonts = ["DejaVu Sans", "Verdana"]
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "mtx", "font.sans-serif": fonts}
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with matplotlib.rc_context(settings):
+        figure.savefig(file, format=kind, dpi=150, metadata=undated.get(kind))

@@ -1,0 +1,118 @@
+"""What a simulation's picture shows, before it is drawn: what every stage does over time.
+
+Legend: P stages · K ops of one stage · T ticks · N spans of one stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mtx.errors import UserError
+from mtx.pipeline.schedule import Schedule
+from mtx.pipeline.simulate import Simulation, simulate
+
+Shown = Schedule | Simulation
+MODELS = {"lockstep": "lock-step", "asynchronous": "asynchronous"}  # as titles have them
+
+
+def runs_of(shown: Shown | Sequence[Shown]) -> list[Simulation]:
+    """Simulations; a schedule stands for its own in lock-step, as our program runs it."""
+    several = [shown] if isinstance(shown, Shown) else list(shown)
+    if not several:
+        raise UserError("there is no schedule to show")
+    return [
+        one if isinstance(one, Simulation) else simulate(one, model="lockstep") for one in several
+    ]
+
+
+def describe(schedule: Schedule) -> str:
+    """Name and size, for a title."""
+    stages = count(schedule.stages, "stage")
+    if schedule.virtual > 1:
+        stages += f" of {schedule.virtual} chunks"
+    microbatches = count(schedule.microbatches, "microbatch")
+    if schedule.slices > 1:
+        microbatches += f" of {schedule.slices} slices"
+    return f"{schedule.name}: {stages}, {microbatches}"
+
+
+def count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def op_label(item: int, schedule: Schedule) -> str:
+    """The microbatch, counted from 1: "3", or "3.2" for its slice 2."""
+    if schedule.slices == 1:
+        return f"{item + 1}"
+    return f"{item // schedule.slices + 1}.{item % schedule.slices + 1}"
+
+
+def op_ticks(run: Simulation) -> np.ndarray:
+    """int [P, K]: the tick of each op of the run."""
+    schedule, orders = run.schedule, run.orders
+    tables = [schedule.forward_ticks, schedule.backward_ticks]
+    tables += [] if schedule.weight_ticks is None else [schedule.weight_ticks]
+    stage = np.arange(schedule.stages)[:, None]
+    return np.stack(tables)[orders.kind, orders.item, orders.chunk, stage]
+
+
+def tick_spans(run: Simulation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ticks of a lock-step run in which any stage works, with the start of each and the end of
+    its longest stage; [N] each."""
+    ticks = op_ticks(run)
+    start, end = np.full(run.schedule.ticks, np.inf), np.full(run.schedule.ticks, -np.inf)
+    np.minimum.at(start, ticks, run.start)
+    np.maximum.at(end, ticks, run.end)
+    used = np.flatnonzero(np.isfinite(start))
+    return used, start[used], end[used]
+
+
+def waits(run: Simulation, stage: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends [N] of the time in which a stage idles because data is on its way.
+
+    Asynchronous: before an op, as long as its input travels. In lock-step: behind every tick in
+    which any stage sends, all wait.
+    """
+    if not run.times.comm:
+        return np.zeros(0), np.zeros(0)
+    if run.model == "lockstep":
+        _, start, end = tick_spans(run)
+        first, last = end[:-1], start[1:]
+    else:
+        # An op that starts later than its stage was free has waited for another stage's output.
+        free = np.concatenate([[-np.inf], run.end[stage][:-1]])
+        last = run.start[stage]
+        first = np.maximum(free, last - run.times.comm)
+        first[0] = max(first[0], run.start.min())
+    some = last - first > 1e-9 * run.makespan
+    return first[some], last[some]
+
+
+def shares(run: Simulation, edges: np.ndarray) -> np.ndarray:
+    """float [P, N, 5]: of the time between two edges, what F, B, W, waits and idling take."""
+    result = np.zeros((run.schedule.stages, len(edges) - 1, 5))
+    for stage in range(run.schedule.stages):
+        kind = run.orders.kind[stage]
+        spans = [(run.start[stage][kind == k], run.end[stage][kind == k]) for k in range(3)]
+        for column, (start, end) in enumerate([*spans, waits(run, stage)]):
+            if len(start):
+                moments = np.stack([start, end], axis=-1).ravel()
+                taken = np.repeat(np.cumsum(end - start), 2)
+                taken[::2] -= end - start
+                result[stage, :, column] = np.diff(np.interp(edges, moments, taken))
+    result /= np.diff(edges)[:, None]
+    result[..., 4] = np.clip(1 - result[..., :4].sum(axis=-1), 0, 1)
+    return result
+
+
+def memory_between(run: Simulation, moments: np.ndarray) -> np.ndarray:
+    """float [P, N]: the stashes that each stage keeps at these moments."""
+    kept = np.zeros((run.schedule.stages, len(moments)))
+    for stage in range(run.schedule.stages):
+        times, values = run.memory_over_time(stage)
+        at = np.searchsorted(times, moments, side="right") - 1
+        kept[stage] = np.where(at < 0, 0.0, values[at])
+    return kept

@@ -1,0 +1,310 @@
+"""Simulations as pictures: what every stage does over time, and what it keeps meanwhile.
+
+Several are drawn one above the other on the same time axis. Where ops are too narrow for their
+microbatch they are boxes without numbers; where they are too many to be told apart, each stage's
+share of F, B, W and idling over time takes their place.
+
+Legend: P stages · K ops of one stage · N moments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mtx.pipeline.orders import KINDS, F
+from mtx.pipeline.simulate import Simulation
+from mtx.view.colours import hexadecimal, ink, rgb, shade
+from mtx.view.picture import (
+    COMMUNICATION,
+    FAINT,
+    IDLE,
+    INK,
+    LIMIT,
+    check_suffix,
+    new_figure,
+    save_figure,
+)
+from mtx.view.spans import (
+    MODELS,
+    Shown,
+    count,
+    describe,
+    memory_between,
+    op_label,
+    runs_of,
+    shares,
+    tick_spans,
+    waits,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INCHES_PER_OP = 0.18  # of the shortest, where the picture may choose its own width
+_EDGED_OP_INCHES = 0.08  # a narrower op has no edge, and is a bitmap in an SVG
+_NARROWEST_OP_INCHES, _LOWEST_ROW_INCHES = 0.02, 0.1  # below either, shares are drawn, not ops
+_SMALLEST_FONT_POINTS = 4.5
+_MOST_NUMBERS = 6000  # of one run: each takes about a third of a millisecond
+_MOST_SWATCHES = 4  # with more chunks than this, the legend lists the first and the last
+_BINS = 800  # of time, about, in the picture of shares
+_MOST_LINES = 8  # of memory: with more stages, some of them and the range of all
+
+Swatches = dict[str, str]  # text of the legend: colour
+
+
+def draw_timeline(
+    shown: Shown | Sequence[Shown],
+    path: str | Path | None = None,
+    *,
+    memory: bool = True,
+    memory_limit: float | None = None,
+) -> Figure:
+    """A picture of simulations, or of schedules in lock-step, saved to `path` if given.
+
+    memory: with what every stage keeps beneath, in stashes of a whole stage; memory_limit: a line
+    there. UserError where matplotlib is missing, or `path` ends in none of .svg, .png, .pdf.
+    """
+    if path is not None:
+        check_suffix(path)
+    runs = runs_of(shown)
+    total = max(run.makespan for run in runs)
+    shortest = min(_shortest_op(run) for run in runs)
+    width = float(np.clip(total / shortest * _INCHES_PER_OP, 7.0, 15.0))
+    heights = [height for run in runs for height in (_rows_inches(run), 1.1)[: 1 + memory]]
+    gaps = len(runs) * (0.9 + 0.15 * memory) + 0.4
+    figure = new_figure(width, sum(heights) + gaps)
+    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+    swatches: Swatches = {}
+    for i, run in enumerate(runs):
+        axes = grid[i * (1 + memory), 0]
+        swatches |= _draw_run(axes, run, 0.92 * width / total)
+        _frame(axes, run, total)
+        if memory:
+            _draw_memory(grid[2 * i + 1, 0], run, memory_limit)
+    grid[-1, 0].set_xlabel(_time_label(runs), fontsize=8.5)
+    grid[-1, 0].tick_params(labelbottom=True)
+    waiting = {"waiting for data": COMMUNICATION} if any(run.times.comm for run in runs) else {}
+    _legend(figure, swatches | waiting | {"idle": IDLE})
+    if path is not None:
+        save_figure(figure, path)
+    return figure
+
+
+def _shortest_op(run: Simulation) -> float:
+    lengths = run.end - run.start
+    return float(lengths[lengths > 1e-9 * run.makespan].min())
+
+
+def _rows_inches(run: Simulation) -> float:
+    return float(np.clip(run.schedule.stages * 0.36, 1.0, 7.0))
+
+
+def _time_label(runs: list[Simulation]) -> str:
+    times = [run.times for run in runs]
+    if any(other != times[0] for other in times):
+        return "time"
+    one, split = times[0], {run.schedule.split for run in runs}
+    ways = [f"B {one.backward:g}, W {one.weight:g}"] if True in split else []
+    ways += [f"B {one.backward + one.weight:g}"] if False in split else []
+    backward = " or ".join(ways)
+    comm = f", communication {one.comm:g}" if one.comm else ""
+    return f"time (a microbatch on one stage: F {one.forward:g}, {backward}{comm})"
+
+
+# --- ops ------------------------------------------------------------------------------------------
+
+
+def _draw_run(axes: Axes, run: Simulation, inches_per_time: float) -> Swatches:
+    op_inches = _shortest_op(run) * inches_per_time
+    row_inches = _rows_inches(run) / run.schedule.stages
+    if op_inches < _NARROWEST_OP_INCHES or row_inches < _LOWEST_ROW_INCHES:
+        return _draw_shares(axes, run)
+    return _draw_ops(axes, run, op_inches)
+
+
+def _draw_ops(axes: Axes, run: Simulation, op_inches: float) -> Swatches:
+    """One box an op, with its microbatch where there is room."""
+    schedule, orders = run.schedule, run.orders
+    longest = len(op_label(schedule.items - 1, schedule))
+    font_points = min(8.5, op_inches * 72 / (0.66 * longest))
+    numbered = font_points >= _SMALLEST_FONT_POINTS and orders.kind.size <= _MOST_NUMBERS
+    wide = op_inches > _EDGED_OP_INCHES
+    start, length = run.start - run.start.min(), run.end - run.start
+    chunks = schedule.virtual
+    palette = [[shade(kind, chunk, chunks) for chunk in range(chunks)] for kind in range(3)]
+    for stage in range(schedule.stages):
+        row = (stage - 0.42, 0.84)
+        axes.broken_barh([(0, run.makespan)], row, facecolors=IDLE, zorder=1)
+        first, last = waits(run, stage)
+        if len(first):
+            spans = np.stack([first - run.start.min(), last - first], axis=-1)
+            axes.broken_barh(spans, (stage - 0.12, 0.24), facecolors=COMMUNICATION, zorder=1.5)
+        colours = [palette[k][c] for k, c in zip(orders.kind[stage], orders.chunk[stage])]
+        axes.broken_barh(
+            np.stack([start[stage], length[stage]], axis=-1), row, facecolors=colours,
+            edgecolors="white", linewidth=0.7 if wide else 0.0, rasterized=not wide, zorder=2,
+        )  # fmt: skip
+        if not numbered:
+            continue
+        middle = start[stage] + length[stage] / 2
+        for x, item, colour in zip(middle.tolist(), orders.item[stage].tolist(), colours):
+            axes.text(
+                x, stage, op_label(item, schedule), ha="center", va="center_baseline",
+                color=ink(colour), fontsize=font_points, zorder=3, clip_on=True,
+            )  # fmt: skip
+    return _op_swatches(run, palette)
+
+
+def _op_swatches(run: Simulation, palette: list[list[str]]) -> Swatches:
+    chunks = run.schedule.virtual
+    listed = range(chunks) if chunks <= _MOST_SWATCHES else (0, chunks - 1)
+    return {
+        f"{KINDS[kind]}, chunk {chunk}" if chunks > 1 else KINDS[kind]: colours[chunk]
+        for kind, colours in enumerate(palette[: len(run.schedule.halves)])
+        for chunk in listed
+    }
+
+
+def _draw_shares(axes: Axes, run: Simulation) -> Swatches:
+    """Each stage's share of F, B, W, waiting and idling, as the mixture of their colours.
+
+    A bin of time is a whole number of the steady state's periods: other bins would beat with it and
+    show stripes.
+    """
+    schedule, times = run.schedule, run.times
+    period = _period(run)
+    bins = -(-run.makespan // (period * -(-run.makespan // (period * _BINS))))
+    width = period * -(-run.makespan // (period * _BINS))
+    edges = run.start.min() + np.append(np.arange(bins) * width, run.makespan)
+    ops = [shade(kind) for kind in range(3)]
+    palette = np.stack([rgb(colour) for colour in (*ops, COMMUNICATION, IDLE)])
+    colours = np.clip(shares(run, edges) @ palette, 0, 1)
+    axes.pcolormesh(
+        edges - edges[0], np.arange(schedule.stages + 1) - 0.5, colours, rasterized=True
+    )
+    kinds = len(schedule.halves)
+    weights = [times.forward, times.backward, times.weight]
+    weights = weights if schedule.split else [times.forward, times.backward + times.weight, 0.0]
+    mixture = hexadecimal(np.average(palette[:3], axis=0, weights=weights))
+    names = "F, B and W in turn" if schedule.split else "F and B in turn"
+    return {names: mixture} | dict(zip(KINDS[:kinds], ops))
+
+
+def _period(run: Simulation) -> float:
+    """From one F to the next, as most often on the stage in the middle; a hundredth of all, where
+    they come in bursts."""
+    stage = run.schedule.stages // 2
+    between = np.diff(run.start[stage][run.orders.kind[stage] == F])
+    usual = float(np.median(between)) if len(between) else 0.0
+    return usual if usual > 1e-6 * run.makespan else run.makespan / 100
+
+
+# --- frame, memory, legend ------------------------------------------------------------------------
+
+
+def _frame(axes: Axes, run: Simulation, total: float) -> None:
+    """Axes, title, and in lock-step what the phases of the table run, above the rows."""
+    stages = run.schedule.stages
+    lockstep = run.model == "lockstep"
+    axes.set_xlim(0, total)
+    axes.set_ylim(stages - 0.5, -0.5)
+    idle = 1 - (run.end - run.start).sum() / (stages * run.makespan)
+    ticks = f", {count(run.schedule.ticks, 'tick')}" if lockstep else ""
+    title = f"{describe(run.schedule)}; {MODELS[run.model]}{ticks}: {run.makespan:.4g}"
+    axes.set_title(
+        f"{title}, idle {idle:.1%}", loc="left", fontsize=10.5, pad=18 if lockstep else 6
+    )
+    labelled = range(0, stages, -(-stages // 16))
+    axes.set_yticks(labelled, [f"stage {stage}" for stage in labelled])
+    _plain_axes(axes)
+    if lockstep:
+        _bracket_phases(axes, run, total)
+
+
+def _plain_axes(axes: Axes) -> None:
+    axes.tick_params(length=0, labelsize=8.5, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+def _bracket_phases(axes: Axes, run: Simulation, total: float) -> None:
+    """Above the rows: where only F, F and B, or only B occur, and so on."""
+    from matplotlib.transforms import offset_copy
+
+    above = offset_copy(axes.get_xaxis_transform(), axes.figure, y=8, units="points")
+    ticks, start, _ = tick_spans(run)
+    edges = np.append(start, run.end.max()) - run.start.min()
+    gap = 0.002 * total
+    for phase in run.schedule.phases:
+        names = [kind for kind, runs in zip(KINDS, (phase.forward, phase.backward, phase.weight))
+                 if runs]  # fmt: skip
+        first, last = edges[np.searchsorted(ticks, [phase.start, phase.stop])]
+        if not names or last <= first:
+            continue
+        axes.plot(
+            [first + gap, last - gap], [1, 1], transform=above, clip_on=False, color="#a0a0a0",
+            linewidth=0.9, marker="|", markersize=5,
+        )  # fmt: skip
+        label = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+        if last - first > (0.03 + 0.01 * len(label)) * total:
+            axes.text(
+                (first + last) / 2, 1, label, transform=above, ha="center", va="center",
+                fontsize=8.5, color="#404040",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
+            )  # fmt: skip
+
+
+def _draw_memory(axes: Axes, run: Simulation, limit: float | None) -> None:
+    """Stashes over time: a line a stage, or the range of all stages with the outermost ones."""
+    from matplotlib import colormaps
+
+    stages = run.schedule.stages
+    peak = run.peak_memory
+    drawn = list(range(stages))
+    if stages > _MOST_LINES:
+        drawn = sorted({0, stages - 1, int(peak.argmax())})
+        moments = np.linspace(run.start.min(), run.end.max(), 2 * _BINS)
+        kept = memory_between(run, moments)
+        axes.fill_between(
+            moments - moments[0], kept.min(axis=0), kept.max(axis=0), color="#dfe3ea", linewidth=0,
+            label="all stages", step="post",
+        )  # fmt: skip
+    for i, stage in enumerate(drawn):
+        times, values = run.memory_over_time(stage)
+        lasting = np.append(np.diff(times) > 1e-9 * run.makespan, True)
+        times, values = times[lasting], values[lasting]
+        colour = colormaps["viridis"](0.9 * i / max(1, len(drawn) - 1))
+        axes.step(
+            np.concatenate([[0.0], times - run.start.min()]), np.concatenate([[0.0], values]),
+            where="post", color=colour, linewidth=1.1, label=f"stage {stage}",
+        )  # fmt: skip
+    top = float(peak.max())
+    if limit is not None:
+        axes.axhline(limit, color=LIMIT, linewidth=0.9, linestyle="--", label="limit")
+        top = max(top, limit)
+    axes.set_ylim(0, 1.1 * top)
+    axes.set_ylabel("stashes", fontsize=8.5)
+    _plain_axes(axes)
+    axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False, handlelength=1.0,
+        labelspacing=0.25,
+    )  # fmt: skip
+    axes.annotate(
+        f"most: {peak.max():.4g} on stage {int(peak.argmax())}", (0, 1), xytext=(2, 2),
+        xycoords="axes fraction", textcoords="offset points", fontsize=7.5, color=INK,
+    )  # fmt: skip
+
+
+def _legend(figure: Figure, swatches: Swatches) -> None:
+    from matplotlib.patches import Patch
+
+    figure.legend(
+        handles=[Patch(facecolor=colour, label=text) for text, colour in swatches.items()],
+        loc="outside lower right", ncols=min(8, len(swatches)), fontsize=8.5, frameon=False,
+        handlelength=1.2, handleheight=1.0, columnspacing=1.2,
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Simulations as Chrome traces, which https://ui.perfetto.dev and chrome://tracing open.
+
+A process for each simulation; in it a thread for each stage, with its ops, arrows from each op to
+the one on another stage that takes its output, and a counter for each stage, of what it keeps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtx.pipeline.orders import KINDS, B, F, stage_of_piece
+from mtx.pipeline.simulate import Simulation
+from mtx.view.files import replacing
+from mtx.view.spans import MODELS, Shown, describe, runs_of
+
+UNIT_US = 1000.0  # one unit of the simulation's time: times given in ms are shown as such
+MOST_ARROWS = 100_000  # of one simulation; where there would be more, none is drawn
+_INSIDE = 0.01  # of an op: an arrow belongs to the op that is going on, not to one that ends there
+
+
+def trace_events(shown: Shown | Sequence[Shown], *, unit_us: float = UNIT_US) -> dict[str, Any]:
+    """The trace as JSON has it: {"traceEvents": [...], ...}; times in microseconds, from 0.
+
+    "otherData" says what one unit of the simulation's time is, and whether arrows were too many.
+    """
+    runs = runs_of(shown)
+    events = [event for pid, run in enumerate(runs) for event in _process(run, pid, unit_us)]
+    other = {"unit": f"1 of the simulation's time is {unit_us:g} us"}
+    crowded = [run for run in runs if _sends(run) > MOST_ARROWS]
+    if crowded:
+        other["arrows"] = f"left out where there are more than {MOST_ARROWS:,}"
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def write_trace(
+    shown: Shown | Sequence[Shown], path: str | Path, *, unit_us: float = UNIT_US
+) -> None:
+    """`trace_events` as a file. UserError where it cannot be written."""
+    text = json.dumps(trace_events(shown, unit_us=unit_us), separators=(",", ":"))
+    with replacing(path) as written:
+        written.write_text(text)
+
+
+def _process(run: Simulation, pid: int, unit_us: float) -> Iterator[dict[str, Any]]:
+    schedule = run.schedule
+    yield _name(pid, 0, "process", f"{describe(schedule)}; {MODELS[run.model]}")
+    for stage in range(schedule.stages):
+        yield _name(pid, stage, "thread", f"stage {stage}")
+        yield {"ph": "M", "pid": pid, "tid": stage, "name": "thread_sort_index",
+               "args": {"sort_index": stage}}  # fmt: skip
+    start = (run.start - run.start.min()) * unit_us
+    length = (run.end - run.start) * unit_us
+    for stage in range(schedule.stages):
+        rows = zip(run.orders.of(stage), start[stage].tolist(), length[stage].tolist())
+        for op, ts, dur in rows:
+            microbatch, part = divmod(op.item, schedule.slices)
+            args = {"microbatch": microbatch, "piece": int(schedule.pieces[op.chunk, stage])}
+            args |= {"slice": part} if schedule.slices > 1 else {}
+            yield {"ph": "X", "pid": pid, "tid": stage, "ts": ts, "dur": dur,
+                   "cat": KINDS[op.kind], "name": op.describe(schedule.slices),
+                   "args": args}  # fmt: skip
+        yield from _counter(run, pid, stage, unit_us)
+    if _sends(run) <= MOST_ARROWS:
+        yield from _arrows(run, pid, start, length)
+
+
+def _counter(run: Simulation, pid: int, stage: int, unit_us: float) -> Iterator[dict[str, Any]]:
+    """What the stage keeps, wherever that changes."""
+    times, values = run.memory_over_time(stage)
+    lasting = np.append(times[1:] > times[:-1], True)
+    times, values = (times[lasting] - run.start.min()) * unit_us, values[lasting]
+    changes = np.append(True, values[1:] != values[:-1])
+    for ts, value in zip(times[changes].tolist(), values[changes].tolist()):
+        yield {"ph": "C", "pid": pid, "tid": stage, "ts": ts, "name": f"stashes, stage {stage}",
+               "args": {"stashes": value}}  # fmt: skip
+
+
+def _name(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+
+
+def _sends(run: Simulation) -> int:
+    """How many outputs travel from stage to stage."""
+    stage_of = stage_of_piece(run.schedule.pieces)
+    return 2 * run.schedule.items * int((stage_of[1:] != stage_of[:-1]).sum())
+
+
+def _arrows(
+    run: Simulation, pid: int, start: np.ndarray, length: np.ndarray
+) -> Iterator[dict[str, Any]]:
+    """From the end of each op that sends to another stage, to the start of the one that takes what
+    it sent."""
+    schedule, orders = run.schedule, run.orders
+    stage = np.broadcast_to(np.arange(schedule.stages)[:, None], orders.kind.shape)
+    where = (orders.kind, orders.item, schedule.pieces[orders.chunk, stage])
+    first, last = np.zeros((2, 3, schedule.items, schedule.pieces.size))
+    first[where], last[where] = start + _INSIDE * length, start + (1 - _INSIDE) * length
+    stage_of = stage_of_piece(schedule.pieces).tolist()
+    ident = 0
+    for kind, step, name in ((F, 1, "activation"), (B, -1, "gradient")):
+        for piece, source in enumerate(stage_of):
+            other = piece + step
+            if not 0 <= other < len(stage_of) or stage_of[other] == source:
+                continue
+            spans = zip(last[kind, :, piece].tolist(), first[kind, :, other].tolist())
+            for sent, taken in spans:
+                ident += 1
+                shared = {"pid": pid, "name": name, "cat": "send", "id": f"{pid}.{ident}"}
+                yield {"ph": "s", "tid": source, "ts": sent, **shared}
+                yield {"ph": "f", "bp": "e", "tid": stage_of[other], "ts": taken, **shared}

@@ -1,0 +1,221 @@
+"""`mtx plan`: what it chooses and says, its JSON, its files, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mtx.cli import main
+from mtx.plan.plan import load_plan, load_run
+from mtx.presets import preset
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def numbers(capsys, line: str) -> dict:
+    assert main(["plan", *line.split(), "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert error == ""
+    return json.loads(out)
+
+
+def layout_of(plan: dict) -> tuple[int, ...]:
+    layout = plan["layout"]
+    return tuple(layout[name] for name in ("data", "pipe", "tensor", "virtual", "microbatch"))
+
+
+PROMISED = {
+    "parameters", "step_time_s", "sequences_per_s", "tflops_per_gpu_sc21", "tflops_per_gpu_model",
+    "mfu", "bubble_over_ideal", "memory_gib", "memory_parts_gib", "fits", "days_per_300b_tokens",
+}  # fmt: skip
+
+
+def test_json_has_every_number(capsys):
+    plan = numbers(capsys, "gpt-1t")
+    assert PROMISED <= plan.keys()
+    assert plan["parameters"] == 1_008_038_758_400 and plan["gpus"] == 3072
+    assert plan["bubble_over_ideal"] == pytest.approx(63 / 512)
+    assert plan["published"]["tflops_per_gpu"] == 163
+    assert layout_of(plan) == (6, 64, 8, 1, 1) and plan["chosen"] == []
+
+
+def test_a_preset_alone_is_the_papers_layout(capsys):
+    assert main(["plan", "gpt-76b"]) == 0
+    out = capsys.readouterr().out
+    assert "32 x 4 x 8 = 1,024 devices" in out and "140 teraFLOP/s, 45 % of peak" in out
+    assert "Chosen" not in out and "predicted above, with" in out
+
+
+def test_without_a_name_it_is_the_main_job(capsys):
+    assert numbers(capsys, "") == numbers(capsys, "gpt-1t")
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, layout",
+    [
+        ("--tensor 4", (12, 64, 4, 1, 1)),  # data follows
+        ("--pipe 32 --virtual 2", (12, 32, 8, 2, 1)),
+        ("--data 12", (12, 64, 8, 1, 1)),  # and twice the GPUs
+        ("--data 2 --pipe 64 --tensor 8 --gpus 1024", (2, 64, 8, 1, 1)),
+        ("--gpus 3072 --microbatch 2", (6, 64, 8, 1, 2)),
+    ],
+)
+def test_parts_of_the_layout_replace_the_presets(capsys, options, layout):
+    assert layout_of(numbers(capsys, f"gpt-1t {options}")) == layout
+
+
+def test_every_option_arrives(capsys):
+    plan = numbers(
+        capsys,
+        "gpt-1.7b --hidden 1536 --layers 12 --heads 16 --sequence 1024 --vocab 32000 --ffn 3072 "
+        "--precision float16 --global-batch 64 --microbatch 2 --schedule gpipe --zero 0 --pipe 2 "
+        "--tensor 2 --virtual 3 --recompute none --no-sequence-parallel --no-scatter-gather "
+        "--target h100 --tokens 1e9 --price 2.5",
+    )
+    model, layout = plan["model"], plan["layout"]
+    sizes = {"hidden": 1536, "layers": 12, "heads": 16, "sequence": 1024, "vocab": 32000}
+    assert sizes.items() <= model.items() and model["ffn_multiple"] == 2
+    assert model["compute_dtype"] == "float16" and plan["global_batch"] == 64
+    assert layout_of(plan) == (8, 2, 2, 3, 2)
+    assert (layout["schedule"], layout["recompute"]) == ("gpipe", "none")
+    assert layout["sequence_parallel"] is False and plan["scatter_gather"] is False
+    assert plan["zero"] == 0 and plan["target"] == "h100" and plan["tokens"] == 1e9
+    assert plan["cost"] == pytest.approx(2.5 * plan["gpu_hours"])
+    assert plan["days"] == pytest.approx(plan["days_per_300b_tokens"] / 300)
+
+
+def test_scatter_gather_and_zero_change_the_prediction(capsys):
+    base = "gpt-3-175b --no-sequence-parallel"
+    on, off = numbers(capsys, base), numbers(capsys, f"{base} --no-scatter-gather")
+    assert on["step_time_s"] < off["step_time_s"]
+    sharded, whole = (numbers(capsys, f"gpt-1.7b --zero {zero}") for zero in (1, 0))
+    assert sharded["memory_gib"] < whole["memory_gib"]
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+def test_another_number_of_gpus_opens_the_layout(capsys):
+    """The command of the README; in seconds, with the reasons."""
+    line = "gpt-3-175b --gpus 1024 --target a100-80gb --global-batch 1536"
+    plan = numbers(capsys, line)
+    assert plan["gpus"] == 1024 and plan["fits"] and plan["global_batch"] == 1536
+    ranked = plan["search"]["ranked"]
+    assert ranked[0]["runs"] and ranked[0]["step_time_s"] == pytest.approx(plan["step_time_s"])
+    assert [one["step_time_s"] for one in ranked] == sorted(one["step_time_s"] for one in ranked)
+    assert all("instead of" in one["beats_next_by"] for one in ranked[:-1])
+    assert plan["chosen"][0].startswith("layout: the fastest of ")
+    assert main(["plan", *line.split()]) == 0
+    out = capsys.readouterr().out
+    assert "Layouts of 1,024 x a100-80gb that fit, fastest first" in out
+    assert "One change of the best layout" in out and "instead of" in out
+
+
+def test_search_keeps_what_is_given(capsys):
+    plan = numbers(capsys, "gpt-18b --search --tensor 4 --recompute full --microbatch 2")
+    assert plan["gpus"] == 256 and plan["layout"]["recompute"] == "full"
+    assert plan["layout"]["tensor"] == 4 and plan["layout"]["microbatch"] == 2
+    assert " meshes with tensor=4, microbatch=2, recompute=full, by " in plan["chosen"][0]
+
+
+def test_sizes_alone_are_enough(capsys):
+    plan = numbers(capsys, "--hidden 6144 --layers 40")
+    assert plan["model"]["heads"] == 48 and plan["model"]["vocab"] == 51200
+    assert plan["fits"] and plan["gpus"] & (plan["gpus"] - 1) == 0
+    chosen = " ".join(plan["chosen"])
+    assert "heads=48, sequence=2048, vocab=51200, ffn=24576, precision=bfloat16" in chosen
+    assert f"gpus={plan['gpus']}: the smallest power of two that holds it" in chosen
+    assert f"global_batch={plan['global_batch']}: " in chosen and "layout: " in chosen
+
+
+def test_sizes_with_an_odd_number_of_gpus(capsys):
+    """The batch is one that 96 = 3 * 32 GPUs can share."""
+    plan = numbers(capsys, "--hidden 3072 --layers 24 --gpus 96 --target h200")
+    assert plan["global_batch"] % 3 == 0 and plan["gpus"] == 96
+    whole = numbers(capsys, "--hidden 1024 --layers 8 --data 2 --pipe 2 --tensor 2")
+    assert layout_of(whole)[:3] == (2, 2, 2)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_file_runs_and_can_be_planned_again(capsys):
+    saved = numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
+    assert load_run("best.toml").layout.devices == 64
+    assert load_run("best.toml").optimizer == preset("gpt-18b").optimizer
+    again = numbers(capsys, "best.toml")
+    assert again["target"] == "h100" and again["step_time_s"] == saved["step_time_s"]
+    other = numbers(capsys, "best.toml --target a100-80gb --save best.json")
+    assert other["target"] == "a100-80gb" == load_plan("best.json").target
+
+
+def test_a_target_of_ones_own(capsys, empty_directory):
+    (empty_directory / "ours.toml").write_text('like = "h100"\nmemory_gib = 10\n')
+    plan = numbers(capsys, "gpt-1t --target ours.toml")
+    assert plan["device_memory_gib"] == 10 and not plan["fits"]
+
+
+def test_a_picture_is_drawn(capsys, empty_directory):
+    assert main(["plan", "miniature", "--draw", "plan.svg"]) == 0
+    assert capsys.readouterr().out.endswith("picture plan.svg\n")
+    text = (empty_directory / "plan.svg").read_text()
+    for said in ("pipe 2 x data 2 x tensor 2", "matmuls", "GiB", "Throughput"):
+        assert said in text
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "gpt-2t": "unknown preset 'gpt-2t': did you mean",
+    "gpt-1t --target a100": "unknown hardware 'a100': did you mean 'a100-",
+    "gpt-1t --target no.toml": "cannot read hardware no.toml: No such file or directory",
+    "gpt-1t --gpus 0": "gpus=0 must be above 0",
+    "gpt-1t --layers -3": "layers=-3 must be above 0",
+    "gpt-1t --microbatch 0": "microbatch=0 must be above 0",
+    "gpt-1t --tokens -1": "tokens=-1.0 must be above 0",
+    "gpt-1t --price nan": "price=nan must be above 0",
+    "gpt-1t --gpus x": "--gpus takes INT, not 'x'",
+    "gpt-1t --zero 2": "invalid choice '2' for argument '--zero'",
+    "gpt-1t --recompute half": "invalid choice 'half' for argument '--recompute'",
+    "gpt-1t --precision int8": "invalid choice 'int8' for argument '--precision'",
+    "gpt-1t --precision float16 --target tpu-v5p": "tpu-v5p has no unit for float16",
+    "gpt-1t --schedule 2f2b": "unknown schedule '2f2b'",
+    "gpt-1t --search --schedule 2f2b": "unknown schedule '2f2b'",
+    "gpt-1t --hidden 100 --heads 7": "hidden=100 cannot be divided over heads=7; use hidden=98 or",
+    "gpt-1t --ffn 1000": "ffn=1000 must be a multiple of hidden=25600; use ffn=25600",
+    "gpt-1t --tensor 7": "data*pipe*tensor=6*64*7 is not gpus=3072; change one of them, or use --g",
+    "gpt-1t --data 5 --gpus 3072": "data*pipe*tensor=5*64*8 is not gpus=3072",
+    "gpt-1t --data 7 --pipe 2 --tensor 8 --gpus 3072": "data*pipe*tensor=7*2*8 is not gpus=3072",
+    "gpt-1t --pipe 48": "layers=128 cannot be divided over pipe*virtual=48*1; use layers=96 or 144",
+    "gpt-1t --global-batch 100": "global_batch=100 cannot be divided into data*microbatch=6*1; use",
+    "gpt-1t --gpus 8": "no layout on 8 x a100-80gb fits: the leanest of",
+    "gpt-1t --gpus 7": "no layout of gpus=7 divides layers=128, heads=160 and global_batch=3072; u",
+    "gpt-1t --gpus 1024 --pipe 3": "gpus=1024 cannot be divided by pipe=3; use gpus=1023",
+    "gpt-1t --sequence-parallel --no-sequence-parallel": "are both given; leave one",
+    "--heads 4": "without a PRESET a model needs at least --hidden and --layers",
+    "--hidden 512 --layers 4 --heads 3": "hidden=512 cannot be divided over heads=3; use hidden=5",
+    "gpt-1t --zero 0 --compile": "--compile compiles this program's step; zero=0 is only priced",
+    "gpt-1t --save no/plan.toml": "cannot write no/plan.toml: No such file or directory",
+    "gpt-1t --save plan.txt": "plan file 'plan.txt' must end with one of .toml, .json",
+    "miniature --draw no/plan.svg": "cannot write no/plan.svg: No such file or directory",
+    "gpt-1t --draw plan.txt": "path='plan.txt' must end with one of .svg, .png, .pdf",
+    "no.toml": "cannot read plan file no.toml: No such file or directory",
+    "gpt-1t --model.layers 3": "unknown option --model.layers: did you mean --layers?",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(line, empty_directory, capsys):
+    assert main(["plan", *line.split()]) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("mtx: ") and MISTAKES[line] in error
+    assert error.count("\n") == 1 and out == ""
+    assert list(empty_directory.iterdir()) == []

@@ -1,0 +1,246 @@
+"""`mtx schedule`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mtx.cli import main
+from mtx.pipeline.formats import read_schedule, to_csv, to_text
+from mtx.pipeline.makers import MAKERS, make
+from mtx.pipeline.shape import Times
+from mtx.pipeline.simulate import simulate
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    """`main`, where tyro leaves after its help as well."""
+    try:
+        return main(["schedule", *arguments])
+    except SystemExit as exit:
+        return exit.code
+
+
+SMALL = ("--stages", "2", "--microbatches", "3")
+
+
+# --- one schedule ---------------------------------------------------------------------------------
+
+
+def test_figure_4_is_printed(capsys):
+    assert run("1f1b", "--stages", "4", "--microbatches", "8", "--virtual", "2") == 0
+    title, first, _, _, _, notation, *facts = capsys.readouterr().out.splitlines()
+    assert title == "1f1b: 4 stages of 2 chunks, 8 microbatches, 26 ticks"
+    assert first == (
+        "stage 0 |1a|2a|3a|4a|1b|2b|3b|4b  ·|5a  ·|6a  ·|7a 1B|8a 2B|5b 3B|6b 4B|7b 1A|8b 2A"
+        "| · 3A| · 4A| · 5B|6B|7B|8B|5A|6A|7A|8A|"
+    )
+    assert facts == [
+        "ticks          26, each at most one F and one B",
+        "lock-step      28.5, bubble 18.75% of the ideal 24, as our program runs the ticks",
+        "asynchronous   28.5, bubble 18.75% of the ideal 24, as a program per stage runs the "
+        "orders",
+        "in flight      11 9 7 5 on stages 0 to 3: chunks of microbatches between their F and "
+        "their B, at most",
+        "slots          11 of the stash, on every stage",
+        "memory         5.5 4.5 3.5 2.5 on stages 0 to 3: stashes of a whole stage, at most",
+        "source         Narayanan et al., SC'21, section 2.2; bubble in closed form 18.75%",
+    ]
+
+
+def test_what_lock_step_cannot_run_well_is_said_with_both_prices(capsys):
+    assert run("zb-h1") == 0
+    facts = capsys.readouterr().out.splitlines()
+    assert "slots          5 of the stash, on every stage, and 4 of what waits for W" in facts
+    assert (
+        "remark         lock-step cannot run this table well: 45, against 27 by a program per stage"
+        in facts
+    )
+
+
+def test_without_a_name_it_is_1f1b_and_many_stages_are_shortened(capsys):
+    assert run("--stages", "32", "--microbatches", "40") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1f1b: 32 stages, 40 microbatches, ")
+    assert "in flight      40 40 40 40 ... 7 5 3 1 on stages 0 to 31:" in out
+    assert run("gpipe", *SMALL, "--memory-limit", "2") == 0
+    assert "stashes of a whole stage, at most, over the limit of 2" in capsys.readouterr().out
+
+
+def test_the_asynchronous_model_has_a_time_axis(capsys):
+    assert run("1f1b", *SMALL, "--model", "asynchronous", "--times", "1,1.5,0.5,0.25") == 0
+    title, *rows = capsys.readouterr().out.splitlines()
+    expected = simulate(
+        make("1f1b", microbatches=3, stages=2),
+        Times(forward=1, backward=1.5, weight=0.5, comm=0.25),
+    )
+    assert f"; asynchronous: {expected.makespan:.4g}, a character is " in title
+    assert "~" in rows[0] and len(rows[0]) == len(rows[1]) == 120
+
+
+def test_json_is_for_programs(capsys):
+    sizes = ("--stages", "4", "--microbatches", "8")
+    assert run("zb_h2", *sizes, "--times", "1,2,3,0.5", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    times = Times(forward=1, backward=2, weight=3, comm=0.5)
+    schedule = make("zb_h2", microbatches=8, stages=4, times=times)
+    shape = {"stages": 4, "microbatches": 8, "virtual": 1, "slices": 1}
+    table = {"ticks": schedule.ticks, "in_flight": [7, 5, 3, 1], "slots": schedule.slots}
+    priced = {}
+    for model in ("lockstep", "asynchronous"):
+        priced[model] = record.pop(model)
+        known = simulate(schedule, times, model=model)
+        for key in ("makespan", "bubble_rate", "bubble_over_ideal"):
+            assert priced[model].pop(key) == pytest.approx(getattr(known, key), rel=1e-12)
+        assert priced[model] == {
+            "in_flight": known.in_flight.tolist(), "peak_memory": known.peak_memory.tolist(),
+        }  # fmt: skip
+    assert record == {"schedule": "zb_h2", **shape, **table}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_table_is_written_and_read_back(empty_directory, capsys):
+    assert run("zb_v", *SMALL, "--csv", "a.csv", "--text", "a.txt") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "wrote csv      a.csv", "wrote text     a.txt",
+    ]  # fmt: skip
+    schedule = make("zb_v", microbatches=3, stages=2)
+    for name, text in (("a.csv", to_csv(schedule)), ("a.txt", to_text(schedule))):
+        assert Path(name).read_text() == text
+        assert run(name, "--json") == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["schedule"] == "a" and record["ticks"] == schedule.ticks
+    assert run("a.csv", "--stages", "2", "--virtual", "2") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a: 2 stages of 2 chunks, 3 microbatches") and "source" not in out
+
+
+def test_a_dash_is_the_standard_output_and_nothing_else(capsys):
+    schedule = make("1f1b", microbatches=3, stages=2)
+    assert run("1f1b", *SMALL, "--csv", "-") == 0
+    assert capsys.readouterr().out == to_csv(schedule)
+    assert run("1f1b", *SMALL, "--text", "-", "--orders") == 0
+    assert capsys.readouterr().out == to_text(schedule, orders=True)
+
+
+def test_picture_and_trace_are_written(empty_directory, capsys):
+    assert run(
+        "1f1b", *SMALL, "--beside", "gpipe", "--draw", "a.svg", "--trace", "a.json", "--csv", ""
+    ) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert out.endswith("wrote picture  a.svg\nwrote trace    a.json\n")
+    assert out.index("1f1b: 2 stages") < out.index("gpipe: 2 stages")
+    picture = Path("a.svg").read_text()
+    assert picture.startswith("<?xml") and "1f1b: 2 stages" in picture and "gpipe: 2" in picture
+    pids = {event["pid"] for event in json.loads(Path("a.json").read_text())["traceEvents"]}
+    assert pids == {0, 1}
+    assert sorted(path.name for path in empty_directory.iterdir()) == ["a.json", "a.svg"]
+
+
+# --- all schedules --------------------------------------------------------------------------------
+
+
+def test_compare_lists_every_schedule_with_both_prices_or_the_reason(capsys):
+    assert run("compare", "--stages", "4", "--microbatches", "8", "--virtual", "2") == 0
+    table, refused, best = capsys.readouterr().out.split("\n\n")
+    head, *rows = table.splitlines()
+    assert re.split(r"\s{2,}", head) == [
+        "schedule", "ticks", "in flight", "slots", "stashes", "lock-step", "bubble",
+        "asynchronous", "bubble",
+    ]  # fmt: skip
+    prices = {row.split()[0]: re.split(r"\s{2,}", row) for row in rows}
+    named = set(prices) | set(re.findall(r"^  (\w+):", refused, re.MULTILINE))
+    assert named == set(MAKERS)
+    assert prices["1f1b"][1:9] == [
+        "26", "11", "11", "5.5", "28.5", "18.8%", "28.5", "18.8%",
+    ]  # fmt: skip
+    assert "zb_h1: made for virtual=1" in refused
+    assert "lock-step does not suit it: 34.5, with a program per stage 25.5" in prices["zb_v"][-1]
+    lockstep = [float(row[5]) for row in prices.values()]
+    assert lockstep == sorted(lockstep)
+    assert best.startswith(f"best in lock-step: {rows[0].split()[0]} v=2")
+
+
+def test_compare_as_json_and_within_a_memory_limit(capsys):
+    limit = ("--stages", "4", "--microbatches", "8", "--memory-limit", "6")
+    assert run("compare", *limit, "--json") == 0
+    records = json.loads(capsys.readouterr().out)
+    fitting = [record for record in records if record["fits"]]
+    assert fitting == records[: len(fitting)]
+    assert fitting and all(record["memory"] <= 6 for record in fitting)
+    (plain,) = [r for r in records if (r["schedule"], r["virtual"]) == ("1f1b", 1)]
+    assert plain["reason"] == "keeps 7 stashes, over the limit of 6" and plain["ticks"] == 14
+    assert plain["lockstep"]["bubble_over_ideal"] == pytest.approx(3 / 8)
+
+    assert run("auto", *limit, "--json") == 0
+    best = json.loads(capsys.readouterr().out)
+    assert {key: fitting[0][key] for key in best} == best
+    assert run("auto", *limit) == 0
+    assert f"chosen         {best['schedule']}" in capsys.readouterr().out
+
+    assert run("compare", *SMALL, "--memory-limit", "0.1") == 2
+    assert re.search("no schedule fits memory_limit=0.1; .* keeps least,", capsys.readouterr().err)
+
+
+# --- help and mistakes ----------------------------------------------------------------------------
+
+
+def test_help_names_every_schedule_and_its_source(capsys):
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    for name, maker in MAKERS.items():
+        assert re.search(rf"^  {name} +\S", out, re.MULTILINE) and maker.source in out
+
+
+MISTAKES = {
+    "gpip": "unknown schedule 'gpip': did you mean 'gpipe'?",
+    "zb-h3": "unknown schedule 'zb_h3': did you mean 'zb_h",
+    "--stages 0": "stages=0 must be at least 1",
+    "compare --slices 0": "slices=0 must be at least 1",
+    "--stages 4000 --microbatches 4000": "stages=4000 * microbatches=4000 * virtual=1 * slices=1 is"
+    " too large a table; use at most 2,000,000 in all",
+    "zb_v --virtual 3": "schedule 'zb_v' is made for virtual=2, not virtual=3",
+    "1f1b --slices 2": "schedule '1f1b' does not cut sequences: use slices=1",
+    "--times 1,1": "--times takes four numbers, F,B,W,comm such as 1,1,1,0, not '1,1'",
+    "--times 1,1,1,x": "--times takes four numbers",
+    "--times 1,1,nan,0": "weight=nan must be a time of at least 0",
+    "--times 0,0,0,1": "forward, backward and weight are all 0",
+    "--memory-limit 0": "memory_limit=0.0 must be above 0",
+    "--model sync": "invalid choice 'sync' for argument '--model'",
+    "--draw a.txt": "path='a.txt' must end with one of .svg",
+    "--draw no/a.svg": "cannot write no/a.svg: No such file or directory",
+    "--trace no/a.json": "cannot write no/a.json: No such file or directory",
+    "--csv no/a.csv": "cannot write no/a.csv: No such file or directory",
+    "--csv .": "cannot write .: Is a directory",
+    "--csv - --json": "only one of --csv -, --text - and --json can be printed at a time",
+    "--csv a.csv --beside gpipe": "--csv and --text write one schedule: leave out --beside",
+    "--orders": "--orders says what --csv or --text hold: give one of them",
+    "compare --draw a.svg": "--draw goes with one schedule: name it instead of compare",
+    "missing.csv": "cannot read schedule 'missing.csv': No such file or directory",
+    "table.csv": "table.csv: row 2, column 2 (1X0): expected piece",
+    "table.csv --csv table.csv": "table.csv: row 2, column 2 (1X0): expected piece",
+    "sound.csv --stages 2": "sound.csv is a table with stages=1, not stages=2",
+    "auto --memory-limit 0.01": "fits memory_limit=0.01",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(line, empty_directory, capsys):
+    Path("table.csv").write_text("0F0,0B0\n1F0,1X0")
+    Path("sound.csv").write_text("0F0,0B0")
+    assert run(*line.split()) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("mtx: ") and MISTAKES[line] in error
+    assert error.count("\n") == 1 and out == ""
+    assert sorted(path.name for path in empty_directory.iterdir()) == ["sound.csv", "table.csv"]
+    assert read_schedule("sound.csv").ticks == 1

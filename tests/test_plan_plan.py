@@ -1,0 +1,173 @@
+"""A plan's numbers, and the files that keep it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtx.config import Layout, ModelConfig, RunConfig, to_dict
+from mtx.errors import UserError
+from mtx.plan.flops import model_flops, sc21_flops
+from mtx.plan.plan import is_plan_file, load_plan, load_run, make_plan, save_plan, to_toml
+from mtx.presets import NAMES, preset
+
+TRILLION = make_plan(preset("gpt-1t"))
+
+
+def test_speeds_follow_from_the_step():
+    run, step_s = TRILLION.run, TRILLION.time.step_s
+    assert TRILLION.sequences_per_s == pytest.approx(3072 / step_s)
+    assert TRILLION.tokens_per_s == pytest.approx(3072 * 2048 / step_s)
+    sc21 = sc21_flops(run.model, 3072) / step_s / 3072
+    assert TRILLION.tflops_per_gpu_sc21 == pytest.approx(sc21 / 1e12)
+    assert TRILLION.mfu == pytest.approx(model_flops(run.model, 3072) / step_s / 3072 / 312e12)
+    assert TRILLION.bubble_over_ideal == pytest.approx(63 / 512)
+
+
+def test_days_and_hours_of_a_token_budget():
+    days = 300e9 / TRILLION.tokens_per_s / 86400
+    assert TRILLION.days(300e9) == pytest.approx(days)
+    assert TRILLION.gpu_hours(300e9) == pytest.approx(days * 24 * 3072)
+    numbers = TRILLION.to_dict(tokens=450e9, price_per_gpu_hour=2.0)
+    assert numbers["days_per_300b_tokens"] == pytest.approx(days)
+    assert numbers["days"] == pytest.approx(1.5 * days)
+    assert numbers["cost"] == pytest.approx(2.0 * 1.5 * days * 24 * 3072)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_has_all_numbers_in_json(name):
+    numbers = json.loads(json.dumps(make_plan(preset(name)).to_dict(), allow_nan=False))
+    assert numbers["memory_gib"] == pytest.approx(sum(numbers["memory_parts_gib"].values()))
+    assert numbers["step_time_s"] == pytest.approx(sum(numbers["step_time_parts_s"].values()))
+    assert numbers["fits"] == (numbers["memory_share"] <= 0.9)
+    assert 0 < numbers["mfu"] < 1 and numbers["parameters"] > 0
+    assert ("published" in numbers) == (name in {"gpt-1.7b", *NAMES[1:10]})
+
+
+def test_the_memory_fraction_is_named_where_the_default_will_not_do():
+    shares = {}
+    for gib in (20, 40, 80):
+        hardware = dataclasses.replace(TRILLION.hardware, memory_gib=gib)
+        plan = dataclasses.replace(TRILLION, hardware=hardware)
+        shares[gib] = (plan.memory_share > 0.75, plan.memory_fraction)
+    assert shares[80] == (False, None)
+    for tight, fraction in shares.values():
+        assert fraction == (0.9 if tight else None)
+
+
+def test_it_is_a_table_in_a_notebook():
+    html = TRILLION._repr_html_()
+    assert html.startswith("<table>") and html.count("<tr>") > 40
+    assert "1,008,038,758,400" in html and "<th" in html
+    assert "SC&#x27;21, on A100-80GB" in html and "SC'21" not in html
+
+
+@pytest.mark.parametrize("zero", [2, -1, 4])
+def test_an_unknown_sharding_is_an_error(zero):
+    with pytest.raises(UserError, match=f"zero={zero} must be 0"):
+        make_plan(preset("gpt-1.7b"), zero=zero)
+
+
+def test_a_target_without_the_type_is_an_error():
+    run = preset("gpt-1.7b")
+    half = dataclasses.replace(run, model=dataclasses.replace(run.model, compute_dtype="float16"))
+    with pytest.raises(UserError, match="tpu-v5p has no unit for float16"):
+        make_plan(half, target="tpu-v5p")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json", ".TOML"])
+def test_a_plan_comes_back_from_its_file(tmp_path, suffix):
+    path = tmp_path / f"plan{suffix}"
+    layout = Layout(pipe=2, tensor=2, stage_layers=(3, 5), recompute="selective", microbatch=2)
+    run = RunConfig(model=ModelConfig(layers=8), layout=layout, out='runs/"odd\\name"\n\x7fé')
+    plan = make_plan(run, target="h100", scatter_gather=False)
+    save_plan(plan, path)
+    assert load_plan(path) == plan
+    assert load_run(path) == run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_survives_toml(name, tmp_path):
+    save_plan(make_plan(preset(name)), tmp_path / "plan.toml")
+    assert load_run(tmp_path / "plan.toml") == preset(name)
+
+
+def test_the_config_beside_a_checkpoint_is_a_plan_file_too(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(preset("miniature"))))
+    assert load_run(tmp_path / "config.json") == preset("miniature")
+
+
+def test_what_is_only_priced_is_not_trained(tmp_path):
+    path = tmp_path / "plan.toml"
+    save_plan(make_plan(preset("gpt-1.7b"), zero=3), path)
+    assert load_plan(path).zero == 3 == load_run(path).layout.zero
+    save_plan(make_plan(preset("gpt-1.7b"), zero=0), path)
+    assert load_plan(path).zero == 0
+    with pytest.raises(UserError, match="zero=0 is priced, not trained; plan it again with --zer"):
+        load_run(path)
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("missing.toml", None, "cannot read plan file .*missing.toml: No such file"),
+        ("plan.txt", "", "must end with one of .toml, .json"),
+        ("bad.toml", "steps = ", "bad.toml is no TOML file: "),
+        ("bad.json", "{", "bad.json is no JSON file: "),
+        ("list.json", "[]", "list.json is no plan file; `mtx plan PRESET --save FILE` writes one"),
+        ("plan.toml", "plan = 3", "plan.toml is no plan file"),
+        ("field.toml", "step = 3", "unknown RunConfig field 'step': did you mean 'steps'"),
+        ("value.toml", "steps = 0", "steps=0 must be a whole number of at least 1"),
+        ("type.toml", "[model]\nhidden = 'x'", "hidden=x must be a whole number"),
+        ("type2.toml", "eval_every = 'x'", "a value is of the wrong type"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_run(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "plan.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="it is not text"):
+        load_run(tmp_path / "plan.toml")
+
+
+def test_where_it_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match="cannot write .*: No such file or directory"):
+        save_plan(TRILLION, tmp_path / "no" / "plan.toml")
+    with pytest.raises(UserError, match="must end with one of"):
+        save_plan(TRILLION, tmp_path / "plan.yaml")
+
+
+def test_plan_files_and_presets_are_told_apart():
+    assert is_plan_file("best.toml") and is_plan_file("a/b.JSON")
+    assert not any(is_plan_file(name) for name in NAMES)
+
+
+LEAVES = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(
+    st.characters(exclude_categories=["Cs"])
+)  # fmt: skip
+VALUES = LEAVES | st.lists(LEAVES, max_size=3)
+KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+TABLES = st.recursive(
+    st.dictionaries(KEYS, VALUES, max_size=4),
+    lambda inner: st.dictionaries(KEYS, VALUES | inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(TABLES)
+def test_what_is_written_as_toml_reads_back(values):
+    assert tomllib.loads(to_toml(values)) == values

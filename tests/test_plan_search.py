@@ -1,0 +1,264 @@
+"""The search: nothing better exists, the paper's advice comes out, and mistakes are explained."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.plan.compare import changes, reasons
+from mtx.plan.hardware import hardware
+from mtx.plan.memory import predict_memory
+from mtx.plan.search import Fixed, divisors, fewest_gpus, search
+from mtx.plan.summary import part_name
+from mtx.plan.time import StepTime, predict_step
+from mtx.presets import TABLE1, preset
+
+A100 = hardware("a100-80gb")
+SMALL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=512, vocab=4096)
+CASES = {  # model, GPUs, global batch, share of the meshes that can be made to fit, node
+    "roomy": (SMALL, 8, 16, 1.0, 8),
+    "tight": (SMALL, 8, 16, 0.6, 4),
+    "tighter": (SMALL, 8, 32, 0.3, 2),
+    "odd": (replace(SMALL, layers=6, heads=12, hidden=1536), 12, 24, 0.5, 4),
+    "sequence cannot be cut": (replace(SMALL, sequence=500), 16, 16, 0.4, 8),
+}
+
+
+def device(gib: float, node: int):
+    return replace(A100, memory_gib=gib, node_devices=node)
+
+
+@functools.cache
+def device_of(case: str):
+    """With memory for the leanest layout of so many meshes; roomy: for all that there is."""
+    model, gpus, batch, share, node = CASES[case]
+    needs = []
+    for data, pipe, tensor in itertools.product(divisors(gpus), repeat=3):
+        parallel = model.sequence % tensor == 0
+        layout = Layout(
+            data=data, pipe=pipe, tensor=tensor, recompute="full", idle="phases",
+            sequence_parallel=parallel,
+        )  # fmt: skip
+        try:
+            layout.check(model)
+            if layout.devices == gpus:
+                needs.append(predict_memory(model, layout, batch).total_bytes / 2**30 / 0.9)
+        except UserError:
+            continue
+    return device(sorted(needs)[int(share * len(needs)) - 1] * 1.05 if share < 1 else 80, node)
+
+
+@functools.cache
+def enumerated(case: str) -> dict[tuple[int, int, int], dict[int, float]]:
+    """Of every mesh and every zero: the seconds of its fastest layout that fits. No pruning."""
+    model, gpus, batch, *_ = CASES[case]
+    target = device_of(case)
+    best: dict[tuple[int, int, int], dict[int, float]] = {}
+    for data, pipe, tensor in itertools.product(divisors(gpus), repeat=3):
+        if data * pipe * tensor != gpus:
+            continue
+        for microbatch, virtual, schedule, recompute, parallel, zero in itertools.product(
+            divisors(batch), divisors(model.layers), ("1f1b", "gpipe"),
+            ("none", "selective", "full"), (True, False), (0, 1, 3) if data > 1 else (1,),
+        ):  # fmt: skip
+            layout = Layout(
+                data=data, pipe=pipe, tensor=tensor, microbatch=microbatch, virtual=virtual,
+                schedule=schedule, recompute=recompute, sequence_parallel=parallel, idle="phases",
+            )  # fmt: skip
+            try:
+                layout.check(model)
+                memory = predict_memory(model, layout, batch, zero=zero)
+                time = predict_step(model, layout, batch, target, zero=zero)
+            except UserError:
+                continue
+            if memory.total_bytes <= 0.9 * target.memory_bytes:
+                mine = best.setdefault((data, pipe, tensor), {})
+                mine[zero] = min(mine.get(zero, float("inf")), time.step_s)
+    return best
+
+
+def found_in(case: str, **options):
+    model, gpus, batch, *_ = CASES[case]
+    return search(model, gpus=gpus, global_batch=batch, hardware=device_of(case), **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plain_enumeration_finds_nothing_better(case):
+    best = {mesh: min(seconds.values()) for mesh, seconds in enumerated(case).items()}
+    found = found_in(case, top=100)
+    assert {mesh_of(one): one.time.step_s for one in found.ranked} == pytest.approx(best)
+    assert found.best.time.step_s == pytest.approx(min(best.values()))
+    times = [one.time.step_s for one in found.ranked]
+    assert times == sorted(times)
+    assert all(one.runs for one in found.ranked)
+
+
+def mesh_of(one) -> tuple[int, int, int]:
+    return one.layout.data, one.layout.pipe, one.layout.tensor
+
+
+def test_the_cases_are_not_all_alike():
+    """Else the enumeration would prove little: some meshes must not fit, some need recomputing."""
+    ways = {one.layout.recompute for case in CASES for one in found_in(case, top=100).ranked}
+    assert ways == {"none", "selective", "full"}
+    fits = [sum(1 in seconds for seconds in enumerated(c).values()) for c in ("tighter", "roomy")]
+    assert 0 < fits[0] < fits[1]
+    zeros = {one.zero for case in CASES for one in found_in(case, top=100).ranked}
+    assert zeros == {1, 3}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_optimizer_sharding_can_be_asked_for(zero):
+    best = enumerated("roomy")
+    found = found_in("roomy", fixed=Fixed(zero=zero))
+    assert found.best.zero == zero and found.best.runs == (zero != 0)
+    wanted = min(seconds[zero] for seconds in best.values() if zero in seconds)
+    assert found.best.time.step_s == pytest.approx(wanted)
+
+
+def test_what_is_fixed_stays():
+    fixed = Fixed(tensor=2, virtual=2, schedule="gpipe", recompute="full", sequence_parallel=False)
+    found = found_in("roomy", fixed=fixed, top=100)
+    assert {one.layout.pipe for one in found.ranked} == {1, 2}
+    for one in found.ranked:
+        for name in ("tensor", "virtual", "schedule", "recompute", "sequence_parallel"):
+            assert getattr(one.layout, name) == getattr(fixed, name)
+
+
+# --- SC'21 ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def best_of(name: str):
+    run = preset(name)
+    return search(
+        run.model, gpus=run.layout.devices, global_batch=run.global_batch, hardware=A100, top=1
+    ).best
+
+
+@pytest.mark.parametrize("name", TABLE1)
+def test_the_best_is_at_least_as_fast_as_the_papers_layout(name):
+    run, best = preset(name), best_of(name)
+    paper = predict_step(run.model, run.layout, run.global_batch, A100)
+    assert best.time.step_s <= paper.step_s
+    assert best.layout.devices == run.layout.devices
+    assert best.memory.total_bytes <= 0.9 * A100.memory_bytes
+
+
+@pytest.mark.parametrize("node", [2, 4, 8])
+def test_takeaway_1_tensor_groups_stay_inside_a_node(node):
+    """Whatever the size of a node is; with room for more the model would take it."""
+    run = preset("gpt-39b")
+    found = search(
+        run.model, gpus=64, global_batch=512, hardware=replace(A100, node_devices=node), top=1
+    )
+    assert 1 < found.best.layout.tensor <= node
+
+
+def test_takeaway_2_data_parallelism_for_the_rest():
+    """More GPUs with the same model: the new ones become replicas, not stages or shards."""
+    run = preset("gpt-18b")
+    sizes = []
+    for gpus in (64, 256):
+        best = search(run.model, gpus=gpus, global_batch=8 * gpus, hardware=A100, top=1).best.layout
+        sizes.append((best.pipe * best.tensor, best.data))
+    assert sizes[1][0] <= sizes[0][0] and sizes[1][1] >= 4 * sizes[0][1]
+
+
+def test_takeaway_3_the_best_microbatch_depends_on_the_batch():
+    """SC'21, figure 8: larger microbatches are more efficient, but make a larger bubble."""
+    model = replace(preset("gpt-7.5b").model, layers=32)
+    best = []
+    for batch in (64, 1024):
+        fixed = Fixed(data=1, pipe=8, tensor=8, virtual=1)
+        found = search(model, gpus=64, global_batch=batch, hardware=A100, fixed=fixed)
+        best.append(found.best.layout.microbatch)
+    assert best[0] < best[1] < 1024
+
+
+# --- reasons --------------------------------------------------------------------------------------
+
+
+def test_reasons_name_the_parts_that_differ_most():
+    found = found_in("roomy", top=100)
+    for better, worse in itertools.pairwise(found.ranked):
+        text = reasons(better, worse, device(80, 8))
+        gains = {
+            each.name: getattr(worse.time, each.name) - getattr(better.time, each.name)
+            for each in fields(StepTime)
+        }
+        most = max(gains, key=gains.get)
+        if better.time.step_s < worse.time.step_s and most != "bubble_s":
+            assert part_name(most) in text
+        if most == "bubble_s":
+            assert text.startswith("bubble ") and "% instead of" in text
+
+
+def test_a_tensor_group_that_leaves_the_node_is_said():
+    fixed = Fixed(data=1, pipe=1)
+    inside, across = (
+        search(SMALL, gpus=8, global_batch=16, hardware=device(80, node), fixed=fixed).best
+        for node in (8, 4)
+    )
+    wide = replace(across, layout=replace(across.layout, tensor=8))
+    narrow = replace(inside, layout=replace(inside.layout, tensor=4))
+    text = reasons(narrow, wide, device(80, 4))
+    assert "collectives over tensor inside a node" in text
+
+
+def test_changes_of_the_best_are_slower_or_do_not_fit():
+    model, _, batch, *_ = CASES["tight"]
+    best, target = found_in("tight").best, device_of("tight")
+    listed = changes(best, model, global_batch=batch, hardware=target)
+    names = {change.name for change in listed}
+    assert {"microbatch", "recompute", "schedule"} <= names
+    for change in listed:
+        one = change.candidate
+        assert (one.layout, one.zero) != (best.layout, best.zero)
+        if change.fits and one.runs:
+            assert one.time.step_s >= best.time.step_s
+        assert change.fits == (one.memory.total_bytes <= 0.9 * target.memory_bytes)
+
+
+# --- nothing found --------------------------------------------------------------------------------
+
+
+def test_too_small_devices_are_said_with_what_is_missing():
+    with pytest.raises(
+        UserError, match=r"no layout on 8 x a100-80gb fits: .* of 0.1 GiB; use more"
+    ):
+        search(SMALL, gpus=8, global_batch=16, hardware=device(0.1, 8))
+
+
+@pytest.mark.parametrize(
+    "gpus, batch, fixed, message",
+    [
+        (
+            7,
+            16,
+            {},
+            "no layout of gpus=7 divides layers=4, heads=8 and global_batch=16; use gpus=4",
+        ),
+        (8, 16, {"pipe": 3}, "gpus=8 cannot be divided by pipe=3; use gpus=6"),
+        (8, 16, {"tensor": 2, "pipe": 8}, "gpus=8 cannot be divided by pipe=8 * tensor=2"),
+        (8, 16, {"pipe": 8}, "no layout of gpus=8 with pipe=8 divides layers=4"),
+    ],
+)
+def test_no_layout_is_said_with_the_remedy(gpus, batch, fixed, message):
+    with pytest.raises(UserError) as caught:
+        search(SMALL, gpus=gpus, global_batch=batch, hardware=A100, fixed=Fixed(**fixed))
+    assert str(caught.value).startswith(message)
+
+
+def test_the_fewest_gpus_hold_the_model_and_half_of_them_do_not():
+    model = preset("gpt-18b").model
+    gpus = fewest_gpus(model, hardware=A100, batch_of=lambda gpus: 8 * gpus)
+    assert gpus > 1
+    search(model, gpus=gpus, global_batch=8 * gpus, hardware=A100, top=1)
+    with pytest.raises(UserError, match="fits"):
+        search(model, gpus=gpus // 2, global_batch=4 * gpus, hardware=A100, top=1)
