@@ -1,53 +1,70 @@
-"""Every schedule's table on one model: measured step and memory beside what was predicted.
+"""Every schedule on one model and the same devices: measured beside predicted.
+
+    python experiments/bench_schedules.py
+
+trains preset bench-s on four virtual CPU devices by the table of every maker that goes with it. All
+start from the same parameters with the same batch; unless the losses of every step agree to 1e-5,
+nothing is printed. Then a table:
+
+step      seconds of a step, measured, and predicted from F, B, B with W, W, embedding with head, an
+          idle tick and the optimizer, each timed on its own, on all devices at once
+work      core-seconds measured over those predicted: what other programs do to a step's time, and
+          cores that wait, do not show in it
+MiB       temporary memory of one device's step by XLA's analysis, and predicted: slots of the table
+          times their bytes, and a constant part, which is what the table of 1F1B leaves over
+off       why, where either differs by more than a tenth
+
+REASONS_HERE
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import bench
 import jax
-import jax.numpy as jnp
-import numpy as np
-from bench_pipeline import Training, random_batch
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from bench_pipeline import Training
 from rich.table import Table
+from step_parts import (
+    REFERENCE,
+    Beside,
+    Costs,
+    Ops,
+    Seconds,
+    Sizes,
+    compile_training,
+    costs_of,
+    timed,
+    trainer_of,
+)
 
 from mtx.cli import exit_status, parse
-from mtx.config import Layout, RunConfig, to_dict
+from mtx.config import RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.pipeline.makers import MAKERS, make, maker
 from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.shape import Times
 from mtx.pipeline.simulate import simulate
-from mtx.pipeline.stage import Kept, Stage
-from mtx.pipeline.ticks import Op
 from mtx.presets import preset
-from mtx.sharding.collectives import broadcast_from
 from mtx.train.launch import use_virtual_devices
-from mtx.train.step import Trainer
 
+TOLERANCE = 0.1  # by how much measured may differ from predicted before a reason is asked for
 _MIB = 2**20
-_REPEATS = 4  # ops of one kind in a row, timed together
-_SLOTS = 2  # of the ring that they go through
-_IDLE_TICKS = 50  # before each tick of the table that prices an idle tick
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compares measured and predicted time and memory of schedules, on one model."""
+    """Puts measured beside predicted, in time and memory, for every schedule on one model."""
 
     preset: str = "bench-s"  # whose model, microbatch size and optimizer are taken
-    schedules: str = ""  # NAME,NAME,...; all that go with the model where empty
+    schedules: str = ""  # NAME,NAME,...; empty: all that go with the model
     stages: int = 4  # p, a virtual CPU device each
     microbatches: int = 8  # m
-    rounds: int = 5  # every schedule and every op once in each, in turn
+    rounds: int = 5  # every op and every schedule in turn
     steps: int = 1  # of each schedule in a round
     json: str = ""  # FILE for everything that was measured
 
@@ -59,332 +76,337 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One table, and the names of the makers that make it."""
+    """One table, and the other names under which it is made."""
 
     name: str
-    also: tuple[str, ...]
     schedule: Schedule
+    also: tuple[str, ...] = ()
 
-    def trainer(self, run: RunConfig) -> Trainer:
-        return trainer_of(self.schedule, run)
-
-
-def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:
-    layout = Layout(
-        pipe=schedule.stages, virtual=schedule.virtual, slices=schedule.slices,
-        microbatch=run.layout.microbatch, schedule=schedule.name,
-    )  # fmt: skip
-    batch = schedule.microbatches * layout.microbatch
-    return Trainer(replace(run, layout=layout, global_batch=batch), schedule=schedule)
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Chunks of a stage and slices of a sequence, on which alone depends what an op costs."""
+        return self.schedule.virtual, self.schedule.slices
 
 
 def rows_of(options: Options, layers: int) -> list[Row]:
-    names = list(filter(None, options.schedules.split(","))) or list(MAKERS)
-    found: dict[tuple, Row] = {}
-    refused = ""
-    for name in names:
+    """Every maker's tables with one and with two chunks a stage, each table once."""
+    names = [name.strip() for name in options.schedules.split(",") if name.strip()]
+    rows: dict[tuple, Row] = {}
+    for name in names or MAKERS:
         known = maker(name)
-        for virtual in [known.virtual] if known.virtual else [1, 2]:
+        for virtual in (known.virtual,) if known.virtual else (1, 2):
             if layers % (options.stages * virtual):
-                refused = (
-                    f"layers={layers} cannot be divided over stages*virtual="
-                    f"{options.stages}*{virtual}"
-                )
                 continue
             schedule = make(
                 name, microbatches=options.microbatches, stages=options.stages, virtual=virtual
             )
             label = name + (f" v={virtual}" if virtual > 1 else "")
-            key = _key(schedule)
-            if key in found:
-                row = found[key]
-                found[key] = replace(row, also=(*row.also, label))
-            else:
-                found[key] = Row(name=label, also=(), schedule=schedule)
-    if not found:
-        raise UserError(f"no schedule to run: {refused}; use other stages or another preset")
-    return list(found.values())
-
-
-def _key(schedule: Schedule) -> tuple:
-    tables = (schedule.pieces, schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
-    return (schedule.slices, *(t if t is None else (t.shape, t.tobytes()) for t in tables))
-
-
-# --- ops on their own -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds, each of all stages at once. Ops are those of one chunk and one item."""
-
-    forward_s: float
-    both_s: float
-    backward_s: float
-    weight_s: float
-    ends_s: float
-    tick_s: float
-    once_s: float
-
-
-class Held(NamedTuple):
-    """What ops of one stage read and write."""
-
-    x_BsD: Any
-    ring: Any
-    cache: Any
-    gradients: Any
-    dcache: Any
-    early: Any
-    deferred: Any
-    late: Any
-
-
-class Ops:
-    """F, B and W of one number of chunks and slices, and what the ends cost: each alone."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer, schedule = trainer, trainer.schedule
-        self.virtual, self.slices = schedule.virtual, schedule.slices
-        specs = trainer.state_specs.params
-        self.params = jax.jit(
-            trainer._init_params, out_shardings=trainer.shardings(specs)
-        )(0)
-        stacked = P("pipe")
-        self.start = self._map(self._start, (specs,), stacked)
-        self.by_name = {
-            name: jax.jit(self._map(f, (specs, stacked), stacked), donate_argnums=1)
-            for name, f in (
-                ("forward_s", self._forward), ("both_s", self._both),
-                ("backward_s", self._backward), ("weight_s", self._weight),
-            )
-        }  # fmt: skip
-        self.held = jax.jit(self.start)(self.params)
-        ends = specs["ends"]
-        self.ends = jax.jit(self._map(self._ends, (specs, ends), ends), donate_argnums=1)
-        self.dends = jax.tree.map(jnp.zeros_like, self.params["ends"])
-
-    def _map(self, f, in_specs, out_specs):
-        def local(params, *held):
-            block = jax.tree.map(lambda a: a[0], params["block"])
-            return f({"ends": params["ends"], "block": block}, *held)
-
-        return jax.shard_map(
-            local, mesh=self.trainer.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            row = rows.setdefault(_table_key(schedule), Row(name=label, schedule=schedule))
+            if row.name != label:
+                rows[_table_key(schedule)] = replace(row, also=(*row.also, label))
+    if not rows:
+        raise UserError(
+            f"layers={layers} cannot be divided over stages={options.stages} with the chunks that "
+            f"{', '.join(names) or 'schedules'} ask for; use fewer stages or another preset"
         )
-
-    def _x(self):
-        run = self.trainer.run
-        shape = run.layout.microbatch, run.model.sequence // self.slices, run.model.hidden
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(run.model.compute_dtype))
-
-    def _place(self, item, layer):
-        samples_B = jnp.arange(self.trainer.run.layout.microbatch, dtype=jnp.int32)
-        part = item % self.slices if self.slices > 1 else 0
-        return self.trainer.model.place(layer, samples_B, jnp.zeros(2, jnp.uint32), part)
-
-    def _stage(self, params, *, split: bool) -> Stage:
-        trainer = self.trainer
-        index = lax.axis_index("pipe")
-        layer = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], params["block"]))
-        return Stage(
-            model=trainer.model, layer_params=layer, placement=trainer.placement,
-            layer_CN=jnp.asarray(trainer.placement.layer)[index],
-            count_C=jnp.asarray(trainer.placement.count)[index],
-            place=self._place, x_BsD=self._x(), slices=self.slices, split=split,
-        )  # fmt: skip
-
-    def _start(self, params) -> Held:
-        whole, split = self._stage(params, split=False), self._stage(params, split=True)
-        x = self._x()
-
-        def zeros(wanted):
-            return jax.tree.map(
-                lambda a, late: jnp.zeros(a.shape, jnp.float32) if late == wanted else None,
-                params["block"], split.is_late(),
-            )  # fmt: skip
-
-        held = Held(
-            x_BsD=jax.random.normal(jax.random.key(0), x.shape, x.dtype), ring=whole.stash(_SLOTS),
-            cache=whole.caches(1), dcache=whole.caches(1),
-            gradients=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params["block"]),
-            early=zeros(False), deferred=split.weight_stash(_SLOTS), late=zeros(True),
-        )  # fmt: skip
-        return jax.tree.map(lambda a: a[None], held)
-
-    def _repeated(self, held: Held, body: Callable) -> Held:
-        """body(op, held) -> held, _REPEATS times."""
-
-        def one(held, i):
-            chunk, slot = i % self.virtual, i % _SLOTS
-            zero = jnp.zeros((), jnp.int32)
-            op = Op(item=i, chunk=chunk, held=chunk, slot=slot, deferred=slot, cache=zero,
-                    cache_gradient=zero)  # fmt: skip
-            return body(op, held), None
-
-        first = jax.tree.map(lambda a: a[0], held)
-        held, _ = lax.scan(one, first, jnp.arange(_REPEATS, dtype=jnp.int32))
-        return jax.tree.map(lambda a: a[None], held._replace(x_BsD=first.x_BsD))
-
-    def _forward(self, params, held: Held) -> Held:
-        stage = self._stage(params, split=False)
-
-        def forward(op, held):
-            x, ring, cache = stage.forward(op, params["block"], held.x_BsD, held.ring, held.cache)
-            return held._replace(x_BsD=x, ring=ring, cache=cache)
-
-        return self._repeated(held, forward)
-
-    def _both(self, params, held: Held) -> Held:
-        stage = self._stage(params, split=False)
-
-        def both(op, held):
-            kept = Kept(held.gradients, (), held.dcache)
-            x, kept = stage.backward(op, params["block"], held.x_BsD, held.ring, held.cache, kept)
-            return held._replace(x_BsD=x, gradients=kept.gradients, dcache=kept.dcache)
-
-        return self._repeated(held, both)
-
-    def _backward(self, params, held: Held) -> Held:
-        stage = self._stage(params, split=True)
-
-        def backward(op, held):
-            kept = Kept(held.early, held.deferred, held.dcache)
-            x, kept = stage.backward(op, params["block"], held.x_BsD, held.ring, held.cache, kept)
-            return held._replace(
-                x_BsD=x, early=kept.gradients, deferred=kept.deferred, dcache=kept.dcache
-            )
-
-        return self._repeated(held, backward)
-
-    def _weight(self, params, held: Held) -> Held:
-        stage = self._stage(params, split=True)
-        return self._repeated(
-            held, lambda op, held: held._replace(late=stage.weight(op, held.deferred, held.late))
-        )
-
-    def _ends(self, params, dends):
-        model, ends, pipe = self.trainer.model, params["ends"], self.trainer.axes.pipe
-        x = self._x()
-        index = lax.axis_index("pipe")
-        stage = index
-        ids = jnp.arange(x.shape[0] * x.shape[1], dtype=jnp.int32).reshape(x.shape[:2])
-        batch = {"tokens": ids % self.trainer.run.model.vocab,
-                 "targets": ids % self.trainer.run.model.vocab,
-                 "weights": jnp.ones(x.shape[:2], jnp.float32)}
-        place = self._place(jnp.int32(0), jnp.int32(-1))
-
-        def one(carry, _):
-            dends, dx = carry
-            y, embed_vjp = jax.vjp(lambda ends: model.embed(ends, batch, place), ends)
-            y = broadcast_from(y + 1e-3 * dx, stage == 0, pipe)
-            value, vjp = jax.vjp(lambda ends, y: model.loss(ends, y, batch), ends, y)
-            first, dx = vjp(jnp.ones((), value.dtype))
-            (second,) = embed_vjp(broadcast_from(dx, stage == 0, pipe))
-            dends = jax.tree.map(lambda a, b: a + b, dends, first)
-            dends = jax.tree.map(lambda a, b: a + b, dends, second)
-            return (dends, dx), None
-
-        (dends, _), _ = lax.scan(one, (dends, jnp.zeros(x.shape, x.dtype)), length=_REPEATS)
-        return dends
-
-    def time_ops(self) -> dict[str, float]:
-        seconds = {}
-        for name, f in self.by_name.items():
-            start = time.perf_counter()
-            self.held = jax.block_until_ready(f(self.params, self.held))
-            seconds[name] = (time.perf_counter() - start) / _REPEATS
-        start = time.perf_counter()
-        self.dends = jax.block_until_ready(self.ends(self.params, self.dends))
-        seconds["ends_s"] = (time.perf_counter() - start) / _REPEATS
-        return seconds
-
-    def bytes(self) -> dict[str, int]:
-        return {
-            name: sum(a.nbytes for a in jax.tree.leaves(getattr(self.held, name))) // n // self.trainer.schedule.stages
-            for name, n in (("x_BsD", 1), ("ring", _SLOTS), ("deferred", _SLOTS), ("cache", 1))
-        }
+    return list(rows.values())
 
 
-class NoPipeline:
-    def gradients(self, params, batch, samples_MB, key, loss_weight):
-        gradients = jax.tree.map(lambda a: a.astype(jnp.float32) * loss_weight, params)
-        return jnp.float32(1), gradients
+def _table_key(schedule: Schedule) -> tuple:
+    tables = schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks
+    arrays = [table for table in (*tables, schedule.pieces) if table is not None]
+    return schedule.slices, *((array.shape, array.tobytes()) for array in arrays)
 
 
-def idle_table(stages, apart):
-    one = make("1f1b", microbatches=1, stages=stages)
-    return Schedule.from_ticks("1f1b", one.forward_ticks * apart, one.backward_ticks * apart)
+# --- predicting -----------------------------------------------------------------------------------
 
 
-def counted(schedule: Schedule, b: dict) -> int:
-    waiting = schedule.weight_stash.slots if schedule.split else 0
-    caches = (schedule.cache.slots + schedule.gradient_cache.slots) if schedule.cache else 0
-    boxes = schedule.mailbox_slots + len(schedule.inboxes) + 1
-    return schedule.slots * b["ring"] + waiting * b["deferred"] + boxes * b["x_BsD"] + caches * b["cache"]
-
-
-def shared_s(schedule, c):
-    ops = schedule.items * schedule.virtual
-    per = c.forward_s + (c.backward_s + c.weight_s if schedule.split else c.both_s)
-    return ops * per + schedule.items * c.ends_s + schedule.ticks * c.tick_s + c.once_s
-
-
-def own_s(schedule, c):
+def step_on_own_cores(schedule: Schedule, costs: Costs) -> float:
+    """Of devices that each have a core: in every tick all wait for the longest."""
     parts = schedule.virtual * schedule.slices
-    times = Times(forward=c.forward_s * parts, backward=(c.backward_s if schedule.split else c.both_s) * parts,
-                  weight=c.weight_s * parts if schedule.split else 0.0)
-    span = simulate(schedule, times, model="lockstep").makespan
-    return span + schedule.items * c.ends_s + schedule.ticks * c.tick_s + c.once_s
+    backward, weight = (costs.backward, costs.weight) if schedule.split else (costs.both, 0.0)
+    times = Times(forward=costs.forward * parts, backward=backward * parts, weight=weight * parts)
+    return simulate(schedule, times, model="lockstep").makespan + _beside_ops(schedule, costs)
 
 
-def main(arguments):
+def step_on_shared_cores(schedule: Schedule, costs: Costs) -> float:
+    """Of devices that share fewer cores: the sum of all work, since a stage that is idle leaves its
+    cores to the others. The sum for all stages at once is measured as such."""
+    backward = costs.backward + costs.weight if schedule.split else costs.both
+    ops = schedule.items * schedule.virtual
+    return ops * (costs.forward + backward) + _beside_ops(schedule, costs)
+
+
+def _beside_ops(schedule: Schedule, costs: Costs) -> float:
+    return schedule.items * costs.ends + schedule.ticks * costs.tick + costs.once
+
+
+def slot_bytes(schedule: Schedule, sizes: Sizes) -> int:
+    """All slots of the table, with those of what is under way between two ticks."""
+    total = schedule.slots * sizes.residuals
+    total += (schedule.mailbox_slots + len(schedule.inboxes) + 1) * sizes.input
+    if schedule.split:
+        total += schedule.weight_stash.slots * sizes.deferred
+    if schedule.cache:
+        total += (schedule.cache.slots + schedule.gradient_cache.slots) * sizes.cache
+    return total
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What is known of a row; an entry a round in each list."""
+
+    row: Row
+    sizes: Sizes
+    temp_bytes: int
+    compile_s: float
+    steps: list[Seconds] = field(default_factory=list)
+    own_cores_s: list[float] = field(default_factory=list)  # predicted
+    shared_cores_s: list[float] = field(default_factory=list)  # predicted
+    predicted_work_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of all steps, the first round's too
+
+    def advance(self, training: Training, costs: tuple[Costs, Costs], steps: int) -> None:
+        """A round: some steps, and what the costs of the same round would have them take."""
+        taken = []
+        for _ in range(steps):
+            seconds, (_, loss) = timed(training.advance)
+            taken.append(seconds)
+            self.losses.append(loss)
+        self.steps.append(Seconds(*(statistics.mean(values) for values in zip(*taken))))
+        schedule, (wall, work) = self.row.schedule, costs
+        self.own_cores_s.append(step_on_own_cores(schedule, wall))
+        self.shared_cores_s.append(step_on_shared_cores(schedule, wall))
+        self.predicted_work_s.append(step_on_shared_cores(schedule, work))
+
+    def forget_first(self) -> None:
+        """Leaves out the round in which everything ran for the first time."""
+        for values in (self.steps, self.own_cores_s, self.shared_cores_s, self.predicted_work_s):
+            del values[0]
+
+
+def measure(rows: Sequence[Row], run: RunConfig, options: Options, machine: dict) -> dict:
+    """Compiles and times the rows: the result. LossesDiffer where they do."""
+    reference = make(REFERENCE, microbatches=options.microbatches, stages=options.stages)
+    measured, trainings, ops, costs = [], [], {}, []
+    with bench.Work(len(rows) + options.rounds + 3) as work:
+        for row in rows:
+            work.begin(f"compiling {row.name}")
+            training, compile_s = compile_training(row.schedule, run)
+            if row.parts not in ops:
+                ops[row.parts] = Ops(trainer_of(row.schedule, run))
+            trainings.append(training)
+            temp_bytes = training.step.memory_analysis().temp_size_in_bytes
+            sizes = ops[row.parts].sizes
+            measured.append(
+                Measured(row=row, sizes=sizes, temp_bytes=temp_bytes, compile_s=compile_s)
+            )
+        work.begin("compiling what stands beside the ops")
+        constant_bytes = _constant_bytes(reference, run, measured)
+        beside = Beside(reference, run)
+        for number in range(options.rounds + 1):
+            work.begin(f"round {number} of {options.rounds}" if number else "first steps")
+            other = beside.time()
+            found = {parts: costs_of(each.time(), other) for parts, each in ops.items()}
+            for one, training in zip(measured, trainings, strict=True):
+                one.advance(training, found[one.row.parts], options.steps)
+            costs.append(found)
+    for one in measured:
+        one.forget_first()
+    names = [one.row.name for one in measured]
+    for step, losses in enumerate(zip(*(one.losses for one in measured), strict=True)):
+        if wrong := bench.differing(dict(zip(names, losses, strict=True))):
+            raise bench.LossesDiffer(f"the losses of step {step} differ: {wrong}")
+    return result_of(measured, costs[1:], constant_bytes, options=options, run=run, machine=machine)
+
+
+def _constant_bytes(reference: Schedule, run: RunConfig, measured: Sequence[Measured]) -> int:
+    """Temporary memory of the reference's step that is none of its slots."""
+    for one in measured:
+        if _table_key(one.row.schedule) == _table_key(reference):
+            return one.temp_bytes - slot_bytes(reference, one.sizes)
+    trainer = trainer_of(reference, run)
+    temp_bytes = trainer.compile_step().memory_analysis().temp_size_in_bytes
+    return temp_bytes - slot_bytes(reference, Ops(trainer).sizes)
+
+
+# --- saying it ------------------------------------------------------------------------------------
+
+
+def result_of(
+    measured: Sequence[Measured], costs: Sequence[dict[tuple[int, int], tuple[Costs, Costs]]],
+    constant_bytes: int, *, options: Options, run: RunConfig, machine: dict,
+) -> dict:  # fmt: skip
+    """All that was measured and predicted as plain data, from which the table is made."""
+    own_cores = machine["cores"] >= options.stages
+    return {
+        "benchmark": "schedules",
+        "machine": machine | {"load_at_end": round(os.getloadavg()[0], 2)},
+        "options": to_dict(options),
+        "model": to_dict(run.model),
+        "devices": "own cores" if own_cores else "shared cores",
+        "costs": [
+            {
+                "virtual": virtual,
+                "slices": slices,
+                "seconds": _medians([found[virtual, slices][0] for found in costs]),
+                "core_seconds": _medians([found[virtual, slices][1] for found in costs]),
+            }
+            for virtual, slices in costs[0]
+        ],
+        "constant_bytes": constant_bytes,
+        "rows": [_row_of(one, constant_bytes, own_cores=own_cores) for one in measured],
+    }
+
+
+def _medians(costs: Sequence[Costs]) -> dict[str, float]:
+    return {
+        part.name: statistics.median(getattr(each, part.name) for each in costs)
+        for part in fields(Costs)
+    }
+
+
+def _row_of(one: Measured, constant_bytes: int, *, own_cores: bool) -> dict:
+    schedule = one.row.schedule
+    step_s, work_s = [each.wall for each in one.steps], [each.work for each in one.steps]
+    predicted_s = one.own_cores_s if own_cores else one.shared_cores_s
+    predicted_bytes = constant_bytes + slot_bytes(schedule, one.sizes)
+    values = {
+        "name": one.row.name,
+        "same_table": list(one.row.also),
+        "virtual": schedule.virtual,
+        "slices": schedule.slices,
+        "split": schedule.split,
+        "ticks": schedule.ticks,
+        "slots": schedule.slots,
+        "weight_slots": schedule.weight_stash.slots if schedule.split else 0,
+        "mailbox_slots": schedule.mailbox_slots,
+        "compile_s": one.compile_s,
+        "losses": one.losses,
+        "step_s": step_s,
+        "work_s": work_s,
+        "own_cores_s": one.own_cores_s,
+        "shared_cores_s": one.shared_cores_s,
+        "predicted_work_s": one.predicted_work_s,
+        "median_s": statistics.median(step_s),
+        "predicted_s": statistics.median(predicted_s),
+        "time_ratio": _ratio(step_s, predicted_s),
+        "work_ratio": _ratio(work_s, one.predicted_work_s),
+        "temp_bytes": one.temp_bytes,
+        "slot_bytes": asdict(one.sizes),
+        "predicted_bytes": predicted_bytes,
+        "memory_ratio": one.temp_bytes / predicted_bytes,
+    }
+    return values | {"reasons": reasons(values)}
+
+
+def _ratio(measured: Sequence[float], predicted: Sequence[float]) -> float:
+    """The median over rounds: what slows the machine down slows both of a round alike."""
+    return statistics.median(m / p for m, p in zip(measured, predicted, strict=True))
+
+
+REASONS: dict[str, str] = {}
+
+
+def reasons(row: dict) -> list[str]:
+    return []
+
+
+_LABELS = {
+    "forward": "F",
+    "both": "B with W",
+    "backward": "B",
+    "weight": "W",
+    "ends": "embedding and head",
+    "tick": "an idle tick",
+    "once": "once a step",
+}
+
+
+def table_of(result: dict) -> Table:
+    """A line a table; ratios are measured over predicted."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("\nschedule", no_wrap=True)
+    for header in (
+        "\nticks", "step s\nmeasured", "\npredicted", "\nratio", "work\nratio", "MiB\nmeasured",
+        "\npredicted", "\nratio",
+    ):  # fmt: skip
+        table.add_column(header, justify="right", overflow="fold")
+    table.add_column("\noff", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            f"{row['ticks']}",
+            f"{row['median_s']:.3f}",
+            f"{row['predicted_s']:.3f}",
+            f"{row['time_ratio']:.2f}",
+            f"{row['work_ratio']:.2f}",
+            f"{row['temp_bytes'] / _MIB:.1f}",
+            f"{row['predicted_bytes'] / _MIB:.1f}",
+            f"{row['memory_ratio']:.2f}",
+            " ".join(row["reasons"]),
+        )
+    return table
+
+
+def title_of(result: dict) -> str:
+    options, machine = result["options"], result["machine"]
+    return (
+        f"{options['preset']}, p={options['stages']} virtual CPU devices, "
+        f"m={options['microbatches']}: {bench.measured_on(machine)}"
+    )
+
+
+def notes_of(result: dict) -> list[str]:
+    """What a reader needs to judge the table."""
+    machine, stages = result["machine"], result["options"]["stages"]
+    if result["devices"] == "own cores":
+        how = "have a core each: in every tick, all wait for the longest stage"
+    else:
+        how = "share them: all work, whoever does it, and nothing for a stage that waits"
+    notes = [
+        f"Predicted for {stages} devices on {machine['cores']} cores, which {how}. Ratios are "
+        "measured over predicted, the median of the rounds.",
+        *(
+            f"Of one item and chunk, v={cost['virtual']} slices={cost['slices']}, ms on all "
+            "devices at once: " + ", ".join(
+                f"{_LABELS[name]} {1e3 * seconds:.4g}" for name, seconds in cost["seconds"].items()
+            )
+            for cost in result["costs"]
+        ),
+        f"Memory beside the slots, from the table of {REFERENCE}: "
+        f"{result['constant_bytes'] / _MIB:.1f} MiB.",
+    ]  # fmt: skip
+    for row in result["rows"]:
+        if row["same_table"]:
+            notes.append(f"{row['name']} is also the table of {', '.join(row['same_table'])}.")
+    used = dict.fromkeys(reason for row in result["rows"] for reason in row["reasons"])
+    notes += [f"{reason}: {REASONS[reason]}" for reason in used]
+    return [*notes, *bench.load_notes(machine)]
+
+
+def main(arguments: Sequence[str]) -> int:
     options = parse(list(arguments), Options(), prog="bench_schedules.py")
+    bench.check_path(options.json)
     run = preset(options.preset)
-    use_virtual_devices(options.stages)
     rows = rows_of(options, run.model.layers)
-    trainings = []
-    def training(trainer):
-        t0 = time.perf_counter()
-        step = trainer.compile_step()
-        tr = Training(step=step, state=trainer.init(), batch=trainer.place(random_batch(run.model, trainer.run.global_batch)))
-        print("compiled", trainer.schedule.name, trainer.schedule.virtual, f"{time.perf_counter()-t0:.1f}", file=sys.stderr)
-        return tr
-    ops, aux = {}, {}
-    for row in rows:
-        trainings.append(training(row.trainer(run)))
-        key = row.schedule.virtual, row.schedule.slices
-        if key not in ops:
-            ops[key] = Ops(row.trainer(run))
-            ops[key].time_ops()
-    for name, apart in (("short", 1), ("long", _IDLE_TICKS)):
-        t = trainer_of(idle_table(options.stages, apart), run)
-        aux[name] = (training(t), t.schedule.ticks)
-    t = trainer_of(make("1f1b", microbatches=options.microbatches, stages=options.stages), run)
-    t.pipeline = NoPipeline()
-    aux["once"] = (training(t), 0)
-    import json
-    out = []
-    for r in range(options.rounds + 1):
-        costs = {}
-        ts = {k: o.time_ops() for k, o in ops.items()}
-        a = {k: v[0].advance()[0] for k, v in aux.items()}
-        tick_s = (a["long"] - a["short"]) / (aux["long"][1] - aux["short"][1])
-        once = a["once"]
-        print(f"round {r} tick {tick_s*1e3:.3f} ms once {once:.3f} short {a['short']:.3f}", {k: {n: round(v*1e3,1) for n, v in t.items()} for k, t in ts.items()})
-        for row, tr in zip(rows, trainings):
-            s, loss = tr.advance()
-            c = Costs(**ts[row.schedule.virtual, row.schedule.slices], tick_s=tick_s, once_s=once)
-            out.append((r, row.name, s, shared_s(row.schedule, c), own_s(row.schedule, c), loss))
-    const = None
-    for row, tr in zip(rows, trainings):
-        b = ops[row.schedule.virtual, row.schedule.slices].bytes()
-        temp = tr.step.memory_analysis().temp_size_in_bytes
-        cnt = counted(row.schedule, b)
-        if row.name == "1f1b": const = temp - cnt
-        mine = [o for o in out if o[1] == row.name and o[0]]
-        med = statistics.median
-        print(f"{row.name:14} {row.schedule.ticks:3} meas {med(o[2] for o in mine):.3f} shared {med(o[3] for o in mine):.3f} own {med(o[4] for o in mine):.3f} ratio {med(o[2]/o[3] for o in mine):.3f} own {med(o[2]/o[4] for o in mine):.3f} | temp {temp/_MIB:.1f} counted {cnt/_MIB:.1f} diff {(temp-cnt)/_MIB:.1f} {mine[-1][5]:.6f}", row.also)
+    machine = bench.describe_machine("jax", "jaxlib")
+    use_virtual_devices(options.stages)
+    if jax.default_backend() != "cpu":
+        raise UserError(
+            "bench_schedules.py times virtual CPU devices, and JAX runs on "
+            f"{jax.default_backend()}; set JAX_PLATFORMS=cpu"
+        )
+    try:
+        result = measure(rows, run, options, machine)
+    except bench.LossesDiffer as error:
+        print(f"bench_schedules.py: {error}", file=sys.stderr)
+        return 1
+    bench.print_table(title_of(result), table_of(result), notes_of(result))
+    bench.write_json(options.json, result)
     return 0
 
 

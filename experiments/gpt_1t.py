@@ -17,9 +17,11 @@ stopped, the same command goes on from there.
     python experiments/gpt_1t.py --steps 100 --seed 1 --out runs/other --virtual-devices 4
     python experiments/gpt_1t.py --model.layers 8 --layout.pipe 4 --layout.data 1 --data.path a.txt
     srun python experiments/gpt_1t.py --full --data.path /data/text --out /shared/gpt_1t
+    srun python experiments/gpt_1t.py best.toml --data.path /data/text --out /shared/gpt_1t
 
-The last one is the full size, on a cluster (SLURM, torchrun and mpirun are recognized). On devices
-that cannot hold it, it is refused before anything is allocated.
+The last two are the full size, on a cluster (SLURM, torchrun and mpirun are recognized): in the
+paper's layout, and in that of a plan file, as `mtx plan gpt-1t --search --save best.toml` writes
+it. On devices that cannot hold it, it is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import tyro
 from mtx.cli import OwnFields, exit_status, parse, start_devices
 from mtx.config import Layout, RunConfig
 from mtx.plan.page import plan_lines
-from mtx.plan.plan import make_plan
+from mtx.plan.plan import is_plan_file, load_run, make_plan
 from mtx.presets import preset
 from mtx.train.fit import fit_layout
 
@@ -45,7 +47,10 @@ PROMPTS = ("The ", "A class ", "If an object ")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """GPT-1T: prints its plan, trains its miniature, or with --full the trillion parameters."""
+    """GPT-1T: prints its plan, trains its miniature, or with --full the trillion parameters.
+
+    A plan file (.toml or .json) before all options is trained instead.
+    """
 
     run: Annotated[RunConfig, OwnFields]
     full: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # the 1T run itself, on a cluster
@@ -55,9 +60,11 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     full_run = replace(preset("gpt-1t"), out="runs/gpt_1t_full")
     small_run = replace(preset("miniature"), out="runs/gpt_1t")
-    start = Options(run=full_run if "--full" in arguments else small_run)
-    options = parse(list(arguments), start, prog="gpt_1t.py")
-    run = options.run
+    file = arguments[0] if arguments and is_plan_file(arguments[0]) else None
+    default = full_run if "--full" in arguments else small_run
+    start = Options(run=load_run(file) if file else default)
+    options = parse(list(arguments[1 if file else 0 :]), start, prog="gpt_1t.py [PLAN]")
+    run, as_given = options.run, options.full or file is not None
 
     if not options.full and not options.virtual_devices:
         os.environ.setdefault("JAX_PLATFORMS", "")  # JAX's choice: an accelerator, if there is one
@@ -73,11 +80,11 @@ def main(arguments: Sequence[str]) -> int:
         if jax.process_index() == 0:
             print(*lines, sep="\n", flush=True)
 
-    say(*plan_lines(make_plan(run if options.full else full_run)), "")
+    say(*plan_lines(make_plan(run if as_given else full_run)), "")
 
     devices = jax.devices()
     say(f"At hand: {len(devices):,} x {devices[0].device_kind}", "")
-    if run.layout == start.run.layout and not options.full:
+    if run.layout == start.run.layout and not as_given:
         run = replace(run, layout=layout_for(len(devices)))
     summary = train(run)
     if summary.interrupted:

@@ -102,10 +102,12 @@ _MAKERS = {name: lambda name=name: _table1(name) for name in TABLE1} | {
     "bench-s": _bench_s,
 }
 NAMES = tuple(_MAKERS)
+_ALSO = {"gpt-175b": "gpt-3-175b"}  # SC'21's own name for it
 
 
 def preset(name: str) -> RunConfig:
     """The preset of that name; UserError with the nearest name where there is none."""
+    name = _ALSO.get(name, name)
     if name not in _MAKERS:
         raise unknown_name("preset", name, NAMES)
     return _MAKERS[name]()

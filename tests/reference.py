@@ -5,6 +5,29 @@ Parameters are in canonical form: {"ends": ..., "block": leaves [L, ...]}, globa
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+
+LOSS, GRADIENT = 1e-6, 1e-5  # relative errors in float32; never loosened
+
+
+def random_batch(model, rows, seed=0):
+    """Tokens of the model's vocabulary, of which about one in ten counts for nothing."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, model.vocab, (rows, model.sequence + 1), dtype=np.int32)
+    weights = (random.random((rows, model.sequence)) < 0.9).astype(np.float32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+
+def assert_same(got, want, *, loss=LOSS, gradient=GRADIENT):
+    """Losses and gradients (loss, tree) are equal within these relative errors, leaf by leaf."""
+    assert float(got[0]) == pytest.approx(float(want[0]), rel=loss)
+    assert jax.tree.structure(got[1]) == jax.tree.structure(want[1])
+    errors = jax.tree.map(
+        lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b)), got[1], want[1]
+    )
+    worst = max(jax.tree.leaves_with_path(errors), key=lambda leaf: leaf[1])
+    assert worst[1] < gradient, f"{jax.tree_util.keystr(worst[0])}: {worst[1]:.2e}"
 
 
 def _norm(x, p, epsilon=1e-5):

@@ -105,18 +105,20 @@ def test_scatter_gather_and_zero_change_the_prediction(capsys):
 
 def test_another_number_of_gpus_opens_the_layout(capsys):
     """The command of the README; in seconds, with the reasons."""
-    line = "gpt-3-175b --gpus 1024 --target a100-80gb --global-batch 1536"
-    plan = numbers(capsys, line)
+    plan = numbers(capsys, "gpt-3-175b --gpus 1024 --target a100-80gb --global-batch 1536")
     assert plan["gpus"] == 1024 and plan["fits"] and plan["global_batch"] == 1536
     ranked = plan["search"]["ranked"]
     assert ranked[0]["runs"] and ranked[0]["step_time_s"] == pytest.approx(plan["step_time_s"])
     assert [one["step_time_s"] for one in ranked] == sorted(one["step_time_s"] for one in ranked)
     assert all("instead of" in one["beats_next_by"] for one in ranked[:-1])
     assert plan["chosen"][0].startswith("layout: the fastest of ")
-    assert main(["plan", *line.split()]) == 0
+
+
+def test_a_search_is_printed_with_its_reasons(capsys):
+    assert main(["plan", "gpt-18b", "--gpus", "64"]) == 0
     out = capsys.readouterr().out
-    assert "Layouts of 1,024 x a100-80gb that fit, fastest first" in out
-    assert "One change of the best layout" in out and "instead of" in out
+    assert "Layouts of 64 x a100-80gb that fit, fastest first" in out
+    assert "1 beats 2: " in out and "instead of" in out and "One change of the best layout" in out
 
 
 def test_search_keeps_what_is_given(capsys):
@@ -124,6 +126,14 @@ def test_search_keeps_what_is_given(capsys):
     assert plan["gpus"] == 256 and plan["layout"]["recompute"] == "full"
     assert plan["layout"]["tensor"] == 4 and plan["layout"]["microbatch"] == 2
     assert " meshes with tensor=4, microbatch=2, recompute=full, by " in plan["chosen"][0]
+
+
+def test_a_schedule_is_chosen_and_said(capsys):
+    plan = numbers(capsys, "gpt-39b --schedule auto")
+    assert plan["layout"]["schedule"] not in ("auto", "1f1b")
+    assert plan["chosen"][0].startswith("schedule ") and "faster than" in plan["chosen"][0]
+    given = numbers(capsys, "gpt-18b --search --schedule zb_v")
+    assert given["layout"]["schedule"] == "zb_v" and given["layout"]["virtual"] == 2
 
 
 def test_sizes_alone_are_enough(capsys):

@@ -70,7 +70,7 @@ def test_unknown_choices_name_the_nearest(kind, name, value, nearest):
 
 
 def test_a_choice_like_nothing_known_is_listed_without_a_guess():
-    assert message(Layout, schedule="xyz") == "unknown schedule 'xyz': known are 1f1b, gpipe"
+    assert message(Layout, idle="xyz") == "unknown idle 'xyz': known are masked, phases, skip"
 
 
 @pytest.mark.parametrize(

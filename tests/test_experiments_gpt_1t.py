@@ -11,6 +11,9 @@ import pytest
 
 from mtx.config import Layout
 from mtx.errors import UserError
+from mtx.plan.flops import parameters
+from mtx.plan.plan import make_plan, save_plan
+from mtx.presets import preset
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -63,6 +66,19 @@ def test_the_full_size_is_refused_before_anything_is_made(gpt_1t, tmp_path, monk
         gpt_1t.main(["--full"])
     assert "502.0 petaFLOP/s" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_file_is_what_runs(gpt_1t, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = preset("gpt-39b")
+    save_plan(make_plan(run, target="h100"), "best.toml")
+    with pytest.raises(UserError, match=f"{parameters(run.model):,} parameters needs at least"):
+        gpt_1t.main(["best.toml", "--out", "elsewhere"])
+    page = capsys.readouterr().out
+    assert "32 x 2 x 8 = 512 devices" in page and "3,072 devices" not in page
+    with pytest.raises(UserError, match="cannot read plan file none.toml"):
+        gpt_1t.main(["none.toml"])
+    assert [path.name for path in tmp_path.iterdir()] == ["best.toml"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from mtx.pipeline.schedule import Schedule
 
 quick = settings(max_examples=60, deadline=None)
 FUZZ = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 PLACE = re.compile(r"row \d+, column \d+")
 
@@ -247,11 +247,11 @@ TEXT_MISTAKES = {
     "stage 0: |F0|I0|": "row 1, column 14 (I0): expected F, B or W with microbatch and chunk",
     "F0 F0.1 B0 B0.1": "row 1, column 1 (F0): names no chunk; stages have 2 chunks",
     "F0.7 B0.7": "row 1, column 1 (F0.7): there are fewer ops than chunks",
-    "pieces 0,1\nF0.0 B0.0": "row 2, column 1 (F0.0): stages have 2 chunks by `pieces`, and no op",
-    "pieces 0\nF0.1 B0.1": "row 2, column 1 (F0.1): stages have 1 chunks by `pieces`, counted fro",
+    "pieces 0,1\nF0.0 B0.0": "row 2, column 1 (F0.0): stages have 2 chunks, and no op is of",
+    "pieces 0\nF0.1 B0.1": "row 2, column 1 (F0.1): stages have 1 chunk, counted from 0",
     "F0 F1 B0": "row 1, column 4 (F1): there is no B1 with it",
-    "|F0|  B0|F1| |B1|\n|  |F0 B0| |F1 B1| |": "row 1, column 7 (B0): at microbatch 0, chunk 0, stage 0 "
-    "B runs before the B of the piece after it",
+    "|F0|  B0|F1| |B1|\n|  |F0 B0| |F1 B1| |": "row 1, column 7 (B0): at microbatch 0, chunk "
+    "0, stage 0 B runs before the B of the piece after it",
 }
 
 

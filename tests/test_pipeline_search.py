@@ -95,7 +95,10 @@ def test_the_choice_is_the_best_of_all_tables_where_w_is_long(m, p):
 )  # fmt: skip
 def test_every_maker_is_tried_and_the_best_comes_first(m, p, virtuals, slices, limit, comm):
     times = Times(forward=1, backward=1.25, weight=0.5, comm=comm)
-    arguments = {"virtuals": virtuals, "slices": slices, "times": times, "memory_limit": limit}
+    arguments = {
+        "virtuals": virtuals, "slices": slices, "times": times, "memory_limit": limit,
+        "weight_share": 1.0,
+    }  # fmt: skip
     found = search_schedules(m, p, **arguments)
     tried = {(c.name, c.virtual, c.slices): c for c in found}
     assert len(tried) == len(found) and {c.name for c in found} == set(MAKERS)

@@ -276,8 +276,7 @@ def test_a_gpu_that_is_not_there():
     assert memory.total_bytes == pytest.approx(compiled.total_bytes, rel=0.1)
     schedule = make("1f1b", microbatches=run.microbatches, stages=2)
     x_bytes = 2 * layout.microbatch * model.sequence * model.hidden // 2
-    count, sent = traffic(compiled, "collective-permute", "pipe")
-    phases = {kind: sum(p.stop - p.start for p in schedule.phases if getattr(p, kind))
-              for kind in ("forward", "backward")}  # fmt: skip
-    assert (count, sent) == (sum(phases.values()), sum(phases.values()) * x_bytes)
+    # Between two stages x and dx go the same way round, and XLA may send them together.
+    sends = sum((p.forward + p.backward) * (p.stop - p.start) for p in schedule.phases)
+    assert traffic(compiled, "collective-permute", "pipe")[1] == sends * x_bytes
     assert any(row.overlapped for row in compiled.collectives)

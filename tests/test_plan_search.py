@@ -90,12 +90,61 @@ def found_in(case: str, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_plain_enumeration_finds_nothing_better(case):
     best = {mesh: min(seconds.values()) for mesh, seconds in enumerated(case).items()}
-    found = found_in(case, top=100)
+    found = found_in(case, fixed=Fixed(schedule="1f1b"), top=100)
     assert {mesh_of(one): one.time.step_s for one in found.ranked} == pytest.approx(best)
     assert found.best.time.step_s == pytest.approx(min(best.values()))
     times = [one.time.step_s for one in found.ranked]
     assert times == sorted(times)
     assert all(one.runs for one in found.ranked)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_schedules_take_the_place_of_1f1b_where_they_are_faster_and_fit(case):
+    plain = found_in(case, fixed=Fixed(schedule="1f1b"), top=100)
+    found = found_in(case, top=100)
+    before = {mesh_of(one): one for one in plain.ranked}
+    assert before.keys() == {mesh_of(one) for one in found.ranked}
+    for one in found.ranked:
+        old = before[mesh_of(one)]
+        assert one == old if one.layout.schedule == "1f1b" else one.time.step_s < old.time.step_s
+        assert one.memory.total_bytes <= 0.9 * device_of(case).memory_bytes
+    times = [one.time.step_s for one in found.ranked]
+    assert times == sorted(times) and found.best.time.step_s <= plain.best.time.step_s
+
+
+def test_zero_bubble_is_found_where_the_bubble_is_large():
+    fixed = Fixed(data=1, pipe=4, tensor=1, microbatch=4)
+    found = search(SMALL, gpus=4, global_batch=16, hardware=A100, fixed=fixed)
+    assert found.best.layout.schedule not in ("1f1b", "gpipe")
+    plain = search(
+        SMALL, gpus=4, global_batch=16, hardware=A100, fixed=replace(fixed, schedule="1f1b")
+    )
+    assert found.best.time.bubble_s < plain.best.time.bubble_s
+    assert reasons(found.best, plain.best, A100).startswith("bubble ")
+
+
+def test_a_simulated_schedule_can_be_asked_for():
+    found = found_in("roomy", fixed=Fixed(schedule="zb_v"))
+    assert {one.layout.schedule for one in found.ranked} == {"zb_v"}
+    assert {one.layout.virtual for one in found.ranked} == {2}
+    assert all(one.layout.pipe > 1 for one in found.ranked)
+    auto, open_ = (found_in("tight", fixed=Fixed(schedule=name)) for name in ("auto", None))
+    assert auto == open_
+
+
+@pytest.mark.parametrize(
+    "fixed, message",
+    [
+        (Fixed(schedule="zb_v", virtual=3), "schedule 'zb_v' is made for virtual=2, not virtual=3"),
+        (Fixed(schedule="zb"), "unknown schedule 'zb': did you mean"),
+        (Fixed(schedule="mine.csv"), "schedule='mine.csv' is a table of one shape, which leaves"),
+        (Fixed(schedule="zb_h1", pipe=1), "schedule='zb_h1' fits none of the 4 best meshes of 8 x"),
+    ],
+)
+def test_schedules_that_cannot_be_searched(fixed, message):
+    with pytest.raises(UserError) as caught:
+        found_in("roomy", fixed=fixed)
+    assert str(caught.value).startswith(message)
 
 
 def mesh_of(one) -> tuple[int, int, int]:
@@ -213,7 +262,8 @@ def test_a_tensor_group_that_leaves_the_node_is_said():
 
 def test_changes_of_the_best_are_slower_or_do_not_fit():
     model, _, batch, *_ = CASES["tight"]
-    best, target = found_in("tight").best, device_of("tight")
+    best = found_in("tight", fixed=Fixed(schedule="1f1b", pipe=2)).best
+    target = device_of("tight")
     listed = changes(best, model, global_batch=batch, hardware=target)
     names = {change.name for change in listed}
     assert {"microbatch", "recompute", "schedule"} <= names

@@ -31,6 +31,23 @@ CASES = {  # changes of the model, and the layout
     ),
     "inputs": ({}, dict(pipe=2, stash="inputs")),
     "inputs, one-layer chunks": ({}, dict(pipe=2, virtual=2, stash="inputs", idle="phases")),
+    "split": ({}, dict(pipe=2, tensor=2, schedule="zb_h1")),
+    "split, full": ({}, dict(pipe=2, schedule="aligned_zb", recompute="full", idle="masked")),
+    "split, vee": ({}, dict(pipe=2, virtual=2, schedule="zb_v", idle="phases")),
+    "sliced": ({}, dict(pipe=2, slices=4, schedule="seq1f1b")),
+    "sliced, selective": (
+        {"dropout": 0.1},
+        dict(pipe=2, slices=2, schedule="terapipe", recompute="selective"),
+    ),
+    "sliced, full": ({}, dict(pipe=2, slices=4, schedule="seq1f1b", recompute="full")),
+    "sliced, inputs": (
+        {},
+        dict(pipe=2, slices=2, schedule="seq1f1b", stash="inputs", idle="phases"),
+    ),
+    "sharded over data": (
+        {},
+        dict(data=2, pipe=2, virtual=2, schedule="breadth_first", zero=3),
+    ),
 }
 
 
@@ -57,17 +74,22 @@ def compiled(case: str):
 
 def branch_weights(trainer):
     """For a conditional, the shares of the ticks that take its branches (idle, busy)."""
-    schedule, layout = trainer.schedule, trainer.run.layout
-    backward = [phase for phase in schedule.phases if phase.backward or layout.idle != "phases"]
+    table, layout = trainer.schedule, trainer.run.layout
+    backward = [phase for phase in table.phases if phase.backward or layout.idle != "phases"]
     head_ticks = sum(phase.stop - phase.start for phase in backward)
+    op = table.items * table.virtual / table.ticks
+    shares = {"F/cond": op, "B/cond": op, "W/cond": op, "head/cond": table.items / head_ticks}
+    shares |= {"F/embed/cond": 1.0, "embed_backward/cond": 1.0}  # no matmuls
+    if layout.zero == 3:
+        (fetch, _), (fetch_back, spend) = table.forward.runs, table.backward.runs
+        shares |= {"fetch/cond": fetch.mean(), "B/fetch/cond": fetch_back.mean()}
+        shares |= {"B/spend/cond": spend.mean()}
 
     def weights(conditional):
-        if "/head/" in conditional.op_name:
-            busy = schedule.microbatches / head_ticks
-        elif re.search(r"/[FB]/cond", conditional.op_name):
-            busy = schedule.microbatches * schedule.virtual / schedule.ticks
-        else:
-            busy = 1.0  # embedding: no matmuls
+        busy = shares.get(re.split(r"while/body/(?:closed_call/)?", conditional.op_name, 1)[1])
+        if busy is None:  # attention of each slice of a sequence
+            assert len(conditional.branches) == table.slices > 1, conditional.op_name
+            return [1 / table.slices] * table.slices
         return 1 - busy, busy
 
     return weights

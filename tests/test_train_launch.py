@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -201,3 +202,33 @@ def test_virtual_devices_exist(before):
     first, second = done.stdout.splitlines()
     assert first == "40 cpu 40"
     assert second.startswith("JAX has already started with 40 devices, too few for 41; ")
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="this C library is not glibc"
+)
+def test_what_is_freed_stays_with_the_process():
+    code = """
+import ctypes, sys
+from mtx.train.launch import keep_freed_memory
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+size = 256 * 2**20
+before = resident_mib()
+block = libc.malloc(ctypes.c_size_t(size))
+ctypes.memset(block, 1, size)
+libc.free(block)
+print(resident_mib() - before)
+"""
+    command = [sys.executable, "-c", code]
+    kept, given_back = (
+        float(subprocess.run([*command, how], capture_output=True, check=True).stdout)
+        for how in ("keep", "give back")
+    )
+    assert kept > 200 > 50 > given_back

@@ -137,9 +137,11 @@ def test_a_crowded_run_as_text_shows_what_takes_the_most():
     title, *rows, notation = run_text(run, 80).split("\n")
     assert len(rows) == 3 and {len(row) for row in rows} == {80}
     for row in rows:
-        assert re.fullmatch(r"stage \d \|·*F+·*B+·*\|", row)
+        assert re.fullmatch(r"stage \d \|·*F+[·#]*B+·*\|", row)
         assert row.count("B") == pytest.approx(2 * row.count("F"), abs=3)
-    assert notation == "F, B: what takes the most of the time; ·: idle"
+    assert notation == "F, B: what takes the time; #: they take turns; ·: idle"
+    steady = run_text(simulate(make("1f1b", microbatches=80, stages=3)), 60).split("\n")
+    assert re.fullmatch(r"stage 1 \|[F·#]{1,3}#{40,}[B·#]{1,3}\|", steady[2])
     with pytest.raises(UserError, match="width=15 leaves no room"):
         run_text(run, 15)
 

@@ -19,10 +19,17 @@ if TYPE_CHECKING:
     from mtx.plan.plan import Plan
     from mtx.plan.search import Fixed, Found
 
-_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-_Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
-_File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+def _shown_as(form: str):
+    """What --help says of an option that is left open unless it is given."""
+    return tyro.conf.arg(metavar=form, help_behavior_hint="")
+
+
+_Count = Annotated[int | None, _shown_as("INT")]
+_Number = Annotated[float | None, _shown_as("FLOAT")]
+_Name = Annotated[str | None, _shown_as("NAME")]
+_File = Annotated[str | None, _shown_as("FILE")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
 _SIZES = ("hidden", "layers", "heads", "sequence", "vocab", "ffn")
 _MESH = ("data", "pipe", "tensor")
@@ -35,30 +42,28 @@ class PlanOptions:
 
     hidden: _Count = None  # the model: size between the layers
     layers: _Count = None
-    heads: _Count = None
-    sequence: _Count = None
-    vocab: _Count = None
-    ffn: _Count = None  # size inside of the MLP, a multiple of hidden
-    precision: Annotated[
-        ComputeDtype | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")
-    ] = None  # of matmuls and activations
+    heads: _Count = None  # else of 128 each
+    sequence: _Count = None  # else 2048
+    vocab: _Count = None  # else 51200
+    ffn: _Count = None  # size inside of the MLP, a multiple of hidden; else 4 times it
+    precision: Annotated[ComputeDtype | None, _shown_as("{float32,bfloat16,float16}")] = None
+    # of matmuls and activations
 
-    target: str | None = None  # a100-80gb, h100, tpu-v5p, ..., or a TOML file of your own
-    gpus: _Count = None
+    target: _Name = None  # a100-80gb, h100, tpu-v5p, ..., or a TOML file of your own
+    gpus: _Count = None  # else the preset's, or as few as hold the model
     data: _Count = None  # replicas
     pipe: _Count = None  # stages
     tensor: _Count = None  # tensor shards
     virtual: _Count = None  # chunks a stage
     microbatch: _Count = None  # sequences
     global_batch: _Count = None  # sequences a step
-    schedule: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    recompute: Annotated[Recompute | None, tyro.conf.arg(metavar="{none,selective,full}")] = (
-        None  # within a block
-    )
+    schedule: _Name = None  # as in mtx schedule; "auto" chooses
+    recompute: Annotated[Recompute | None, _shown_as("{none,selective,full}")] = None
+    # within a block
     sequence_parallel: _Flag = False  # activations between linears sharded over tensor
     no_sequence_parallel: _Flag = False
     scatter_gather: bool = True  # messages between stages cut over tensor
-    zero: Annotated[Literal[0, 1, 3] | None, tyro.conf.arg(metavar="{0,1,3}")] = None
+    zero: Annotated[Literal[0, 1, 3] | None, _shown_as("{0,1,3}")] = None
     # sharded over data: nothing (only priced), the optimizer, or parameters as well
 
     search: _Flag = False  # choose every part of the layout that is not given
@@ -111,6 +116,7 @@ def _check(options: PlanOptions) -> None:
 
 def _plan(name: str | None, options: PlanOptions) -> tuple[Plan, Found | None]:
     """The plan that is asked for, and the search, where the layout was open."""
+    from mtx.pipeline.choose import settle
     from mtx.plan.plan import is_plan_file, load_plan, make_plan
 
     if name is None and any(getattr(options, size) is not None for size in _SIZES):
@@ -125,13 +131,12 @@ def _plan(name: str | None, options: PlanOptions) -> tuple[Plan, Found | None]:
     resized = replace(run, model=_resized(run.model, options), layout=Layout(), global_batch=1)
     if options.search or _is_open(run, options):
         return _search(resized.model, options, known=run)
-    layout = _changed(run.layout, options)
-    run = replace(
-        resized, layout=layout, global_batch=options.global_batch or run.global_batch
-    )  # fmt: skip
+    batch = options.global_batch or run.global_batch
+    layout, why = settle(_changed(run.layout, options), resized.model, batch)
+    run = replace(resized, layout=layout, global_batch=batch)
     plan = make_plan(
         run, target=options.target or "a100-80gb",
-        zero=options.zero, scatter_gather=options.scatter_gather,
+        zero=options.zero, scatter_gather=options.scatter_gather, chosen=(why,) if why else (),
     )  # fmt: skip
     return plan, None
 

@@ -14,6 +14,7 @@ import tyro
 
 from mtx.cli.options import parse, split_name
 from mtx.errors import UserError
+from mtx.pipeline.shape import WEIGHT_SHARE
 
 if TYPE_CHECKING:
     from mtx.pipeline.schedule import Schedule
@@ -40,6 +41,7 @@ class ScheduleOptions:
     times: Annotated[str, tyro.conf.arg(metavar="F,B,W,COMM")] = "1,1,1,0"
     # Of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare.
     memory_limit: Annotated[float | None, tyro.conf.arg(metavar="STASHES")] = None
+    weight_share: float = WEIGHT_SHARE  # of a stash: what stays of it from B to W, where split
     # A second schedule, in the same picture and trace.
     beside: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     model: Literal["lockstep", "asynchronous"] = "lockstep"  # of timeline, picture and trace
@@ -75,7 +77,8 @@ def schedule_command(arguments: list[str]) -> None:
     written = _write(schedules, options, times)
     if "-" in (options.csv, options.text):
         return
-    runs = [_simulations(schedule, times) for schedule in schedules]
+    share = options.weight_share
+    runs = [_simulations(schedule, times, share) for schedule in schedules]
     if options.json:
         records = [_record(schedule, pair) for schedule, pair in zip(schedules, runs, strict=True)]
         print(json.dumps(records if options.beside else records[0], indent=1))
@@ -130,14 +133,15 @@ def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedu
     stages, microbatches = _sizes(options)
     if name == "auto":
         best = choose(
-            microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,
-            memory_limit=options.memory_limit,
+            microbatches, stages, virtuals=_virtuals(options), slices=(options.slices or 1,),
+            times=times, memory_limit=options.memory_limit, weight_share=options.weight_share,
         )  # fmt: skip
         chosen = f"chosen         {best.label}: {best.reason}"
         return best.schedule, [*_published(best.schedule, times), chosen]
     schedule = make(
         name.replace("-", "_"), microbatches=microbatches, stages=stages, virtual=options.virtual,
         slices=options.slices, times=times, memory_limit=options.memory_limit,
+        weight_share=options.weight_share,
     )  # fmt: skip
     return schedule, _published(schedule, times)
 
@@ -190,7 +194,10 @@ def _write(
             written.append((what, path))
     if not (options.draw or options.trace):
         return written
-    runs = [simulate(schedule, times, model=options.model) for schedule in schedules]
+    runs = [
+        simulate(schedule, times, model=options.model, weight_share=options.weight_share)
+        for schedule in schedules
+    ]
     if options.draw:
         from mtx.view.timeline import draw_timeline
 
@@ -208,11 +215,16 @@ def _write(
 # --- one schedule ---------------------------------------------------------------------------------
 
 
-def _simulations(schedule: Schedule, times: Times) -> tuple[Simulation, Simulation]:
+def _simulations(
+    schedule: Schedule, times: Times, weight_share: float
+) -> tuple[Simulation, Simulation]:
     """In lock-step, and asynchronous."""
     from mtx.pipeline.simulate import simulate
 
-    return simulate(schedule, times, model="lockstep"), simulate(schedule, times)
+    return (
+        simulate(schedule, times, model="lockstep", weight_share=weight_share),
+        simulate(schedule, times, weight_share=weight_share),
+    )
 
 
 def _record(schedule: Schedule, runs: tuple[Simulation, Simulation]) -> dict[str, Any]:
@@ -319,11 +331,12 @@ def _compare(options: ScheduleOptions, times: Times) -> None:
     stages, microbatches = _sizes(options)
     found = search_schedules(
         microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,
-        memory_limit=options.memory_limit,
+        memory_limit=options.memory_limit, weight_share=options.weight_share,
     )  # fmt: skip
     made = [candidate for candidate in found if candidate.schedule is not None]
     if options.json:
-        print(json.dumps([_compared(candidate, times) for candidate in made], indent=1))
+        records = [_compared(candidate, times, options.weight_share) for candidate in made]
+        print(json.dumps(records, indent=1))
         return
     print("\n".join(_table(made, microbatches * times.work)))
     refused = [candidate for candidate in found if candidate.schedule is None]
@@ -335,8 +348,8 @@ def _compare(options: ScheduleOptions, times: Times) -> None:
     print(f"\nbest in lock-step: {made[0].label}: {made[0].reason}")
 
 
-def _compared(candidate: Candidate, times: Times) -> dict[str, Any]:
-    record = _record(candidate.schedule, _simulations(candidate.schedule, times))
+def _compared(candidate: Candidate, times: Times, weight_share: float) -> dict[str, Any]:
+    record = _record(candidate.schedule, _simulations(candidate.schedule, times, weight_share))
     memory = {"memory": candidate.memory, "fits": candidate.fits, "reason": candidate.reason}
     return {**record, "schedule": candidate.name, **memory}
 

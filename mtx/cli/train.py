@@ -7,6 +7,7 @@ from typing import Annotated
 
 from mtx.cli.options import OwnFields, parse, split_name, start_devices
 from mtx.config import RunConfig
+from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import preset
 
 
@@ -17,14 +18,16 @@ class TrainOptions:
 
 
 def train_command(arguments: list[str]) -> int | None:
-    """Train a preset, or a change of it.
+    """Train a preset or a plan, or a change of it.
 
-    PRESET is miniature where none is named; options replace its fields. Log, config and
-    checkpoints lie in --out, from which the same command goes on.
+    PRESET is miniature where none is named; PLAN is a file that `mtx plan --save` has written;
+    options replace their fields. Log, config and checkpoints lie in --out, from which the same
+    command goes on.
     """
     name, rest = split_name(arguments)
-    start = TrainOptions(run=preset(name or "miniature"))
-    options = parse(rest, start, prog="mtx train [PRESET]", about=train_command)
+    run = load_run(name) if name and is_plan_file(name) else preset(name or "miniature")
+    prog = "mtx train [PRESET | PLAN]"
+    options = parse(rest, TrainOptions(run=run), prog=prog, about=train_command)
     start_devices(options.virtual_devices)
     from mtx.train.loop import train
 

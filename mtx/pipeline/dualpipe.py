@@ -10,7 +10,7 @@ import numpy as np
 from mtx.pipeline.orders import Orders
 from mtx.pipeline.schedule import Schedule, vee_pieces
 from mtx.pipeline.shape import Maker, Shape
-from mtx.pipeline.vee import B0, B1, F0, F1, W0, W1, is_even, number, slots_over_ideal
+from mtx.pipeline.vee import B0, B1, F0, F1, W0, W1, is_even, numbered, slots_over_ideal
 
 
 def dualpipe_v(shape: Shape) -> Schedule:
@@ -44,8 +44,8 @@ def _orders(microbatches: int, stages: int) -> Orders:
         cool_down = [op for b in turns[: stage + 1] for op in (b, b + 2)] + turns[stage + 1 :]
         waiting = [b + 2 for b in turns[stage + 1 :]] + [W0] * after
         cool_down += [op for w in waiting[:after] for op in (w, B0)] + waiting[after:]
-        lists.append(number(warm_up + steady + no_f0 + cool_down, microbatches))
-    return Orders.from_lists(lists)
+        lists.append(warm_up + steady + no_f0 + cool_down)
+    return numbered(lists, microbatches)
 
 
 def _bubble(shape: Shape) -> float | None:

@@ -181,7 +181,7 @@ def _cells(rows: Sequence[Row], placement: Row, where: str) -> tuple[Cells, np.n
                         text=texts[far], where=where)  # fmt: skip
     pieces_CP = _place(placement, len(rows), max(1, int(chunk.max()) + 1))
     outside = chunk >= len(pieces_CP)
-    chunks = f"stages have {len(pieces_CP)} chunks by `pieces`"
+    chunks = f"stages have {len(pieces_CP)} chunk{'s' if len(pieces_CP) > 1 else ''}"
     piece = pieces_CP[np.where(outside, 0, chunk), stage]
     several = len(pieces_CP) > 1
     cells = Cells(

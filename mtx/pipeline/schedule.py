@@ -202,6 +202,19 @@ class Schedule:
             name, forward, backward, weight, pieces=pieces, slices=slices, orders=orders
         )
 
+    def __repr__(self) -> str:
+        slices = f", slices={self.slices}" if self.slices > 1 else ""
+        return (
+            f"Schedule({self.name!r}, stages={self.stages}, microbatches={self.microbatches}, "
+            f"virtual={self.virtual}{slices}, ticks={self.ticks})"
+        )
+
+    def _repr_svg_(self) -> str:
+        """The timeline, in a notebook. The one import that runs upward, when a notebook asks."""
+        from mtx.view.schedule import show
+
+        return show(self)._repr_svg_()
+
     @property
     def items(self) -> int:
         return self.forward_ticks.shape[0]

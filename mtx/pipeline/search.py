@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from mtx.errors import UserError
 from mtx.pipeline.makers import MAKERS, make
 from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.shape import Times
+from mtx.pipeline.shape import WEIGHT_SHARE, Times
 from mtx.pipeline.simulate import simulate
 
 WORTH_SAYING = 0.1  # of a makespan: by how much a program per stage must be faster to be mentioned
@@ -51,7 +51,7 @@ def search_schedules(
     slices: Sequence[int] = (1,),
     times: Times | None = None,
     memory_limit: float | None = None,
-    weight_share: float = 1.0,
+    weight_share: float = WEIGHT_SHARE,
     layers: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Every maker's table for this shape, best first; then those that do not fit, with the reason.
@@ -70,7 +70,7 @@ def search_schedules(
             try:
                 schedule = make(
                     name, microbatches=microbatches, stages=stages, virtual=virtual, slices=cuts,
-                    times=times, memory_limit=memory_limit,
+                    times=times, memory_limit=memory_limit, weight_share=weight_share,
                 )  # fmt: skip
             except UserError as error:
                 refusal = str(error)
@@ -89,7 +89,7 @@ def choose(
     slices: Sequence[int] = (1,),
     times: Times | None = None,
     memory_limit: float | None = None,
-    weight_share: float = 1.0,
+    weight_share: float = WEIGHT_SHARE,
     layers: int | None = None,
 ) -> Candidate:
     """The first of `search_schedules`. UserError where nothing fits."""

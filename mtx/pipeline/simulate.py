@@ -20,7 +20,7 @@ import numpy as np
 from mtx.errors import UserError
 from mtx.pipeline.orders import B, BadOp, F, Op, Orders, W, orders_of, stage_of_piece
 from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.shape import Times
+from mtx.pipeline.shape import WEIGHT_SHARE, Times
 
 Model = Literal["asynchronous", "lockstep"]
 NOTHING = -1  # where an op waits for no other stage
@@ -118,12 +118,12 @@ def simulate(
     times: Times | None = None,
     *,
     model: Model = "asynchronous",
-    weight_share: float = 1.0,
+    weight_share: float = WEIGHT_SHARE,
 ) -> Simulation:
     """Runs a schedule's orders (asynchronous) or its ticks (lockstep) in the given times.
 
-    weight_share: the part of a stash that stays from B to W where they are split. 1.0, the papers'
-    count, frees nothing before W; 0.0 frees everything with B, as where B and W are not split.
+    weight_share: the part of a stash that stays from B to W where they are split. 1.0 frees nothing
+    before W, which is how the papers of the V-shaped schedules count; 0.0 frees all of it with B.
     """
     times = times or Times()
     factors = times.stage_factors

@@ -139,19 +139,22 @@ def _zb_v_orders(microbatches: int, stages: int) -> Orders:
         steady = [F0, B0, W0, F1, B1, W1] * fed
         steady += [B0, W0, F1, B1, W1] * (items - fed - warm_up.count(F1))
         cool_down = [B0, B1] * stage + [B0, W0] * (stages - stage) + [W1] * stage + [W0] * stage
-        lists.append(number(warm_up + steady + cool_down, microbatches))
-    return Orders.from_lists(lists)
+        lists.append(warm_up + steady + cool_down)
+    return numbered(lists, microbatches)
 
 
-def number(kinds: list[int], microbatches: int) -> list[tuple[int, int, int]]:
-    """(kind, item, chunk) of ops that each take their kind's next microbatch, if there is one."""
-    taken = [0] * 6
-    ops = []
-    for kind in kinds:
-        if taken[kind] < microbatches:
-            ops.append((kind // 2, taken[kind], kind % 2))
-        taken[kind] += 1
-    return ops
+def numbered(lists: list[list[int]], microbatches: int) -> Orders:
+    """Orders from each stage's kinds of op, each of which takes the next microbatch of its kind;
+    those beyond the last microbatch fall away."""
+    stages = []
+    for kinds in lists:
+        kind = np.array(kinds, np.int32)
+        item = np.empty_like(kind)
+        for k in range(6):
+            item[kind == k] = np.arange(kinds.count(k))
+        stages.append(np.stack([kind // 2, item, kind % 2])[:, item < microbatches])
+    kind, item, chunk = np.stack(stages, axis=1)
+    return Orders(kind=kind, item=item, chunk=chunk)
 
 
 def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
@@ -161,12 +164,14 @@ def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
     op of the list, or by up to half of what runs before it.
     """
     patience = (0.0,) if is_even(times) else (0.0, 0.5)
-    return min((_run(orders, limit, times, late) for late in patience), key=lambda ran: ran[0])[1]
+    runs = [_run(orders, limit, times, late) for late in patience]
+    best = min(runs, key=lambda stages: max(stage.clock - stage.begin for stage in stages))
+    return numbered([stage.ops for stage in best], best[0].items)
 
 
-def _run(orders: Orders, limit: int, times: Times, late: float) -> tuple[float, Orders]:
-    """(The longest that a stage takes, the orders) if each stage, where it would wait, takes an op
-    from further down its list, as `_Stage.choose` says.
+def _run(orders: Orders, limit: int, times: Times, late: float) -> list[_Stage]:
+    """The stages after they have run, each taking an op from further down its list where it would
+    wait, as `_Stage.choose` says.
 
     No stage waits for ever: of what is left of orders that run, the op that comes first is ready,
     and it is the head of its list.
@@ -196,8 +201,7 @@ def _run(orders: Orders, limit: int, times: Times, late: float) -> tuple[float, 
             kind = stage.head_if_ready()
         if stage.wake < NEVER:
             heapq.heappush(events, (stage.wake, at))
-    cost = max(stage.clock - stage.begin for stage in stages)
-    return cost, Orders.from_lists([stage.ops for stage in stages])
+    return stages
 
 
 def _receiver(kind: int, stage: int, last: int) -> tuple[int, int]:
@@ -238,7 +242,7 @@ class _Stage:
         self.begin, self.clock = 0.0, 0.0
         self.wake = 0.0  # when there may be something to choose from
         self.waits = False  # for an input, so that its arrival is an event
-        self.ops: list[tuple[int, int, int]] = []
+        self.ops: list[int] = []  # their kinds
 
     def head_if_ready(self) -> int:
         """The kind of the list's head if that is the choice whatever is still to arrive, or -1."""
@@ -309,7 +313,7 @@ class _Stage:
         self.head = head
         if not self.ops:
             self.begin = self.clock
-        self.ops.append((kind // 2, item, kind % 2))
+        self.ops.append(kind)
         self.clock = self.wake = end = self.clock + self.lasts[kind]
         if B0 <= kind <= B1:
             self.inputs[kind + 2][item] = end

@@ -234,6 +234,7 @@ def _bytes(variables) -> int:
 def _function(jaxpr, constants, eqns, invars, outvars) -> Callable:
     part = jaxpr.replace(
         constvars=jaxpr.constvars if constants else [],
-        eqns=list(eqns), invars=list(invars), outvars=list(outvars), debug_info=None,
+        eqns=list(eqns), invars=list(invars), outvars=list(outvars),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
     )  # fmt: skip
     return jaxpr_as_fun(ClosedJaxpr(part, constants))

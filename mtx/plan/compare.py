@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
 from mtx.plan.hardware import Hardware
-from mtx.plan.search import RECOMPUTE, Candidate, Fixed, Question, is_allowed, settings, with_zero
+from mtx.plan.search import (
+    LOOPED,
+    RECOMPUTE,
+    Candidate,
+    Fixed,
+    Question,
+    is_allowed,
+    settings,
+    with_zero,
+)
 from mtx.plan.time import StepTime
 
 PART_NAMES = {
@@ -92,20 +102,22 @@ def changes(
         model=model, gpus=best.layout.devices, global_batch=global_batch, hardware=hardware,
         fixed=Fixed(), scatter_gather=scatter_gather,
     )  # fmt: skip
-    mesh, found = best.layout, []
-    tried = list(settings(question, mesh))
+    mesh, asked = best.layout, []
+    tried = list(settings(question, replace(mesh, schedule=LOOPED[0])))
     for name in ("microbatch", "virtual", "sequence_parallel"):
-        values = sorted({getattr(layout, name) for layout in tried})
-        place = values.index(getattr(mesh, name)) if getattr(mesh, name) in values else 0
-        near = values[max(0, place - 2) : place + 3]
-        found += [(name, value, replace(mesh, **{name: value}), best.zero) for value in near]
-    found += [("recompute", way, replace(mesh, recompute=way), best.zero) for way in RECOMPUTE]
-    found += [("schedule", name, replace(mesh, schedule=name), best.zero) for name in _OTHERS]
-    if mesh.data > 1:
-        found += [("zero", zero, with_zero(mesh, zero), zero) for zero in (0, 1, 3)]
+        values = sorted({getattr(layout, name) for layout in tried} | {getattr(mesh, name)})
+        place = values.index(getattr(mesh, name))
+        asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
+    asked += [("recompute", way) for way in RECOMPUTE]
+    asked += [("schedule", name) for name in (*_OTHERS, LOOPED[0]) if mesh.pipe > 1]
+    asked += [("zero", zero) for zero in (0, 1, 3) if mesh.data > 1]
     listed = []
-    for name, value, layout, zero in found:
-        if (layout, zero) == (mesh, best.zero) or not is_allowed(question, layout):
+    for name, value in asked:
+        zero = value if name == "zero" else best.zero
+        layout = with_zero(mesh, zero) if name == "zero" else _changed(mesh, name, value)
+        if (layout, zero) == (mesh, best.zero) or layout is None:
+            continue
+        if not is_allowed(question, layout):
             continue
         _, _, time = question.price(layout, zero)
         memory = question.memory(layout, zero)
@@ -113,3 +125,11 @@ def changes(
         fits = question.holds(memory.total_bytes)
         listed.append(Change(name=name, value=value, candidate=candidate, fits=fits))
     return sorted(listed, key=lambda change: change.candidate.time.step_s)
+
+
+def _changed(layout: Layout, name: str, value: object) -> Layout | None:
+    """None where it cannot be, as a schedule that needs another number of chunks."""
+    try:
+        return replace(layout, **{name: value})
+    except UserError:
+        return None

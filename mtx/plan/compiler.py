@@ -86,19 +86,19 @@ def _find_cuda() -> str | None:
 
     UserError where the compiler is of another version than JAX.
     """
-    for cuda, folder in (("cuda13", "nvidia.cu13"), ("cuda12", "nvidia.cuda_nvcc")):
+    for cuda, package in (("cuda13", "nvidia.cu13"), ("cuda12", "nvidia.cuda_nvcc")):
         plugin = f"jax-{cuda}-pjrt"
-        if not (_has(f"jax_plugins.xla_{cuda}") and _has(folder)):
+        if not (_has(f"jax_plugins.xla_{cuda}") and _has(package)):
             continue
-        place = Path(next(iter(importlib.util.find_spec(folder).submodule_search_locations)))
-        if not (place / "bin" / "ptxas").exists() or not (place / "nvvm" / "libdevice").exists():
-            continue
-        if _version(plugin) != _version("jaxlib"):
-            raise UserError(
-                f"{plugin} {_version(plugin)} does not go with jaxlib {_version('jaxlib')}: "
-                f"pip install {plugin}=={_version('jaxlib')}"
-            )
-        return str(place)
+        for place in map(Path, importlib.util.find_spec(package).submodule_search_locations):
+            if not ((place / "bin/ptxas").exists() and (place / "nvvm/libdevice").exists()):
+                continue
+            if _version(plugin) != _version("jaxlib"):
+                raise UserError(
+                    f"{plugin} {_version(plugin)} does not go with jaxlib {_version('jaxlib')}: "
+                    f"pip install {plugin}=={_version('jaxlib')}"
+                )
+            return str(place)
     return None
 
 

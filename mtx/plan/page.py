@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import io
+import textwrap
 from collections.abc import Iterable
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -30,10 +32,10 @@ def plan_lines(
 
 def rows_table(rows: Iterable[Row], *, heading: str) -> Table:
     """Rows as a table, a section each for those that follow each other."""
-    table = Table(title=heading, show_header=False)
+    table = Table(title=heading, show_header=False, box=box.SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("", overflow="fold")
-    table.add_column("", no_wrap=True, style="dim")
+    table.add_column("", max_width=len("predicted "), style="dim")
     section = None
     for row in rows:
         if row.section != section:
@@ -46,17 +48,20 @@ def rows_table(rows: Iterable[Row], *, heading: str) -> Table:
 
 
 def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int = 100) -> list[str]:
-    """The meshes of a search, fastest first, each with the reason why it beats the next one."""
+    """The meshes of a search, fastest first, and why each beats the next one."""
     table = Table(title=heading)
-    for name in ("data", "pipe", "tensor", "b", "v", "recompute", "zero", "s a step", "GiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("beats the next by", overflow="fold", ratio=1)
-    for one, following in zip(found.ranked, [*found.ranked[1:], None], strict=True):
-        why = reasons(one, following, hardware) if following else ""
-        if not one.runs:
-            why = "(priced only) " + why
-        table.add_row(*_settings(one), why)
-    return render(table, width=width)
+    sizes, ways = ("", "data", "pipe", "tensor", "b", "v"), ("schedule", "recompute")
+    for name in (*sizes, *ways, "zero", "s a step", "GiB"):
+        table.add_column(name, justify="left" if name in ways else "right", no_wrap=True)
+    if not all(one.runs for one in found.ranked):
+        table.add_column("")
+    why = []
+    for place, one in enumerate(found.ranked, start=1):
+        table.add_row(str(place), *_settings(one), *([] if one.runs else ["priced only"]))
+        if place < len(found.ranked):
+            text = f"{place} beats {place + 1}: {reasons(one, found.ranked[place], hardware)}"
+            why += textwrap.wrap(text, width, subsequent_indent=" " * 11)
+    return [*render(table, width=width), *why]
 
 
 def _settings(one: Candidate) -> list[str]:
@@ -67,6 +72,7 @@ def _settings(one: Candidate) -> list[str]:
     numbers = (layout.data, layout.pipe, layout.tensor, layout.microbatch, layout.virtual)
     return [
         *map(str, numbers),
+        layout.schedule,
         recompute,
         str(one.zero),
         f"{one.time.step_s:,.2f}",

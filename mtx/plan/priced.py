@@ -11,7 +11,7 @@ from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory
 from mtx.plan.published import bubble
-from mtx.plan.search import MEMORY_AT_MOST
+from mtx.plan.search import LOOPED, MEMORY_AT_MOST
 from mtx.plan.time import StepTime, predict_step
 
 GIB = 2**30
@@ -84,7 +84,7 @@ class PricedRun:
     def bubble_over_ideal(self) -> float:
         """Idle time over ideal time: (p-1)/(v m) of SC'21's schedules; of others, as predicted."""
         layout = self.run.layout
-        if layout.schedule in ("1f1b", "gpipe"):
+        if layout.schedule in LOOPED:
             return bubble(layout, self.run.microbatches)
         return self.time.bubble_s / (self.time.step_s - self.time.bubble_s)
 

@@ -11,25 +11,32 @@ is what cannot win (tests/test_plan_search.py enumerates it all, and finds nothi
   - recomputing more never makes a step faster: it is tried where recomputing less does not fit
   - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
+Schedules that have to be simulated, as zero bubble's, are priced on the settings that are best with
+1F1B, and of those the leaders' only: they are not enumerated.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.pipeline.formats import SUFFIXES
+from mtx.pipeline.makers import check_virtual, maker
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.time import StepTime, predict_step
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
+LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # whose price is a closed form
+_SIMULATED = ("zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v", "v_half", "dualpipe_v")
 _SCHEDULES = ("1f1b",)
+_LEADERS, _MOST_OPS = 3, 4096  # of a search that is open: meshes, and F of a simulated table
 _ZERO = (1, 3)
 
 
@@ -124,13 +131,26 @@ def search(
 ) -> Found:
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
-    A mesh is data x pipe x tensor = gpus. Layers lie in equal parts on the stages. Raises UserError
-    where the sizes allow no layout at all, and where none fits.
+    A mesh is data x pipe x tensor = gpus; layers lie in equal parts on the stages. schedule="auto"
+    is an open one. Raises UserError where the sizes allow no layout at all, and where none fits.
     """
     question = Question(
         model=model, gpus=gpus, global_batch=global_batch, hardware=hardware,
         fixed=fixed or Fixed(), scatter_gather=scatter_gather,
     )  # fmt: skip
+    wanted = question.fixed.schedule
+    if wanted in (None, "auto"):
+        question = replace(question, fixed=replace(question.fixed, schedule=None))
+        found = _looped(question, top)
+        leaders = [_improve(question, one, _SIMULATED) for one in found.ranked[:_LEADERS]]
+        return replace(found, ranked=_by_time([*leaders, *found.ranked[_LEADERS:]]))
+    if wanted in LOOPED:
+        return _looped(question, top)
+    return _simulated(question, top)
+
+
+def _looped(question: Question, top: int) -> Found:
+    """The search among the schedules that need no simulation."""
     meshes = _meshes(question)
     if not meshes:
         raise _no_layout(question)
@@ -156,6 +176,66 @@ def search(
     if not found:
         raise _nothing_fits(question, meshes)
     return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
+
+
+def _simulated(question: Question, top: int) -> Found:
+    """The search with one schedule that has to be simulated, on what is best with 1F1B."""
+    wanted = question.fixed.schedule
+    if wanted.endswith(SUFFIXES):
+        raise UserError(
+            f"schedule={wanted!r} is a table of one shape, which leaves nothing to search: give "
+            "--data, --pipe, --tensor and --microbatch"
+        )
+    chunks = maker(wanted).virtual
+    if chunks and question.fixed.virtual is None:
+        question = replace(question, fixed=replace(question.fixed, virtual=chunks))
+    check_virtual(wanted, question.fixed.virtual or 1, 1)
+    found = _looped(replace(question, fixed=replace(question.fixed, schedule=None)), top)
+    tried = [
+        _improve(question, one, (wanted,), anyway=True)
+        for one in found.ranked
+        if one.layout.pipe > 1
+    ]
+    ranked = _by_time(one for one in tried if one is not None)
+    if not ranked:
+        raise UserError(
+            f"schedule={wanted!r} fits none of the {len(found.ranked)} best meshes of "
+            f"{question.gpus} x {question.hardware.name}, or has too long a table to be simulated; "
+            f"use more GPUs, or schedule={_SCHEDULES[0]!r}"
+        )
+    return replace(found, ranked=ranked)
+
+
+def _improve(
+    question: Question, one: Candidate, schedules: tuple[str, ...], *, anyway: bool = False
+) -> Candidate | None:
+    """The candidate with the fastest of `schedules` that fits, or as it is where none is faster.
+
+    anyway: None where none fits, whatever is faster. Tables of too many ops are passed over.
+    """
+    best = None if anyway else one
+    microbatches = one.layout.microbatches(question.global_batch)
+    for name in schedules if one.layout.pipe > 1 else ():
+        virtual = maker(name).virtual or one.layout.virtual
+        ops = microbatches * one.layout.pipe * virtual
+        if ops > _MOST_OPS * (16 if anyway else 1) or question.fixed.virtual not in (None, virtual):
+            continue
+        for way in _open(question.fixed.recompute, RECOMPUTE):
+            layout = replace(one.layout, schedule=name, virtual=virtual, recompute=way)
+            if not is_allowed(question, layout):
+                break
+            time = question.price(layout, one.zero).time
+            if best and time.step_s >= best.time.step_s:
+                break
+            memory = question.memory(layout, one.zero)
+            if question.holds(memory.total_bytes):
+                best = Candidate(layout=layout, zero=one.zero, time=time, memory=memory)
+                break
+    return best
+
+
+def _by_time(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda one: one.time.step_s))
 
 
 def _openings(question: Question, meshes: list[Layout], ways: tuple[str, ...]) -> Iterator[tuple]:

@@ -21,7 +21,7 @@ from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import hardware
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, published_throughput, published_training_time
-from mtx.plan.search import MEMORY_AT_MOST
+from mtx.plan.search import LOOPED, MEMORY_AT_MOST
 
 Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
@@ -211,7 +211,7 @@ def _speed(plan: PricedRun, tokens: float | None, price: float | None) -> list[R
 def _pipeline(plan: PricedRun) -> list[Row]:
     layout, microbatches = plan.run.layout, plan.run.microbatches
     idle = f"{plan.bubble_over_ideal:.1%} of ideal time"
-    if layout.schedule in ("1f1b", "gpipe"):
+    if layout.schedule in LOOPED:
         idle += ", (p-1)/(vm)"
     rows = [Row("Pipeline", "bubble", idle, "computed")]
     if layout.pipe * layout.virtual * microbatches <= _MOST_OPS:

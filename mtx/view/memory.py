@@ -15,6 +15,7 @@ from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.summary import part_name
+from mtx.view.colours import ink
 from mtx.view.picture import FAINT, INK, LIMIT, check_suffix, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = 
             if size > 0.045 * reach:
                 axes.text(
                     left + size / 2, row, f"{size:.1f}", ha="center", va="center", fontsize=7.5,
-                    color=_ink_on(colour),
+                    color=ink(colour),
                 )  # fmt: skip
             left += size
         axes.text(left, row, f" {left:.1f}", va="center", fontsize=8, color=INK)
@@ -159,11 +160,6 @@ def _colour(name: str, plan: Plan) -> str:
     if name in unknown:
         return _OTHERS[unknown.index(name) % len(_OTHERS)]
     return _COLOURS[name]
-
-
-def _ink_on(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5 else INK  # Rec. 709
 
 
 def _limits(axes: Axes, memory_gib: float, *, along: str = "x") -> None:

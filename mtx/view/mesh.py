@@ -16,6 +16,7 @@ import numpy as np
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.hardware import Hardware
+from mtx.view.colours import hexadecimal, ink
 from mtx.view.picture import (
     COMMUNICATION,
     COMMUNICATION_LIGHT,
@@ -257,7 +258,7 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
             )
             axes.text(
                 x + 0.5, y + 0.5, label.format(stage, replica, shard), ha="center", va="center",
-                fontsize=7 if row > 2 and len(nodes) <= 6 else 5.5, color=_ink_on(colour),
+                fontsize=7 if row > 2 and len(nodes) <= 6 else 5.5, color=ink(hexadecimal(colour)),
             )  # fmt: skip
     rows = -(-len(nodes) // columns)
     axes.set_xlim(-0.3, columns * (wide + 0.6) - 0.3)
@@ -267,10 +268,6 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
     axes.set_title(
         "p: stage, d: replica, t: tensor shard", loc="left", fontsize=8, color=FAINT, pad=2
     )
-
-
-def _ink_on(colour: np.ndarray) -> str:
-    return "white" if colour @ np.array([0.2126, 0.7152, 0.0722]) < 0.5 else INK  # Rec. 709
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,16 +291,22 @@ class _Map:
         aligned = together == 1 or unit % node_size == 0
         unit *= together
         cells = -(-stage // unit)
-        # Of all ways to fold a stage and to wrap the row of stages, the one nearest to the aspect.
-        ways = (
-            (abs(math.log(per_row * wide / (-(-layout.pipe // per_row) * high) / _ASPECT)), way)
+        gap = _gap(cells)
+
+        def misfit(high: int, wide: int, per_row: int) -> float:
+            rows = -(-layout.pipe // per_row)
+            aspect = per_row * (wide + gap) / (rows * (high + 2 * gap))
+            return abs(math.log(aspect / _ASPECT))
+
+        # All ways to fold a stage and to wrap the row of stages.
+        ways = [
+            (-(-cells // wide), wide, per_row)
             for wide in range(1, cells + 1)
-            for high in (-(-cells // wide),)
             for per_row in range(1, layout.pipe + 1)
-            for way in ((high, wide, per_row),)
-            if (wide - 1) * high < cells and (layout.pipe % per_row == 0 or layout.pipe > 16)
-        )
-        _, (high, wide, per_row) = min(ways)
+            if (wide - 1) * -(-cells // wide) < cells
+            and (layout.pipe % per_row == 0 or layout.pipe > 16)
+        ]
+        high, wide, per_row = min(ways, key=lambda way: misfit(*way))
         return cls(unit=unit, aligned=aligned, cells=cells, high=high, wide=wide, per_row=per_row)
 
     def corner(self, rank: int, stage_devices: int) -> tuple[float, float]:
@@ -316,8 +319,12 @@ class _Map:
 
     @property
     def gap(self) -> float:
-        """Between stages side by side, and twice of it between rows of them."""
-        return 0.0 if self.cells == 1 else 0.3
+        return _gap(self.cells)
+
+
+def _gap(cells: int) -> float:
+    """Between stages side by side, and twice of it between rows of them."""
+    return 0.0 if cells == 1 else 0.3
 
 
 def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
@@ -338,10 +345,13 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
             facecolors=[colours[stage] for stage, _ in corners], edgecolors="none",
         )
     )  # fmt: skip
-    every = -(-layout.pipe // 32)
+    # One cell a stage leaves room for names at the left of each row only.
+    alone = grid.cells == 1 and layout.pipe > grid.per_row
+    every = grid.per_row if alone else -(-layout.pipe // 32)
     for stage in range(0, layout.pipe, every):
         x, y = grid.corner(stage * stage_devices, stage_devices)
-        axes.text(x + 0.06, y - 0.08, f"p{stage}", fontsize=6, color=FAINT, clip_on=False)
+        x, y, align = (x - 0.1, y + 0.7, "right") if alone else (x + 0.06, y - 0.08, "left")
+        axes.text(x, y, f"p{stage}", fontsize=6, color=FAINT, ha=align, clip_on=False)
     for axis, stride, marker, size in (
         ("pipe", stage_devices, "o", layout.pipe), ("data", layout.tensor, "s", layout.data),
     ):  # fmt: skip
@@ -356,7 +366,7 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
             )  # fmt: skip
     width = grid.per_row * (grid.wide + grid.gap)
     height = -(-layout.pipe // grid.per_row) * (grid.high + 2 * grid.gap)
-    axes.set_xlim(-0.2, width)
+    axes.set_xlim(-1.4 if alone else -0.2, width)
     axes.set_ylim(height, -0.9)
     axes.set_aspect("equal" if 0.4 < width / height < 8 else "auto", anchor="NW")
     axes.set_axis_off()

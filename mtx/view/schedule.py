@@ -28,7 +28,8 @@ __all__ = [
     "timeline_text",
 ]  # fmt: skip
 
-NOTHING, WAITING = "·", "~"
+NOTHING, WAITING, SEVERAL = "·", "~", "#"
+_ALONE = 0.8  # of the working time: with less for any kind, they take turns
 
 
 def show(shown: Shown | Sequence[Shown], *, memory: bool = True) -> Picture:
@@ -143,7 +144,7 @@ def _plain(cell: _Cell) -> str:
 
 def _markup(cell: _Cell) -> str:
     if cell.kind == IDLE:
-        return f"[bright_black]{cell.text}[/]"
+        return cell.text if cell.text == SEVERAL else f"[bright_black]{cell.text}[/]"
     colour = shade(cell.kind, cell.chunk, cell.chunks)
     return f"[{ink(colour)} on {colour}]{cell.text}[/]"
 
@@ -155,7 +156,7 @@ def run_text(run: Simulation, width: int = 100) -> str:
     """A simulation as plain text of `width` characters: a title, one row a stage, the notation.
 
     Every character is as much time. An op begins with its label where that fits; where the ops are
-    narrower, each character is the letter of the kind that takes the most of its time.
+    narrower, each character is the letter of the kind that takes its time.
     """
     return _run(run, width, _plain)
 
@@ -182,8 +183,8 @@ def _run(run: Simulation, width: int, render: Callable[[_Cell], str]) -> str:
         for stage, row in enumerate(cells)
     ]
     kinds = ", ".join(KINDS[: len(schedule.halves)])
-    notation = _notation(schedule) if single else f"{kinds}: what takes the most of the time"
-    notation += "" if single else f"; {NOTHING}: idle"
+    crowded = f"{kinds}: what takes the time; {SEVERAL}: they take turns; {NOTHING}: idle"
+    notation = _notation(schedule) if single else crowded
     notation += f"; {WAITING}: waiting for data" if run.times.comm else ""
     title = f"{describe(schedule)}; {MODELS[run.model]}: {run.makespan:.4g}, a character is "
     return "\n".join([f"{title}{run.makespan / columns:.3g}", *rows, notation])
@@ -215,9 +216,14 @@ def _op_cells(run: Simulation, columns: int) -> list[list[_Cell]]:
 
 
 def _share_cells(run: Simulation, columns: int) -> list[list[_Cell]]:
-    """What takes the most of every character's time."""
+    """What takes every character's time, for the most part."""
     edges = np.linspace(run.start.min(), run.end.max(), columns + 1)
-    most = shares(run, edges).argmax(axis=-1)
+    taken = shares(run, edges)  # [P, N, 5]
+    working = taken[..., :3].sum(axis=-1)
+    most = taken[..., :3].argmax(axis=-1)
+    most[taken[..., :3].max(axis=-1) < _ALONE * working] = 3
+    still = 4 + (taken[..., 4] >= taken[..., 3])
+    most = np.where(working >= 0.5, most, still)
     known = [_Cell(kind, index) for index, kind in enumerate(KINDS)]
-    known += [_Cell(WAITING), _Cell(NOTHING)]
+    known += [_Cell(SEVERAL), _Cell(WAITING), _Cell(NOTHING)]
     return [[known[index] for index in row] for row in most.tolist()]

@@ -1,0 +1,289 @@
+"""What the parts of a step cost, each timed on its own: ops, ends, idle ticks, the optimizer.
+
+All are compiled for the mesh of the whole step and timed on all of its devices at once, so that
+they have the cores and the load that the step has.
+
+Legend: P stages · B rows · s sequence, or a slice of it · D hidden
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from bench_pipeline import Training, random_batch
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from mtx.config import Layout, RunConfig
+from mtx.pipeline.makers import make
+from mtx.pipeline.schedule import Schedule
+from mtx.pipeline.stage import Kept, Stage
+from mtx.pipeline.ticks import Op
+from mtx.sharding.collectives import broadcast_from
+from mtx.train.step import Trainer
+
+REFERENCE = "1f1b"  # the plainest table
+_REPEATS = 4  # ops of one kind in a row, timed together
+_SLOTS = 2  # of the ring that they go through
+_APART = 50  # ticks between those of the table that prices an idle tick
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the parts of a step take on all stages at once, in seconds or core-seconds."""
+
+    forward: float  # F of one item and chunk, and so the next three
+    both: float  # B where it makes both gradients
+    backward: float  # B of the input alone
+    weight: float  # W
+    ends: float  # embedding and head of one item, there and back
+    tick: float  # one in which all stages are idle: conds and sends
+    once: float  # gathering, clipping and the optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes on one device of what a table has slots for."""
+
+    input: int  # x_BsD
+    residuals: int  # of one chunk
+    deferred: int  # what waits for W, of one chunk
+    cache: int  # keys and values of whole sequences, of one chunk
+
+
+class Seconds(NamedTuple):
+    """How long something took, and how much of all cores it used meanwhile."""
+
+    wall: float
+    work: float
+
+
+def timed(f: Callable, *args):
+    """(Seconds, what f returns once it is there)"""
+    wall, work = time.perf_counter(), time.process_time()
+    value = jax.block_until_ready(f(*args))
+    return Seconds(time.perf_counter() - wall, time.process_time() - work), value
+
+
+class Held(NamedTuple):
+    """What the ops of a stage read and write; leaves [P, ...], of one stage inside."""
+
+    x_BsD: jax.Array
+    ring: tuple
+    cache: jax.Array | None
+    dcache: jax.Array | None
+    gradients: dict  # of B with W
+    early: dict  # of B
+    deferred: tuple
+    late: dict  # of W
+    dends: dict  # of embedding and head
+
+
+class Ops:
+    """F, B and W of one number of chunks and slices, and the ends: compiled functions, each of
+    which runs its op a few times in a scan, as the step does."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.schedule = trainer, trainer.schedule
+        layout, model = trainer.run.layout, trainer.run.model
+        shape = layout.microbatch, model.sequence // self.schedule.slices, model.hidden
+        self.x_BsD = jax.ShapeDtypeStruct(shape, jnp.dtype(model.compute_dtype))
+        self.params = trainer.init().params
+        self.held = jax.jit(self._on_stages(self._start))(self.params)
+        ops = self._forward, self._both, self._backward, self._weight, self._ends
+        self._runs = {
+            op.__name__[1:]: jax.jit(self._on_stages(self._repeated(op)), donate_argnums=1)
+            for op in ops
+        }
+
+    def time(self) -> dict[str, Seconds]:
+        """Seconds of one op of each kind, on all stages at once."""
+        seconds = {}
+        for name, run in self._runs.items():
+            taken, self.held = timed(run, self.params, self.held)
+            seconds[name] = Seconds(*(value / _REPEATS for value in taken))
+        return seconds
+
+    @property
+    def sizes(self) -> Sizes:
+        def of_one(part, slots=1):
+            total = sum(a.nbytes for a in jax.tree.leaves(part))
+            return total // (slots * self.schedule.stages)
+
+        held = self.held
+        return Sizes(
+            input=of_one(held.x_BsD), residuals=of_one(held.ring, _SLOTS),
+            deferred=of_one(held.deferred, _SLOTS), cache=of_one(held.cache),
+        )  # fmt: skip
+
+    def _on_stages(self, f: Callable) -> Callable:
+        """f(params, *held) with the local parameters in the compute type, in a `shard_map`."""
+        dtype = self.x_BsD.dtype
+
+        def local(params, *held):
+            params = jax.tree.map(lambda a: a.astype(dtype), params)
+            block = jax.tree.map(lambda a: a[0], params["block"])
+            held = jax.tree.map(lambda a: a[0], held)
+            held = f({"ends": params["ends"], "block": block}, *held)
+            return jax.tree.map(lambda a: a[None], held)
+
+        specs = self.trainer.state_specs.params
+        mapped = {
+            count: jax.shard_map(
+                local, mesh=self.trainer.mesh, in_specs=(specs, P("pipe"))[:count],
+                out_specs=P("pipe"), check_vma=False,
+            )
+            for count in (1, 2)
+        }  # fmt: skip
+        return lambda *args: mapped[len(args)](*args)
+
+    def _stage(self, params, *, split: bool) -> Stage:
+        placement, index = self.trainer.placement, lax.axis_index("pipe")
+        return Stage(
+            model=self.trainer.model, placement=placement, place=self._place, x_BsD=self.x_BsD,
+            layer_params=jax.tree.map(lambda a: a[0, 0], params["block"]),
+            layer_CN=jnp.asarray(placement.layer)[index],
+            count_C=jnp.asarray(placement.count)[index],
+            slices=self.schedule.slices, split=split,
+        )  # fmt: skip
+
+    def _place(self, item, layer):
+        samples_B = jnp.arange(self.x_BsD.shape[0], dtype=jnp.int32)
+        part = item % self.schedule.slices
+        return self.trainer.model.place(layer, samples_B, jnp.zeros(2, jnp.uint32), part)
+
+    def _start(self, params) -> Held:
+        stage = self._stage(params, split=True)
+
+        def zeros(keep, tree):
+            return jax.tree.map(
+                lambda a, late: jnp.zeros(a.shape, jnp.float32) if keep(late) else None,
+                tree, stage.is_late(),
+            )  # fmt: skip
+
+        block = params["block"]
+        return Held(
+            x_BsD=jax.random.normal(jax.random.key(0), self.x_BsD.shape, self.x_BsD.dtype),
+            ring=stage.stash(_SLOTS), cache=stage.caches(1), dcache=stage.caches(1),
+            gradients=zeros(lambda late: True, block), early=zeros(lambda late: not late, block),
+            deferred=stage.weight_stash(_SLOTS), late=zeros(lambda late: late, block),
+            dends=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params["ends"]),
+        )  # fmt: skip
+
+    def _repeated(self, run: Callable) -> Callable:
+        """(params, held) -> held after _REPEATS ops, each with the output of the one before it."""
+
+        def repeat(params, held):
+            def one(held, i):
+                chunk, slot, zero = i % self.schedule.virtual, i % _SLOTS, jnp.zeros_like(i)
+                op = Op(i, chunk, chunk, slot, deferred=slot, cache=zero, cache_gradient=zero)
+                return run(params, op, held), None
+
+            after, _ = lax.scan(one, held, jnp.arange(_REPEATS, dtype=jnp.int32))
+            return after._replace(x_BsD=held.x_BsD)
+
+        return repeat
+
+    def _forward(self, params, op: Op, held: Held) -> Held:
+        x_BsD, ring, cache = self._stage(params, split=False).forward(
+            op, params["block"], held.x_BsD, held.ring, held.cache
+        )
+        return held._replace(x_BsD=x_BsD, ring=ring, cache=cache)
+
+    def _both(self, params, op: Op, held: Held) -> Held:
+        x_BsD, kept = self._stage(params, split=False).backward(
+            op, params["block"], held.x_BsD, held.ring, held.cache,
+            Kept(held.gradients, (), held.dcache),
+        )  # fmt: skip
+        return held._replace(x_BsD=x_BsD, gradients=kept.gradients, dcache=kept.dcache)
+
+    def _backward(self, params, op: Op, held: Held) -> Held:
+        x_BsD, kept = self._stage(params, split=True).backward(
+            op, params["block"], held.x_BsD, held.ring, held.cache,
+            Kept(held.early, held.deferred, held.dcache),
+        )  # fmt: skip
+        early, deferred, dcache = kept
+        return held._replace(x_BsD=x_BsD, early=early, deferred=deferred, dcache=dcache)
+
+    def _weight(self, params, op: Op, held: Held) -> Held:
+        late = self._stage(params, split=True).weight(op, held.deferred, held.late)
+        return held._replace(late=late)
+
+    def _ends(self, params, op: Op, held: Held) -> Held:
+        """Embedding and head as all stages run them together, there and back."""
+        model, pipe = self.trainer.model, self.trainer.axes.pipe
+        rows, sequence, _ = self.x_BsD.shape
+        ids = jnp.arange(rows * sequence, dtype=jnp.int32).reshape(rows, sequence)
+        ids %= self.trainer.run.model.vocab
+        batch = {"tokens": ids, "targets": ids, "weights": jnp.ones(ids.shape, jnp.float32)}
+        place, is_here = self._place(op.item, -1), lax.axis_index("pipe") == 0
+        x_BsD, embed_vjp = jax.vjp(lambda ends: model.embed(ends, batch, place), params["ends"])
+        # What the op before has left goes in, so that no two are alike and all have to run.
+        y_BsD = broadcast_from(x_BsD + 1e-3 * held.x_BsD, is_here, pipe)
+        loss, vjp = jax.vjp(lambda ends, y: model.loss(ends, y, batch), params["ends"], y_BsD)
+        of_head, dy_BsD = vjp(jnp.ones_like(loss))
+        (of_embedding,) = embed_vjp(broadcast_from(dy_BsD, is_here, pipe))
+        dends = jax.tree.map(lambda d, a, b: d + a + b, held.dends, of_head, of_embedding)
+        return held._replace(x_BsD=dy_BsD, dends=dends)
+
+
+def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:
+    """The trainer of `run`'s model by this table."""
+    layout = Layout(
+        pipe=schedule.stages, virtual=schedule.virtual, slices=schedule.slices,
+        microbatch=run.layout.microbatch,
+    )  # fmt: skip
+    batch = schedule.microbatches * layout.microbatch
+    return Trainer(replace(run, layout=layout, global_batch=batch), schedule=schedule)
+
+
+class NoPipeline:
+    """In a pipeline's place, where only what a step does beside it is to be timed."""
+
+    def gradients(self, params, batch, samples_MB, key, loss_weight):
+        """A loss and gradients that cost nothing."""
+        return jnp.float32(1), jax.tree.map(lambda a: a.astype(jnp.float32) * loss_weight, params)
+
+
+def compile_training(schedule: Schedule, run: RunConfig, pipeline=None) -> tuple[Training, float]:
+    """(a step by this table, seconds to compile it); `pipeline` in place of the table's own"""
+    trainer = trainer_of(schedule, run)
+    if pipeline is not None:
+        trainer.pipeline = pipeline
+    start = time.perf_counter()
+    step = trainer.compile_step()
+    seconds = time.perf_counter() - start
+    batch = trainer.place(random_batch(run.model, trainer.run.global_batch))
+    return Training(step=step, state=trainer.init(), batch=batch), seconds
+
+
+class Beside:
+    """What a step costs beside its ops: three steps, two of them of one microbatch, whose tables
+    differ in idle ticks alone, and one without a pipeline."""
+
+    def __init__(self, reference: Schedule, run: RunConfig):
+        one = make(REFERENCE, microbatches=1, stages=reference.stages)
+        apart = one.forward_ticks * _APART, one.backward_ticks * _APART
+        tables = one, Schedule.from_ticks("apart", *apart)
+        self._few, self._many = (compile_training(table, run)[0] for table in tables)
+        self._idle_ticks = tables[1].ticks - tables[0].ticks
+        self._without = compile_training(reference, run, NoPipeline())[0]
+
+    def time(self) -> dict[str, Seconds]:
+        """Of an idle tick, and of what is done once."""
+        few, many, once = (
+            timed(training.advance)[0] for training in (self._few, self._many, self._without)
+        )
+        tick = (max(0.0, (b - a) / self._idle_ticks) for a, b in zip(few, many, strict=True))
+        return {"tick": Seconds(*tick), "once": once}
+
+
+def costs_of(*parts: dict[str, Seconds]) -> tuple[Costs, Costs]:
+    """(seconds, core-seconds)"""
+    seconds = {name: value for part in parts for name, value in part.items()}
+    return tuple(Costs(**{name: value[unit] for name, value in seconds.items()}) for unit in (0, 1))

@@ -1,0 +1,252 @@
+"""Text files to an indexed dataset, in many processes, the same whatever their number.
+
+One process reads and writes; the others decode and tokenize chunks of about half a megabyte. A few
+chunks a process wait at most, so memory does not grow with the files.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import multiprocessing
+import os
+import re
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mtx.data.encode import MOST_CHARACTERS, Encoder, load_encoder
+from mtx.data.indexed import IndexedWriter, TokenizerIdentity, require_new, token_type
+from mtx.data.sources import Chunk, Reading, Text, find_files, read_chunks, texts_of
+from mtx.errors import UserError
+
+Level = Literal["document", "sentence"]
+
+_WAITING = 3  # chunks a process
+# A line's end, or . ! ? with what closes after it, before a blank and what opens a sentence.
+_SENTENCE_END = re.compile(
+    r"""\n+|[.!?]+["'\u201d\u2019)\]]*(?=\s+["'\u201c\u2018(\[]*[A-Z0-9\u00c0-\u00de])|[\u3002\uff01\uff1f]+"""
+)
+_NO_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|No|cf|e\.g|i\.e)|\b[A-Z])\.$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a worker has to know."""
+
+    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
+    eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
+    level: Level = "document"  # a sequence is a document (GPT) or a sentence (BERT)
+    reading: Reading = Reading()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What was written."""
+
+    prefix: str
+    identity: TokenizerIdentity
+    dtype: np.dtype
+    documents: int
+    sequences: int
+    tokens: int
+    empty: int  # documents without a token, left out
+    text_bytes: int  # unpacked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far it is."""
+
+    read_bytes: int  # of the files, packed as they are
+    total_bytes: int
+    text_bytes: int  # unpacked
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """A chunk's tokens [n], lengths of sequences and counts of sequences in documents."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    text_bytes: int
+    empty: int = 0  # documents left out
+    only_end: bool = False  # the last part of a document, without a token of text
+
+
+def build_dataset(
+    inputs: Sequence[str],
+    prefix: str,
+    recipe: Recipe,
+    *,
+    processes: int | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Built:
+    """Writes `<prefix>.bin`, `.idx` and `.json` from the files and folders named in `inputs`.
+
+    The files' order is that of their names, the documents' theirs in the files. processes: 1 works
+    in this process, None has one for each CPU. `report` is called after each chunk.
+    Raises UserError for inputs that cannot be read or hold no text; then nothing is written.
+    """
+    processes = _cpus() if processes is None else processes
+    if processes < 1:
+        raise UserError(f"processes={processes} must be at least 1")
+    encoder = load_encoder(recipe.tokenizer, eod=_eod_of(recipe))
+    require_new(prefix)
+    files = find_files(inputs)
+    total, dtype = sum(os.path.getsize(file) for file in files), token_type(encoder.identity.vocab)
+    cuts = encoder.cuts if recipe.level == "document" else None
+    chunks = read_chunks(files, recipe.reading, cuts=cuts, most_characters=MOST_CHARACTERS)
+    tokens = empty = text_bytes = read_bytes = 0
+    begun = False  # whether a document has tokens in the chunks before
+    with IndexedWriter(prefix, dtype, identity=encoder.identity) as writer:
+        for chunk, encoded in _encode_all(chunks, recipe, encoder, processes):
+            text_bytes += encoded.text_bytes
+            read_bytes += chunk.read_bytes
+            if not chunk.ends:
+                writer.begin(encoded.tokens)
+            elif begun or not encoded.only_end:
+                writer.add(encoded.tokens, encoded.lengths, encoded.counts)
+                empty += encoded.empty
+            else:
+                empty += 1
+            begun = not chunk.ends and (begun or len(encoded.tokens) > 0)
+            tokens = writer.tokens
+            report(Progress(
+                read_bytes=read_bytes, total_bytes=total, text_bytes=text_bytes, tokens=tokens
+            ))  # fmt: skip
+        if not writer.documents:
+            raise UserError(f"no text in {', '.join(inputs[:3])}: there is nothing to write")
+    return Built(
+        prefix=prefix, identity=encoder.identity, dtype=dtype, documents=writer.documents,
+        sequences=writer.sequences, tokens=tokens, empty=empty, text_bytes=text_bytes,
+    )  # fmt: skip
+
+
+def _cpus() -> int:
+    """Those that this process may use, where the system says so."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of `text`, without the blanks around them.
+
+    A sentence ends with its line, or at . ! ? before a capital or a digit, but not after a few
+    abbreviations and initials. Where that is too simple, give the sentences as a JSON list.
+    """
+    sentences, start = [], 0
+    for end in _SENTENCE_END.finditer(text):
+        if not _NO_END.search(text, max(start, end.end() - 12), end.end()):
+            sentences.append(text[start : end.end()])
+            start = end.end()
+    return [stripped for part in [*sentences, text[start:]] if (stripped := part.strip())]
+
+
+def _eod_of(recipe: Recipe) -> str:
+    """BERT's documents have no end token unless one is asked for."""
+    return "none" if recipe.level == "sentence" and recipe.eod == "auto" else recipe.eod
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+def _encode_all(
+    chunks: Iterable[Chunk], recipe: Recipe, encoder: Encoder, processes: int
+) -> Iterator[tuple[Chunk, _Encoded]]:
+    """Each chunk with what it became, in order."""
+    if processes == 1:
+        yield from ((chunk, _encode_chunk(chunk, recipe, encoder)) for chunk in chunks)
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy the threads' locks
+        initializer=_start_worker,
+    )
+    waiting: deque = deque()
+    try:
+        for chunk in chunks:
+            result = pool.submit(_encode_in_worker, chunk, recipe, encoder.identity)
+            waiting.append((chunk, result))
+            if len(waiting) >= _WAITING * processes:
+                chunk, result = waiting.popleft()
+                yield chunk, result.result()
+        while waiting:
+            chunk, result = waiting.popleft()
+            yield chunk, result.result()
+    except concurrent.futures.process.BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed, perhaps for want of memory; use fewer processes"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
+
+
+@functools.lru_cache(maxsize=1)
+def _worker_encoder(tokenizer: str, eod: str, identity: TokenizerIdentity) -> Encoder:
+    encoder = load_encoder(tokenizer, eod=eod)
+    if encoder.identity != identity:
+        raise UserError(f"{tokenizer} changed while the dataset was built; build it again")
+    return encoder
+
+
+def _encode_in_worker(chunk: Chunk, recipe: Recipe, identity: TokenizerIdentity) -> _Encoded:
+    encoder = _worker_encoder(recipe.tokenizer, _eod_of(recipe), identity)
+    return _encode_chunk(chunk, recipe, encoder)
+
+
+def _encode_chunk(chunk: Chunk, recipe: Recipe, encoder: Encoder) -> _Encoded:
+    groups = [_sequences(text, recipe.level) for text in texts_of(chunk, recipe.reading)]
+    try:
+        encoded = encoder.encode([sequence for group in groups for sequence in group])
+    except UserError as error:
+        where = f", from line {chunk.line}" if chunk.line else ""
+        raise UserError(f"{chunk.file}{where}: {error}") from None
+    end = [] if encoder.identity.eod is None else [np.array([encoder.identity.eod], np.int32)]
+    dtype, text_bytes = token_type(encoder.identity.vocab), _text_bytes(chunk)
+    if chunk.kind == "part" and recipe.level == "document":
+        tokens = np.concatenate([*encoded, *(end if chunk.ends else [])]).astype(dtype)
+        return _Encoded(
+            tokens=tokens, lengths=np.array([len(tokens)]), counts=np.array([1]),
+            text_bytes=text_bytes, only_end=not len(encoded[0]),
+        )  # fmt: skip
+    ids = iter(encoded)
+    pieces, lengths, counts = [np.empty(0, np.int32)], [], []
+    for group in groups:
+        kept = [some for some in (next(ids) for _ in group) if len(some)]
+        if kept:
+            pieces += [*kept, *end]
+            lengths += map(len, kept)
+            lengths[-1] += len(end)
+            counts.append(len(kept))
+    return _Encoded(
+        tokens=np.concatenate(pieces).astype(dtype),
+        lengths=np.array(lengths, np.int64),
+        counts=np.array(counts, np.int64),
+        text_bytes=text_bytes,
+        empty=len(groups) - len(counts),
+    )
+
+
+def _sequences(text: Text, level: Level) -> list[str]:
+    if level == "document":
+        return [text if isinstance(text, str) else " ".join(text)]
+    return text if isinstance(text, list) else split_sentences(text)
+
+
+def _text_bytes(chunk: Chunk) -> int:
+    if chunk.kind == "texts":
+        return sum(len(_sequences(text, "document")[0].encode()) for text in chunk.data)
+    return len(chunk.data if isinstance(chunk.data, bytes) else chunk.data.encode())

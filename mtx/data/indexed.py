@@ -1,0 +1,413 @@
+"""Megatron-LM's indexed datasets: `<prefix>.bin` holds tokens, `<prefix>.idx` says where they lie.
+
+Little-endian, packed, nothing aligned; N sequences, D - 1 documents:
+
+    9 bytes  MMIDIDX, two zeros      8N  i64[N]  byte offset of each sequence in .bin
+    u64      version, 1              8D  i64[D]  0, then the sequences up to each document's end
+    u8       type of the tokens      N   i8[N]   modes, in multimodal datasets only
+    u64 N, u64 D
+    4N       i32[N]  length of each sequence, in tokens
+
+GPT's datasets have one sequence a document, BERT's one a sentence. The sequences lie in .bin one
+after the other, so all tokens are one array and a document is a slice of it.
+Beside them, `<prefix>.json` names the tokenizer; datasets made elsewhere have none.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from mtx.errors import UserError
+
+MAGIC = b"MMIDIDX\0\0"
+OLD_MAGIC = b"TNTIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, N, D: 34 bytes
+TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # code: numpy's name
+_CODES = {np.dtype(name): code for code, name in TYPES.items()}
+_UINT16_BELOW = 65_500  # vocabularies from here on take int32, as in Megatron-LM
+_BLOCK = 2**20  # sequences that are checked or written at once
+
+
+def token_type(vocab: int) -> np.dtype:
+    """The type in which Megatron-LM stores the tokens of a vocabulary of this size."""
+    return np.dtype("<u2" if vocab < _UINT16_BELOW else "<i4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerIdentity:
+    """Which tokenizer made the tokens. Two are the same where `sha256` and `eod` are."""
+
+    name: str  # for people
+    sha256: str  # of what decides the tokens
+    vocab: int  # every token is below it
+    eod: int | None  # the end-of-document token, where one was written
+
+
+class IndexedDataset:
+    """The sequences and documents of `<prefix>.bin`, memory-mapped: what it gives are views.
+
+    `tokens` [tokens] are all of them; `lengths` int32 [N] and `offsets` int64 [N] (bytes) describe
+    the sequences, `documents` int64 [D] says which sequences each document has (D - 1 documents),
+    `modes` is int8 [N] or None. Nothing can be written.
+    Raises UserError for files that are missing, cut short, or say what cannot be: the index is
+    read through once, so that no later access can leave the files.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = strip_suffix(prefix)
+        index = _map(f"{self.prefix}.idx")
+        self.dtype, sequences, ends = self._header(index)
+        place = HEADER.size
+        self.lengths = np.frombuffer(index, "<i4", sequences, place)
+        self.offsets = np.frombuffer(index, "<i8", sequences, place + 4 * sequences)
+        self.documents = np.frombuffer(index, "<i8", ends, place + 12 * sequences)
+        place += 12 * sequences + 8 * ends
+        multimodal = place < len(index)
+        self.modes = np.frombuffer(index, "<i1", sequences, place) if multimodal else None
+        count = self._check_sequences()
+        self._check_documents()
+        data = _map(f"{self.prefix}.bin")
+        if len(data) != count * self.dtype.itemsize:
+            found, wanted = len(data), count * self.dtype.itemsize
+            what = "it is cut short" if found < wanted else "they do not belong together"
+            raise UserError(
+                f"{self.prefix}.bin has {found:,} bytes, but {self.prefix}.idx describes "
+                f"{wanted:,}: {what}; copy both files again, or build them again"
+            )
+        self.tokens = np.frombuffer(data, self.dtype)
+        self.identity = read_identity(self.prefix)
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    def __reduce__(self):  # another process maps the files again
+        return IndexedDataset, (self.prefix,)
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents) - 1
+
+    def sequence(self, index: int) -> np.ndarray:
+        """The tokens of sequence `index`, a view."""
+        start = int(self.offsets[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of all sequences of document `index`, a view."""
+        first, end = (self.first_token(int(self.documents[index + i])) for i in (0, 1))
+        return self.tokens[first:end]
+
+    def first_token(self, sequence: int) -> int:
+        """Where sequence `sequence` begins in `tokens`; for N, the number of tokens."""
+        if sequence == len(self):
+            return len(self.tokens)
+        return int(self.offsets[sequence]) // self.dtype.itemsize
+
+    def require_vocab(self, vocab: int) -> None:
+        """UserError unless every token lies in a vocabulary of this size. Reads all of .bin."""
+        for start in range(0, len(self.tokens), 16 * _BLOCK):
+            block = self.tokens[start : start + 16 * _BLOCK]
+            if block.min() < 0 or block.max() >= vocab:
+                place = start + int(np.flatnonzero((block < 0) | (block >= vocab))[0])
+                raise UserError(
+                    f"{self.prefix}.bin: token {self.tokens[place]} at place {place:,} lies "
+                    f"outside of the vocabulary of {vocab:,}; use the tokenizer that made it"
+                )
+
+    def require_tokenizer(self, identity: TokenizerIdentity) -> None:
+        """UserError where the dataset says that another tokenizer made it."""
+        made = self.identity
+        if made and (made.sha256, made.eod) != (identity.sha256, identity.eod):
+            raise UserError(
+                f"{self.prefix} was made with {_said(made)}, not with {_said(identity)}; use that "
+                "tokenizer, or build the dataset again"
+            )
+
+    def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
+        """The tokens' type, N and D, once the file's size is the one that they ask for."""
+        name = f"{self.prefix}.idx"
+        if index[: len(OLD_MAGIC)] == OLD_MAGIC:
+            raise UserError(
+                f"{name} is in the older TNTIDX format; make it again with today's Megatron-LM "
+                "tools, or from the text with mtx data build"
+            )
+        if index[: len(MAGIC)] != MAGIC:
+            raise UserError(
+                f"{name} is no index of a dataset: it begins with {bytes(index[:9])!r}, not "
+                f"{MAGIC!r}; name the prefix of a .bin and .idx"
+            )
+        if len(index) < HEADER.size:
+            raise UserError(f"{name} ends inside its header, at {len(index)} bytes; copy it again")
+        _, version, code, sequences, ends = HEADER.unpack_from(index)
+        if version != 1:
+            raise UserError(f"{name} has version {version}; only version 1 is known")
+        if code not in TYPES:
+            what = "floating-point numbers" if code in (6, 7) else "no type that is known"
+            known = ", ".join(f"{key} ({np.dtype(kind)})" for key, kind in TYPES.items())
+            raise UserError(f"{name} has type code {code}, {what}; tokens are one of {known}")
+        plain = HEADER.size + 12 * sequences + 8 * ends
+        if len(index) not in (plain, plain + sequences):
+            raise UserError(
+                f"{name} has {len(index):,} bytes, but {sequences:,} sequences and {ends:,} "
+                f"document indices take {plain:,}: it is cut short or damaged; copy it again"
+            )
+        if ends == 0:
+            raise UserError(f"{name} has no document indices, not even the first; build it again")
+        return np.dtype(TYPES[code]), sequences, ends
+
+    def _check_sequences(self) -> int:
+        """The number of tokens, once every sequence is known to begin where the last ended."""
+        offset, size = 0, self.dtype.itemsize
+        for start in range(0, len(self), _BLOCK):
+            lengths = self.lengths[start : start + _BLOCK].astype(np.int64)
+            ends = offset + np.cumsum(lengths) * size
+            wrong = self.offsets[start : start + _BLOCK] != ends - lengths * size
+            wrong |= lengths < 0
+            if wrong.any():
+                index = start + int(np.argmax(wrong))
+                raise UserError(
+                    f"{self.prefix}.idx: sequence {index:,} of {self.lengths[index]} tokens is "
+                    f"said to begin at byte {self.offsets[index]}, not where the one before it "
+                    "ends; the index is damaged, copy it again"
+                )
+            offset = int(ends[-1])
+        return offset // size
+
+    def _check_documents(self) -> None:
+        first, last = self.documents[0], self.documents[-1]
+        if first or last != len(self) or (self.documents[1:] < self.documents[:-1]).any():
+            raise UserError(
+                f"{self.prefix}.idx: the document indices do not rise from 0 to {len(self)}, the "
+                "number of sequences; the index is damaged, copy it again"
+            )
+
+
+class IndexedWriter:
+    """Writes a dataset, which appears under its name only when the `with` block ends well.
+
+    >>> with IndexedWriter("corpus", np.uint16) as writer:
+    ...     writer.add(np.array([1, 2, 3]))
+
+    Raises UserError where a dataset of that name exists, or a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        dtype: np.dtype | type,
+        *,
+        identity: TokenizerIdentity | None = None,
+    ):
+        self.prefix = strip_suffix(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in _CODES:
+            raise ValueError(f"tokens cannot be stored as {self.dtype}")
+        self._identity = identity
+        self._part = f"{self.prefix}.{uuid.uuid4().hex[:12]}.part"
+        # Bytes of i32 and i64 arrays: what they hold grows by appending.
+        self._lengths, self._ends = bytearray(), bytearray(8)
+        self._modes = bytearray()
+        self._begun = 0  # tokens of the sequence that the next `add` goes on with
+        self.tokens = 0  # written
+
+    @property
+    def sequences(self) -> int:
+        return len(self._lengths) // 4
+
+    @property
+    def documents(self) -> int:
+        return len(self._ends) // 8 - 1
+
+    def __enter__(self) -> IndexedWriter:
+        require_new(self.prefix)
+        with _file_errors(self.prefix):
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._data = open(f"{self._part}.bin", "xb")
+        return self
+
+    def add(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+        *,
+        modes: np.ndarray | None = None,
+    ) -> None:
+        """Appends whole documents.
+
+        tokens [n] of any integer type, lengths [sequences] of the sequences they make up (one
+        where None), counts [documents] of sequences in each document (one document where None),
+        modes int8 [sequences] in multimodal datasets. ValueError for tokens that the type cannot
+        hold and for lengths and counts that do not add up. Tokens that `begin` was given come
+        before the first sequence and are not counted in its length here.
+        """
+        tokens = np.asarray(tokens)
+        lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths, np.int64)
+        counts = np.array([len(lengths)]) if counts is None else np.asarray(counts, np.int64)
+        for parts, whole in ((lengths, len(tokens)), (counts, len(lengths))):
+            if parts.sum() != whole or (parts < 0).any():
+                raise ValueError(f"{parts.tolist()[:8]} must add up to {whole}")
+        if modes is not None and len(modes) != len(lengths):
+            raise ValueError(f"{len(modes)} modes are not one for each of {len(lengths)} sequences")
+        if self._begun:
+            lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
+        if lengths.size and lengths.max() > np.iinfo(np.int32).max:
+            raise UserError(f"a sequence of {lengths.max():,} tokens is above the format's 2^31 - 1")
+        ends = self.sequences + np.cumsum(counts)
+        self._write(tokens)
+        self._begun = 0
+        self._lengths += lengths.astype("<i4").tobytes()
+        self._ends += ends.astype("<i8").tobytes()
+        self._modes += b"" if modes is None else np.asarray(modes, np.int8).tobytes()
+
+    def begin(self, tokens: np.ndarray) -> None:
+        """Appends a part of a sequence, which the next `add` ends: for sequences above memory."""
+        self._write(np.asarray(tokens))
+        self._begun += len(tokens)
+
+    def _write(self, tokens: np.ndarray) -> None:
+        if tokens.dtype.newbyteorder("<") != self.dtype and tokens.size:
+            least, most = np.iinfo(self.dtype).min, np.iinfo(self.dtype).max
+            if tokens.min() < least or tokens.max() > most:
+                raise ValueError(
+                    f"tokens {tokens.min()} to {tokens.max()} do not go into {self.dtype}"
+                )
+        with _file_errors(self.prefix):
+            self._data.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self.tokens += len(tokens)
+
+    def __exit__(self, kind, error, trace) -> None:
+        with _file_errors(self.prefix):
+            try:
+                if kind is None:
+                    self._finish()
+            finally:
+                self._data.close()
+                for suffix in (".bin", ".json", ".idx"):
+                    with suppress(FileNotFoundError):
+                        os.unlink(self._part + suffix)
+
+    def _finish(self) -> None:
+        """The index comes last: without it there is no dataset."""
+        if len(self._modes) not in (0, self.sequences) or self._begun:
+            raise ValueError("a sequence has no end, or some have a mode and some have none")
+        suffixes = [".bin"]
+        _sync(self._data)
+        if self._identity:
+            with open(f"{self._part}.json", "xb") as file:
+                file.write(json.dumps({"tokenizer": asdict(self._identity)}, indent=1).encode())
+                _sync(file)
+            suffixes.append(".json")
+        with open(f"{self._part}.idx", "xb") as file:
+            self._write_index(file)
+            _sync(file)
+        require_new(self.prefix)  # another may have come first
+        for suffix in [*suffixes, ".idx"]:
+            os.replace(self._part + suffix, self.prefix + suffix)
+        sync_folder(Path(self.prefix).parent)
+
+    def _write_index(self, file) -> None:
+        code = _CODES[self.dtype]
+        file.write(HEADER.pack(MAGIC, 1, code, self.sequences, self.documents + 1))
+        file.write(self._lengths)
+        lengths, offset = np.frombuffer(self._lengths, "<i4"), 0
+        for start in range(0, len(lengths), _BLOCK):
+            sizes = lengths[start : start + _BLOCK].astype("<i8") * self.dtype.itemsize
+            ends = offset + np.cumsum(sizes)
+            file.write((ends - sizes).data)
+            offset = int(ends[-1])
+        file.write(self._ends)
+        file.write(self._modes)
+
+
+def strip_suffix(prefix: str | os.PathLike) -> str:
+    """The prefix of a dataset, of which either file may be named instead."""
+    name = os.path.expanduser(os.fspath(prefix))
+    return name[:-4] if name.endswith((".bin", ".idx")) else name
+
+
+def is_dataset(prefix: str | os.PathLike) -> bool:
+    """Whether there are a .bin and an .idx of this prefix."""
+    return all(os.path.isfile(strip_suffix(prefix) + suffix) for suffix in (".bin", ".idx"))
+
+
+def require_new(prefix: str) -> None:
+    """UserError where a file of a dataset of this prefix exists."""
+    for suffix in (".idx", ".bin", ".json"):
+        if os.path.lexists(prefix + suffix):
+            raise UserError(f"{prefix}{suffix} exists; remove it, or choose another name")
+
+
+def read_identity(prefix: str) -> TokenizerIdentity | None:
+    """What `<prefix>.json` says of the tokenizer; None where there is no such file."""
+    try:
+        text = Path(f"{prefix}.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {prefix}.json: {error}") from None
+    kinds = {"name": str, "sha256": str, "vocab": int, "eod": int | None}
+    try:
+        identity = TokenizerIdentity(**json.loads(text)["tokenizer"])
+        if all(isinstance(getattr(identity, f.name), kinds[f.name]) for f in fields(identity)):
+            return identity
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(
+        f"{prefix}.json does not name the tokenizer of {prefix}.bin (name, sha256, vocab, eod); "
+        "remove it if it is something else"
+    )
+
+
+def sync_folder(folder: str | os.PathLike) -> None:
+    """Makes renames in `folder` last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _said(identity: TokenizerIdentity) -> str:
+    end = "no end-of-document token" if identity.eod is None else f"end-of-document {identity.eod}"
+    return f"{identity.name} (sha256 {identity.sha256[:12]}, {end})"
+
+
+def _sync(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _map(path: str) -> mmap.mmap | bytes:
+    """The content of a file, mapped; of an empty file, which cannot be mapped, no bytes."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist (from {Path.cwd()}); a dataset is a .bin and an .idx of one "
+            "prefix"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+
+
+@contextmanager
+def _file_errors(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {prefix}: {error.strerror or error}") from None

@@ -1,0 +1,145 @@
+"""Which tokens of a corpus stand in which sample: Megatron-LM's GPT dataset, in numpy alone.
+
+The corpus' sequences ("documents" in GPT's datasets) are visited epoch after epoch in random order
+and joined; sample i is tokens [i*S, i*S + S] of that stream, S + 1 tokens that overlap by one. The
+samples are then visited in random order. Three arrays say it:
+
+    document [epochs * sequences]   the order of the sequences
+    sample   [samples + 1, 2]       where sample i begins: place in `document`, token within it
+    shuffle  [samples]              the sample that the i-th request is given
+
+All three are those of Megatron-LM (core, GPTDataset) for the same seed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtx.errors import UserError
+
+PARTS = ("train", "valid", "test")
+_LAST_EPOCH_SHARE = 0.80  # an epoch of which less is used is shuffled by itself
+_BLOCK = 2**22  # samples that are placed at once
+
+Split = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Indices:
+    """See above for the arrays; int32, int32 or int64, and uint32 or int64."""
+
+    document: np.ndarray
+    sample: np.ndarray
+    shuffle: np.ndarray
+
+
+def parse_split(ratios: str) -> Split:
+    """Shares of train, valid and test that add up to 1, from "969,30,1", "9,1" or "1"."""
+    parts = [part.strip() for part in ratios.split(",")]
+    known = all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts)
+    if not known or not 1 <= len(parts) <= len(PARTS):
+        raise UserError(f"split={ratios!r} must be up to three ratios, such as 969,30,1")
+    values = np.array([*map(float, parts), 0.0, 0.0][: len(PARTS)])
+    if values.sum() == 0:
+        raise UserError(f"split={ratios!r} gives nothing to any part; use such as 969,30,1")
+    return tuple((values / values.sum()).tolist())
+
+
+def split_range(split: Split, part: str, count: int) -> tuple[int, int]:
+    """(first, end): which of `count` things in a row fall to `part`."""
+    low, high = 0.0, 0.0
+    for name, share in zip(PARTS, split, strict=True):
+        low, high = high, high + share
+        if name == part:
+            return round(low * count), round(high * count)
+    raise UserError(f"unknown part {part!r}: known are {', '.join(PARTS)}")
+
+
+def count_epochs(tokens: int, *, sequence: int, samples: int | None) -> int:
+    """The fewest epochs of `tokens` that hold `samples` of `sequence` + 1, overlapping by one."""
+    return 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
+
+
+def build_indices(
+    lengths: np.ndarray,
+    *,
+    first: int = 0,
+    sequence: int,
+    samples: int | None = None,
+    seed: int,
+) -> Indices:
+    """The indices of sequences `first`, `first + 1`, ... with these `lengths` [sequences], int32.
+
+    samples None: one epoch. There are at least `samples` of them, and those of the last epoch to
+    its end. Raises ValueError where there are no tokens.
+    """
+    lengths = np.array(lengths, np.int64)
+    tokens = int(lengths.sum())
+    if tokens == 0:
+        raise ValueError("no tokens")
+    epochs = count_epochs(tokens, sequence=sequence, samples=samples)
+    total = (epochs * tokens - 1) // sequence
+    alone = first_of_last_epoch(tokens, epochs=epochs, sequence=sequence, samples=samples)
+    random = np.random.RandomState(seed)  # its stream is frozen, and it is Megatron's
+    document = _document_index(len(lengths), epochs, random, split=alone is not None)
+    sample = _sample_index(lengths, document, sequence=sequence, total=total)
+    if first + len(lengths) > np.iinfo(document.dtype).max:
+        document = document.astype(np.int64)
+    document += first
+    shuffle = _shuffle_index(total if alone is None else alone, total, random)
+    return Indices(document=document, sample=sample, shuffle=shuffle)
+
+
+def first_of_last_epoch(
+    tokens: int, *, epochs: int, sequence: int, samples: int | None
+) -> int | None:
+    """The number of samples before the last epoch, where that is shuffled by itself: where less
+    than 80 % of it is wanted, it must not take the place of what earlier epochs hold."""
+    if epochs == 1:
+        return None
+    before = ((epochs - 1) * tokens - 1) // sequence
+    an_epoch = (tokens - 1) // sequence
+    return before if samples - before < int(_LAST_EPOCH_SHARE * an_epoch) else None
+
+
+def _document_index(
+    count: int, epochs: int, random: np.random.RandomState, *, split: bool
+) -> np.ndarray:
+    """[epochs * count]: all epochs shuffled together, or with `split` the last one by itself."""
+    index = np.tile(np.arange(count, dtype=np.int32), epochs)
+    cut = (epochs - 1) * count if split else 0
+    if split:
+        random.shuffle(index[:cut])
+    random.shuffle(index[cut:])
+    return index
+
+
+def _sample_index(
+    lengths: np.ndarray, document: np.ndarray, *, sequence: int, total: int
+) -> np.ndarray:
+    """[total + 1, 2]: of token i * sequence of the stream, the place in `document` of the sequence
+    that holds it, and its place therein. The very first is (0, 0), be that sequence empty."""
+    small = len(document) <= np.iinfo(np.int32).max
+    index = np.zeros((total + 1, 2), np.int32 if small else np.int64)
+    in_order = lengths[document]
+    ends = np.cumsum(in_order)
+    for start in range(1, total + 1, _BLOCK):
+        tokens = np.arange(start, min(start + _BLOCK, total + 1), dtype=np.int64) * sequence
+        # The stream has a token more than the last sample's end, so every place is found.
+        places = np.searchsorted(ends, tokens, side="right")
+        index[start : start + _BLOCK, 0] = places
+        index[start : start + _BLOCK, 1] = tokens - (ends[places] - in_order[places])
+    return index
+
+
+def _shuffle_index(cut: int, total: int, random: np.random.RandomState) -> np.ndarray:
+    """range(total) with what lies before `cut` and what lies after it shuffled by themselves."""
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    index = np.arange(total, dtype=dtype)
+    random.shuffle(index[:cut])
+    if cut < total:
+        random.shuffle(index[cut:])
+    return index

@@ -1,0 +1,228 @@
+"""Every schedule gives the loss and the gradients of the unsharded reference: made, random, one's
+own; over all that a layout may say. What is drawn at random follows from the test's id."""
+
+import dataclasses
+import functools
+from random import Random
+
+import jax
+import numpy as np
+import pytest
+import reference
+
+import mtx
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.pipeline.makers import MAKERS
+from mtx.pipeline.orders import B, F, Orders, W
+from mtx.pipeline.schedule import Schedule, looped_pieces, vee_pieces
+from mtx.view.schedule import show, timeline_text
+
+SMALL = dict(layers=8, hidden=32, heads=8, sequence=16, vocab=101, vocab_multiple=8)
+TIED = ModelConfig(**SMALL, compute_dtype="float32")
+UNTIED = ModelConfig(**SMALL, compute_dtype="float32", tied=False)
+DROPOUT = ModelConfig(**SMALL, compute_dtype="float32", dropout=0.1)
+ROWS = 24  # of the reference's batch: the most of any case, the others leave rows without weight
+
+params_of = functools.cache(mtx.init_params)
+
+
+def batch_of(model, rows):
+    return jax.tree.map(lambda a: a[:rows], reference.random_batch(model, ROWS))
+
+
+@functools.cache
+def wanted(model, rows):
+    """(loss, gradients) of the first rows; all cases of a model share one compiled reference."""
+    batch = reference.random_batch(model, ROWS)
+    batch["weights"][rows:] = 0
+    if model.dropout:
+        return mtx.loss_and_gradients(
+            model, Layout(microbatch=ROWS), batch, params=params_of(model)
+        )
+    return jax.device_get(reference.loss_and_gradients(params_of(model), batch))
+
+
+def check(model, layout, microbatches, *, schedule=None, **tolerance):
+    rows = microbatches * layout.data * layout.microbatch
+    got = mtx.loss_and_gradients(
+        model, layout, batch_of(model, rows), params=params_of(model), schedule=schedule
+    )
+    reference.assert_same(got, wanted(model, rows), **tolerance)
+
+
+# -- drawn at random -------------------------------------------------------------------------------
+
+MESHES = [(1, 1, 2), (1, 3, 1), (1, 4, 2), (1, 8, 1), (2, 2, 2), (2, 4, 1), (3, 2, 1), (4, 2, 1)]
+KEPT = [
+    ("residuals", "none"),
+    ("residuals", "selective"),
+    ("residuals", "full"),
+    ("inputs", "none"),
+]
+
+
+def drawn(random, *, virtual, slices, pipe=None):
+    """(model, layout without a schedule, microbatches)"""
+    data, stages, tensor = random.choice([mesh for mesh in MESHES if pipe in (None, mesh[1])])
+    stash, recompute = random.choice(KEPT)
+    layout = Layout(
+        data=data, pipe=stages, tensor=tensor, virtual=virtual, slices=slices,
+        microbatch=random.choice((1, 1, 2)) if data == 1 else 1,
+        sequence_parallel=random.random() < 0.6, idle=random.choice(("skip", "phases", "masked")),
+        stash=stash, recompute=recompute, zero=random.choice((1, 3)) if data > 1 else 1,
+        stage_layers=drawn_layers(random, stages * virtual), schedule="seq1f1b",
+    )  # fmt: skip
+    most = min(8, ROWS // (layout.data * layout.microbatch))
+    return random.choice((TIED, UNTIED, DROPOUT)), layout, random.randint(1, most)
+
+
+def drawn_layers(random, pieces):
+    if TIED.layers % pieces == 0 and random.random() < 0.5:
+        return "even"
+    held = [random.randrange(pieces) for _ in range(TIED.layers)]
+    return tuple(held.count(piece) for piece in range(pieces))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_gradients_under_every_maker_equal_the_reference(name, seed):
+    random, maker = Random(f"{name} {seed}"), MAKERS[name]
+    model, layout, microbatches = drawn(
+        random,
+        virtual=maker.virtual or random.choice((1, 2, 3)),
+        slices=random.choice((2, 4)) if maker.sliced else 1,
+    )
+    layout = dataclasses.replace(layout, schedule=name)
+    check(model, layout, microbatches)
+
+
+def needs(kind, item, piece, *, last, slices):
+    """What an op waits for: ((kind, item, piece), ticks from that to this) each."""
+    if kind == W:
+        return [((B, item, piece), 0)]
+    if kind == F:
+        return [
+            *[((F, item, piece - 1), 1)] * (piece > 0),
+            *[((F, item - 1, piece), 1)] * (item % slices > 0),
+        ]
+    return [
+        ((F, item, piece), 0),
+        *[((B, item, piece + 1), 1)] * (piece < last),
+        *[((B, item + 1, piece), 1)] * ((item + 1) % slices > 0),
+    ]
+
+
+def random_table(random, *, microbatches, pieces, slices, split):
+    """Any legal table: in each tick a stage picks ready ops at random, or sits it out."""
+    items, kinds = range(microbatches * slices), (F, B, W) if split else (F, B)
+    last, done, tick = int(pieces.max()), {}, 0
+
+    def ready(op):
+        return op not in done and all(
+            done.get(other, tick + 1) + wait <= tick
+            for other, wait in needs(*op, last=last, slices=slices)
+        )
+
+    while len(done) < len(kinds) * len(items) * pieces.size:
+        for stage in range(pieces.shape[1]):
+            for kind in kinds:
+                ops = [(kind, item, piece) for item in items for piece in pieces[:, stage].tolist()]
+                choices = [op for op in ops if ready(op)]
+                if choices and random.random() < 0.7:
+                    done[random.choice(choices)] = tick
+        tick += 1
+    tables = [
+        np.array(
+            [[[done[kind, item, k] for k in row] for row in pieces.tolist()] for item in items]
+        )
+        for kind in kinds
+    ]
+    return Schedule.from_ticks("random", *tables, pieces=pieces, slices=slices)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gradients_under_random_tables_equal_the_reference(seed):
+    random = Random(seed)
+    virtual, slices, split = random.choice((1, 2, 3)), random.choice((1, 1, 2, 4)), seed % 2 == 0
+    model, layout, microbatches = drawn(random, virtual=virtual, slices=slices)
+    stages = layout.pipe
+    anywhere = random.sample(range(stages * virtual), stages * virtual)
+    pieces = [
+        looped_pieces(stages, virtual),
+        vee_pieces(stages, virtual),
+        np.reshape(anywhere, (virtual, stages)),
+    ][seed % 3]
+    table = random_table(
+        random, microbatches=microbatches, pieces=pieces, slices=slices, split=split
+    )
+    check(model, layout, microbatches, schedule=table)
+
+
+# -- one by one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first"),
+        Layout(data=3, pipe=2, virtual=2, zero=3, schedule="gpipe", idle="masked"),
+        Layout(data=4, pipe=2, zero=3, schedule="zb_h2", idle="phases", recompute="full"),
+        Layout(data=2, pipe=4, virtual=2, zero=3, schedule="zb_v", stash="inputs"),
+        Layout(data=2, pipe=2, tensor=2, slices=2, zero=3, schedule="terapipe"),
+        # A row layer's bias has no dim that 3 divides, and none that 8 x 4 leave free.
+        Layout(data=4, tensor=2, virtual=3, zero=3, stage_layers=(1, 0, 7)),
+    ],
+    ids=["breadth_first", "padded", "split", "vee", "sliced", "one stage"],
+)
+def test_gradients_with_parameters_sharded_over_data_equal_the_reference(layout):
+    check(UNTIED, layout, 3)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipe=4, tensor=2, schedule="zb_h1"),
+        Layout(pipe=2, tensor=2, data=2, slices=2, schedule="seq1f1b"),
+        Layout(pipe=2, data=4, virtual=2, zero=3, schedule="breadth_first"),
+    ],
+    ids=["split", "sliced", "sharded over data"],
+)
+def test_gradients_in_bfloat16_are_near_the_reference(layout):
+    """Rounding: 2^-9 of each value, of which a gradient sums many; measured: below 1 %."""
+    check(ModelConfig(**SMALL), layout, 4, loss=2e-3, gradient=0.03)
+
+
+# -- one's own -------------------------------------------------------------------------------------
+
+
+def toy(microbatches, stages):
+    """Pairs: each stage runs two F, their two B, and only then the two W."""
+    lists = []
+    for stage in range(stages):
+        ahead = 2 * (stages - stage)  # microbatches in flight
+        ops = [(F, i, 0) for i in range(min(ahead, microbatches))]
+        for first in range(0, microbatches, 2):
+            pair = range(first, min(first + 2, microbatches))
+            ops += [(B, i, 0) for i in pair]
+            ops += [(F, i + ahead, 0) for i in pair if i + ahead < microbatches]
+            ops += [(W, i, 0) for i in pair]
+        lists.append(ops)
+    return Schedule.from_orders("pairs", Orders.from_lists(lists))
+
+
+def test_a_toy_schedule_of_ones_own_draws_and_trains_with_the_same_gradients():
+    table = toy(microbatches=6, stages=4)
+    assert table.split and table.in_flight.max() == 6
+    assert table.in_flight.tolist() == [6, 6, 4, 2]
+    assert len(timeline_text(table).splitlines()) >= 4
+    assert show(table)._repr_svg_().startswith("<svg")
+    check(TIED, Layout(pipe=4, tensor=2), 6, schedule=table)
+    trainer = mtx.trainer_for(TIED, Layout(pipe=4, tensor=2), global_batch=6, schedule=table)
+    state, metrics = trainer.train_step(trainer.init(), trainer.place(batch_of(TIED, 6)))
+    assert float(metrics.loss) == pytest.approx(float(wanted(TIED, 6)[0]), rel=1e-6)
+
+
+def test_a_table_of_another_shape_is_refused():
+    with pytest.raises(UserError, match="stages"):
+        mtx.trainer_for(TIED, Layout(pipe=2), global_batch=6, schedule=toy(6, 4))
