@@ -7,7 +7,7 @@ start from the same parameters with the same batch; unless the losses of every s
 nothing is printed. Then a table:
 
 step      seconds of a step, measured, and predicted from F, B, B with W, W, embedding with head, an
-          idle tick and the optimizer, each timed on its own, on all devices at once
+          idle tick and the optimizer, each timed on its own on all devices at once, right before
 work      core-seconds measured over those predicted: what other programs do to a step's time, and
           cores that wait, do not show in it
 MiB       temporary memory of one device's step by XLA's analysis, and predicted: slots of the table
@@ -64,7 +64,7 @@ class Options:
     schedules: str = ""  # NAME,NAME,...; empty: all that go with the model
     stages: int = 4  # p, a virtual CPU device each
     microbatches: int = 8  # m
-    rounds: int = 5  # every op and every schedule in turn
+    rounds: int = 3  # in each, every schedule in turn, right after its ops
     steps: int = 1  # of each schedule in a round
     json: str = ""  # FILE for everything that was measured
 
@@ -97,9 +97,14 @@ def rows_of(options: Options, layers: int) -> list[Row]:
         for virtual in (known.virtual,) if known.virtual else (1, 2):
             if layers % (options.stages * virtual):
                 continue
-            schedule = make(
-                name, microbatches=options.microbatches, stages=options.stages, virtual=virtual
-            )
+            try:
+                schedule = make(
+                    name, microbatches=options.microbatches, stages=options.stages, virtual=virtual
+                )
+            except UserError:
+                if names:
+                    raise
+                continue  # none for this shape
             label = name + (f" v={virtual}" if virtual > 1 else "")
             row = rows.setdefault(_table_key(schedule), Row(name=label, schedule=schedule))
             if row.name != label:
@@ -164,35 +169,29 @@ class Measured:
     temp_bytes: int
     compile_s: float
     steps: list[Seconds] = field(default_factory=list)
-    own_cores_s: list[float] = field(default_factory=list)  # predicted
-    shared_cores_s: list[float] = field(default_factory=list)  # predicted
-    predicted_work_s: list[float] = field(default_factory=list)
+    costs: list[tuple[Costs, Costs]] = field(default_factory=list)  # seconds and core-seconds
     losses: list[float] = field(default_factory=list)  # of all steps, the first round's too
 
-    def advance(self, training: Training, costs: tuple[Costs, Costs], steps: int) -> None:
-        """A round: some steps, and what the costs of the same round would have them take."""
+    def advance(self, training: Training, costs: tuple[Costs, Costs], count: int) -> None:
+        """A round: some steps, and what the parts of a step cost at that time."""
         taken = []
-        for _ in range(steps):
+        for _ in range(count):
             seconds, (_, loss) = timed(training.advance)
             taken.append(seconds)
             self.losses.append(loss)
-        self.steps.append(Seconds(*(statistics.mean(values) for values in zip(*taken))))
-        schedule, (wall, work) = self.row.schedule, costs
-        self.own_cores_s.append(step_on_own_cores(schedule, wall))
-        self.shared_cores_s.append(step_on_shared_cores(schedule, wall))
-        self.predicted_work_s.append(step_on_shared_cores(schedule, work))
+        self.steps.append(Seconds(*map(statistics.mean, zip(*taken, strict=True))))
+        self.costs.append(costs)
 
     def forget_first(self) -> None:
         """Leaves out the round in which everything ran for the first time."""
-        for values in (self.steps, self.own_cores_s, self.shared_cores_s, self.predicted_work_s):
-            del values[0]
+        del self.steps[0], self.costs[0]
 
 
 def measure(rows: Sequence[Row], run: RunConfig, options: Options, machine: dict) -> dict:
     """Compiles and times the rows: the result. LossesDiffer where they do."""
     reference = make(REFERENCE, microbatches=options.microbatches, stages=options.stages)
-    measured, trainings, ops, costs = [], [], {}, []
-    with bench.Work(len(rows) + options.rounds + 3) as work:
+    measured, trainings, ops = [], [], {}
+    with bench.Work(len(rows) + options.rounds + 2) as work:
         for row in rows:
             work.begin(f"compiling {row.name}")
             training, compile_s = compile_training(row.schedule, run)
@@ -210,17 +209,16 @@ def measure(rows: Sequence[Row], run: RunConfig, options: Options, machine: dict
         for number in range(options.rounds + 1):
             work.begin(f"round {number} of {options.rounds}" if number else "first steps")
             other = beside.time()
-            found = {parts: costs_of(each.time(), other) for parts, each in ops.items()}
             for one, training in zip(measured, trainings, strict=True):
-                one.advance(training, found[one.row.parts], options.steps)
-            costs.append(found)
+                # Right before the step that they predict: other programs come and go.
+                one.advance(training, costs_of(ops[one.row.parts].time(), other), options.steps)
     for one in measured:
         one.forget_first()
     names = [one.row.name for one in measured]
     for step, losses in enumerate(zip(*(one.losses for one in measured), strict=True)):
         if wrong := bench.differing(dict(zip(names, losses, strict=True))):
             raise bench.LossesDiffer(f"the losses of step {step} differ: {wrong}")
-    return result_of(measured, costs[1:], constant_bytes, options=options, run=run, machine=machine)
+    return result_of(measured, constant_bytes, options=options, run=run, machine=machine)
 
 
 def _constant_bytes(reference: Schedule, run: RunConfig, measured: Sequence[Measured]) -> int:
@@ -237,8 +235,8 @@ def _constant_bytes(reference: Schedule, run: RunConfig, measured: Sequence[Meas
 
 
 def result_of(
-    measured: Sequence[Measured], costs: Sequence[dict[tuple[int, int], tuple[Costs, Costs]]],
-    constant_bytes: int, *, options: Options, run: RunConfig, machine: dict,
+    measured: Sequence[Measured], constant_bytes: int, *, options: Options, run: RunConfig,
+    machine: dict,
 ) -> dict:  # fmt: skip
     """All that was measured and predicted as plain data, from which the table is made."""
     own_cores = machine["cores"] >= options.stages
@@ -248,18 +246,26 @@ def result_of(
         "options": to_dict(options),
         "model": to_dict(run.model),
         "devices": "own cores" if own_cores else "shared cores",
-        "costs": [
-            {
-                "virtual": virtual,
-                "slices": slices,
-                "seconds": _medians([found[virtual, slices][0] for found in costs]),
-                "core_seconds": _medians([found[virtual, slices][1] for found in costs]),
-            }
-            for virtual, slices in costs[0]
-        ],
+        "costs": _costs_by_parts(measured),
         "constant_bytes": constant_bytes,
         "rows": [_row_of(one, constant_bytes, own_cores=own_cores) for one in measured],
     }
+
+
+def _costs_by_parts(measured: Sequence[Measured]) -> list[dict]:
+    """Medians of what the ops of each number of chunks and slices took."""
+    found: dict[tuple[int, int], list] = {}
+    for one in measured:
+        found.setdefault(one.row.parts, []).extend(one.costs)
+    return [
+        {
+            "virtual": virtual,
+            "slices": slices,
+            "seconds": _medians([wall for wall, _ in costs]),
+            "core_seconds": _medians([work for _, work in costs]),
+        }
+        for (virtual, slices), costs in found.items()
+    ]
 
 
 def _medians(costs: Sequence[Costs]) -> dict[str, float]:
@@ -272,7 +278,10 @@ def _medians(costs: Sequence[Costs]) -> dict[str, float]:
 def _row_of(one: Measured, constant_bytes: int, *, own_cores: bool) -> dict:
     schedule = one.row.schedule
     step_s, work_s = [each.wall for each in one.steps], [each.work for each in one.steps]
-    predicted_s = one.own_cores_s if own_cores else one.shared_cores_s
+    own_cores_s = [step_on_own_cores(schedule, wall) for wall, _ in one.costs]
+    shared_cores_s = [step_on_shared_cores(schedule, wall) for wall, _ in one.costs]
+    predicted_work_s = [step_on_shared_cores(schedule, work) for _, work in one.costs]
+    predicted_s = own_cores_s if own_cores else shared_cores_s
     predicted_bytes = constant_bytes + slot_bytes(schedule, one.sizes)
     values = {
         "name": one.row.name,
@@ -288,13 +297,13 @@ def _row_of(one: Measured, constant_bytes: int, *, own_cores: bool) -> dict:
         "losses": one.losses,
         "step_s": step_s,
         "work_s": work_s,
-        "own_cores_s": one.own_cores_s,
-        "shared_cores_s": one.shared_cores_s,
-        "predicted_work_s": one.predicted_work_s,
+        "own_cores_s": own_cores_s,
+        "shared_cores_s": shared_cores_s,
+        "predicted_work_s": predicted_work_s,
         "median_s": statistics.median(step_s),
         "predicted_s": statistics.median(predicted_s),
         "time_ratio": _ratio(step_s, predicted_s),
-        "work_ratio": _ratio(work_s, one.predicted_work_s),
+        "work_ratio": _ratio(work_s, predicted_work_s),
         "temp_bytes": one.temp_bytes,
         "slot_bytes": asdict(one.sizes),
         "predicted_bytes": predicted_bytes,

@@ -76,6 +76,9 @@ def grid() -> dict[str, RunConfig]:
     rows["7B, skip, v=2"] = _vary(base, idle="skip", virtual=2)
     rows["7B, v=8, one-layer chunks"] = _vary(base, virtual=8)
     rows["7B, masked, selective"] = _vary(base, idle="masked", recompute="selective")
+    rows["7B, zb_h1"] = _vary(base, schedule="zb_h1", recompute="selective")
+    rows["7B, seq1f1b, 4 slices"] = _vary(base, schedule="seq1f1b", slices=4)
+    rows["7B, zero 3, v=4"] = _vary(base, zero=3, virtual=4, schedule="breadth_first")
     rows["7B, b=4"] = _vary(base, microbatch=4)
     rows["7B, float32"] = _vary(base, {"compute_dtype": "float32"})
     rows["7B, float16, d=1"] = replace(
@@ -117,13 +120,13 @@ def _row(name: str, run: RunConfig, memory: Memory, compiled: Compiled) -> str:
     error = memory.total_bytes / compiled.total_bytes - 1
     return (
         f"{name:<24s} {mesh:>10s} {layout.virtual:2d} {layout.microbatch:3d} {run.microbatches:5d} "
-        f"{layout.schedule:>6s} {layout.recompute:>9s} {memory.total_bytes / _GIB:8.2f} "
+        f"{layout.schedule:>7s} {layout.recompute:>9s} {memory.total_bytes / _GIB:8.2f} "
         f"{compiled.total_bytes / _GIB:9.2f} {error:+7.1%}"
     )
 
 
 _HEAD = (
-    f"{'':24s} {'d x p x t':>10s} {'v':>2s} {'b':>3s} {'m':>5s} {'':>6s} {'recompute':>9s} "
+    f"{'':24s} {'d x p x t':>10s} {'v':>2s} {'b':>3s} {'m':>5s} {'':>7s} {'recompute':>9s} "
     f"{'predicted':>8s} {'compiled':>8s} {'error':>7s}"
 )
 

@@ -28,7 +28,7 @@ from mtx.sharding.collectives import broadcast_from
 from mtx.train.step import Trainer
 
 REFERENCE = "1f1b"  # the plainest table
-_REPEATS = 4  # ops of one kind in a row, timed together
+_REPEATS = 2  # ops of one kind on whole sequences and stages in a row, timed together
 _SLOTS = 2  # of the ring that they go through
 _APART = 50  # ticks between those of the table that prices an idle tick
 
@@ -91,6 +91,7 @@ class Ops:
     def __init__(self, trainer: Trainer):
         self.trainer, self.schedule = trainer, trainer.schedule
         layout, model = trainer.run.layout, trainer.run.model
+        self._repeats = _REPEATS * self.schedule.virtual * self.schedule.slices
         shape = layout.microbatch, model.sequence // self.schedule.slices, model.hidden
         self.x_BsD = jax.ShapeDtypeStruct(shape, jnp.dtype(model.compute_dtype))
         self.params = trainer.init().params
@@ -106,7 +107,7 @@ class Ops:
         seconds = {}
         for name, run in self._runs.items():
             taken, self.held = timed(run, self.params, self.held)
-            seconds[name] = Seconds(*(value / _REPEATS for value in taken))
+            seconds[name] = Seconds(*(value / self._repeats for value in taken))
         return seconds
 
     @property
@@ -176,7 +177,7 @@ class Ops:
         )  # fmt: skip
 
     def _repeated(self, run: Callable) -> Callable:
-        """(params, held) -> held after _REPEATS ops, each with the output of the one before it."""
+        """(params, held) -> held after a few ops, each with the output of the one before it."""
 
         def repeat(params, held):
             def one(held, i):
@@ -184,7 +185,7 @@ class Ops:
                 op = Op(i, chunk, chunk, slot, deferred=slot, cache=zero, cache_gradient=zero)
                 return run(params, op, held), None
 
-            after, _ = lax.scan(one, held, jnp.arange(_REPEATS, dtype=jnp.int32))
+            after, _ = lax.scan(one, held, jnp.arange(self._repeats, dtype=jnp.int32))
             return after._replace(x_BsD=held.x_BsD)
 
         return repeat
@@ -236,7 +237,7 @@ def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:
     """The trainer of `run`'s model by this table."""
     layout = Layout(
         pipe=schedule.stages, virtual=schedule.virtual, slices=schedule.slices,
-        microbatch=run.layout.microbatch,
+        microbatch=run.layout.microbatch, schedule=schedule.name,
     )  # fmt: skip
     batch = schedule.microbatches * layout.microbatch
     return Trainer(replace(run, layout=layout, global_batch=batch), schedule=schedule)
@@ -269,7 +270,7 @@ class Beside:
     def __init__(self, reference: Schedule, run: RunConfig):
         one = make(REFERENCE, microbatches=1, stages=reference.stages)
         apart = one.forward_ticks * _APART, one.backward_ticks * _APART
-        tables = one, Schedule.from_ticks("apart", *apart)
+        tables = one, Schedule.from_ticks(REFERENCE, *apart)
         self._few, self._many = (compile_training(table, run)[0] for table in tables)
         self._idle_ticks = tables[1].ticks - tables[0].ticks
         self._without = compile_training(reference, run, NoPipeline())[0]

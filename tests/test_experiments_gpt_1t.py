@@ -39,7 +39,7 @@ def test_it_learns_writes_and_says_where_things_are(gpt_1t, tmp_path, monkeypatc
         ("data x pipe x tensor", "6 x 64 x 8 = 3,072 devices", "given"),
         ("of all GPUs", "502.0 petaFLOP/s", "published"),
     ):
-        assert re.search(rf"{re.escape(name)} .* {re.escape(value)} .* {source} ", out)
+        assert re.search(rf"{re.escape(name)} .* {re.escape(value)} .* {source}\b", out)
     # The run
     assert f"At hand: {jax.device_count()} x cpu\n" in out
     assert "layout     data 2 x pipe 2 x tensor 2" in out and "1f1b, v = 2" in out

@@ -17,8 +17,10 @@ from mtx.plan import compiler as plan_compiler
 from mtx.plan.compile import compile_plan
 from mtx.plan.compiled import TRAFFIC_LEGEND, Compiled
 from mtx.plan.compiler import find_compiler
+from mtx.plan.hlo import Instruction
 from mtx.plan.memory import parameters_per_device, predict_memory
 from mtx.plan.target import GPU_TARGETS, gpu_topology, tpu_topology
+from mtx.train.step import Trainer
 
 MODEL = ModelConfig(
     layers=8, hidden=64, heads=4, sequence=64, vocab=500, vocab_multiple=8, compute_dtype="float32"
@@ -96,6 +98,53 @@ def test_the_largest_buffers_are_named():
     assert len(largest) == 10
     assert [b.bytes for b in largest] == sorted((b.bytes for b in largest), reverse=True)
     assert any(buffer.what.startswith("stash of") for buffer in largest)
+
+
+def conditional(scope: str, *, predicate: bool = False, branches: int = 2) -> Instruction:
+    names = ", ".join(f"%branch.{n}" for n in range(branches))
+    attributes = f"branch_computations={{{names}}}"
+    if predicate:
+        attributes = "true_computation=%yes, false_computation=%no"
+    return Instruction(
+        name="conditional.1", opcode="conditional", shapes=(), operands=(), attributes=attributes,
+        op_name=f"jit(step)/shard_map/pipeline/while/body/closed_call/{scope}/cond",
+    )  # fmt: skip
+
+
+def test_the_table_says_how_often_a_branch_is_taken():
+    """Two stages, four microbatches: 1F1B's first stage runs F in 4 of 6 ticks, and so the second;
+    the phase with F has 5 ticks, that with B as well."""
+    layout = Layout(pipe=2, tensor=2, idle="skip")
+    run = dataclasses.replace(RUN, layout=layout, global_batch=4)
+    share = plan_compile.busy_shares(Trainer(run))
+    ticks = make("1f1b", microbatches=4, stages=2).ticks
+    assert share(conditional("F")) == pytest.approx((1 - 4 / ticks, 4 / ticks))
+    assert share(conditional("F", predicate=True)) == pytest.approx((4 / ticks, 1 - 4 / ticks))
+    assert share(conditional("B"))[1] == share(conditional("F/embed"))[1] == 4 / ticks
+    assert share(conditional("head"))[1] == share(conditional("embed_backward"))[1] == 4 / ticks
+    phased = dataclasses.replace(run, layout=dataclasses.replace(layout, idle="phases"))
+    share = plan_compile.busy_shares(Trainer(phased))
+    assert share(conditional("F/embed"))[1] == share(conditional("head"))[1] == 4 / (ticks - 1)
+
+
+def test_branches_of_split_sharded_and_sliced_steps():
+    layout = Layout(pipe=2, data=2, zero=3, virtual=2, schedule="breadth_first")
+    run = dataclasses.replace(RUN, layout=layout, global_batch=8)
+    share, trainer = plan_compile.busy_shares(Trainer(run)), Trainer(run)
+    ticks = trainer.schedule.ticks
+    # Breadth first: every chunk once for F, once for B, and its gradients spent once.
+    for scope in ("fetch", "B/fetch", "B/spend"):
+        assert share(conditional(scope))[1] == pytest.approx(2 / ticks)
+    split = dataclasses.replace(RUN, layout=Layout(pipe=2, schedule="zb_h1"), global_batch=4)
+    trainer = Trainer(split)
+    share = plan_compile.busy_shares(trainer)
+    assert share(conditional("W"))[1] == 4 / trainer.schedule.ticks
+    sliced = Layout(pipe=2, schedule="seq1f1b", slices=4)
+    share = plan_compile.busy_shares(Trainer(dataclasses.replace(RUN, layout=sliced)))
+    inside = "F/while/body/attention"
+    assert share(conditional(inside, branches=4)) == (1 / 4,) * 4
+    with pytest.raises(UserError, match=r"attention/cond' is none of those.*how often"):
+        share(conditional(inside, branches=3))
 
 
 def test_results_go_through_json():
@@ -266,7 +315,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 
 @needs_gpu_compiler
 def test_a_gpu_that_is_not_there():
-    model = ModelConfig(layers=4, hidden=1024, heads=16, sequence=1024, vocab=8000)
+    model = ModelConfig(layers=8, hidden=1024, heads=16, sequence=1024, vocab=8000)
     layout = Layout(data=4, pipe=2, tensor=2, microbatch=2, recompute="full", idle="phases")
     run = RunConfig(model=model, layout=layout, global_batch=64)
     compiled = compile_plan(run, target="a100-80gb")

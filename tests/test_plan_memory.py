@@ -1,5 +1,7 @@
 """Predicted memory, by hand, against the tables of schedules, and against what a block keeps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -215,18 +217,20 @@ def test_slices_keep_less_of_each_item_and_a_cache():
 
 
 def test_zero_shards_the_optimizer_or_nothing_or_all():
-    model, layout = gpt(), Layout(data=4)
+    """With 3, ends are at hand, and two chunks' parameters and one's gradients."""
+    model, layout = gpt(), Layout(data=4, virtual=2)
     held = parameters_per_device(model, layout)
     none, one, three = (predict_memory(model, layout, 4, zero=zero) for zero in (0, 1, 3))
     assert none.optimizer_bytes == 12 * held
     assert one.optimizer_bytes == three.optimizer_bytes == 3 * held
     assert none.parameters_bytes == one.parameters_bytes == 2 * held
     assert none.gradients_bytes == one.gradients_bytes == 4 * held
-    layer = 12 * 64**2 + 13 * 64
-    assert three.gradients_bytes == held
-    assert three.parameters_bytes == 2 * held / 4 + 2 * 2 * layer
+    chunk, ends = 4 * (12 * 64**2 + 13 * 64), 64 * (256 + 32 + 2)
+    assert three.parameters_bytes == 2 * (ends + 2 * chunk + 2 * chunk / 4)
+    assert three.gradients_bytes == 4 * (ends + chunk + 2 * chunk / 4)
     assert none.stash_bytes == one.stash_bytes == three.stash_bytes
     assert one == predict_memory(model, layout, 4)
+    assert three == predict_memory(model, dataclasses.replace(layout, zero=3), 4)
 
 
 def test_float32_masters_serve_as_parameters_unless_they_are_gathered():
@@ -234,7 +238,26 @@ def test_float32_masters_serve_as_parameters_unless_they_are_gathered():
     held = parameters_per_device(model, layout)
     assert predict_memory(model, layout, 4, zero=0).parameters_bytes == 0
     assert predict_memory(model, layout, 4, zero=1).parameters_bytes == 4 * held
-    assert predict_memory(model, layout, 4, zero=3).parameters_bytes < held
+    layers = Layout(data=4, virtual=8)
+    assert predict_memory(model, layers, 4, zero=3).parameters_bytes < 2 * held
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_conditional_changes_is_there_twice_with_older_compilers(recompute, monkeypatch):
+    """Gradients of the blocks while a layer's B runs, or the stash of residuals while F does."""
+    model = gpt()
+
+    def memory(idle, *, copies):
+        monkeypatch.setattr(plan_memory, "conditionals_copy", lambda: copies)
+        layout = Layout(pipe=2, microbatch=2, idle=idle, recompute=recompute)
+        return predict_memory(model, layout, 16)
+
+    skip, phases = memory("skip", copies=False), memory("phases", copies=True)
+    assert skip == phases == memory("phases", copies=False)
+    blocks = 4 * 4 * (12 * 64**2 + 13 * 64)
+    larger = max(blocks + skip.activations_bytes, skip.stash_bytes)
+    assert (skip.stash_bytes > blocks + skip.activations_bytes) == (recompute == "none")
+    assert memory("skip", copies=True).activations_bytes == larger
 
 
 # -- what XLA assigns ------------------------------------------------------------------------------

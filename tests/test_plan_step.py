@@ -86,7 +86,8 @@ def branch_weights(trainer):
         shares |= {"B/spend/cond": spend.mean()}
 
     def weights(conditional):
-        busy = shares.get(re.split(r"while/body/(?:closed_call/)?", conditional.op_name, 1)[1])
+        _, place = re.split(r"while/body/(?:closed_call/)?", conditional.op_name, maxsplit=1)
+        busy = shares.get(place)
         if busy is None:  # attention of each slice of a sequence
             assert len(conditional.branches) == table.slices > 1, conditional.op_name
             return [1 / table.slices] * table.slices
@@ -103,21 +104,40 @@ def test_a_step_executes_the_matmuls_and_keeps_the_stash_that_are_predicted(case
     executed = program.matmul_flops(branch_weights(trainer))
     assert executed == pytest.approx(predicted / run.layout.devices, rel=1e-12)
     if run.layout.stash == "residuals":
-        assert ring_bytes(trainer, program) == trainer.schedule.slots * layer_bytes(run)
+        assert ring_bytes(trainer, program) == sum(rings(trainer).values())
 
 
-def layer_bytes(run: RunConfig) -> int:
-    """The residuals of one chunk of one microbatch."""
-    layers = run.model.layers // (run.layout.pipe * run.layout.virtual)
-    recompute = run.layout.recompute
-    return layers * layer_residual_bytes(run.model, run.layout, recompute=recompute, backend="xla")
+def rings(trainer) -> dict[int, int]:
+    """Bytes of the rings from F to B and from B to W, by their slots."""
+    run, table = trainer.run, trainer.schedule
+    layers = trainer.placement.layer.shape[-1]
+    layer = layer_residual_bytes(
+        run.model, run.layout, recompute=run.layout.recompute, backend="xla"
+    )
+    held = Counter({table.slots: table.slots * layers * layer})
+    if table.split:
+        slots = table.weight_stash.slots + (run.layout.idle != "skip")  # and a slot of zeros
+        held[slots] += slots * layers * deferred_bytes(run)
+    return held
+
+
+def deferred_bytes(run: RunConfig) -> int:
+    """What waits for W of one layer: inputs and gradients of its four matmuls, 2f + 8 elements of
+    the hidden size a token, in float32. Over `tensor`: the inputs of the column layers as shards
+    of the sequence, the gradients of the row layers' outputs whole."""
+    model, layout = run.model, run.layout
+    shards = 2 * model.ffn_multiple + (6 if layout.sequence_parallel else 4)
+    whole = 2 if layout.sequence_parallel else 4
+    vectors = shards // layout.tensor + whole
+    return 4 * vectors * layout.microbatch * model.sequence // layout.slices * model.hidden
 
 
 def ring_bytes(trainer, program) -> int:
     """What the loop over the ticks carries in arrays [slots, layers of a chunk, microbatch ...]."""
-    slots, layers = trainer.schedule.slots, trainer.placement.layer.shape[-1]
+    layers = trainer.placement.layer.shape[-1]
+    leading = [(slots, layers) for slots in rings(trainer)]
     loops = [
-        [s for s in instruction.shapes if s.dims[:2] == (slots, layers) and len(s.dims) > 2]
+        [s for s in instruction.shapes if s.dims[:2] in leading and len(s.dims) > 2]
         for computation in program.computations.values()
         for instruction in computation.values()
         if instruction.opcode == "while"
@@ -125,24 +145,70 @@ def ring_bytes(trainer, program) -> int:
     return max(sum(shape.bytes for shape in shapes) for shapes in loops)
 
 
-def test_collectives_of_a_step_by_axis_and_bytes():
-    """With sequence parallelism: what crosses stages is 1/t of the sequence, forth and back in
-    every tick; gradients are reduce-scattered over `data` once, parameters gathered once."""
-    trainer, program = compiled("residuals")
-    model, sizes = trainer.run.model, trainer.sizes
-    total = Counter()
+def collectives_of(case: str):
+    """(trainer, {(kind, axes): executions}, {(kind, axes): bytes of their operands})"""
+    trainer, program = compiled(case)
+    counts, sizes = Counter(), Counter()
     for collective in program.collectives(branch_weights(trainer)):
-        axes = collective.axes(sizes)
-        total[collective.kind, axes] += round(collective.count * collective.operand_bytes)
-    x_bytes = model.sequence * model.hidden * 4 // 2
-    assert total["collective-permute", ("pipe",)] == 2 * trainer.schedule.ticks * x_bytes
-    leaves = zip(jax.tree.leaves(trainer.param_shapes), jax.tree.leaves(trainer.specs), strict=True)
-    local = 4 * sum(leaf.size // shards(spec, sizes) for leaf, spec in leaves)
-    assert total["reduce-scatter", ("data",)] == local
-    assert total["all-gather", ("data",)] == local / 2
+        at = collective.kind, collective.axes(trainer.sizes)
+        counts[at] += collective.count
+        sizes[at] += round(collective.count * collective.operand_bytes)
+    return trainer, counts, sizes
+
+
+def local_bytes(trainer, part: str, but: tuple[str, ...] = ()) -> int:
+    """Float32 parameters of one device, before `data` shards them: those that it can shard, but
+    for some names."""
+    shapes = jax.tree.leaves_with_path(trainer.param_shapes[part])
+    others = (jax.tree.leaves(tree[part]) for tree in (trainer.specs, trainer.shards))
+    return 4 * sum(
+        leaf.size // shards(spec, trainer.sizes)
+        for (path, leaf), spec, shard in zip(shapes, *others, strict=True)
+        if shard.dim is not None and path[-1].key not in but
+    )
 
 
 def shards(spec, sizes) -> int:
     """The parts into which an array of that spec is cut."""
     axes = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry]
     return math.prod(sizes[axis] for names in axes for axis in names)
+
+
+@pytest.mark.parametrize(
+    "case", ["residuals", "split", "split, vee", "sliced", "sharded over data"]
+)
+def test_what_crosses_stages_is_one_permute_a_tick_and_route(case):
+    """Of x, and of its gradient; with sequence parallelism 1/t of the sequence."""
+    trainer, counts, sizes = collectives_of(case)
+    table, layout = trainer.schedule, trainer.run.layout
+    phases = [(phase.stop - phase.start, *phase[2:4]) for phase in table.phases]
+    if layout.idle == "skip":
+        phases = [(table.ticks, True, True)]
+    expected = sum(
+        ticks * occurs * sum(route.by != 0 for route in routes)
+        for ticks, *kinds in phases
+        for occurs, routes in zip(kinds, (table.inboxes, table.gradient_inboxes), strict=True)
+    )
+    across = "collective-permute", ("pipe",)
+    assert counts[across] == expected
+    model = trainer.run.model
+    x_bytes = 4 * layout.microbatch * model.sequence // layout.slices * model.hidden
+    assert sizes[across] == expected * x_bytes // layout.tensor
+
+
+def test_gradients_are_reduced_and_parameters_gathered_over_data_once_a_step():
+    trainer, _, sizes = collectives_of("residuals")
+    local = local_bytes(trainer, "block") + local_bytes(trainer, "ends")
+    assert sizes["reduce-scatter", ("data",)] == local
+    assert sizes["all-gather", ("data",)] == local / 2
+
+
+def test_a_breadth_first_table_gathers_each_chunk_once_for_f_and_once_for_b():
+    """And reduces its gradients once: v of each a step, whatever the number of microbatches. What
+    is only added, B does not need, and XLA does not gather it."""
+    trainer, _, sizes = collectives_of("sharded over data")
+    block, ends = (local_bytes(trainer, part) for part in ("block", "ends"))
+    multiplied = local_bytes(trainer, "block", but=("b", "bias"))
+    assert trainer.schedule.microbatches == 4 > trainer.schedule.virtual == 2
+    assert sizes["reduce-scatter", ("data",)] == block + ends
+    assert sizes["all-gather", ("data",)] == (block + multiplied + ends) / 2

@@ -60,32 +60,34 @@ def _walk(weights: np.ndarray, sizes: np.ndarray | None, samples: int):
     first = np.arange(walks, dtype=np.int64) * steps
     lead = min(_LEAD + 64 * len(weights), steps)
     before = np.maximum(first - lead, 0)  # the first walk begins where it must, without a lead
-    begin = _advance(_guess(weights, before), weights, sizes, before, lead)
-    begin[:, 0] = 0
+    begin, _, _ = _advance(_guess(weights, before), weights, sizes, before, lead)
+    begin[0] = 0
+    end = np.empty_like(begin)
     dataset, sample = np.empty((walks, steps), np.int16), np.empty((walks, steps), np.int64)
-    while True:  # each round settles at least one walk more; nearly always the first settles all
-        end = _advance(begin, weights, sizes, first, steps, dataset, sample)
-        if (end[:, :-1] == begin[:, 1:]).all():
-            break
-        begin[:, 1:] = end[:, :-1]
+    open_walks = np.arange(walks)
+    while len(open_walks):  # each round settles at least one walk; nearly always the first, all
+        end[open_walks], dataset[open_walks], sample[open_walks] = _advance(
+            begin[open_walks], weights, sizes, first[open_walks], steps
+        )
+        open_walks = 1 + np.flatnonzero((end[:-1] != begin[1:]).any(axis=1))
+        begin[open_walks] = end[open_walks - 1]
     left = samples - walks * steps
-    tail = np.empty((1, left), np.int16), np.empty((1, left), np.int64)
-    _advance(end[:, -1:], weights, sizes, np.array([walks * steps]), left, *tail)
-    return (
-        np.concatenate([dataset.reshape(-1), tail[0].reshape(-1)]),
-        np.concatenate([sample.reshape(-1), tail[1].reshape(-1)]),
+    _, *tail = _advance(end[-1:], weights, sizes, np.array([walks * steps]), left)
+    return tuple(
+        np.concatenate([whole.reshape(-1), rest.reshape(-1)])
+        for whole, rest in zip((dataset, sample), tail, strict=True)
     )
 
 
 def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Counts int64 [datasets, walks] after about so many steps: each dataset's share, rounded down.
+    """Counts [walks, datasets] after about so many `steps` [walks]: the shares, rounded down.
 
     A small dataset that is behind is soon chosen, but one that is ahead stays so for 1/weight
     steps; so what is left is given to the large ones.
     """
-    shares = np.floor(weights[:, None] * steps)
-    left = np.round(np.cumsum(weights)[:, None] * (steps - shares.sum(axis=0)))
-    return (shares + np.diff(left, axis=0, prepend=0)).astype(np.int64)
+    shares = np.floor(steps[:, None] * weights)
+    left = np.round((steps - shares.sum(axis=1))[:, None] * np.cumsum(weights))
+    return shares + np.diff(left, axis=1, prepend=0)
 
 
 def _advance(
@@ -94,28 +96,24 @@ def _advance(
     sizes: np.ndarray | None,
     first: np.ndarray,
     steps: int,
-    dataset: np.ndarray | None = None,
-    sample: np.ndarray | None = None,
-) -> np.ndarray:
-    """The counts [datasets, walks] after `steps` steps from step `first` [walks] on, whose choices
-    are written to `dataset` and `sample` [walks, steps] where they are given."""
-    counts, walks = counts.astype(np.int64), np.arange(counts.shape[1])
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Walks of `steps` steps from step `first` [walks] and `counts` [walks, datasets] on: the
+    counts then (whole numbers in float64), and dataset and sample [walks, steps] of each step."""
+    counts, walks = np.array(counts, np.float64), np.arange(len(first))
+    dataset = np.empty((len(first), steps), np.int16)
+    sample = np.empty((len(first), steps), np.int64)
+    behind = np.empty_like(counts)
     for step in range(steps):
         place = np.maximum(first + step, 1).astype(np.float64)
-        best = np.zeros(len(walks), np.int64)
-        most = np.full(len(walks), -np.inf)
-        for index, weight in enumerate(weights):
-            behind = weight * place - counts[index]
-            if sizes is not None:
-                behind[counts[index] >= sizes[index]] = -np.inf  # it has no more
-            better = behind > most
-            most = np.where(better, behind, most)
-            best[better] = index
-        if dataset is not None:
-            dataset[:, step] = best
-            sample[:, step] = counts[best, walks]
-        counts[best, walks] += 1
-    return counts
+        np.multiply(place[:, None], weights, out=behind)
+        behind -= counts
+        if sizes is not None:
+            behind[counts >= sizes] = -np.inf  # it has no more
+        best = behind.argmax(axis=1)  # the first of equals
+        dataset[:, step] = best
+        sample[:, step] = counts[walks, best]
+        counts[walks, best] += 1
+    return counts, dataset, sample
 
 
 def _listed(values: Sequence) -> str:

@@ -48,15 +48,14 @@ class Encoder(Protocol):
 
 
 class ByteEncoder:
-    """UTF-8's bytes, with NUL at a document's end."""
+    """UTF-8's bytes, with NUL at a document's end, or nothing there."""
 
     cuts = re.compile("")
 
-    def __init__(self):
+    def __init__(self, *, eod: int | None = ByteTokenizer.eod):
         self._tokenizer = ByteTokenizer()
-        self.identity = TokenizerIdentity(
-            name="bytes", sha256=_hash(self._tokenizer.to_dict()), vocab=256, eod=0
-        )
+        described = _hash(self._tokenizer.to_dict())
+        self.identity = TokenizerIdentity(name="bytes", sha256=described, vocab=256, eod=eod)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._tokenizer.encode(text) for text in texts]
@@ -138,9 +137,9 @@ def load_encoder(name: str, *, eod: str = "auto") -> Encoder:
     Raises UserError for a file that is none and for a token that is not there.
     """
     if name == "bytes":
-        if eod not in ("auto", "0"):
-            raise UserError(f"the bytes tokenizer ends documents with token 0, not {eod!r}")
-        return ByteEncoder()
+        if eod not in ("auto", "0", "none"):
+            raise UserError(f"eod={eod!r} does not go with bytes; use 0, the NUL byte, or none")
+        return ByteEncoder(eod=None if eod == "none" else 0)
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -263,7 +263,9 @@ class IndexedWriter:
         if self._begun:
             lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
-            raise UserError(f"a sequence of {lengths.max():,} tokens is above the format's 2^31 - 1")
+            raise UserError(
+                f"a sequence of {lengths.max():,} tokens is above the format's 2^31 - 1"
+            )
         ends = self.sequences + np.cumsum(counts)
         self._write(tokens)
         self._begun = 0

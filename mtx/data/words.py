@@ -30,8 +30,9 @@ _UNLIKE = re.compile(r"\\[^sSrntd.()\[\]?*+|/-]|\$|(?<!\[)\^|[^\x00-\xff]")
 _MOST_WORDS = 2**19  # in the table: about 100 MB
 _LONGEST_WORD = 64  # characters; longer ones are rarely met again
 _PROBE = (
-    "It's 12,345 words: the caf\xe9's\tna\xefve \u201cquote\u201d \u2014 I'LL don't\n\n  def f(x_1):\r\n"
-    "        return x**2 \xbd  \n\n\n<|endoftext|> a   b!?\n...end. \x1c\x0b \x00 \xad"
+    "It's 12,345 words: the caf\xe9's\tna\xefve \u201cquote\u201d \u2014 I'LL don't\n\n"
+    "  def f(x_1):\r\n        return x**2 \xbd  \n\n\n<|endoftext|> a   b!?\n"
+    "...end. \x1c\x0b \x00 \xad"
 )
 
 
@@ -108,8 +109,7 @@ def _split_of(described: dict) -> re.Pattern | None:
 def _translated(expression: str) -> re.Pattern | None:
     """`expression` for Python's `re` and plain text: \\p{L} and \\p{N} become what they hold."""
     for name, members in (("L", _LETTERS), ("N", _NUMBERS)):
-        outside = f"[{members}]"
-        expression = _replace_property(expression, rf"\p{{{name}}}", inside=members, outside=outside)
+        expression = _replace_property(expression, rf"\p{{{name}}}", members)
     if _UNLIKE.search(expression):
         return None
     with warnings.catch_warnings():
@@ -121,12 +121,12 @@ def _translated(expression: str) -> re.Pattern | None:
     return None if split.groups else split
 
 
-def _replace_property(expression: str, name: str, *, inside: str, outside: str) -> str:
-    """`name` replaced by `inside` where it stands in a [class], and by `outside` elsewhere."""
+def _replace_property(expression: str, name: str, members: str) -> str:
+    """`name` replaced by the characters it holds: as they are in a [class], as one elsewhere."""
     replaced, in_class, place = [], False, 0
     while place < len(expression):
         if expression.startswith(name, place):
-            replaced.append(inside if in_class else outside)
+            replaced.append(members if in_class else f"[{members}]")
             place += len(name)
             continue
         step = 2 if expression[place] == "\\" else 1

@@ -288,12 +288,16 @@ class Schedule:
     def phases(self) -> tuple[Phase, ...]:
         """The ticks cut where F, B or W begin or cease to occur on any stage.
 
-        A table that changes too often is cut where the fewest ticks get a kind of op that none of
-        their stages has: each phase is a scan of its own to compile.
+        What arrives for a later F or B is taken in by the F or B of its tick, even if all stages
+        sit it out. A table that changes too often is cut where the fewest ticks get a kind of op
+        that none of their stages has: each phase is a scan of its own to compile.
         """
         kinds = np.zeros((self.ticks, 3), bool)
         for kind, half in enumerate(self.halves):
             kinds[:, kind] = half.busy.any(axis=1)
+        arrivals = _arrivals(self.forward_ticks, self.backward_ticks, self.pieces)
+        for kind, arrival in enumerate(arrivals):
+            kinds[arrival[arrival != IDLE], kind] = True
         cuts = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1))
         edges = np.array([0, *cuts, self.ticks])
         kinds = kinds[edges[:-1]]

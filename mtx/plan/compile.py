@@ -196,47 +196,51 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
     return gradients + (temp - gradients) // 2 + copy
 
 
-_SITS_OUT = re.compile(r"/(F|B|W|embed|head|embed_backward)/cond$")
+_TAKEN_OR_NOT = re.compile(r"/(F|(?:B/)?(?:fetch|spend)|B|W|embed|head|embed_backward)/cond$")
 
 
 def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
     """For each conditional of the step, the shares of its executions that take each branch.
 
-    The step's conditionals are the ops that a stage sits out; the schedule's table says how often.
+    The step's conditionals are the ops that a stage sits out and, with zero=3, the begins and ends
+    of runs of one chunk's ops; the schedule's table says how often.
     """
     schedule, phased = trainer.schedule, trainer.run.layout.idle == "phases"
 
-    def ticks(kind: str) -> int:
-        counted = [phase for phase in schedule.phases if getattr(phase, kind) or not phased]
-        return sum(phase.stop - phase.start for phase in counted)
+    def share_of(taken, kind: str) -> float:
+        """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
+        phases = [phase for phase in schedule.phases if getattr(phase, kind) or not phased]
+        asked = sum(phase.stop - phase.start for phase in phases)
+        return float(taken.sum() / (taken.size // len(taken)) / asked)
 
-    def mean_busy(half, kind: str) -> float:
-        return half.busy.sum() / schedule.stages / ticks(kind)
-
-    def share_of(table, kind: str) -> float:
-        return (table >= 0).sum() / ticks(kind)
-
+    forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     shares = {
-        "F": mean_busy(schedule.forward, "forward"),
-        "B": mean_busy(schedule.backward, "backward"),
-        "embed": share_of(schedule.embed, "forward"),
-        "head": share_of(schedule.head, "backward"),
-        "embed_backward": share_of(schedule.embed_backward, "backward"),
+        "F": share_of(forward.busy, "forward"),
+        "B": share_of(backward.busy, "backward"),
+        "embed": share_of(schedule.embed >= 0, "forward"),
+        "head": share_of(schedule.head >= 0, "backward"),
+        "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
+        "fetch": share_of(forward.runs[0], "forward"),
+        "B/fetch": share_of(backward.runs[0], "backward"),
+        "B/spend": share_of(backward.runs[1], "backward"),
     }
-    if schedule.weight is not None:
-        shares["W"] = mean_busy(schedule.weight, "weight")
+    if weight is not None:
+        shares |= {
+            "W": share_of(weight.busy, "weight"),
+            "spend": share_of(weight.runs[1], "weight"),
+        }
 
     def branches(conditional: Instruction) -> Sequence[float]:
-        count, scope = len(conditional.branches), _SITS_OUT.search(conditional.op_name)
-        if scope and count == 2:
-            busy = float(shares[scope[1]])
+        count, where = len(conditional.branches), _TAKEN_OR_NOT.search(conditional.op_name)
+        if where and count == 2:
+            taken = shares[where[1]]
             true_first = "true_computation=" in conditional.attributes
-            return (busy, 1 - busy) if true_first else (1 - busy, busy)
+            return (taken, 1 - taken) if true_first else (1 - taken, taken)
         if count == schedule.slices:  # attention, a branch for each slice: all run equally often
             return (1 / count,) * count
         raise UserError(
-            f"the conditional {conditional.op_name!r} is none of those by which a stage sits an op "
-            f"out ({', '.join(shares)}): how often it is taken is not known"
+            f"the conditional {conditional.op_name!r} is none of those that the step is known to "
+            f"have ({', '.join(shares)}): how often it is taken is not known"
         )
 
     return branches

@@ -16,8 +16,9 @@ multiple
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, Recompute
@@ -25,7 +26,7 @@ from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import place_layers
 from mtx.plan.attention import Attention, Backend, attention_of
 
-Zero = Literal[0, 1, 3]
+Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -52,37 +53,56 @@ def predict_memory(
     global_batch: int,
     *,
     backend: Backend = "cuda",
-    zero: Zero = 1,
+    zero: Zero | None = None,
 ) -> Memory:
     """The memory of one training step. UserError where the batch or the layers do not divide.
 
-    zero: what is sharded over `data`. 1, as this program does: masters and moments. 0: nothing.
-    3 (Rajbhandari et al. 2020): gradients and parameters as well, gathered a layer ahead.
+    zero: what is sharded over `data` (Rajbhandari et al. 2020); None: what the layout says. 1:
+    masters and moments; 3: gradients and parameters as well, gathered a chunk at a time; 0, which
+    this program does not run: nothing.
     """
+    zero = layout.zero if zero is None else zero
     slots = _slots(layout, layout.microbatches(global_batch))
     shards = 1 if zero == 0 else layout.data
     parameters, gradients = _weights_bytes(model, layout, zero)
+    stash, waiting = _stash_bytes(model, layout, slots, backend)
     working, head = _working_bytes(model, layout, backend), _head_bytes(model, layout)
+    if layout.idle == "skip" and conditionals_copy():
+        blocks = 4 * layout.virtual * _places(model, layout) * _layer_parameters(model, layout)
+        forward = stash if layout.stash == "residuals" else 0
+        working = max(working + (waiting or blocks), forward, blocks)
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=-(-12 * parameters_per_device(model, layout) // shards),
-        stash_bytes=_stash_bytes(model, layout, slots, backend),
+        stash_bytes=stash + waiting,
         transfer_bytes=(2 + slots.mailboxes) * _input_bytes(model, layout),
         activations_bytes=working,
         logits_bytes=max(0, head - working),
     )
 
 
+@cache
+def conditionals_copy() -> bool:
+    """Whether the compiler of the installed JAX keeps what a conditional changes twice.
+
+    With idle="skip" F, B and W stand in conditionals and change rings and gradients. XLA:GPU of jax
+    0.10 copies those for the time of the op, that of jax 0.12 changes them in place.
+    """
+    return importlib.metadata.version("jax").startswith("0.10.")
+
+
 def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int, int]:
     """(parameters in the compute type, gradients in float32)"""
     item, held = _ITEM_BYTES[model.compute_dtype], parameters_per_device(model, layout)
     if zero == 3:
-        part = -(-held // layout.data)
-        # Two layers are gathered at once: the one that runs and the one that comes next. Masters
-        # in the compute type are the parameters themselves.
-        gathered = 2 * item * _layer_parameters(model, layout)
-        return (0 if item == 4 else item * part) + gathered, 4 * part
+        chunk = _places(model, layout) * _layer_parameters(model, layout)
+        blocks = layout.virtual * chunk
+        ends, shard = held - blocks, -(-blocks // layout.data)
+        # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
+        # not yet scattered. Masters in the compute type are the shards themselves.
+        parameters = item * (ends + 2 * chunk) + (0 if item == 4 else item * shard)
+        return parameters, 4 * (ends + chunk + shard)
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.data == 1 or zero == 0)
     return 0 if same else item * held, 4 * held
@@ -203,25 +223,26 @@ def _slots_of_table(name: str, pipe: int, virtual: int, slices: int, microbatche
     )
 
 
-def _stash_bytes(model: ModelConfig, layout: Layout, slots: _Slots, backend: Backend) -> int:
-    """All rings: residuals of each layer of a chunk, or its input; what waits for W; caches."""
+def _stash_bytes(
+    model: ModelConfig, layout: Layout, slots: _Slots, backend: Backend
+) -> tuple[int, int]:
+    """(rings from F to B, of residuals or chunk inputs, with the caches of sliced sequences; ring
+    from B to W)"""
     layers, tokens = _places(model, layout), _tokens(model, layout)
     slot = layers * layer_residual_bytes(model, layout, recompute=layout.recompute, backend=backend)
     if layout.stash == "inputs":
         slot = _input_bytes(model, layout)
     item, hidden, tensor = _ITEM_BYTES[model.compute_dtype], model.hidden, layout.tensor
     keys_and_values = 2 * item * layout.microbatch * model.sequence * hidden // tensor
-    waiting = 0
-    if slots.weight_stash:  # inputs and output gradients of the four linear layers
-        split = 4 + 2 * model.ffn_multiple
-        waiting = item * tokens * hidden * (2 / _sequence_shards(layout) + 2 + split / tensor)
-        if attention_of(model, backend).name == "dropout" and layout.recompute == "selective":
-            waiting += item * tokens * model.heads // tensor * model.sequence
-    return int(
-        slots.stash * slot
-        + slots.weight_stash * layers * waiting
-        + slots.caches * layers * keys_and_values
-    )
+    stash = slots.stash * slot + slots.caches * layers * keys_and_values
+    if not slots.weight_stash:
+        return stash, 0
+    # Inputs and output gradients of the four linear layers.
+    split = 4 + 2 * model.ffn_multiple
+    waiting = item * tokens * hidden * (2 / _sequence_shards(layout) + 2 + split / tensor)
+    if attention_of(model, backend).name == "dropout" and layout.recompute == "selective":
+        waiting += item * tokens * model.heads // tensor * model.sequence
+    return stash, int(slots.weight_stash * layers * waiting)
 
 
 def _input_bytes(model: ModelConfig, layout: Layout) -> int:

@@ -1,0 +1,331 @@
+"""`mtx data`: text files to indexed datasets, and what can be done with these."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from mtx.cli.options import parse
+from mtx.errors import UserError
+
+if TYPE_CHECKING:
+    from mtx.data.build import Built, Progress
+    from mtx.data.indexed import IndexedDataset
+
+_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+def data_command(arguments: list[str]) -> None:
+    """Make, look at, join and cut indexed datasets (.bin and .idx) from text files.
+
+    build FILE... --out PREFIX, inspect PREFIX, merge PREFIX... --out PREFIX, split PREFIX,
+    index PREFIX...; mtx data ACTION --help lists the options of each.
+    """
+    action, *rest = arguments or ["--help"]
+    if action in ("-h", "--help"):
+        print(_overview())
+        return
+    if action not in ACTIONS:
+        near = difflib.get_close_matches(action, ACTIONS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown action {action!r}: {hint}known are {', '.join(ACTIONS)}")
+    ACTIONS[action](rest)
+
+
+def _overview() -> str:
+    rows = [(name, action.__doc__.splitlines()[0]) for name, action in ACTIONS.items()]
+    return "\n".join([
+        data_command.__doc__.splitlines()[0], "",
+        "usage: mtx data ACTION NAME... [OPTIONS]", "",
+        *(f"  {name:<10}{summary}" for name, summary in rows), "",
+        "mtx data ACTION --help lists the options.",
+    ])  # fmt: skip
+
+
+def _names(arguments: list[str], what: str) -> tuple[list[str], list[str]]:
+    """The names that stand before all options, and the rest."""
+    names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    rest = arguments[len(names) :]
+    if not names and "-h" not in rest and "--help" not in rest:
+        raise UserError(f"name {what} before all options")
+    return names, rest
+
+
+def _required(value: str | None, option: str) -> str:
+    if value is None:
+        raise UserError(f"{option} is missing: it names what is to be written")
+    return value
+
+
+# --- build ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    out: _Name = None  # what the names begin with: OUT_text_document.bin, .idx and .json
+    tokenizer: str = "bytes"  # a tokenizer.json, or a folder that holds one
+    eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
+    level: Literal["document", "sentence"] = "document"  # sentence: for BERT
+    field: str = "text"  # of JSON lines and Parquet
+    lines: _Flag = False  # a line of a text file is a document, instead of the file
+    max_line_mib: int = 64  # of lines
+    processes: _Count = None  # one for each CPU where not given
+    json: _Flag = False  # what was written, as JSON
+
+
+def build_action(arguments: list[str]) -> None:
+    """Tokenize text files, JSON lines (also .gz, .zst) and Parquet into a dataset.
+
+    FILE... are files and folders: .txt, .md, .rst, .jsonl, .json, .parquet. Nothing appears under
+    the dataset's name before all of it is written.
+    """
+    names, rest = _names(arguments, "the files to read")
+    options = parse(
+        rest, BuildOptions(), prog="mtx data build FILE... --out PREFIX", about=build_action
+    )
+    from mtx.data.build import Recipe, build_dataset
+    from mtx.data.sources import Reading
+
+    if options.max_line_mib < 1:
+        raise UserError(f"max_line_mib={options.max_line_mib} must be at least 1")
+    reading = Reading(
+        field=options.field, lines=options.lines, most_line_bytes=options.max_line_mib << 20
+    )
+    recipe = Recipe(
+        tokenizer=options.tokenizer, eod=options.eod, level=options.level, reading=reading
+    )
+    prefix = f"{_required(options.out, '--out')}_{options.field}_{options.level}"
+    start = time.perf_counter()
+    with _progress_bar() as report:
+        built = build_dataset(names, prefix, recipe, processes=options.processes, report=report)
+    _print_built(built, time.perf_counter() - start, options.json)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr, where that is a terminal; it takes what `build_dataset` reports."""
+    if not sys.stderr.isatty():
+        yield lambda progress: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, start = bar.add_task("", total=None), time.perf_counter()
+
+        def report(progress: Progress) -> None:
+            rate = progress.text_bytes / 1e6 / (time.perf_counter() - start)
+            said = f"{progress.tokens:,} tokens, {rate:.1f} MB/s"
+            read, total = progress.read_bytes, progress.total_bytes
+            bar.update(task, completed=read, total=total, description=said)
+
+        yield report
+
+
+def _print_built(built: Built, elapsed_s: float, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({
+            "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
+            "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
+            "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
+            "tokenizer": vars(built.identity),
+        }, indent=1))  # fmt: skip
+        return
+    left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
+    size = built.text_bytes / 1e6
+    print("\n".join([
+        f"wrote      {built.prefix}.bin, .idx, .json",
+        f"documents  {built.documents:,}{left_out}",
+        *([f"sentences  {built.sequences:,}"] if built.sequences != built.documents else []),
+        f"tokens     {built.tokens:,}, {built.dtype}",
+        f"tokenizer  {built.identity.name}, vocabulary {built.identity.vocab:,}",
+        f"rate       {size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
+    ]))  # fmt: skip
+
+
+# --- inspect --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    document: _Count = None  # print the tokens of this one, from 0
+    tokenizer: _Name = None  # check that this one made the dataset
+    eod: str = "auto"  # of that tokenizer
+    vocab: _Count = None  # check that every token is below it
+    json: _Flag = False
+
+
+def inspect_action(arguments: list[str]) -> None:
+    """Check a dataset, and say what it holds.
+
+    Every offset of the index is checked; with --vocab, every token as well.
+    """
+    names, rest = _names(arguments, "the prefix of a dataset")
+    options = parse(rest, InspectOptions(), prog="mtx data inspect PREFIX", about=inspect_action)
+    from mtx.data.encode import load_encoder
+    from mtx.data.indexed import IndexedDataset
+
+    dataset = IndexedDataset(_one(names))
+    if options.tokenizer is not None:
+        if dataset.identity is None:
+            raise UserError(f"{dataset.prefix}.json is not there to say which tokenizer made it")
+        dataset.require_tokenizer(load_encoder(options.tokenizer, eod=options.eod).identity)
+    if options.vocab is not None:
+        dataset.require_vocab(options.vocab)
+    if options.document is not None:
+        if not 0 <= options.document < dataset.document_count:
+            raise UserError(
+                f"document={options.document} is not one of 0 to {dataset.document_count - 1:,}"
+            )
+        print(" ".join(map(str, dataset.document(options.document).tolist())))
+        return
+    _print_dataset(dataset, options.json)
+
+
+def _one(names: list[str]) -> str:
+    if len(names) != 1:
+        raise UserError(f"one prefix of a dataset is asked for, not {len(names)}")
+    return names[0]
+
+
+def _print_dataset(dataset: IndexedDataset, as_json: bool = False) -> None:
+    lengths, made = dataset.lengths, dataset.identity
+    least, most = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    if as_json:
+        print(json.dumps({
+            "prefix": dataset.prefix, "documents": dataset.document_count,
+            "sequences": len(dataset), "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
+            "shortest": least, "longest": most, "multimodal": dataset.modes is not None,
+            "tokenizer": vars(made) if made else None,
+        }, indent=1))  # fmt: skip
+        return
+    mean = len(dataset.tokens) / max(1, len(dataset))
+    said = (
+        f"{made.name}, vocabulary {made.vocab:,}, end of document {made.eod}, "
+        f"sha256 {made.sha256[:12]}"
+        if made
+        else "not named: the dataset was made elsewhere"
+    )
+    print("\n".join([
+        f"dataset    {dataset.prefix}",
+        f"documents  {dataset.document_count:,}",
+        f"sequences  {len(dataset):,} of {least:,} to {most:,} tokens, {mean:,.1f} on average",
+        f"tokens     {len(dataset.tokens):,}, {dataset.dtype}",
+        f"tokenizer  {said}",
+        *(["modes      one a sequence"] if dataset.modes is not None else []),
+    ]))  # fmt: skip
+
+
+# --- merge and split ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    out: _Name = None  # the prefix to write
+
+
+def merge_action(arguments: list[str]) -> None:
+    """Join datasets of one type and tokenizer, in the order that they are named.
+
+    PREFIX... are datasets; documents stay whole and in their order.
+    """
+    names, rest = _names(arguments, "the prefixes to merge")
+    options = parse(
+        rest, MergeOptions(), prog="mtx data merge PREFIX... --out PREFIX", about=merge_action
+    )
+    from mtx.data.merge import merge_datasets
+
+    _print_dataset(merge_datasets(names, _required(options.out, "--out")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    ratios: str = "969,30,1"  # of train, valid and test
+    out: _Name = None  # what the names begin with: OUT_train, ...; PREFIX where not given
+
+
+def split_action(arguments: list[str]) -> None:
+    """Cut a dataset's documents, in their order, into train, valid and test.
+
+    Training cuts by itself (--split); this is for parts that are to be files.
+    """
+    names, rest = _names(arguments, "the prefix of a dataset")
+    options = parse(rest, SplitOptions(), prog="mtx data split PREFIX", about=split_action)
+    from mtx.data.indexed import strip_suffix
+    from mtx.data.merge import split_dataset
+
+    out = options.out or strip_suffix(_one(names))
+    parts = split_dataset(_one(names), options.ratios, out)
+    for number, dataset in enumerate(parts.values()):
+        print("\n" * bool(number), end="")
+        _print_dataset(dataset)
+
+
+# --- index ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions:
+    sequence: _Count = None  # tokens of a sample
+    samples: _Count = None  # to train on: steps times global batch; one epoch where not given
+    valid_samples: _Count = None
+    test_samples: _Count = None
+    seed: int = 0
+    split: str = "969,30,1"  # of train, valid and test
+    weights: Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT ...")] = ()
+    # of several datasets; where none are given, all samples of each
+    cache: _Name = None  # a folder to write to
+
+
+def index_action(arguments: list[str]) -> None:
+    """Build the sample indices of a run before it starts.
+
+    PREFIX... are one dataset, or those of a blend. Processes that start with the same numbers
+    then find the indices in --cache.
+    """
+    names, rest = _names(arguments, "the prefixes to index")
+    options = parse(
+        rest, IndexOptions(), prog="mtx data index PREFIX... --cache FOLDER", about=index_action
+    )
+    if options.sequence is None:
+        raise UserError("--sequence is missing: the tokens of a sample")
+    cache = _required(options.cache, "--cache")
+    from mtx.data.gpt import BlendedDataset, GPTDataset
+    from mtx.data.indices import PARTS, parse_split
+
+    wanted = (options.samples, options.valid_samples, options.test_samples)
+    for part, share, samples in zip(PARTS, parse_split(options.split), wanted, strict=True):
+        if not share:
+            continue
+        given = {
+            "sequence": options.sequence, "samples": samples, "seed": options.seed,
+            "split": options.split, "part": part, "cache": cache,
+        }  # fmt: skip
+        if len(names) == 1:
+            dataset = GPTDataset(names[0], **given)
+        else:
+            weights = options.weights or None
+            dataset = BlendedDataset(names, weights=weights, **given)
+        print(f"{part:<11}{len(dataset):,} samples of {options.sequence:,} tokens")
+    print(f"cache      {cache}")
+
+
+ACTIONS: dict[str, Callable[[list[str]], None]] = {
+    "build": build_action,
+    "inspect": inspect_action,
+    "merge": merge_action,
+    "split": split_action,
+    "index": index_action,
+}

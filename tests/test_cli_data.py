@@ -1,0 +1,186 @@
+"""`mtx data`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mtx.cli.data import ACTIONS, data_command
+from mtx.cli.options import exit_status
+from mtx.data.gpt import GPTDataset
+from mtx.data.indexed import IndexedDataset
+
+
+@pytest.fixture(autouse=True)
+def corpus(tmp_path, monkeypatch):
+    """Works in an empty folder with ten short documents."""
+    monkeypatch.chdir(tmp_path)
+    records = [json.dumps({"text": "word " * (i + 1)}) for i in range(10)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(records))
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    """As `main` runs it, where tyro leaves after its help as well."""
+    try:
+        return exit_status(lambda: data_command(list(arguments)))
+    except SystemExit as exit:
+        return exit.code
+
+
+def build(*options: str) -> None:
+    assert run("build", "docs.jsonl", "--out", "c", "--processes", "1", *options) == 0
+
+
+def error(capsys) -> str:
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mtx: ") and err.count("\n") == 1
+    return err[5:-1]
+
+
+def test_the_overview_lists_the_actions(capsys):
+    assert run() == run("--help") == 0
+    out = capsys.readouterr().out
+    for name, action in ACTIONS.items():
+        assert f"  {name:<10}{action.__doc__.splitlines()[0]}" in out
+
+
+@pytest.mark.parametrize(
+    "action, options",
+    [
+        ("build", ["--out STR", "{document,sentence}", "--processes INT", "--lines"]),
+        ("inspect", ["--vocab INT", "--document INT"]),
+        ("merge", ["--out STR"]),
+        ("split", ["--ratios STR"]),
+        ("index", ["--samples INT", "--weights", "--cache STR"]),
+    ],
+)
+def test_help_of_an_action_lists_its_options(action, options, capsys):
+    assert run(action, "--help") == 0
+    out = capsys.readouterr().out
+    for option in options:
+        assert option in out
+
+
+def test_build_says_what_it_wrote(capsys):
+    build()
+    out, err = capsys.readouterr()
+    *facts, rate = out.splitlines()
+    assert err == ""
+    assert facts == [
+        "wrote      c_text_document.bin, .idx, .json",
+        "documents  10",
+        "tokens     285, uint16",
+        "tokenizer  bytes, vocabulary 256",
+    ]
+    assert rate.startswith("rate       0.0 MB of text in ") and rate.endswith(" MB/s")
+    assert len(IndexedDataset("c_text_document").tokens) == 5 * 55 + 10
+
+
+def test_build_gives_json(capsys):
+    build("--json", "--level", "sentence")
+    record = json.loads(capsys.readouterr().out)
+    assert record["prefix"] == "c_text_sentence"
+    assert (record["documents"], record["tokens"], record["dtype"]) == (10, 275, "uint16")
+    assert record["tokenizer"]["name"] == "bytes"
+
+
+def test_inspect_says_what_a_dataset_holds(capsys):
+    build()
+    capsys.readouterr()
+    assert run("inspect", "c_text_document.idx", "--tokenizer", "bytes", "--vocab", "256") == 0
+    *facts, named = capsys.readouterr().out.splitlines()
+    assert facts == [
+        "dataset    c_text_document",
+        "documents  10",
+        "sequences  10 of 6 to 51 tokens, 28.5 on average",
+        "tokens     285, uint16",
+    ]
+    assert named.startswith("tokenizer  bytes, vocabulary 256, end of document 0, sha256 ")
+    assert run("inspect", "c_text_document", "--document", "0") == 0
+    assert capsys.readouterr().out == "119 111 114 100 32 0\n"
+    assert run("inspect", "c_text_document", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["sequences"], record["longest"], record["multimodal"]) == (10, 51, False)
+
+
+def test_split_and_merge_give_the_same_back(capsys, corpus):
+    build()
+    assert run("split", "c_text_document", "--ratios", "6,3,1", "--out", "part") == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("documents")][1:] == [
+        "documents  6", "documents  3", "documents  1",
+    ]  # fmt: skip
+    parts = ["part_train", "part_valid", "part_test"]
+    assert run("merge", *parts, "--out", "again") == 0
+    for suffix in (".bin", ".idx", ".json"):
+        again, first = corpus / f"again{suffix}", corpus / f"c_text_document{suffix}"
+        assert again.read_bytes() == first.read_bytes()
+
+
+def test_index_builds_what_a_run_then_finds(capsys, corpus, monkeypatch):
+    build()
+    capsys.readouterr()
+    options = ["--sequence", "16", "--samples", "40", "--seed", "3", "--split", "8,2"]
+    assert run("index", "c_text_document", *options, "--cache", "cache") == 0
+    train, valid, cache = capsys.readouterr().out.splitlines()
+    assert train == "train      44 samples of 16 tokens"
+    assert valid.startswith("valid      ") and cache == "cache      cache"
+    plain = GPTDataset("c_text_document", sequence=16, seed=3, samples=40, split="8,2")
+    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it is not called any more
+    found = GPTDataset(
+        "c_text_document", sequence=16, seed=3, samples=40, split="8,2", cache="cache"
+    )
+    assert all(np.array_equal(found[i], plain[i]) for i in range(len(plain)))
+
+
+def test_index_builds_a_blend(capsys):
+    build()
+    build("--field", "text", "--level", "sentence")
+    prefixes = ["c_text_document", "c_text_document"]
+    weights = ["--weights", "0.7", "0.3", "--samples", "20"]
+    options = ["--sequence", "8", "--split", "1", "--cache", "cache"]
+    capsys.readouterr()
+    assert run("index", *prefixes, *weights, *options) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "train      20 samples of 8 tokens"
+    assert run("index", *prefixes, *options) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "train      70 samples of 8 tokens"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["bild"], "unknown action 'bild': did you mean 'build'? known are build, inspect, merge"),
+        (["build"], "name the files to read before all options"),
+        (["build", "docs.jsonl"], "--out is missing"),
+        (["build", "gone.txt", "--out", "x"], "gone.txt is no file or folder"),
+        (["build", "docs.jsonl", "--out", "x", "--level", "word"], "document"),
+        (["build", "docs.jsonl", "--out", "x", "--field", "body"], "has no field 'body', but text"),
+        (["build", "docs.jsonl", "--out", "x", "--max-line-mib", "0"], "max_line_mib=0 must"),
+        (["build", "docs.jsonl", "--out", "x", "--procesess", "1"], "did you mean --processes?"),
+        (["inspect", "gone"], "gone.idx does not exist"),
+        (["inspect", "c_text_document", "d"], "one prefix of a dataset is asked for, not 2"),
+        (["inspect", "c_text_document", "--vocab", "100"], "lies outside of the vocabulary of 100"),
+        (["inspect", "c_text_document", "--document", "10"], "document=10 is not one of 0 to 9"),
+        (["merge", "c_text_document"], "--out is missing"),
+        (["merge", "c_text_document", "--out", "c_text_document"], "c_text_document.idx exists"),
+        (["split", "c_text_document", "--ratios", "0"], "split='0' gives nothing to any part"),
+        (["index", "c_text_document", "--cache", "x"], "--sequence is missing"),
+        (["index", "c_text_document", "--sequence", "8"], "--cache is missing"),
+        (["index", "c_text_document", "--sequence", "999", "--cache", "x"], "sequence+1=1000"),
+        (
+            ["index", "c_text_document", "c_text_document", "--sequence", "4", "--cache", "x",
+             "--samples", "5", "--weights", "0", "0"],
+            "weights=(0.0, 0.0) sum to zero",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_status_2(capsys, corpus, arguments, said):
+    build()
+    capsys.readouterr()
+    before = sorted(path.name for path in corpus.iterdir())
+    assert run(*arguments, *(["--processes", "1"] if arguments[0] == "build" else [])) == 2
+    assert said in error(capsys)
+    assert sorted(path.name for path in corpus.iterdir()) == before
