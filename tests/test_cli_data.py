@@ -83,7 +83,7 @@ def test_build_gives_json(capsys):
     build("--json", "--level", "sentence")
     record = json.loads(capsys.readouterr().out)
     assert record["prefix"] == "c_text_sentence"
-    assert (record["documents"], record["tokens"], record["dtype"]) == (10, 275, "uint16")
+    assert (record["documents"], record["tokens"], record["dtype"]) == (10, 265, "uint16")
     assert record["tokenizer"]["name"] == "bytes"
 
 
@@ -126,7 +126,7 @@ def test_index_builds_what_a_run_then_finds(capsys, corpus, monkeypatch):
     options = ["--sequence", "16", "--samples", "40", "--seed", "3", "--split", "8,2"]
     assert run("index", "c_text_document", *options, "--cache", "cache") == 0
     train, valid, cache = capsys.readouterr().out.splitlines()
-    assert train == "train      44 samples of 16 tokens"
+    assert train == "train      46 samples of 16 tokens"
     assert valid.startswith("valid      ") and cache == "cache      cache"
     plain = GPTDataset("c_text_document", sequence=16, seed=3, samples=40, split="8,2")
     monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it is not called any more

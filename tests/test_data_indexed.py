@@ -242,7 +242,7 @@ def test_a_fuzzed_index_is_refused_or_read_within_the_files(tmp_path_factory, da
     assert b"".join(dataset.document(i).tobytes() for i in range(dataset.document_count)) == BIN
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(header=st.binary(max_size=80))
 def test_a_header_of_random_bytes_is_refused(tmp_path_factory, header):
     prefix = tmp_path_factory.getbasetemp() / "noise"

@@ -68,16 +68,13 @@ def constant_bytes() -> int:
     "layout",
     [
         Layout(pipe=4, schedule="gpipe"),
-        Layout(pipe=4, schedule="interleaved_1f1b", virtual=2),
+        Layout(pipe=4, schedule="interleaved_1f1b", virtual=2, idle="phases"),
         Layout(pipe=4, schedule="breadth_first", virtual=2),
         Layout(pipe=4, schedule="zb_h1"),
         Layout(pipe=4, schedule="zb_h2"),
         Layout(pipe=4, schedule="aligned_zb", idle="phases"),
         Layout(pipe=4, schedule="zb_v", virtual=2),
-        Layout(pipe=4, schedule="v_min", virtual=2),
-        Layout(pipe=4, schedule="dualpipe_v", virtual=2),
         Layout(pipe=4, schedule="seq1f1b", slices=2),
-        Layout(pipe=4, schedule="terapipe", slices=4, microbatch=2),
     ],
     ids=lambda layout: layout.schedule,
 )
@@ -95,17 +92,20 @@ def test_the_constant_part_is_less_than_half_of_any_of_these():
     "layout",
     [
         Layout(pipe=4),
-        Layout(pipe=4, virtual=2, idle="phases"),
+        Layout(pipe=4, schedule="interleaved_1f1b", virtual=2, idle="phases"),
         Layout(pipe=4, stash="inputs"),
         Layout(pipe=4, schedule="zb_h1"),
-        Layout(pipe=4, schedule="v_half", virtual=2),
+        Layout(pipe=4, schedule="zb_v", virtual=2),
         Layout(pipe=4, schedule="seq1f1b", slices=2),
     ],
-    ids=["1f1b", "interleaved, phases", "inputs", "zb_h1", "v_half", "seq1f1b"],
+    ids=["1f1b", "interleaved", "inputs", "zb_h1", "zb_v", "seq1f1b"],
 )
 def test_temporary_memory_is_flat_in_the_microbatches(layout):
-    few, many = (memory(layout, m).temp_size_in_bytes for m in (MICROBATCHES, 96))
-    assert many <= 1.03 * few
+    """But for the batch itself, and the table's rows."""
+    few, many = MICROBATCHES, 96
+    growth = memory(layout, many).temp_size_in_bytes - memory(layout, few).temp_size_in_bytes
+    rows_bytes = 3 * 4 * MODEL.sequence  # tokens, targets, weights of a microbatch
+    assert growth <= 2 * (many - few) * rows_bytes
 
 
 def state_bytes(layout: Layout) -> int:

@@ -116,7 +116,11 @@ def unsharded_dropout():
 
 
 def test_initial_values_do_not_depend_on_the_layout():
-    for layout in (Layout(data=3, pipe=2, virtual=2), Layout(tensor=8), Layout(pipe=4, tensor=2)):
+    for layout in (
+        Layout(data=3, pipe=2, virtual=2, zero=3),
+        Layout(tensor=8),
+        Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v"),
+    ):
         trainer = mtx.trainer_for(UNTIED, layout, global_batch=12)
         params = jax.device_get(jax.jit(trainer.to_canonical)(trainer.init().params))
         jax.tree.map(np.testing.assert_array_equal, params, params_of(UNTIED))
@@ -162,6 +166,8 @@ def ten_steps():
         Layout(data=2, pipe=2, tensor=2, virtual=2),
         Layout(pipe=4, tensor=2, virtual=2, microbatch=2, sequence_parallel=False),
         Layout(data=2, pipe=4, recompute="full"),
+        Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first"),
+        Layout(data=4, tensor=2, zero=3, schedule="aligned_zb"),
     ],
 )
 def test_ten_steps_give_the_losses_of_the_reference(layout, ten_steps):

@@ -163,6 +163,49 @@ def test_gradients_under_random_tables_equal_the_reference(seed):
 
 
 @pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [
+        # F and B both cease for ticks in which something arrives that a later one uses.
+        (Layout(pipe=2, virtual=2, schedule="v_min", idle="phases"), 5),
+        (Layout(pipe=2, virtual=2, schedule="dualpipe_v", idle="phases"), 3),
+    ],
+    ids=["F", "B"],
+)
+def test_what_arrives_between_phases_is_kept(layout, microbatches):
+    check(TIED, layout, microbatches)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipe=2, tensor=2, slices=4, schedule="seq1f1b"),
+        Layout(pipe=2, tensor=4, slices=2, schedule="terapipe", sequence_parallel=False),
+        Layout(pipe=2, virtual=2, slices=2, schedule="seq1f1b", stash="inputs", microbatch=2),
+    ],
+    ids=["sequence parallel", "tensor parallel", "inputs"],
+)
+def test_dropout_masks_do_not_depend_on_the_slices(layout):
+    check(DROPOUT, layout, 3)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v"),
+        Layout(data=2, pipe=2, tensor=2, slices=4, schedule="seq1f1b"),
+        Layout(data=3, pipe=2, virtual=2, zero=3, schedule="breadth_first", idle="phases"),
+    ],
+    ids=["vee", "sliced", "sharded over data"],
+)
+def test_evaluation_gives_the_loss_of_the_reference(layout):
+    rows = 4 * layout.data
+    trainer = mtx.trainer_for(UNTIED, layout, global_batch=rows)
+    batch = trainer.place(batch_of(UNTIED, rows))
+    total, weight = trainer.evaluate(trainer.state_from(params_of(UNTIED)), batch)
+    assert float(total / weight) == pytest.approx(float(wanted(UNTIED, rows)[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
     "layout",
     [
         Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first"),

@@ -1,4 +1,4 @@
-"""The command line: `mtx train | plan | schedule | generate | presets`.
+"""The command line: `mtx train | plan | schedule | data | generate | presets`.
 
 JAX is imported by the commands that compute, and when they do.
 """
@@ -9,6 +9,7 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from mtx.cli.data import data_command
 from mtx.cli.generate import generate_command
 from mtx.cli.options import OwnFields, exit_status, parse, start_devices
 from mtx.cli.plan import plan_command
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train_command,
     "plan": plan_command,
     "schedule": schedule_command,
+    "data": data_command,
     "generate": generate_command,
     "presets": presets_command,
 }
@@ -59,6 +61,6 @@ def _overview() -> str:
         "",
         *(f"  {name:<10}{summary}" for name, summary in rows),
         "",
-        "Options are fields of the config: mtx train miniature --model.layers 8 --layout.data 1",
+        "Options of train are fields of its config: mtx train --model.layers 8 --layout.data 1",
         "mtx COMMAND --help lists them, with their defaults; so does mtx train PRESET --help.",
     ])  # fmt: skip

@@ -78,14 +78,17 @@ class GPTDataset:
                 f"sequence+1={sequence + 1}; change the split, shorten the sequence, or give more "
                 "text"
             )
-        build = functools.partial(
-            build_indices, lengths, first=first, sequence=sequence, samples=samples, seed=seed
-        )
+
+        def build() -> dict[str, np.ndarray]:
+            return vars(build_indices(
+                lengths, first=first, sequence=sequence, samples=samples, seed=seed
+            ))  # fmt: skip
+
         description = {
             "kind": "Megatron-LM GPT indices", "sequence": sequence, "samples": samples,
             "seed": seed, "first": first, "lengths": _hash(lengths),
         }  # fmt: skip
-        self.indices = Indices(**cached_arrays(cache, description, lambda: vars(build())))
+        self.indices = Indices(**cached_arrays(cache, description, build))
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)

@@ -261,6 +261,8 @@ class IndexedWriter:
         if modes is not None and len(modes) != len(lengths):
             raise ValueError(f"{len(modes)} modes are not one for each of {len(lengths)} sequences")
         if self._begun:
+            if not len(lengths):
+                raise ValueError("a sequence was begun and is to be ended")
             lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise UserError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from itertools import chain
+from array import array
 
 import numpy as np
 import tokenizers
@@ -37,15 +37,16 @@ _PROBE = (
 
 
 class WordTable(dict):
-    """The ids of each word that was met: a tuple of ints. Words are those of `split`."""
+    """The ids of each word that was met, as the bytes of an int32 array: joining these is the
+    fastest that Python has. Words are what `split` finds."""
 
     def __init__(self, model: tokenizers.models.Model, split: re.Pattern):
         super().__init__()
         self._model, self._split = model, split
 
-    def __missing__(self, word: str) -> tuple[int, ...]:
+    def __missing__(self, word: str) -> bytes:
         letters = word.encode().decode("latin-1").translate(_BYTE_LETTERS)
-        ids = tuple(token.id for token in self._model.tokenize(letters))
+        ids = array("i", [token.id for token in self._model.tokenize(letters)]).tobytes()
         if len(word) <= _LONGEST_WORD:
             if len(self) >= _MOST_WORDS:
                 self.clear()
@@ -57,9 +58,9 @@ class WordTable(dict):
         if not is_plain(text):
             return None
         words = self._split.findall(text)
-        if sum(map(len, words)) != len(text):  # the expression leaves something out
+        if "".join(words) != text:  # the expression leaves something out
             return None
-        return np.fromiter(chain.from_iterable(map(self.__getitem__, words)), np.int32)
+        return np.frombuffer(b"".join(map(self.__getitem__, words)), np.int32)
 
 
 def is_plain(text: str) -> bool:
