@@ -6,15 +6,34 @@ trains preset bench-s on four virtual CPU devices by the table of every maker th
 start from the same parameters with the same batch; unless the losses of every step agree to 1e-5,
 nothing is printed. Then a table:
 
-step      seconds of a step, measured, and predicted from F, B, B with W, W, embedding with head, an
+step      seconds of a step, measured, and predicted from F, B with W, B, W, embedding with head, an
           idle tick and the optimizer, each timed on its own on all devices at once, right before
-work      core-seconds measured over those predicted: what other programs do to a step's time, and
-          cores that wait, do not show in it
+work      core-seconds of the process, measured over predicted: what other programs and waiting do
+          to a step's time does not show in it
 MiB       temporary memory of one device's step by XLA's analysis, and predicted: slots of the table
           times their bytes, and a constant part, which is what the table of 1F1B leaves over
-off       why, where either differs by more than a tenth
+off       why, where a ratio differs from 1 by more than a tenth
 
-REASONS_HERE
+Expected time: ten minutes on two idle cores, a third of it compiling.
+Expected result: work within a tenth of what was predicted, memory too. Where it is not, we found:
+
+cache     with sequences in slices, XLA copies the keys and values of all microbatches under way in
+          every tick, and one copy more of them is temporary memory. For terapipe v=2, the worst,
+          the compiled program copies 17 MiB two to three times a tick on every device, for 69
+          ticks. An op on its own keeps one microbatch, so its price has no such copies in it.
+cores     the work is as predicted and the time is not: cores stood idle or ran other programs.
+rounds    some rounds are within a tenth, others are not. A core-second is worth less while another
+          program runs on the same core's other thread; let the machine be idle.
+constant  memory: little is kept in slots, and what is beside them differs from table to table.
+
+Where each device has a core, ticks are priced as our program runs them: all stages wait for the
+longest F, whose output is sent, and for the longest B and W. `simulate` in lock-step lets one
+stage's B run beside another's F of the same tick, which is the same but for tables with such ticks.
+With ops that only sleep, so that four devices do not need four cores, at p=4, m=8 and F=B=W, the
+program took 1.01 to 1.04 of our price, and of `simulate`'s: 1.12 for deferred_zb, 1.21 for v_half,
+1.20 for v_min, 1.02 to 1.04 for 1f1b, zb_h1 and dualpipe_v.
+
+    python experiments/bench_schedules.py --schedules 1f1b,zb_v,v_min --rounds 10 --json bench.json
 """
 
 from __future__ import annotations
@@ -47,8 +66,6 @@ from mtx.config import RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.pipeline.makers import MAKERS, make, maker
 from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
 from mtx.presets import preset
 from mtx.train.launch import use_virtual_devices
 
@@ -127,11 +144,13 @@ def _table_key(schedule: Schedule) -> tuple:
 
 
 def step_on_own_cores(schedule: Schedule, costs: Costs) -> float:
-    """Of devices that each have a core: in every tick all wait for the longest."""
-    parts = schedule.virtual * schedule.slices
-    backward, weight = (costs.backward, costs.weight) if schedule.split else (costs.both, 0.0)
-    times = Times(forward=costs.forward * parts, backward=backward * parts, weight=weight * parts)
-    return simulate(schedule, times, model="lockstep").makespan + _beside_ops(schedule, costs)
+    """Of devices that each have a core: in every tick, all wait for the longest F, whose output is
+    sent, and then for the longest B and W."""
+    forward, *others = (half.busy for half in schedule.halves)
+    prices = (costs.backward, costs.weight) if schedule.split else (costs.both,)
+    longest = sum(price * busy for price, busy in zip(prices, others, strict=True)).max(axis=1)
+    ops = costs.forward * forward.any(axis=1).sum() + longest.sum()
+    return float(ops) + _beside_ops(schedule, costs)
 
 
 def step_on_shared_cores(schedule: Schedule, costs: Costs) -> float:
@@ -317,11 +336,34 @@ def _ratio(measured: Sequence[float], predicted: Sequence[float]) -> float:
     return statistics.median(m / p for m, p in zip(measured, predicted, strict=True))
 
 
-REASONS: dict[str, str] = {}
+REASONS = {
+    "cache": "XLA copies the keys and values of slices in every tick, which no op alone shows",
+    "cores": "the work is as predicted; cores stood idle or ran other programs",
+    "rounds": "some rounds are within a tenth, others not: let the machine be idle",
+    "constant": "memory beside the slots differs from that of the other tables",
+    "unknown": "none of the reasons that we know",
+}
 
 
 def reasons(row: dict) -> list[str]:
-    return []
+    """Why measured and predicted are further apart than TOLERANCE, by what the row itself shows;
+    nothing where they are not."""
+    found = []
+    copies = row["slices"] > 1
+    if _off(row["work_ratio"]):
+        rounds = zip(row["work_s"], row["predicted_work_s"], strict=True)
+        disagree = not all(_off(measured / predicted) for measured, predicted in rounds)
+        more = copies and row["work_ratio"] > 1
+        found.append("cache" if more else "rounds" if disagree else "unknown")
+    elif _off(row["time_ratio"]):
+        found.append("cores")
+    if _off(row["memory_ratio"]):
+        found.append("cache" if copies and row["memory_ratio"] > 1 else "constant")
+    return list(dict.fromkeys(found))
+
+
+def _off(ratio: float) -> bool:
+    return abs(ratio - 1) > TOLERANCE
 
 
 _LABELS = {

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from step_parts import Costs, Sizes  # noqa: E402
 from mtx.cli import exit_status  # noqa: E402
 from mtx.config import ModelConfig, RunConfig  # noqa: E402
 from mtx.pipeline.makers import MAKERS, make  # noqa: E402
+from mtx.pipeline.schedule import Schedule  # noqa: E402
 
 MODEL = ModelConfig(
     layers=4, hidden=32, heads=4, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8
@@ -50,6 +52,14 @@ def test_devices_of_their_own_wait_for_one_another(name, bubble):
     """(p-1)(F+B+W), of which the aligned table leaves (p-1)(F+B)."""
     schedule = table(name)
     want = M * 3.5 + bubble + 0.01 * schedule.ticks + 3
+    assert bench_schedules.step_on_own_cores(schedule, COSTS) == pytest.approx(want)
+
+
+def test_a_tick_is_its_longest_f_and_then_its_longest_b_and_w():
+    """Two microbatches on two stages, where one stage's F meets the other's B."""
+    forward, backward = [[[0, 1]], [[2, 3]]], [[[2, 1]], [[4, 3]]]
+    schedule = Schedule.from_ticks("mixed", np.array(forward), np.array(backward))
+    want = 4 * 1.0 + 4 * 2.0 + 2 * 0.5 + 5 * 0.01 + 3
     assert bench_schedules.step_on_own_cores(schedule, COSTS) == pytest.approx(want)
 
 
@@ -108,9 +118,9 @@ def test_a_mistake_is_one_line(capsys, arguments, complaint):
 
 @pytest.fixture(scope="module")
 def measured():
-    """A plain table, one with W apart and two chunks, and one of slices."""
-    options = Options(stages=2, microbatches=2, rounds=1, schedules="1f1b,zb_v,seq1f1b")
-    names = ("1f1b", "zb_v v=2", "seq1f1b")
+    """A plain table, one with W apart, and one of two chunks and slices."""
+    options = Options(stages=2, microbatches=2, rounds=1, schedules="1f1b,zb_h1,seq1f1b")
+    names = ("1f1b", "zb_h1", "seq1f1b v=2")
     rows = [row for row in rows_of(options, MODEL.layers) if row.name in names]
     return bench_schedules.measure(rows, RUN, options, MACHINE)
 
@@ -120,9 +130,10 @@ def test_what_is_measured(measured):
     assert measured["devices"] == "own cores"  # two cores, two stages
     plain, split, sliced = measured["rows"]
     assert [row["ticks"] for row in measured["rows"]] == [
-        make(name, microbatches=2, stages=2).ticks for name in ("1f1b", "zb_v", "seq1f1b")
+        make(name, microbatches=2, stages=2, virtual=virtual).ticks
+        for name, virtual in (("1f1b", 1), ("zb_h1", 1), ("seq1f1b", 2))
     ]
-    assert (split["virtual"], split["split"], sliced["slices"]) == (2, True, 2)
+    assert (split["split"], sliced["virtual"], sliced["slices"]) == (True, 2, 2)
     assert split["weight_slots"] > 0 == plain["weight_slots"]
     for row in measured["rows"]:
         for name in ("step_s", "work_s", "own_cores_s", "shared_cores_s", "predicted_work_s"):
@@ -138,12 +149,40 @@ def test_what_is_measured(measured):
 
 
 def test_memory_of_the_plain_table_is_the_yardstick(measured):
-    plain, split, _ = measured["rows"]
+    plain, split, sliced = measured["rows"]
     assert plain["memory_ratio"] == 1 and measured["constant_bytes"] > 0
     x_bytes = 4 * RUN.layout.microbatch * MODEL.sequence * MODEL.hidden
-    assert plain["slot_bytes"]["input"] == split["slot_bytes"]["input"] == x_bytes
-    assert plain["slot_bytes"]["residuals"] == 2 * split["slot_bytes"]["residuals"]  # of layers
-    assert plain["slot_bytes"]["deferred"] == 2 * split["slot_bytes"]["deferred"] > 0
+    assert plain["slot_bytes"]["input"] == 2 * sliced["slot_bytes"]["input"] == x_bytes
+    assert plain["slot_bytes"] == split["slot_bytes"] and plain["slot_bytes"]["cache"] == 0
+    assert 0 < sliced["slot_bytes"]["residuals"] < plain["slot_bytes"]["residuals"]
+    assert sliced["slot_bytes"]["cache"] == 2 * x_bytes  # keys and values of its one layer
+
+
+def row_with(*, time=1.0, work=(1.0, 1.0), memory=1.0, slices=1):
+    middle = sum(work) / 2
+    return {
+        "time_ratio": time, "work_ratio": middle, "memory_ratio": memory, "slices": slices,
+        "work_s": list(work), "predicted_work_s": [1.0] * len(work),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ({}, []),
+        ({"time": 1.09, "work": (0.95, 0.91), "memory": 1.09}, []),
+        ({"time": 1.3}, ["cores"]),
+        ({"time": 1.3, "work": (1.3, 1.2)}, ["unknown"]),
+        ({"work": (1.0, 1.3)}, ["rounds"]),
+        ({"work": (1.3, 1.2), "slices": 2, "memory": 1.2}, ["cache"]),
+        ({"work": (0.8, 0.7), "slices": 2}, ["unknown"]),
+        ({"time": 0.8, "memory": 0.8, "slices": 2}, ["cores", "constant"]),
+    ],
+)
+def test_why_measured_and_predicted_differ(values, want):
+    assert bench_schedules.reasons(row_with(**values)) == want
+    assert all(reason in bench_schedules.REASONS for reason in want)
+    assert all(f"\n{reason} " in bench_schedules.__doc__ for reason in want if reason != "unknown")
 
 
 def test_losses_that_differ_are_not_printed(capsys, monkeypatch):
