@@ -7,7 +7,7 @@ the memory that `mtx.plan.memory.predict_memory` gives, XLA's arguments + output
 and the difference. Exits with 1 where a difference is above 10 %. Sizes are those of SC'21's
 table 1 and of models between them; layouts, schedules, recomputation, types and batches vary.
 
-Expected time: a quarter of an hour on two CPU cores, 15 to 40 s a row. `--only 1t` takes the rows
+Expected time: twenty minutes on two CPU cores, 20 to 50 s a row. `--only 1t` takes the rows
 with that in their name, `--target h100` compiles for another GPU, `--parts` prints what the
 prediction is made of, `--json FILE` keeps the numbers.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -120,23 +121,21 @@ def _row(name: str, run: RunConfig, memory: Memory, compiled: Compiled) -> str:
     error = memory.total_bytes / compiled.total_bytes - 1
     return (
         f"{name:<24s} {mesh:>10s} {layout.virtual:2d} {layout.microbatch:3d} {run.microbatches:5d} "
-        f"{layout.schedule:>7s} {layout.recompute:>9s} {memory.total_bytes / _GIB:8.2f} "
-        f"{compiled.total_bytes / _GIB:9.2f} {error:+7.1%}"
+        f"{layout.schedule:>13s} {layout.recompute:>9s} {memory.total_bytes / _GIB:9.2f} "
+        f"{compiled.total_bytes / _GIB:8.2f} {error:+7.1%}"
     )
 
 
 _HEAD = (
-    f"{'':24s} {'d x p x t':>10s} {'v':>2s} {'b':>3s} {'m':>5s} {'':>7s} {'recompute':>9s} "
-    f"{'predicted':>8s} {'compiled':>8s} {'error':>7s}"
+    f"{'':24s} {'d x p x t':>10s} {'v':>2s} {'b':>3s} {'m':>5s} {'schedule':>13s} "
+    f"{'recompute':>9s} {'predicted':>9s} {'compiled':>8s} {'error':>7s}"
 )
 
 
-def _parts(memory: Memory, compiled: Compiled) -> str:
-    values = {
-        field.name.removesuffix("_bytes"): getattr(memory, field.name) for field in fields(memory)
-    }
-    parts = [f"{name} {value / _GIB:.2f}" for name, value in values.items() if value]
-    return f"    {', '.join(parts)} | arguments {compiled.arguments_bytes / _GIB:.2f}"
+def _parts(memory: Memory) -> str:
+    values = {field.name: getattr(memory, field.name) / _GIB for field in fields(memory)}
+    parts = [f"{name.removesuffix('_bytes')} {size:.2f}" for name, size in values.items() if size]
+    return textwrap.fill(", ".join(parts), 100, initial_indent="    ", subsequent_indent="    ")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -152,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{compiled.label}, jax {compiled.jax_version}; GiB of a device\n{_HEAD}")
         print(_row(name, run, memory, compiled), flush=True)
         if options.parts:
-            print(_parts(memory, compiled), flush=True)
+            print(_parts(memory), flush=True)
         errors[name] = memory.total_bytes / compiled.total_bytes - 1
         numbers.append(
             {

@@ -56,10 +56,10 @@ def test_devices_of_their_own_wait_for_one_another(name, bubble):
 
 
 def test_a_tick_is_its_longest_f_and_then_its_longest_b_and_w():
-    """Two microbatches on two stages, where one stage's F meets the other's B."""
-    forward, backward = [[[0, 1]], [[2, 3]]], [[[2, 1]], [[4, 3]]]
+    """Two microbatches on two stages; in tick 2 one stage's F meets the other's B."""
+    forward, backward = [[[0, 1]], [[2, 4]]], [[[3, 2]], [[5, 4]]]
     schedule = Schedule.from_ticks("mixed", np.array(forward), np.array(backward))
-    want = 4 * 1.0 + 4 * 2.0 + 2 * 0.5 + 5 * 0.01 + 3
+    want = 4 * 1.0 + 4 * 2.0 + 2 * 0.5 + 6 * 0.01 + 3
     assert bench_schedules.step_on_own_cores(schedule, COSTS) == pytest.approx(want)
 
 

@@ -86,7 +86,9 @@ def branch_weights(trainer):
         shares |= {"B/spend/cond": spend.mean()}
 
     def weights(conditional):
-        _, place = re.split(r"while/body/(?:closed_call/)?", conditional.op_name, maxsplit=1)
+        _, place = re.split(
+            r"while/body/(?:closed_call/|eval_jaxpr/)?", conditional.op_name, maxsplit=1
+        )
         busy = shares.get(place)
         if busy is None:  # attention of each slice of a sequence
             assert len(conditional.branches) == table.slices > 1, conditional.op_name

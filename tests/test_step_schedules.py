@@ -175,6 +175,21 @@ def test_what_arrives_between_phases_is_kept(layout, microbatches):
     check(TIED, layout, microbatches)
 
 
+def test_idle_ops_add_nothing_whatever_they_compute():
+    """Weights so large that the probabilities of one microbatch's scores, normed by another's,
+    overflow: an idle B of a sliced table that is not skipped meets such a pair."""
+    model = ModelConfig(**SMALL, compute_dtype="float32", init_std=2.0)
+    layout = Layout(pipe=2, slices=4, schedule="seq1f1b")
+    skipped, masked = (
+        mtx.loss_and_gradients(
+            model, dataclasses.replace(layout, idle=idle), batch_of(model, 4),
+            params=params_of(model),
+        )
+        for idle in ("skip", "masked")
+    )  # fmt: skip
+    reference.assert_same(masked, skipped)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

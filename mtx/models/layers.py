@@ -159,7 +159,9 @@ def _attend(q_BhbK, k_BhTK, v_BhTK, first: int):
 def _attend_backward(q_BhbK, k_BhTK, v_BhTK, first: int, logsumexp_Bhb, along_Bhb, do_BhbK):
     """Float32 gradients (dq_BhbK, dk_BhTK, dv_BhTK); `along`: the sum over K of do times o."""
     dtype, scale = q_BhbK.dtype, 1 / math.sqrt(q_BhbK.shape[-1])
-    p_BhbT = jnp.exp(_scores(q_BhbK, k_BhTK, first) - logsumexp_Bhb[..., None])
+    scores_BhbT = _scores(q_BhbK, k_BhTK, first) - logsumexp_Bhb[..., None]
+    # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
+    p_BhbT = jnp.exp(jnp.minimum(scores_BhbT, 0))
     dp_BhbT = _product("BhbK,BhTK->BhbT", do_BhbK, v_BhTK)
     ds_BhbT = (p_BhbT * (dp_BhbT - along_Bhb[..., None]) * scale).astype(dtype)
     dq_BhbK = _product("BhbT,BhTK->BhbK", ds_BhbT, k_BhTK)
