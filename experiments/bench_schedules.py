@@ -14,7 +14,7 @@ MiB       temporary memory of one device's step by XLA's analysis, and predicted
           times their bytes, and a constant part, which is what the table of 1F1B leaves over
 off       why, where a ratio differs from 1 by more than a tenth
 
-Expected time: ten minutes on two idle cores, a third of it compiling.
+Expected time: a quarter of an hour on two cores, a third of it compiling.
 Expected result: work within a tenth of what was predicted, memory too. Where it is not, we found:
 
 cache     with sequences in slices, XLA copies the keys and values of all microbatches under way in

@@ -18,6 +18,7 @@ from mtx.plan.memory import layer_residual_bytes
 from mtx.train.step import Trainer
 
 GLOBAL_BATCH = 8
+_BODY = re.compile(r"while/body/(?:closed_call/|eval_jaxpr/)?")  # of the loop over the ticks
 CASES = {  # changes of the model, and the layout
     "residuals": ({}, dict(data=2, pipe=2, tensor=2)),
     "full, blocked attention": ({"sequence": 64}, dict(pipe=2, recompute="full")),
@@ -86,10 +87,7 @@ def branch_weights(trainer):
         shares |= {"B/spend/cond": spend.mean()}
 
     def weights(conditional):
-        _, place = re.split(
-            r"while/body/(?:closed_call/|eval_jaxpr/)?", conditional.op_name, maxsplit=1
-        )
-        busy = shares.get(place)
+        busy = shares.get(_BODY.split(conditional.op_name, maxsplit=1)[1])
         if busy is None:  # attention of each slice of a sequence
             assert len(conditional.branches) == table.slices > 1, conditional.op_name
             return [1 / table.slices] * table.slices
