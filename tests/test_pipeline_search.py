@@ -114,7 +114,7 @@ def test_every_maker_is_tried_and_the_best_comes_first(m, p, virtuals, slices, l
         try:
             schedule = make(
                 name, microbatches=m, stages=p, virtual=virtual, slices=cuts, times=times,
-                memory_limit=limit,
+                memory_limit=limit, weight_share=1.0,
             )  # fmt: skip
         except UserError as error:
             assert tried[name, virtual, cuts].reason == str(error)

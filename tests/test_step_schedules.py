@@ -84,10 +84,9 @@ def drawn_layers(random, pieces):
     return tuple(held.count(piece) for piece in range(pieces))
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_gradients_under_every_maker_equal_the_reference(name, seed):
-    random, maker = Random(f"{name} {seed}"), MAKERS[name]
+def test_gradients_under_every_maker_equal_the_reference(name):
+    random, maker = Random(name), MAKERS[name]
     model, layout, microbatches = drawn(
         random,
         virtual=maker.virtual or random.choice((1, 2, 3)),
@@ -141,7 +140,7 @@ def random_table(random, *, microbatches, pieces, slices, split):
     return Schedule.from_ticks("random", *tables, pieces=pieces, slices=slices)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_gradients_under_random_tables_equal_the_reference(seed):
     random = Random(seed)
     virtual, slices, split = random.choice((1, 2, 3)), random.choice((1, 1, 2, 4)), seed % 2 == 0

@@ -243,7 +243,7 @@ def _openings(question: Question, meshes: list[Layout], ways: tuple[str, ...]) -
     arrival = itertools.count()
     for mesh in meshes:
         for zero in zeros(question.fixed, mesh):
-            if not question.holds(_state_bytes(question.memory(mesh, zero))):
+            if not question.holds(_state_bytes(question.memory(_leanest(question, mesh), zero))):
                 continue
             for layout in settings(question, mesh):
                 one = question.price(replace(with_zero(layout, zero), recompute=ways[0]), zero)
@@ -278,6 +278,13 @@ def _meshes(question: Question) -> list[Layout]:
     return meshes
 
 
+def _leanest(question: Question, mesh: Layout) -> Layout:
+    """The mesh with as many chunks as can be: zero=3 then has least of the parameters at hand."""
+    if question.fixed.virtual is not None or mesh.stage_layers != "even":
+        return mesh
+    return replace(mesh, virtual=question.model.layers // mesh.pipe)
+
+
 def is_allowed(question: Question, layout: Layout) -> bool:
     try:
         layout.check(question.model)
@@ -292,7 +299,8 @@ def settings(question: Question, mesh: Layout) -> Iterator[Layout]:
     fixed = question.fixed
     microbatches = divisors(question.global_batch // mesh.data)
     layers = question.model.layers // mesh.pipe
-    chunks = divisors(layers) if mesh.pipe > 1 else (1,)
+    # On one stage chunks serve zero=3 alone, which gathers one of them at a time.
+    chunks = divisors(layers) if mesh.pipe > 1 or mesh.data > 1 else (1,)
     for microbatch, virtual, schedule, sequence_parallel in itertools.product(
         _open(fixed.microbatch, microbatches),
         _open(fixed.virtual, chunks),
