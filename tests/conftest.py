@@ -8,9 +8,14 @@ from mtx.train.launch import use_virtual_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
-# The tests compile hundreds of programs and run each once: LLVM's optimisations cost more than they
-# give. They come after everything that the tests read in a compiled program.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# The tests compile hundreds of programs and run each once: LLVM's optimisations, and jax 0.10's new
+# fusion emitters, cost more than they give. They come after everything that the tests read in a
+# compiled program.
+os.environ["XLA_FLAGS"] = " ".join([
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_backend_optimization_level=0",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+])  # fmt: skip
 use_virtual_devices(8)
 
 settings.register_profile("mtx", deadline=None)
