@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,36 +41,91 @@ def _require_choice(config: object, name: str, annotation: object) -> None:
 
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
+Family = Literal["gpt", "llama", "bert"]
+RotaryScaling = Literal["none", "linear", "llama3"]
+NormPlacement = Literal["pre", "post"]
+Gelu = Literal["tanh", "erf"]
+
+_FAMILIES_OF = {  # fields that only some families have
+    "kv_heads": ("llama",), "rotary_base": ("llama",), "rotary_scaling": ("llama",),
+    "rotary_factor": ("llama",), "rotary_low": ("llama",), "rotary_high": ("llama",),
+    "rotary_original": ("llama",), "norm_placement": ("bert",), "gelu": ("gpt", "bert"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A GPT as in Megatron-LM: pre-LN blocks, learned positions, GELU, tied or untied output."""
+    """A model of one of three families.
 
+    gpt    as in Megatron-LM and GPT-2: pre-LN blocks, learned positions, GELU
+    llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases
+    bert   as in Megatron-LM 2019: attention both ways, token types, a masked-token head and a
+           binary one for the order of two texts
+    """
+
+    family: Family = "gpt"
     layers: int = 8  # L
     hidden: int = 256  # D
     heads: int = 8  # H
+    kv_heads: int | None = None  # G, heads of keys and values; None: as many as heads
     sequence: int = 256  # S
     vocab: int = 256  # V, before padding
     ffn_multiple: int = 4  # F / D
+    ffn: int | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
     tied: bool = True  # the output layer shares the embedding's weight
     dropout: float = 0.0  # on the embedding and before each residual addition
     attention_dropout: float = 0.0  # on the attention probabilities
     init_std: float = 0.02  # output projections of a block: init_std / sqrt(2 L)
     norm_epsilon: float = 1e-5
+    norm_placement: NormPlacement = "pre"  # before attention and MLP, or after the additions
+    gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
+    rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
+    rotary_scaling: RotaryScaling = "none"  # of a model that was first trained on shorter texts
+    rotary_factor: float = 1.0  # how much longer they are now
+    rotary_low: float = 1.0  # "llama3": wavelengths above rotary_original / this are all scaled,
+    rotary_high: float = 4.0  # those below rotary_original / this not at all
+    rotary_original: int = 8192  # "llama3": the sequence of the first training
     vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this times its shards
     compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
 
     def __post_init__(self):
         _require_positive(
-            self, "layers", "hidden", "heads", "sequence", "vocab", "ffn_multiple", "vocab_multiple"
-        )
-        _require_choice(self, "compute_dtype", ComputeDtype)
-        _require_above(self, 0, "init_std", "norm_epsilon")
+            self, "layers", "hidden", "heads", "sequence", "vocab", "ffn_multiple",
+            "rotary_original", "vocab_multiple",
+        )  # fmt: skip
+        for name in ("kv_heads", "ffn"):
+            if getattr(self, name) is not None:
+                _require_positive(self, name)
+        for name, annotation in (
+            ("family", Family), ("compute_dtype", ComputeDtype), ("gelu", Gelu),
+            ("norm_placement", NormPlacement), ("rotary_scaling", RotaryScaling),
+        ):  # fmt: skip
+            _require_choice(self, name, annotation)
+        _require_above(self, 0, "init_std", "norm_epsilon", "rotary_base", "rotary_low")
+        _require_above(self, 1, "rotary_factor", inclusive=True)
+        _require_above(self, self.rotary_low, "rotary_high")
+        for name, default in _defaults(ModelConfig, _FAMILIES_OF).items():
+            if self.family not in _FAMILIES_OF[name] and getattr(self, name) != default:
+                raise UserError(
+                    f"{name}={getattr(self, name)} is not of family={self.family!r}, but of "
+                    f"{' and '.join(_FAMILIES_OF[name])}; leave it out"
+                )
+        if self.family == "bert" and not self.tied:
+            raise UserError("family='bert' shares its output layer with the embedding; tied=True")
         if self.hidden % self.heads:
             raise UserError(
                 f"hidden={self.hidden} cannot be divided over heads={self.heads}; "
                 f"use hidden={_nearest_multiples(self.hidden, self.heads)}"
+            )
+        if self.family == "llama" and self.head_size % 2:
+            raise UserError(
+                f"heads of hidden/heads={self.head_size} cannot be turned in pairs by rotary "
+                "positions; use an even size"
+            )
+        if self.heads % self.groups:
+            raise UserError(
+                f"heads={self.heads} cannot be divided over kv_heads={self.kv_heads}; "
+                f"use kv_heads={_nearest_divisors(self.heads, self.groups)}"
             )
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -80,8 +136,19 @@ class ModelConfig:
         return self.hidden // self.heads
 
     @property
+    def groups(self) -> int:
+        """G, heads of keys and values; each serves heads / groups heads of queries."""
+        return self.kv_heads or self.heads
+
+    @property
     def ffn_hidden(self) -> int:
-        return self.ffn_multiple * self.hidden
+        """F"""
+        return self.ffn or self.ffn_multiple * self.hidden
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees none of those after it."""
+        return self.family != "bert"
 
     def padded_vocab(self, shards: int) -> int:
         """V padded so that each of `shards` devices holds a multiple of `vocab_multiple` rows."""
@@ -168,6 +235,17 @@ class Layout:
                     f"{name}={value} cannot be divided over tensor={self.tensor}; "
                     f"use tensor={_nearest_divisors(value, self.tensor)}"
                 )
+        groups = model.groups
+        if groups % self.tensor and self.tensor % groups:
+            raise UserError(
+                f"kv_heads={groups} can neither be divided over tensor={self.tensor} nor be "
+                f"repeated on it; use tensor={_nearest_divisors(groups, self.tensor)}"
+            )
+        if self.slices > 1 and not model.causal:
+            raise UserError(
+                f"slices={self.slices} needs a model that sees no later positions, and family="
+                f"{model.family!r} does; use slices=1"
+            )
         if model.sequence % self.slices:
             raise UserError(
                 f"sequence={model.sequence} cannot be cut into slices={self.slices}; "
@@ -228,23 +306,31 @@ class OptimizerConfig:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
 
 
-Tokenizers = Literal["bytes", "bpe"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text files, a tokenizer, and the split that is held out."""
+    """What a run reads, text files or indexed datasets, its tokenizer, and what is held out.
 
-    path: tuple[str, ...] = ()  # files or folders; empty: pydoc_data.topics, carried by Python
-    tokenizer: Tokenizers = "bytes"
+    Datasets are Megatron-LM's .bin and .idx, as `mtx data build` makes them: prefixes, of which
+    all samples are read, or weights and prefixes in turns: 0.7 corpus 0.3 code.
+    """
+
+    path: tuple[str, ...] = ()  # files, folders or datasets; empty: pydoc_data.topics, of Python
+    tokenizer: str = "bytes"  # or "bpe", trained on the text; or a file or folder, see `mtx data`
+    eod: str = "auto"  # its end-of-document token, by name or number; auto: the dataset's own
     bpe_vocab: int = 2048  # tokenizer="bpe": size of the vocabulary trained on the text
-    eval_fraction: float = 0.05  # share of the text held out
-    seed: int = 0  # order of documents
+    packed: bool = False  # documents of one sample do not see each other; positions restart
+    eval_fraction: float = 0.05  # text files: share held out
+    split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out
+    cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
+    seed: int = 0  # order of documents and samples
 
     def __post_init__(self):
-        _require_choice(self, "tokenizer", Tokenizers)
+        if not self.tokenizer:
+            raise UserError("data tokenizer='' must be bytes, bpe, or the path of a tokenizer")
         if not 0.0 < self.eval_fraction < 1.0:
             raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"data seed={self.seed} must lie between 0 and 2^32 - 1")
         if self.bpe_vocab < 257:
             raise UserError(
                 f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and the end of "
@@ -308,6 +394,11 @@ def from_dict(kind: type, values: dict):
             value = from_dict(nested[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
     return kind(**read)
+
+
+def _defaults(kind: type, names: Iterable[str]) -> dict[str, object]:
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    return {name: fields[name] for name in names}
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

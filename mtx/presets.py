@@ -1,7 +1,11 @@
-"""Named runs: SC'21's table 1, GPT-2 345M, GPT-3 175B, their miniature, and the benchmark's model.
+"""Named runs: SC'21's table 1, GPT-2 345M, GPT-3 175B, their miniature, the benchmark's model,
+Llama 2 and 3, and the BERTs of 2019.
 
 Sources: table 1 of Narayanan et al., SC'21 (arXiv 2104.04473v5), microbatch sizes and virtual
-stages from the run scripts its authors published; Shoeybi et al. 2019 for GPT-2 345M.
+stages from the run scripts its authors published; Shoeybi et al. 2019 (arXiv 1909.08053), sections
+4 and 5, for GPT-2 345M and BERT; Touvron et al. 2023 (arXiv 2307.09288) and the Llama 3 paper
+(arXiv 2407.21783, tables 3 and 4) for sizes, rates and, of the 405B, the layout: of the others it
+is ours.
 """
 
 from __future__ import annotations
@@ -95,12 +99,65 @@ def _bench_s() -> RunConfig:
     )  # fmt: skip
 
 
+# name: layers, hidden, heads, kv heads, F, vocabulary, sequence, rotary base, lr, sequences a step,
+# data, pipe, tensor, virtual
+_LLAMA = {
+    "llama-2-7b": (32, 4096, 32, 32, 11008, 32000, 4096, 1e4, 3e-4, 1024, 16, 1, 4, 1),
+    "llama-2-13b": (40, 5120, 40, 40, 13824, 32000, 4096, 1e4, 3e-4, 1024, 16, 1, 8, 1),
+    "llama-2-70b": (80, 8192, 64, 8, 28672, 32000, 4096, 1e4, 1.5e-4, 1024, 16, 4, 8, 4),
+    "llama-3-8b": (32, 4096, 32, 8, 14336, 128256, 8192, 5e5, 3e-4, 512, 16, 1, 4, 1),
+    "llama-3-70b": (80, 8192, 64, 8, 28672, 128256, 8192, 5e5, 1.5e-4, 1024, 16, 4, 8, 4),
+    "llama-3-405b": (126, 16384, 128, 8, 53248, 128256, 8192, 5e5, 8e-5, 2048, 128, 16, 8, 8),
+}  # fmt: skip
+_BERT = {  # name: layers, hidden, heads, tensor
+    "bert-336m": (24, 1024, 16, 1),
+    "bert-1.3b": (24, 2048, 32, 2),
+    "bert-3.9b": (48, 2560, 40, 4),
+}
+
+
+def _llama(name: str) -> RunConfig:
+    (layers, hidden, heads, groups, ffn, vocab, sequence, base, lr, batch, data, pipe, tensor,
+     virtual) = _LLAMA[name]  # fmt: skip
+    missing = -layers % (pipe * virtual) // 2  # at each end, where the embedding and the head are
+    return RunConfig(
+        model=ModelConfig(
+            family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=groups, ffn=ffn,
+            vocab=vocab, sequence=sequence, rotary_base=base, tied=False,
+        ),
+        layout=Layout(
+            data=data, pipe=pipe, tensor=tensor, virtual=virtual, idle="phases",
+            recompute="selective",
+            stage_layers=((0,) * missing + (1,) * layers + (0,) * missing) if missing else "even",
+        ),
+        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, warmup_steps=2000),
+        global_batch=batch, steps=500_000, eval_every=1000, save_every=1000,
+    )  # fmt: skip
+
+
+def _bert(name: str) -> RunConfig:
+    layers, hidden, heads, tensor = _BERT[name]
+    return RunConfig(
+        model=ModelConfig(
+            family="bert", layers=layers, hidden=hidden, heads=heads, sequence=512, vocab=30522,
+            dropout=0.1, attention_dropout=0.1,
+        ),
+        layout=Layout(data=128, tensor=tensor, microbatch=8, idle="phases"),
+        optimizer=OptimizerConfig(
+            lr=1e-4, min_lr=0.0, rate="linear", warmup_steps=10_000, b2=0.999, weight_decay=0.01
+        ),
+        global_batch=1024, steps=2_000_000, eval_every=1000, save_every=1000,
+    )  # fmt: skip
+
+
 _MAKERS = {name: lambda name=name: _table1(name) for name in TABLE1} | {
     "gpt-2-345m": _gpt_2,
     "gpt-3-175b": _gpt_3,
     "miniature": _miniature,
     "bench-s": _bench_s,
 }
+_MAKERS |= {name: lambda name=name: _llama(name) for name in _LLAMA}
+_MAKERS |= {name: lambda name=name: _bert(name) for name in _BERT}
 NAMES = tuple(_MAKERS)
 _ALSO = {"gpt-175b": "gpt-3-175b"}  # SC'21's own name for it
 

@@ -47,7 +47,7 @@ def layer(*, recompute="none", slices=1, part=0, **model):
     dtype = config.compute_dtype
     params = jax.tree.map(lambda a: a.astype(dtype), gpt.init_block(0, 0))
     x = random_like(jax.ShapeDtypeStruct((ROWS, SEQUENCE // slices, HIDDEN), dtype))
-    given = (gpt.place(0, jnp.arange(ROWS), jnp.zeros(2, jnp.uint32), part),)
+    given = (gpt.place(0, {}, jnp.arange(ROWS), jnp.zeros(2, jnp.uint32), part),)
     if slices > 1:
         given += (random_like(jax.eval_shape(partial(gpt.empty_cache, ROWS)), seed=1),)
     return LayerVJP(gpt.block, params, x, *given), params, x, given

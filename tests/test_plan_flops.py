@@ -161,8 +161,8 @@ def test_which_attention_runs(changes, backend, name):
 
 
 def test_query_blocks_are_those_of_the_model():
-    from mtx.models import layers
+    from mtx.models import attention
     from mtx.plan.attention import query_blocks
 
     for sequence in (1, 16, 60, 64, 66, 128, 2048):
-        assert query_blocks(sequence) == layers.query_blocks(sequence)
+        assert query_blocks(sequence) == attention.query_blocks(sequence)

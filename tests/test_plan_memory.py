@@ -87,7 +87,7 @@ def test_residuals_are_what_a_block_keeps(recompute, dropout):
     weights = jax.eval_shape(lambda: gpt_model.init_block(0, 0))
     x = jax.ShapeDtypeStruct((3, model.sequence, model.hidden), jnp.float32)
     place = jax.eval_shape(
-        lambda: gpt_model.place(0, jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.uint32))
+        lambda: gpt_model.place(0, {}, jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.uint32))
     )
     residuals = LayerVJP(gpt_model.block, weights, x, place).residuals
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)

@@ -43,7 +43,7 @@ def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
     params = jax.eval_shape(functools.partial(gpt.init_block, 0), 0)
     shape = layout.microbatch, MODEL.sequence // table.slices, MODEL.hidden
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    place = gpt.place(0, jnp.zeros(layout.microbatch), jnp.zeros(2, jnp.uint32))
+    place = gpt.place(0, {}, jnp.zeros(layout.microbatch), jnp.zeros(2, jnp.uint32))
     cache = (gpt.empty_cache(layout.microbatch),) if table.slices > 1 else ()
     layer = LayerVJP(gpt.block, params, x, place, *cache)
     kept = nbytes(x) if layout.stash == "inputs" else layers * nbytes(layer.residuals)

@@ -6,7 +6,7 @@ next tick. So the send of a tick's F may overlap with its B, and the send of its
 next F. What F, B and W do with a stage's layers is in `stage`. Nothing here grows with the
 microbatches.
 
-Three model functions are all it knows (see `mtx.models.gpt.GPT`): `embed(ends, batch, place)`,
+Three model functions are all it knows (see `mtx.models.model.Model`): `embed(ends, batch, place)`,
 `block(params, x, place)` and `loss(ends, x, batch)`; for slices of sequences, `block` takes and
 returns keys and values as well. Embedding and head are sharded over `pipe`, so all stages run them
 together, in the ticks that the table names; their collectives span `pipe` and must not stand in a
@@ -186,10 +186,9 @@ class _Run:
     def place(self, item, layer):
         """The model's third argument: where its input stands; None where it does not matter."""
         slices = self.schedule.slices
-        if self.key is None:
-            return None
         part = item % slices if slices > 1 else 0
-        return self.model.place(layer, self.samples_MB[item // slices], self.key, part)
+        samples_B = None if self.samples_MB is None else self.samples_MB[item // slices]
+        return self.model.place(layer, self.batch_of(item), samples_B, self.key, part)
 
     def x_zeros(self):
         return jnp.zeros(self.x_shape.shape, self.x_shape.dtype)

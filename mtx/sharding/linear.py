@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.sharding.collectives import (
     all_gather_sequence,
-    copy_to,
     reduce_from,
     reduce_scatter_sequence,
     scatter_sequence,
@@ -74,52 +73,85 @@ def _matmul_backward(inputs, saved, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gather_matmul(x_BsD, w, axis: str):
-    """all_gather(x) @ w. Forward: all-gather. Backward: all-gather of x again, reduce-scatter."""
-    return _product(all_gather_sequence(x_BsD, axis), w, 1)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes):
+    """x w for each of `weights`, x given to all devices of `tensor` once for all of them.
+
+    x: x_BsD with sequence parallelism, otherwise x_BSD. repeats: None for a weight that `tensor`
+    shards, or the dim of a whole one of which each device takes its part: it has fewer heads than
+    there are devices. Forward: all-gather of x with sequence parallelism, otherwise nothing.
+    Backward: all-gather of x again and reduce-scatter of dx; otherwise all-reduce of dx, and of
+    the gradients of whole weights, which each device makes its part of.
+    """
+    if axes.sequence_parallel:
+        x = all_gather_sequence(x, axes.tensor)
+    return tuple(_product(x, _own(w, dim, axes), 1) for w, dim in zip(weights, repeats))
 
 
-def _gather_matmul_forward(x_BsD, w, axis):
-    return gather_matmul(x_BsD, w, axis), (x_BsD, w)
+def _own(w, dim: int | None, axes: Axes):
+    """This device's part of a whole weight: one of the heads along `dim`."""
+    return w if dim is None else lax.dynamic_slice_in_dim(w, _head(w, dim, axes), 1, dim)
 
 
-def _gather_matmul_backward(axis, saved, dy):
-    x_BsD, w = saved
-    dx_BsD = reduce_scatter_sequence(_input_gradient(dy, w, 1), axis)
-    return dx_BsD, _weight_gradient(all_gather_sequence(x_BsD, axis), dy)
+def _head(w, dim: int, axes: Axes):
+    return lax.axis_index(axes.tensor) * w.shape[dim] // axes.tensor_shards
 
 
-gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+def _column_products_forward(x, weights, repeats, axes):
+    return column_products(x, weights, repeats, axes), (x, weights)
+
+
+def _column_products_backward(repeats, axes, saved, dys):
+    x, weights = saved
+    own = [_own(w, dim, axes) for w, dim in zip(weights, repeats)]
+    dx = sum(_input_gradient(dy, w, 1) for dy, w in zip(dys, own))
+    if axes.sequence_parallel:
+        dx, x = reduce_scatter_sequence(dx, axes.tensor), all_gather_sequence(x, axes.tensor)
+    elif axes.tensor:
+        dx = lax.psum(dx, axes.tensor)
+
+    def gradient(w, dim, dy):
+        dw = _weight_gradient(x, dy)
+        if dim is None:
+            return dw
+        dw = lax.dynamic_update_slice_in_dim(jnp.zeros_like(w), dw, _head(w, dim, axes), dim)
+        # With sequence parallelism the step sums over `tensor` what `tensor` does not shard.
+        return dw if axes.sequence_parallel else lax.psum(dw, axes.tensor)
+
+    return dx, tuple(gradient(*each) for each in zip(weights, repeats, dys))
+
+
+column_products.defvjp(_column_products_forward, _column_products_backward)
 
 
 class ColumnLinear(nnx.Module):
     """y = x W + b with W [inputs, *outputs], split over `tensor` along the output dim `split`."""
 
-    def __init__(self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs):
+    def __init__(self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         names = ["tensor" if dim == split else None for dim in range(len(outputs))]
         w = std * jax.random.normal(rngs.params(), (inputs, *outputs), jnp.float32)
         self.w = nnx.Param(w, spec=P(None, *names))
-        self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(*names))
+        if bias:
+            self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(*names))
+        self.bias = bias
         self.axes = axes
 
     def __call__(self, x):
         """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs]"""
-        if self.axes.sequence_parallel:
-            y = gather_matmul(x, self.w[...], self.axes.tensor)
-        else:
-            y = matmul(copy_to(x, self.axes.tensor), self.w[...])
-        return checkpoint_name(y + self.b[...], MATMUL_OUTPUT)
+        (y,) = column_products(x, (self.w[...],), (None,), self.axes)
+        return checkpoint_name(y + self.b[...] if self.bias else y, MATMUL_OUTPUT)
 
 
 class RowLinear(nnx.Module):
     """y = x W + b with W [*inputs, outputs], split over `tensor` along the first input dim."""
 
-    def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs):
+    def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         shape = (*inputs, outputs)
         w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.w = nnx.Param(w, spec=P("tensor", *(None for _ in shape[1:])))
-        self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(None))
+        if bias:
+            self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(None))
+        self.bias = bias
         self.axes = axes
 
     def __call__(self, x):
@@ -129,7 +161,7 @@ class RowLinear(nnx.Module):
             y = scatter_sequence(partial_BSD, self.axes.tensor)
         else:
             y = reduce_from(partial_BSD, self.axes.tensor)
-        return checkpoint_name(y + self.b[...], MATMUL_OUTPUT)
+        return checkpoint_name(y + self.b[...] if self.bias else y, MATMUL_OUTPUT)
 
 
 def output_std(init_std: float, layers: int) -> float:

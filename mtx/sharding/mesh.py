@@ -26,6 +26,7 @@ class Axes:
     """
 
     tensor: str | None = None  # heads and feed-forward
+    tensor_shards: int = 1  # devices on it
     vocab: tuple[str, ...] = ()  # vocabulary, over `pipe` x `tensor` together
     data: str | None = None  # replicas
     pipe: str | None = None  # stages
@@ -38,6 +39,7 @@ class Axes:
         pipe = "pipe" if layout.pipe > 1 else None
         return cls(
             tensor=tensor,
+            tensor_shards=layout.tensor,
             pipe=pipe,
             data="data" if layout.data > 1 else None,
             vocab=tuple(axis for axis in (pipe, tensor) if axis),

@@ -49,54 +49,78 @@ def _enter_head(x_BsD, axes: Axes):
     return copy_to(x_BsD, axes.vocab)
 
 
-def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes):
+def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes, bias_v=None):
     """logits_BSv in float32, this device's part of the vocabulary; -inf for ids from `vocab` on."""
     contract = ((2,), (1,))
     logits_BSv = lax.dot_general(
         x_BSD, table_vD, (contract, ((), ())), preferred_element_type=jnp.float32
     )
+    if bias_v is not None:
+        logits_BSv += bias_v.astype(jnp.float32)
     return jnp.where(_ids(table_vD, axes) < vocab, logits_BSv, -jnp.inf)
 
 
-def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes):
-    """loss_BS in float32: -log softmax(x table^T) at the target; ids from `vocab` on are masked.
+def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None):
+    """loss_BS in float32: -log softmax(x table^T + bias) at the target; ids from `vocab` on are
+    masked.
 
     Expects the same x on every stage, and gives each the same input gradient. Forward: all-gather
     over `tensor` with sequence parallelism, and three all-reduces of [B, S] over the vocabulary's
     shards. Backward: the sum of the input gradient over those shards.
     """
-    return _losses(_enter_head(x_BsD, axes), table_vD, targets_BS, vocab, axes)
+    return _losses(_enter_head(x_BsD, axes), table_vD, bias_v, targets_BS, vocab, axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _losses(x_BSD, table_vD, targets_BS, vocab: int, axes: Axes):
-    return _losses_forward(x_BSD, table_vD, targets_BS, vocab, axes)[0]
+def vocab_scores(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None):
+    """(loss_BS, hit_BS) in float32: `vocab_losses`, and 1 where the target is the likeliest of the
+    vocabulary (the first of several). Not to be differentiated."""
+    x_BSD = _enter_head(x_BsD, axes)
+    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v)
+    loss_BS, largest_BS, _ = _from_logits(logits_BSv, _ids(table_vD, axes), targets_BS, axes)
+    is_largest_BSv = logits_BSv == largest_BS[..., None]
+    first_BS = jnp.where(is_largest_BSv, _ids(table_vD, axes), vocab).min(axis=-1)
+    if axes.vocab:
+        first_BS = lax.pmin(first_BS, axes.vocab)
+    return loss_BS, (first_BS == targets_BS).astype(jnp.float32)
 
 
-def _losses_forward(x_BSD, table_vD, targets_BS, vocab, axes):
-    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes)
+def _from_logits(logits_BSv, ids_v, targets_BS, axes: Axes):
+    """(loss_BS, largest_BS, the gradient of each loss with respect to logits_BSv)"""
     largest_BS = logits_BSv.max(axis=-1)
     if axes.vocab:
         largest_BS = lax.pmax(largest_BS, axes.vocab)
     shifted_BSv = logits_BSv - largest_BS[..., None]
-    is_target_BSv = _ids(table_vD, axes) == targets_BS[..., None]
+    is_target_BSv = ids_v == targets_BS[..., None]
     target_BS = jnp.where(is_target_BSv, shifted_BSv, 0.0).sum(axis=-1)
     total_BS = jnp.exp(shifted_BSv).sum(axis=-1)
     if axes.vocab:
         target_BS, total_BS = lax.psum((target_BS, total_BS), axes.vocab)
-    # The logits' gradient, but for the row's factor: that one is applied to x and dx, [B, S, D].
     error_BSv = jnp.exp(shifted_BSv) / total_BS[..., None] - is_target_BSv
-    saved = x_BSD, table_vD, error_BSv.astype(x_BSD.dtype)
-    return jnp.log(total_BS) - target_BS, saved
+    return jnp.log(total_BS) - target_BS, largest_BS, error_BSv
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _losses(x_BSD, table_vD, bias_v, targets_BS, vocab: int, axes: Axes):
+    return _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes)[0]
+
+
+def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes):
+    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v)
+    loss_BS, _, error_BSv = _from_logits(logits_BSv, _ids(table_vD, axes), targets_BS, axes)
+    # The row's factor is still to come: it is applied to x and dx, [B, S, D].
+    return loss_BS, (x_BSD, table_vD, bias_v, error_BSv.astype(x_BSD.dtype))
 
 
 def _losses_backward(vocab, axes, saved, dloss_BS):
-    x_BSD, table_vD, error_BSv = saved
+    x_BSD, table_vD, bias_v, error_BSv = saved
     factor_BS1 = dloss_BS[..., None].astype(x_BSD.dtype)
     dx_BSD = factor_BS1 * lax.dot_general(error_BSv, table_vD, (((2,), (0,)), ((), ())))
     # x is the small operand: it is the one to transpose, and the barrier keeps XLA from undoing it.
     dtable_Dv = lax.dot_general(factor_BS1 * x_BSD, error_BSv, (((0, 1), (0, 1)), ((), ())))
-    return dx_BSD, lax.optimization_barrier(dtable_Dv).T, None
+    dbias_v = None
+    if bias_v is not None:
+        dbias_v = (factor_BS1 * error_BSv).sum(axis=(0, 1), dtype=jnp.float32).astype(bias_v.dtype)
+    return dx_BSD, lax.optimization_barrier(dtable_Dv).T, dbias_v, None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)

@@ -31,8 +31,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
-from mtx.models.gpt import GPT
-from mtx.models.layers import AttentionKernel, cudnn_serves
+from mtx.models.attention import AttentionKernel, cudnn_serves
+from mtx.models.families import FAMILIES
+from mtx.models.model import Model
 from mtx.pipeline.choose import check_shape, schedule_for, settle
 from mtx.pipeline.makers import forward_table
 from mtx.pipeline.partition import EMPTY, place_layers
@@ -92,9 +93,9 @@ class Trainer:
         self._mesh = mesh
 
     @cached_property
-    def model(self) -> GPT:
+    def model(self) -> Model:
         layout = self.run.layout
-        return GPT(
+        return FAMILIES[self.run.model.family](
             self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
             vocab_shards=layout.vocab_shards, slices=self.schedule.slices,
         )  # fmt: skip
@@ -244,9 +245,8 @@ class Trainer:
         shardings = self.shardings(self.state_specs, mesh)
         state = jax.tree.map(_abstract, self.state_shapes, shardings)
         rows = NamedSharding(mesh or self.mesh, _BATCH_SPEC)
-        shape = self.run.global_batch, self.run.model.sequence
-        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-        batch = {k: _abstract(jax.ShapeDtypeStruct(shape, t), rows) for k, t in dtypes.items()}
+        fields = self.model.batch_fields(self.run.global_batch)
+        batch = {name: _abstract(shape, rows) for name, shape in fields.items()}
         return self.train_step.lower(state, batch).compile()
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
@@ -282,7 +282,7 @@ class Trainer:
             params = self._gather(masters)
         with jax.named_scope("pipeline"):
             batch = self._split(batch)
-            tokens = lax.psum(batch["weights"].sum(), "data")
+            tokens = _sum_over_data(batch["weights"].sum())
             key = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
                 params, batch, self._samples(batch), key, scale / tokens
@@ -321,8 +321,10 @@ class Trainer:
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def _split(self, batch):
-        """This replica's rows [G/d, S] as microbatches [M, B, S]."""
+        """This replica's rows [G/d, S] as microbatches [M, B, S], weighed."""
         size = self.run.layout.microbatch
+        if "weights" in batch:
+            batch = self.model.weigh(batch, _sum_over_data)
         return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
 
     def _samples(self, batch):
@@ -339,7 +341,7 @@ class Trainer:
 
         def evaluate(params, batch):
             losses_M = self._forward_pipeline.forward(params, batch, self.model.loss)
-            return lax.psum((losses_M.sum(), batch["weights"].sum()), "data")
+            return _sum_over_data((losses_M.sum(), batch["weights"].sum()))
 
         return self._forward(evaluate, (P(), P()))
 
@@ -356,6 +358,17 @@ class Trainer:
             return logits_MBv.reshape(-1, logits_MBv.shape[-1])
 
         return self._forward(predict, P("data", self.axes.vocab or None))
+
+    @cached_property
+    def score(self):
+        """(state, batch) -> (losses, hits) [G, S] float32 of batch["targets"], unweighted and
+        without dropout: a hit is 1 where the target is the likeliest token."""
+
+        def score(params, batch):
+            scores_MBS = self._forward_pipeline.forward(params, batch, self.model.scores)
+            return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), scores_MBS)
+
+        return self._forward(score, (_BATCH_SPEC, _BATCH_SPEC))
 
     def _forward(self, f, out_specs):
         """(state, batch) -> f(local parameters in the compute type, local batch [M, B, ...])"""
@@ -402,7 +415,10 @@ class Trainer:
         tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, self.shards)
         places = self.placement.place_of_layer
         blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:])[places], tree["block"])
-        ends = {name: self._cut_vocab(name, a) for name, a in tree["ends"].items()}
+        vocab = self.run.model.vocab
+        ends = jax.tree.map(
+            lambda a, spec: a[:vocab] if _is_vocab(spec) else a, tree["ends"], self.specs["ends"]
+        )
         return {"ends": ends, "block": blocks}
 
     def from_canonical(self, tree: Tree) -> Tree:
@@ -413,21 +429,21 @@ class Trainer:
             used = jnp.asarray(flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
             return jnp.where(used, a[flat], 0).reshape(*self.placement.layer.shape, *a.shape[1:])
 
-        ends = {name: self._pad_vocab(name, a) for name, a in tree["ends"].items()}
+        def pad_vocab(a, spec):
+            rows = self.model.vocab_rows - len(a) if _is_vocab(spec) else 0
+            return jnp.pad(a, ((0, rows), *((0, 0),) * (a.ndim - 1))) if rows else a
+
+        ends = jax.tree.map(pad_vocab, tree["ends"], self.specs["ends"])
         stacked = {"ends": ends, "block": jax.tree.map(stack, tree["block"])}
         return jax.tree.map(lambda a, shard: shard.pad(a), stacked, self.shards)
 
-    def _is_vocab(self, name):
-        spec = self.specs["ends"][name]
-        return isinstance(spec, P) and "pipe" in axes_of(spec)
 
-    def _cut_vocab(self, name, a):
-        return a[: self.run.model.vocab] if self._is_vocab(name) else a
+def _is_vocab(spec: P) -> bool:
+    return "pipe" in axes_of(spec)
 
-    def _pad_vocab(self, name, a):
-        if not self._is_vocab(name):
-            return a
-        return jnp.pad(a, ((0, self.model.vocab_rows - a.shape[0]), (0, 0)))
+
+def _sum_over_data(values):
+    return lax.psum(values, "data")
 
 
 def _abstract(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,155 @@
+"""A model as the pipeline sees it: embed, block and loss over plain trees of parameters.
+
+Modules are Flax NNX, written for the local shard: the same module runs on one device with
+`Axes()`, and that is the reference of the tests. Every `nnx.Param` carries its PartitionSpec.
+
+Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard) · G heads of keys
+and values (g: shard) · K head size
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mtx.config import ModelConfig, Recompute
+from mtx.errors import UserError
+from mtx.models.attention import AttentionKernel
+from mtx.models.place import Place
+from mtx.sharding.linear import MATMUL_OUTPUT
+from mtx.sharding.mesh import Axes
+from mtx.sharding.random import fold, key_data
+
+_ONE_DEVICE = Axes()
+
+
+class Model:
+    """Parameters: {"ends": {...}, "block": {...}}, the block's leaves those of one layer, or of
+    layers stacked.
+
+    A family says what its ends and its block are; both are Flax modules. `axes` are those that the
+    functions' local shards are written for; `Axes()` is one device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        axes: Axes = _ONE_DEVICE,
+        recompute: Recompute = "none",
+        kernel: AttentionKernel = "blocked",
+        vocab_shards: int = 1,
+        slices: int = 1,
+    ):
+        self.config = config
+        self.slices = slices
+        self.kernel = kernel
+        self.axes = axes
+        self.recompute = recompute
+        self.vocab_rows = config.padded_vocab(vocab_shards)
+        ends = nnx.eval_shape(lambda: self.make_ends(nnx.Rngs(params=0)))
+        block = nnx.eval_shape(lambda: self.make_block(nnx.Rngs(params=0)))
+        self._ends_graph, ends_state = nnx.split(ends)
+        self._block_graph, block_state = nnx.split(block)
+        self.specs = {"ends": _specs(ends_state), "block": _specs(block_state)}  # of one layer
+
+    # -- what a family says -----------------------------------------------------------------------
+
+    def make_ends(self, rngs: nnx.Rngs) -> nnx.Module:
+        """With `embed`, `loss`, `scores` and `next_logits`."""
+        raise NotImplementedError
+
+    def make_block(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Called with (x_BsD, place), and for slices with a cache."""
+        raise NotImplementedError
+
+    def batch_fields(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a training batch of that many rows; others may come beside them."""
+        shape = rows, self.config.sequence
+        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+    def weigh(self, batch, total):
+        """The batch, with weights that follow from the global batch; `total` sums over it."""
+        return batch
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def init_ends(self, seed: int):
+        """Float32 parameters of the ends, global shapes, vocabulary padded."""
+        return nnx.to_pure_dict(nnx.state(self.make_ends(nnx.Rngs(params=_init_key(seed, -1)))))
+
+    def init_block(self, seed: int, layer):
+        """Float32 parameters of one layer, global shapes."""
+        return nnx.to_pure_dict(nnx.state(self.make_block(nnx.Rngs(params=_init_key(seed, layer)))))
+
+    # -- functions --------------------------------------------------------------------------------
+
+    def place(self, layer, batch, samples_B, key, part=0) -> Place | None:
+        """Where a block's input stands; None where that does not matter: whole sequences of one
+        segment, no dropout. key: None for no dropout."""
+        segments, positions = batch.get("segments"), batch.get("positions")
+        if not (self.config.dropout or self.config.attention_dropout):
+            key = samples_B = None
+        if self.slices == 1 and key is None and segments is None and positions is None:
+            return None
+        if self.slices > 1 and segments is not None:
+            raise UserError(
+                f"slices={self.slices} does not go with documents packed into one sequence; use "
+                "slices=1, or data that is not packed"
+            )
+        layer, part = jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32)
+        return Place(layer, samples_B, key, part, segments, positions)
+
+    def empty_cache(self, rows: int):
+        """[B, S, n, g, K], n = 2: the keys and values of one layer, for slices of sequences."""
+        shards = lax.axis_size(self.axes.tensor) if self.axes.tensor else 1
+        groups = max(1, self.config.groups // shards)
+        shape = rows, self.config.sequence, 2, groups, self.config.head_size
+        return jnp.zeros(shape, jnp.dtype(self.config.compute_dtype))
+
+    def embed(self, ends, batch, place: Place | None = None):
+        """x_BsD of batch["tokens"] int32 [B, S]."""
+        return nnx.merge(self._ends_graph, ends).embed(batch, place)
+
+    def block(self, params, x_BsD, place: Place | None = None, *cache):
+        """x_BsD -> x_BsD, with the parameters of one layer; for a slice of the sequence, with the
+        keys and values of earlier ones, (x_BsD, its own)."""
+
+        def run(params, x_BsD, place, *cache):
+            return nnx.merge(self._block_graph, params)(x_BsD, place, *cache)
+
+        if self.recompute == "none":
+            return run(params, x_BsD, place, *cache)
+        policy = None  # "full": keep the block's input alone
+        if self.recompute == "selective":
+            policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
+        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BsD, place, *cache)
+
+    def next_logits(self, ends, x_BsD, positions_B):
+        """logits_Bv float32, this device's part of the vocabulary, at each row's position."""
+        return nnx.merge(self._ends_graph, ends).next_logits(x_BsD, positions_B)
+
+    def scores(self, ends, x_BsD, batch):
+        """(losses, hits) float32 [B, S] of batch["targets"]: a hit is 1 where the target is the
+        likeliest token."""
+        return nnx.merge(self._ends_graph, ends).scores(x_BsD, batch)
+
+    def loss(self, ends, x_BsD, batch):
+        """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
+        return nnx.merge(self._ends_graph, ends).loss(x_BsD, batch)
+
+
+def _init_key(seed: int, layer):
+    key = fold(key_data(seed), layer + 1)
+    return jax.random.wrap_key_data(key, impl="threefry2x32")
+
+
+def _specs(state: nnx.State) -> dict:
+    """The PartitionSpec of every parameter, as a plain nested dict."""
+    return {
+        name: value.get_metadata()["spec"] if isinstance(value, nnx.Variable) else _specs(value)
+        for name, value in state.items()
+    }

@@ -1,0 +1,80 @@
+"""The oracle of family "bert": plain jnp, unsharded, from the papers' formulas and nothing of
+`mtx`. Parameters are in canonical form."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def _norm(x, p, epsilon=1e-5):
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + epsilon) * p["scale"] + p["bias"]
+
+
+def _gelu(x, form):
+    if form == "erf":
+        return 0.5 * x * (1 + jax.scipy.special.erf(x / 2**0.5))
+    return 0.5 * x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def _attention(x, p, segments):
+    qkv = jnp.einsum("bsd,dnhk->nbhsk", x, p["qkv"]["w"]) + p["qkv"]["b"][:, None, :, None, :]
+    q, k, v = qkv
+    scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    hidden = segments[:, None, :, None] != segments[:, None, None, :]
+    weights = jax.nn.softmax(jnp.where(hidden, -1e30, scores), axis=-1)
+    return jnp.einsum("bhsk,hkd->bsd", weights @ v, p["out"]["w"]) + p["out"]["b"]
+
+
+def _mlp(x, p, form):
+    return _gelu(x @ p["up"]["w"] + p["up"]["b"], form) @ p["down"]["w"] + p["down"]["b"]
+
+
+def hidden(params, batch, *, post, form):
+    """float32 [G, S, D]: what both heads see."""
+    ends = params["ends"]
+    x = ends["tokens"][batch["tokens"]] + ends["positions"] + ends["types"][batch["types"]]
+    if post:
+        x = _norm(x, ends["embed_norm"])
+
+    def layer(x, p):
+        if post:
+            x = _norm(x + _attention(x, p["attention"], batch["segments"]), p["attention_norm"])
+            return _norm(x + _mlp(x, p["mlp"], form), p["mlp_norm"]), None
+        h = _norm(x, p["attention_norm"])
+        x = x + _attention(h, p["attention"], batch["segments"])
+        return x + _mlp(_norm(x, p["mlp_norm"]), p["mlp"], form), None
+
+    x, _ = jax.lax.scan(layer, x, params["block"])
+    return x if post else _norm(x, ends["norm"])
+
+
+def logits(params, batch, *, post, form):
+    """(of masked tokens [G, S, V], of the order [G, 2])"""
+    x, ends = hidden(params, batch, post=post, form=form), params["ends"]
+    head = ends["head"]
+    h = _norm(_gelu(x @ head["w"] + head["b"], form), head["norm"])
+    pooled = jnp.tanh(x[:, 0] @ ends["pooler"]["w"] + ends["pooler"]["b"])
+    order = pooled @ ends["binary"]["w"] + ends["binary"]["b"]
+    return h @ ends["tokens"].T + head["bias"], order
+
+
+@functools.partial(jax.jit, static_argnames=("post", "form"))
+def loss_and_gradients(params, batch, *, post, form):
+    """The mean over the masked tokens, and that over the rows with an order, added."""
+
+    def mean_of(logits, targets, weights):
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        return (losses * weights).sum() / weights.sum()
+
+    def loss(params):
+        masked, order = logits(params, batch, post=post, form=form)
+        known = batch["order"] >= 0
+        return mean_of(masked, batch["targets"], batch["weights"]) + mean_of(
+            order, jnp.where(known, batch["order"], 0), known
+        )
+
+    return jax.value_and_grad(loss)(params)

@@ -1,0 +1,192 @@
+"""Llama and BERT on every kind of layout: losses and gradients of an unsharded reference."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import reference
+import reference_bert
+import reference_llama
+
+import mtx
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+
+LLAMA = ModelConfig(
+    family="llama", layers=8, hidden=64, heads=8, kv_heads=2, ffn=48, sequence=16, vocab=101,
+    tied=False, compute_dtype="float32", vocab_multiple=8,
+)  # fmt: skip
+BERT = ModelConfig(
+    family="bert", layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32",
+    vocab_multiple=8, init_std=0.1,
+)  # fmt: skip
+POST = dataclasses.replace(BERT, norm_placement="post", gelu="erf")
+
+params_of = functools.cache(mtx.init_params)
+
+
+def packed(batch, seed=0):
+    """The batch as documents of random lengths in each row, positions starting anew in each."""
+    begins = np.random.default_rng(seed).random(batch["tokens"].shape) < 0.2
+    begins[:, 0] = True
+    places = np.arange(begins.shape[1])
+    starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    segments = np.cumsum(begins, axis=1).astype(np.int32)
+    return batch | {"segments": segments, "positions": (places - starts).astype(np.int32)}
+
+
+def pairs_of_texts(rows, seed=0):
+    """A batch of BERT's: a tenth of the tokens masked, padding at the end, some rows without an
+    order."""
+    random = np.random.default_rng(seed)
+    shape = rows, BERT.sequence
+    lengths = random.integers(BERT.sequence // 2, BERT.sequence + 1, (rows, 1))
+    text = np.arange(BERT.sequence) < lengths
+    return {
+        "tokens": random.integers(0, BERT.vocab, shape, dtype=np.int32),
+        "targets": random.integers(0, BERT.vocab, shape, dtype=np.int32),
+        "weights": (text & (random.random(shape) < 0.2)).astype(np.float32),
+        "types": (np.arange(BERT.sequence) > lengths // 2).astype(np.int32),
+        "segments": text.astype(np.int32),
+        "order": random.integers(-1, 2, rows, dtype=np.int32),
+    }
+
+
+@functools.cache
+def of_llama(model, rows, *, pack=False):
+    """(batch, loss and gradients of the reference)"""
+    batch = reference.random_batch(model, rows)
+    batch = packed(batch) if pack else batch
+    turning = reference_llama.frequencies(model.head_size, model.rotary_base)
+    return batch, jax.device_get(
+        reference_llama.loss_and_gradients(params_of(model), batch, turning)
+    )
+
+
+@functools.cache
+def of_bert(model, rows):
+    batch = pairs_of_texts(rows)
+    return batch, jax.device_get(
+        reference_bert.loss_and_gradients(
+            params_of(model), batch, post=model.norm_placement == "post", form=model.gelu
+        )
+    )
+
+
+def check(model, layout, made):
+    batch, want = made
+    got = mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
+    reference.assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(microbatch=6),
+        Layout(data=2, pipe=2, tensor=2, virtual=2),  # a head of keys and values a device
+        Layout(pipe=2, tensor=4, sequence_parallel=False),  # half a head a device
+        Layout(tensor=8, microbatch=2, recompute="selective"),  # a quarter of one
+        Layout(pipe=4, tensor=2, virtual=2, schedule="deferred_zb", stash="inputs"),
+        Layout(data=2, pipe=2, tensor=2, schedule="zb_h1", recompute="full", zero=3),
+        Layout(pipe=2, tensor=4, slices=4, schedule="seq1f1b"),
+    ],
+)
+def test_llama_equals_the_reference(layout):
+    check(LLAMA, layout, of_llama(LLAMA, 6))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, pipe=2, tensor=2, virtual=2),
+        Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", schedule="aligned_zb"),
+    ],
+)
+def test_packed_documents_do_not_see_each_other(layout):
+    check(LLAMA, layout, of_llama(LLAMA, 6, pack=True))
+
+
+def test_a_packed_gpt_equals_its_documents_one_by_one():
+    """The losses of a packed row are those of its documents, each at the start of a row."""
+    model = dataclasses.replace(BERT, family="gpt")
+    batch = packed(reference.random_batch(model, 4))
+    apart = {name: np.zeros_like(batch[name]) for name in ("tokens", "targets", "weights")}
+    apart = {name: np.repeat(a, 16, axis=0) for name, a in apart.items()}
+    for row, column in np.argwhere(batch["positions"] == 0):
+        length = int((batch["segments"][row] == batch["segments"][row, column]).sum())
+        for name, a in apart.items():
+            a[row * 16 + column, :length] = batch[name][row, column : column + length]
+    params = params_of(model)
+    together = mtx.loss_and_gradients(model, Layout(pipe=2, tensor=2), batch, params=params)
+    reference.assert_same(
+        together, mtx.loss_and_gradients(model, Layout(microbatch=8), apart, params=params)
+    )
+
+
+@pytest.mark.parametrize("model", [BERT, POST], ids=["pre", "post"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(microbatch=3),
+        Layout(data=2, pipe=2, tensor=2, virtual=2),
+        Layout(pipe=2, tensor=4, sequence_parallel=False, schedule="zb_h1"),
+        Layout(data=3, tensor=2, recompute="selective", zero=3, schedule="breadth_first"),
+        Layout(pipe=8, stash="inputs", idle="phases"),
+    ],
+)
+def test_bert_equals_the_reference(model, layout):
+    check(model, layout, of_bert(model, 6))
+
+
+@pytest.mark.parametrize("model", [LLAMA, POST], ids=["llama", "bert"])
+def test_dropout_masks_do_not_depend_on_the_layout(model):
+    model = dataclasses.replace(model, dropout=0.1, attention_dropout=0.1)
+    batch = (of_llama(LLAMA, 6) if model.family == "llama" else of_bert(POST, 6))[0]
+    one = mtx.loss_and_gradients(model, Layout(microbatch=6), batch, params=params_of(model))
+    layout = Layout(data=2, pipe=2, tensor=2, virtual=2)
+    reference.assert_same(
+        mtx.loss_and_gradients(model, layout, batch, params=params_of(model)), one
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2, pipe=2, tensor=2, virtual=2)])
+def test_scores_are_the_losses_and_the_hits_of_the_logits(layout):
+    batch, _ = of_bert(POST, 6)
+    trainer = mtx.trainer_for(POST, layout, global_batch=6)
+    masked, _ = reference_bert.logits(params_of(POST), batch, post=True, form="erf")
+    batch = batch | {"targets": np.where(batch["weights"] > 0, masked.argmax(-1), batch["targets"])}
+    losses, hits = trainer.score(trainer.state_from(params_of(POST)), trainer.place(batch))
+    chosen = np.take_along_axis(np.asarray(masked), batch["targets"][..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(losses, jax.nn.logsumexp(masked, axis=-1) - chosen, rtol=2e-5)
+    np.testing.assert_array_equal(hits, masked.argmax(-1) == batch["targets"])
+    assert 0 < np.mean(hits) < 1
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
+def test_frequencies_are_the_published_ones(scaling):
+    from mtx.models.rotary import frequencies
+
+    config = ModelConfig(
+        family="llama", hidden=128, heads=1, rotary_base=500000.0, rotary_scaling=scaling,
+        rotary_factor=8.0,
+    )  # fmt: skip
+    want = reference_llama.frequencies(128, 500000.0, scaling=scaling, factor=8.0)
+    np.testing.assert_allclose(frequencies(config), want, rtol=1e-12)
+
+
+def test_layouts_that_a_family_cannot_have_are_refused():
+    for model, layout, words in (
+        (BERT, Layout(pipe=2, slices=2, schedule="seq1f1b"), "sees no later positions"),
+        (
+            dataclasses.replace(LLAMA, heads=6, hidden=60, kv_heads=3, ffn=48),
+            Layout(tensor=2),
+            "kv_heads=3 can neither be divided over tensor=2",
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            layout.check(model)
+    batch = packed(reference.random_batch(LLAMA, 4))
+    with pytest.raises(UserError, match="packed into one sequence"):
+        mtx.loss_and_gradients(LLAMA, Layout(pipe=2, slices=2, schedule="seq1f1b"), batch)
