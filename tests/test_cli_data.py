@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mtx.cli.data import ACTIONS, data_command
 from mtx.cli.options import exit_status
-from mtx.data.gpt import GPTDataset
+from mtx.config import DataConfig, ModelConfig, RunConfig
+from mtx.data import load_data
 from mtx.data.indexed import IndexedDataset
 
 
@@ -54,7 +55,7 @@ def test_the_overview_lists_the_actions(capsys):
         ("inspect", ["--vocab INT", "--document INT"]),
         ("merge", ["--out STR"]),
         ("split", ["--ratios STR"]),
-        ("index", ["--samples INT", "--weights", "--cache STR"]),
+        ("index", ["--samples INT", "--eval-samples", "--cache STR"]),
     ],
 )
 def test_help_of_an_action_lists_its_options(action, options, capsys):
@@ -123,30 +124,65 @@ def test_split_and_merge_give_the_same_back(capsys, corpus):
 def test_index_builds_what_a_run_then_finds(capsys, corpus, monkeypatch):
     build()
     capsys.readouterr()
-    options = ["--sequence", "16", "--samples", "40", "--seed", "3", "--split", "8,2"]
-    assert run("index", "c_text_document", *options, "--cache", "cache") == 0
-    train, valid, cache = capsys.readouterr().out.splitlines()
-    assert train == "train      46 samples of 16 tokens"
-    assert valid.startswith("valid      ") and cache == "cache      cache"
-    plain = GPTDataset("c_text_document", sequence=16, seed=3, samples=40, split="8,2")
-    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it is not called any more
-    found = GPTDataset(
-        "c_text_document", sequence=16, seed=3, samples=40, split="8,2", cache="cache"
+    run_config = RunConfig(
+        model=ModelConfig(sequence=16, layers=1),
+        data=DataConfig(path=("c_text_document",), split="8,2", seed=3),
     )
-    assert all(np.array_equal(found[i], plain[i]) for i in range(len(plain)))
+    options = ["--sequence", "16", "--seed", "3", "--split", "8,2"]
+    assert run("index", "c_text_document", *options) == 0
+    train, valid, cache = capsys.readouterr().out.splitlines()
+    assert train == "train      11 samples of 16 tokens"
+    assert valid.startswith("valid      ") and cache == f"cache      {corpus}/index_cache"
+    entries = sorted(corpus.glob("index_cache/*"))
+    assert len(entries) == 2
+    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it is not called any more
+    data = load_data(run_config)
+    assert len(data.train) == 11
+    moved = DataConfig(path=("c_text_document",), split="8,2", seed=3, cache="elsewhere")
+    with pytest.raises(TypeError, match="not callable"):
+        load_data(replace(run_config, data=moved))
+    assert sorted(corpus.glob("index_cache/*")) == entries
 
 
-def test_index_builds_a_blend(capsys):
+def test_index_builds_a_blend_that_a_run_then_finds(capsys, corpus, monkeypatch):
     build()
-    build("--field", "text", "--level", "sentence")
-    prefixes = ["c_text_document", "c_text_document"]
-    weights = ["--weights", "0.7", "0.3", "--samples", "20"]
-    options = ["--sequence", "8", "--split", "1", "--cache", "cache"]
     capsys.readouterr()
-    assert run("index", *prefixes, *weights, *options) == 0
+    blend = ("0.7", "c_text_document", "0.3", "c_text_document")
+    options = ["--sequence", "8", "--split", "7,3", "--cache", "cache"]
+    wanted = ["--samples", "20", "--eval-samples", "6"]
+    assert run("index", *blend, *wanted, *options) == 0
     assert capsys.readouterr().out.splitlines()[0] == "train      20 samples of 8 tokens"
-    assert run("index", *prefixes, *options) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "train      70 samples of 8 tokens"
+    assert run("index", "c_text_document", "c_text_document", *options) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "train      36 samples of 8 tokens"
+    entries = sorted(corpus.glob("cache/*"))
+    monkeypatch.setattr("mtx.data.gpt.build_indices", None)
+    monkeypatch.setattr("mtx.data.gpt.blend_by_weights", None)
+    load_data(RunConfig(
+        model=ModelConfig(sequence=8, layers=1), steps=10, global_batch=2, eval_batches=3,
+        data=DataConfig(path=blend, split="7,3", cache="cache"),
+    ))  # fmt: skip
+    assert sorted(corpus.glob("cache/*")) == entries
+
+
+def test_a_tokenizer_is_trained_and_used(capsys, corpus):
+    assert run("tokenizer", "docs.jsonl", "--out", "t/tok.json", "--vocab", "300") == 0
+    wrote, tokens, digest, _ = capsys.readouterr().out.splitlines()
+    assert (wrote, tokens) == (
+        "wrote      t/tok.json", "tokens     261, end of document 260 <|endoftext|>"
+    )  # fmt: skip
+    assert [path.name for path in (corpus / "t").iterdir()] == ["tok.json"]
+    assert run("tokenizer", "docs.jsonl", "--out", "again.json", "--vocab", "300") == 0
+    assert (corpus / "again.json").read_bytes() == (corpus / "t" / "tok.json").read_bytes()
+    build("--tokenizer", "t/tok.json")
+    made = IndexedDataset("c_text_document").identity
+    assert (made.eod, made.vocab) == (260, 261)
+    assert digest == f"sha256     {made.sha256[:12]}"
+    data = load_data(RunConfig(
+        model=ModelConfig(sequence=8, layers=1, vocab=261),
+        data=DataConfig(path=("c_text_document",), tokenizer="t/tok.json", split="8,2"),
+    ))  # fmt: skip
+    text = data.tokenizer.decode(data.batch(0, 4)["tokens"].reshape(-1))
+    assert set(text) <= set("word ")
 
 
 @pytest.mark.parametrize(
@@ -168,11 +204,20 @@ def test_index_builds_a_blend(capsys):
         (["merge", "c_text_document", "--out", "c_text_document"], "c_text_document.idx exists"),
         (["split", "c_text_document", "--ratios", "0"], "split='0' gives nothing to any part"),
         (["index", "c_text_document", "--cache", "x"], "--sequence is missing"),
-        (["index", "c_text_document", "--sequence", "8"], "--cache is missing"),
+        (["index", "c_text_document", "--sequence", "8", "--samples", "9"], "--samples is for a b"),
+        (["tokenizer", "docs.jsonl"], "--out is missing"),
+        (["tokenizer", "docs.jsonl", "--out", "docs.jsonl"], "docs.jsonl exists; remove it"),
+        (["tokenizer", "docs.jsonl", "--out", "t.json", "--vocab", "200"], "vocab=200 must be"),
+        (["tokenizer", "docs.jsonl", "--out", "t.json", "--field", "x"], "has no field 'x'"),
+        (["tokenizer", "docs.jsonl", "--out", "t.json", "--max-mb", "0"], "max_mb=0 must be"),
         (["index", "c_text_document", "--sequence", "999", "--cache", "x"], "sequence+1=1000"),
         (
-            ["index", "c_text_document", "c_text_document", "--sequence", "4", "--cache", "x",
-             "--samples", "5", "--weights", "0", "0"],
+            ["index", "1", "c_text_document", "--sequence", "4", "--cache", "x", "--samples", "5"],
+            "--eval-samples is missing",
+        ),
+        (
+            ["index", "0", "c_text_document", "0", "c_text_document", "--sequence", "4", "--cache",
+             "x", "--samples", "5", "--eval-samples", "5"],
             "weights=(0.0, 0.0) sum to zero",
         ),
     ],

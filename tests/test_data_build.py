@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from mtx.data import encode, sources
+from mtx.data import sources, subwords
 from mtx.data.build import Recipe, build_dataset, split_sentences
 from mtx.data.indexed import IndexedDataset
 from mtx.data.sources import Reading, find_files
@@ -254,7 +254,7 @@ def test_a_mistake_in_a_worker_is_one_line(folder, tmp_path):
 
 
 def test_a_text_that_cannot_be_cut_has_a_limit(folder, tmp_path, model, monkeypatch):
-    for module in (encode, sys.modules["mtx.data.build"]):
+    for module in (subwords, sys.modules["mtx.data.build"]):
         monkeypatch.setattr(module, "MOST_CHARACTERS", 5000)
     marking = tokenizers.Tokenizer.from_str(model.to_str())
     marking.normalizer = normalizers.Prepend("_")  # at the beginning of every text

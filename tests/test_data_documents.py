@@ -88,7 +88,7 @@ def test_a_missing_path_is_named_with_the_folder_it_was_looked_for_in(tmp_path, 
     monkeypatch.chdir(tmp_path)
     message = refusal("corpus/wiki.txt")
     assert message.startswith("data path 'corpus/wiki.txt' does not exist")
-    assert str(tmp_path) in message and "help topics of Python" in message
+    assert str(tmp_path) in message and "Python's help topics" in message
 
 
 def test_an_empty_file_is_refused_when_it_is_named(folder):

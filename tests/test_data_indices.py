@@ -1,4 +1,4 @@
-"""Samples of indexed datasets: Megatron-LM's index arrays, blends, the cache and batches."""
+"""Samples of indexed datasets: Megatron-LM's index arrays, blends and the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mtx.data import blend
 from mtx.data.blend import blend_all, blend_by_weights, normalize_weights, request_samples
 from mtx.data.cache import cached_arrays, hash_of
-from mtx.data.gpt import BlendedDataset, GPTDataset, make_batch, pack_documents
+from mtx.data.gpt import BlendedDataset, GPTDataset
 from mtx.data.indexed import IndexedDataset, IndexedWriter, TokenizerIdentity
 from mtx.data.indices import build_indices, count_epochs, parse_split, split_range
 from mtx.errors import UserError
@@ -411,32 +411,6 @@ def test_an_exhaustive_blend_has_every_sample_once(corpus):
     parts = [GPTDataset(prefix, sequence=4, split="1") for prefix in (one, two)]
     expected = sorted(part[i].tolist() for part in parts for i in range(len(part)))
     assert sorted(blended[i].tolist() for i in range(len(blended))) == expected
-
-
-def test_a_batch_depends_on_what_was_consumed_only(corpus):
-    dataset = GPTDataset(corpus([13] * 9), sequence=5, samples=60, split="1")
-    whole = make_batch(dataset, 0, 60)
-    for size in (4, 6, 15):
-        parts = [make_batch(dataset, consumed, size) for consumed in range(0, 60, size)]
-        for name, array in whole.items():
-            assert (np.concatenate([part[name] for part in parts]) == array).all()
-    assert (whole["tokens"][:, 1:] == whole["targets"][:, :-1]).all()
-    assert whole["tokens"].dtype == whole["targets"].dtype == np.int32
-    assert (whole["weights"] == 1).all() and whole["weights"].dtype == np.float32
-
-
-def test_packed_documents_have_segments_and_positions_of_their_own(corpus):
-    segments, positions = pack_documents(
-        np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 1, 1, 1, 1, 0]]), 0
-    )
-    assert segments.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
-    dataset = GPTDataset(corpus([10, 10]), sequence=19, split="1")
-    end = 10 * int(dataset.indices.document[0]) + 9  # of the document that comes first
-    batch = make_batch(dataset, 0, 1, packed_at=end)
-    cut = batch["tokens"][0].tolist().index(end) + 1
-    assert batch["segments"][0].tolist() == [0] * cut + [1] * (19 - cut)
-    assert batch["positions"][0].tolist() == [*range(cut), *range(19 - cut)]
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ def data_command(arguments: list[str]) -> None:
     """Make, look at, join and cut indexed datasets (.bin and .idx) from text files.
 
     build FILE... --out PREFIX, inspect PREFIX, merge PREFIX... --out PREFIX, split PREFIX,
-    index PREFIX...; mtx data ACTION --help lists the options of each.
+    index PREFIX..., tokenizer FILE... --out tokenizer.json; mtx data ACTION --help lists the
+    options of each.
     """
     action, *rest = arguments or ["--help"]
     if action in ("-h", "--help"):
@@ -74,7 +75,7 @@ def _required(value: str | None, option: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
     out: _Name = None  # what the names begin with: OUT_text_document.bin, .idx and .json
-    tokenizer: str = "bytes"  # a tokenizer.json, or a folder that holds one
+    tokenizer: str = "bytes"  # or a tokenizer.json, vocab.json, SentencePiece .model, or folder
     eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
     level: Literal["document", "sentence"] = "document"  # sentence: for BERT
     field: str = "text"  # of JSON lines and Parquet
@@ -174,14 +175,14 @@ def inspect_action(arguments: list[str]) -> None:
     """
     names, rest = _names(arguments, "the prefix of a dataset")
     options = parse(rest, InspectOptions(), prog="mtx data inspect PREFIX", about=inspect_action)
-    from mtx.data.encode import load_encoder
     from mtx.data.indexed import IndexedDataset
+    from mtx.data.tokenizer_files import load_tokenizer
 
     dataset = IndexedDataset(_one(names))
     if options.tokenizer is not None:
         if dataset.identity is None:
             raise UserError(f"{dataset.prefix}.json is not there to say which tokenizer made it")
-        dataset.require_tokenizer(load_encoder(options.tokenizer, eod=options.eod).identity)
+        dataset.require_tokenizer(load_tokenizer(options.tokenizer, eod=options.eod).identity)
     if options.vocab is not None:
         dataset.require_vocab(options.vocab)
     if options.document is not None:
@@ -278,48 +279,97 @@ def split_action(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
-    sequence: _Count = None  # tokens of a sample
-    samples: _Count = None  # to train on: steps times global batch; one epoch where not given
-    valid_samples: _Count = None
-    test_samples: _Count = None
-    seed: int = 0
-    split: str = "969,30,1"  # of train, valid and test
-    weights: Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT ...")] = ()
-    # of several datasets; where none are given, all samples of each
-    cache: _Name = None  # a folder to write to
+    sequence: _Count = None  # model.sequence of the run
+    split: str = "969,30,1"  # its data.split
+    seed: int = 0  # its data.seed
+    cache: _Name = None  # its data.cache; index_cache beside the first dataset where not given
+    samples: _Count = None  # of a blend by weights: its steps times global_batch
+    eval_samples: _Count = None  # of a blend by weights: its eval_batches times global_batch
 
 
 def index_action(arguments: list[str]) -> None:
     """Build the sample indices of a run before it starts.
 
-    PREFIX... are one dataset, or those of a blend. Processes that start with the same numbers
-    then find the indices in --cache.
+    PREFIX... are what the run names as data.path: one dataset, several, or weights and datasets in
+    turns. Processes that start with the same values then find the indices in the cache.
     """
     names, rest = _names(arguments, "the prefixes to index")
-    options = parse(
-        rest, IndexOptions(), prog="mtx data index PREFIX... --cache FOLDER", about=index_action
-    )
+    options = parse(rest, IndexOptions(), prog="mtx data index PREFIX...", about=index_action)
     if options.sequence is None:
         raise UserError("--sequence is missing: the tokens of a sample")
-    cache = _required(options.cache, "--cache")
-    from mtx.data.gpt import BlendedDataset, GPTDataset
-    from mtx.data.indices import PARTS, parse_split
+    from mtx.data.blend import read_blend
+    from mtx.data.corpus import default_cache, open_part
 
-    wanted = (options.samples, options.valid_samples, options.test_samples)
-    for part, share, samples in zip(PARTS, parse_split(options.split), wanted, strict=True):
-        if not share:
-            continue
-        given = {
-            "sequence": options.sequence, "samples": samples, "seed": options.seed,
-            "split": options.split, "part": part, "cache": cache,
-        }  # fmt: skip
-        if len(names) == 1:
-            dataset = GPTDataset(names[0], **given)
-        else:
-            weights = options.weights or None
-            dataset = BlendedDataset(names, weights=weights, **given)
+    prefixes, weights = read_blend(names)
+    cache = options.cache or default_cache(prefixes[0])
+    wanted = {"--samples": options.samples, "--eval-samples": options.eval_samples}
+    for option, samples in wanted.items():
+        if weights is not None and samples is None:
+            raise UserError(f"{option} is missing: how far the blend by weights is to reach")
+        if weights is None and samples is not None:
+            raise UserError(f"{option} is for a blend by weights; here all samples are indexed")
+    for part, samples in zip(("train", "valid"), wanted.values(), strict=True):
+        dataset = open_part(
+            prefixes, weights, samples=samples, part=part, sequence=options.sequence,
+            split=options.split, seed=options.seed, cache=cache,
+        )  # fmt: skip
         print(f"{part:<11}{len(dataset):,} samples of {options.sequence:,} tokens")
     print(f"cache      {cache}")
+
+
+# --- tokenizer ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
+    out: _Name = None  # the tokenizer.json to write
+    kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's marks
+    vocab: int = 32_000  # tokens, with 256 bytes and the end of document
+    end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
+    field: str = "text"  # of JSON lines and Parquet
+    lines: _Flag = False  # a line of a text file is a document, instead of the file
+    max_mb: _Count = None  # read so many MB of text, and no more
+
+
+def tokenizer_action(arguments: list[str]) -> None:
+    """Train a byte-level BPE, or a WordPiece, on text, as a tokenizer.json.
+
+    FILE... are files and folders as for build. The same text gives the same file.
+    """
+    names, rest = _names(arguments, "the files to read")
+    options = parse(
+        rest, TokenizerOptions(), prog="mtx data tokenizer FILE... --out tokenizer.json",
+        about=tokenizer_action,
+    )  # fmt: skip
+    from mtx.data.sources import Reading, read_texts
+    from mtx.data.tokenizer import BETWEEN_WORDS, train_bpe
+    from mtx.data.tokenizer_files import require_new_file, write_tokenizer
+    from mtx.data.wordpiece import train_wordpiece
+
+    out = _required(options.out, "--out")
+    if options.kind == "bpe" and options.vocab < 257:
+        raise UserError(f"vocab={options.vocab} must be at least 257: 256 bytes and the end")
+    if options.max_mb is not None and options.max_mb < 1:
+        raise UserError(f"max_mb={options.max_mb} must be at least 1")
+    require_new_file(out)
+    reading = Reading(field=options.field, lines=options.lines)
+    start = time.perf_counter()
+    most_bytes = options.max_mb and options.max_mb * 10**6
+
+    class Texts:  # read anew each time they are gone through
+        def __iter__(self):
+            return read_texts(names, reading, cuts=BETWEEN_WORDS, most_bytes=most_bytes)
+
+    if options.kind == "wordpiece":
+        tokenizer, end = train_wordpiece(Texts(), vocab=options.vocab), "none"
+    else:
+        tokenizer = train_bpe(Texts(), vocab=options.vocab, end=options.end)
+        end = f"{tokenizer.eod} {options.end}"
+    path = write_tokenizer(tokenizer, out)
+    print(f"wrote      {path}")
+    print(f"tokens     {tokenizer.vocab:,}, end of document {end}")
+    print(f"sha256     {tokenizer.identity.sha256[:12]}")
+    print(f"time       {time.perf_counter() - start:,.1f} s")
 
 
 ACTIONS: dict[str, Callable[[list[str]], None]] = {
@@ -328,4 +378,5 @@ ACTIONS: dict[str, Callable[[list[str]], None]] = {
     "merge": merge_action,
     "split": split_action,
     "index": index_action,
+    "tokenizer": tokenizer_action,
 }

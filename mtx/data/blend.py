@@ -10,15 +10,40 @@ ends in the counts that the next one began with; then it is that of one long wal
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
+from mtx.data.indexed import is_dataset
 from mtx.errors import UserError
 
 _WALK = 4096  # steps of a walk, at least
 _LEAD = 256  # steps that a walk takes before its first one that counts, and 64 a dataset
 _MOST_WALKS = 8192
+
+
+def read_blend(names: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights) of "0.7 corpus 0.3 code", as Megatron-LM's users write it; without
+    weights, all names are prefixes and the weights None."""
+    weights = [_weight(name) for name in names]
+    if all(weight is None for weight in weights):
+        return list(names), None
+    if len(names) % 2 or None in weights[::2]:
+        raise UserError(
+            "weights and datasets must take turns, as in 0.7 corpus 0.3 code, and not "
+            f"{_listed(names)}"
+        )
+    return list(names[1::2]), weights[::2]
+
+
+def _weight(name: str) -> float | None:
+    if os.path.exists(name) or is_dataset(name):
+        return None
+    try:
+        return float(name)
+    except ValueError:
+        return None
 
 
 def normalize_weights(weights: Sequence[float]) -> np.ndarray:

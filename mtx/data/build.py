@@ -19,9 +19,11 @@ from typing import Literal
 
 import numpy as np
 
-from mtx.data.encode import MOST_CHARACTERS, Encoder, load_encoder
 from mtx.data.indexed import IndexedWriter, TokenizerIdentity, require_new, token_type
 from mtx.data.sources import Chunk, Reading, Text, find_files, read_chunks, texts_of
+from mtx.data.subwords import MOST_CHARACTERS
+from mtx.data.tokenizer import Tokenizer
+from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 
 Level = Literal["document", "sentence"]
@@ -38,7 +40,7 @@ _NO_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|No|cf|e\.g|i\.e)|\b[A-Z])
 class Recipe:
     """What a worker has to know."""
 
-    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
+    tokenizer: str = "bytes"  # or a file or folder, as `load_tokenizer` takes it
     eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
     level: Level = "document"  # a sequence is a document (GPT) or a sentence (BERT)
     reading: Reading = Reading()
@@ -97,16 +99,16 @@ def build_dataset(
     processes = _cpus() if processes is None else processes
     if processes < 1:
         raise UserError(f"processes={processes} must be at least 1")
-    encoder = load_encoder(recipe.tokenizer, eod=_eod_of(recipe))
+    tokenizer = load_tokenizer(recipe.tokenizer, eod=_eod_of(recipe))
     require_new(prefix)
     files = find_files(inputs)
-    total, dtype = sum(os.path.getsize(file) for file in files), token_type(encoder.identity.vocab)
-    cuts = encoder.cuts if recipe.level == "document" else None
+    total, dtype = sum(os.path.getsize(file) for file in files), token_type(tokenizer.vocab)
+    cuts = tokenizer.cuts if recipe.level == "document" else None
     chunks = read_chunks(files, recipe.reading, cuts=cuts, most_characters=MOST_CHARACTERS)
     tokens = empty = text_bytes = read_bytes = 0
     begun = False  # whether a document has tokens in the chunks before
-    with IndexedWriter(prefix, dtype, identity=encoder.identity) as writer:
-        for chunk, encoded in _encode_all(chunks, recipe, encoder, processes):
+    with IndexedWriter(prefix, dtype, identity=tokenizer.identity) as writer:
+        for chunk, encoded in _encode_all(chunks, recipe, tokenizer, processes):
             text_bytes += encoded.text_bytes
             read_bytes += chunk.read_bytes
             if not chunk.ends:
@@ -124,7 +126,7 @@ def build_dataset(
         if not writer.documents:
             raise UserError(f"no text in {', '.join(inputs[:3])}: there is nothing to write")
     return Built(
-        prefix=prefix, identity=encoder.identity, dtype=dtype, documents=writer.documents,
+        prefix=prefix, identity=tokenizer.identity, dtype=dtype, documents=writer.documents,
         sequences=writer.sequences, tokens=tokens, empty=empty, text_bytes=text_bytes,
     )  # fmt: skip
 
@@ -159,11 +161,11 @@ def _eod_of(recipe: Recipe) -> str:
 
 
 def _encode_all(
-    chunks: Iterable[Chunk], recipe: Recipe, encoder: Encoder, processes: int
+    chunks: Iterable[Chunk], recipe: Recipe, tokenizer: Tokenizer, processes: int
 ) -> Iterator[tuple[Chunk, _Encoded]]:
     """Each chunk with what it became, in order."""
     if processes == 1:
-        yield from ((chunk, _encode_chunk(chunk, recipe, encoder)) for chunk in chunks)
+        yield from ((chunk, _encode_chunk(chunk, recipe, tokenizer)) for chunk in chunks)
         return
     pool = concurrent.futures.ProcessPoolExecutor(
         processes,
@@ -173,7 +175,7 @@ def _encode_all(
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            result = pool.submit(_encode_in_worker, chunk, recipe, encoder.identity)
+            result = pool.submit(_encode_in_worker, chunk, recipe, tokenizer.identity)
             waiting.append((chunk, result))
             if len(waiting) >= _WAITING * processes:
                 chunk, result = waiting.popleft()
@@ -195,27 +197,27 @@ def _start_worker() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _worker_encoder(tokenizer: str, eod: str, identity: TokenizerIdentity) -> Encoder:
-    encoder = load_encoder(tokenizer, eod=eod)
-    if encoder.identity != identity:
-        raise UserError(f"{tokenizer} changed while the dataset was built; build it again")
-    return encoder
+def _worker_tokenizer(name: str, eod: str, identity: TokenizerIdentity) -> Tokenizer:
+    tokenizer = load_tokenizer(name, eod=eod)
+    if tokenizer.identity != identity:
+        raise UserError(f"{name} changed while the dataset was built; build it again")
+    return tokenizer
 
 
 def _encode_in_worker(chunk: Chunk, recipe: Recipe, identity: TokenizerIdentity) -> _Encoded:
-    encoder = _worker_encoder(recipe.tokenizer, _eod_of(recipe), identity)
-    return _encode_chunk(chunk, recipe, encoder)
+    tokenizer = _worker_tokenizer(recipe.tokenizer, _eod_of(recipe), identity)
+    return _encode_chunk(chunk, recipe, tokenizer)
 
 
-def _encode_chunk(chunk: Chunk, recipe: Recipe, encoder: Encoder) -> _Encoded:
+def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encoded:
     groups = [_sequences(text, recipe.level) for text in texts_of(chunk, recipe.reading)]
     try:
-        encoded = encoder.encode([sequence for group in groups for sequence in group])
+        encoded = tokenizer.encode_all([sequence for group in groups for sequence in group])
     except UserError as error:
         where = f", from line {chunk.line}" if chunk.line else ""
         raise UserError(f"{chunk.file}{where}: {error}") from None
-    end = [] if encoder.identity.eod is None else [np.array([encoder.identity.eod], np.int32)]
-    dtype, text_bytes = token_type(encoder.identity.vocab), _text_bytes(chunk)
+    end = [] if tokenizer.eod is None else [np.array([tokenizer.eod], np.int32)]
+    dtype, text_bytes = token_type(tokenizer.vocab), _text_bytes(chunk)
     if chunk.kind == "part" and recipe.level == "document":
         tokens = np.concatenate([*encoded, *(end if chunk.ends else [])]).astype(dtype)
         return _Encoded(

@@ -23,14 +23,18 @@ from mtx.errors import UserError
 Arrays = dict[str, np.ndarray]
 
 
+class CacheError(UserError):
+    """The folder cannot be written; without a folder it would go."""
+
+
 def cached_arrays(
     folder: str | os.PathLike | None, description: dict, build: Callable[[], Arrays]
 ) -> Arrays:
     """What `build` gives, from `folder` (read-only, memory-mapped) if it is there, and kept there
     if it is not; folder None: built, and kept nowhere.
 
-    description: plain values that decide the arrays. Raises UserError where the folder cannot be
-    written, or an entry is damaged.
+    description: plain values that decide the arrays. Raises CacheError where the folder cannot be
+    written, and UserError where an entry is damaged.
     """
     if folder is None:
         return build()
@@ -39,7 +43,7 @@ def cached_arrays(
         try:
             _write(entry, description, build())
         except OSError as error:
-            raise UserError(
+            raise CacheError(
                 f"cannot write the index cache {folder}: {error.strerror or error}; name another "
                 "folder for it"
             ) from None

@@ -58,7 +58,7 @@ def read_documents(paths: Sequence[str]) -> Documents:
         if not os.path.exists(path):
             raise UserError(
                 f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "
-                "files or folders that are there, or none to use the help topics of Python"
+                "files, folders or datasets that are there, or none to use Python's help topics"
             )
         for file in _text_files(path) if path.is_dir() else [path]:
             real = os.path.realpath(file)

@@ -1,7 +1,9 @@
-"""Indexed datasets as samples of a fixed length, one corpus or a blend of several.
+"""Indexed datasets as samples of a fixed length, one dataset or a blend of several.
 
-B batch rows · S sequence. A batch is a pure function of the datasets, the seed and the number of
-samples consumed before it; that number is all the state there is.
+Of a given number, they are Megatron-LM's to the last index. But its order of several epochs
+depends on how many samples are asked for, and a run that is made longer, or goes on with another
+batch size, must not change what it has yet to read. So there is a second way, `endless`: the first
+epoch is Megatron-LM's, and each one after it goes through the same samples in an order of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import functools
 import hashlib
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -18,20 +19,10 @@ from mtx.data.blend import blend_all, blend_by_weights, normalize_weights, reque
 from mtx.data.cache import cached_arrays
 from mtx.data.indexed import IndexedDataset
 from mtx.data.indices import Indices, build_indices, parse_split, split_range
+from mtx.data.samples import place_in_epoch
 from mtx.errors import UserError
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
-
-
-class SampleSource(Protocol):
-    """Samples of `sequence` + 1 tokens by their number."""
-
-    sequence: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """int32 [sequence + 1]"""
 
 
 class GPTDataset:
@@ -39,7 +30,7 @@ class GPTDataset:
 
     `dataset[i]` is int32 [sequence + 1], of which the first `sequence` are inputs and the last
     `sequence` targets. `samples` asks for at least so many, over as many epochs as they take;
-    None for those of one epoch.
+    None for those of one epoch. `endless`: samples is None, and beyond one epoch the next begins.
     """
 
     def __init__(
@@ -49,6 +40,7 @@ class GPTDataset:
         sequence: int,
         seed: int = 0,
         samples: int | None = None,
+        endless: bool = False,
         split: str = DEFAULT_SPLIT,
         part: str = "train",
         cache: str | os.PathLike | None = None,
@@ -61,16 +53,18 @@ class GPTDataset:
         options that cannot be.
         """
         _check(sequence=sequence, samples=samples, seed=seed)
+        if endless and samples is not None:
+            raise ValueError(f"an endless dataset has no samples={samples}")
         self.data = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
         self.sequence, self.part = sequence, part
-        self._vocab = vocab
+        self._vocab, self._seed, self._endless = vocab, seed, endless
         self._again = functools.partial(
             GPTDataset, self.data.prefix, sequence=sequence, seed=seed, samples=samples,
-            split=split, part=part, cache=cache, vocab=vocab,
+            endless=endless, split=split, part=part, cache=cache, vocab=vocab,
         )  # fmt: skip
         first, end = split_range(parse_split(split), part, len(self.data))
         lengths = self.data.lengths[first:end]
-        tokens = int(lengths.sum(dtype=np.int64))
+        self.part_tokens = tokens = int(lengths.sum(dtype=np.int64))
         if tokens < (sequence + 1 if samples is None else 1):
             raise UserError(
                 f"{self.data.prefix}: part {part!r} of split={split!r} has {end - first:,} of "
@@ -91,12 +85,20 @@ class GPTDataset:
         self.indices = Indices(**cached_arrays(cache, description, build))
 
     def __len__(self) -> int:
+        """Samples; of one epoch, where it is endless."""
         return len(self.indices.shuffle)
+
+    @property
+    def distinct(self) -> int:
+        """The samples before one is given twice, where it is endless."""
+        return len(self)
 
     def __reduce__(self):  # another process maps the files again
         return self._again, ()
 
     def __getitem__(self, index: int) -> np.ndarray:
+        if self._endless and index >= len(self):
+            index = place_in_epoch(index, len(self), self._seed)
         sample = self.indices.shuffle[_within(index, len(self), self.data.prefix)]
         (place, offset), (last, last_offset) = self.indices.sample[sample : sample + 2].tolist()
         tokens, data = self.data.tokens, self.data
@@ -122,16 +124,18 @@ class BlendedDataset:
 
     weights: about `samples` in that proportion, each dataset over as many epochs as it takes.
     None: every sample of each dataset's epoch once, in proportion throughout; samples is then
-    None. The other options are those of GPTDataset.
+    None. `endless`: each dataset is, and of a blend by weights the first samples are the same
+    whatever `samples` is. The other options are those of GPTDataset.
     """
 
     def __init__(
         self,
-        prefixes: Sequence[str | os.PathLike],
+        prefixes: Sequence[str | os.PathLike | IndexedDataset],
         *,
         sequence: int,
         weights: Sequence[float] | None = None,
         samples: int | None = None,
+        endless: bool = False,
         seed: int = 0,
         split: str = DEFAULT_SPLIT,
         part: str = "train",
@@ -147,12 +151,12 @@ class BlendedDataset:
             )
         shares = None if weights is None else _shares(weights, prefixes)
         wanted = [None] * len(prefixes)
-        if shares is not None:
+        if shares is not None and not endless:
             wanted = [request_samples(samples, share) for share in shares.tolist()]
         self.datasets = [
             GPTDataset(
-                prefix, sequence=sequence, seed=seed, samples=want, split=split, part=part,
-                cache=cache, vocab=vocab,
+                prefix, sequence=sequence, seed=seed, samples=want, endless=endless,
+                split=split, part=part, cache=cache, vocab=vocab,
             )
             for prefix, want in zip(prefixes, wanted, strict=True)
         ]  # fmt: skip
@@ -160,8 +164,10 @@ class BlendedDataset:
         self.sequence, self.part = sequence, part
         self._again = functools.partial(
             BlendedDataset, list(prefixes), sequence=sequence, weights=weights, samples=samples,
-            seed=seed, split=split, part=part, cache=cache, vocab=vocab,
+            endless=endless, seed=seed, split=split, part=part, cache=cache, vocab=vocab,
         )  # fmt: skip
+        self._shares, self._all_endless = shares, endless and shares is None
+        self.part_tokens = sum(dataset.part_tokens for dataset in self.datasets)
         sizes = [len(dataset) for dataset in self.datasets]
         description = {"kind": "Megatron-LM blend", "samples": samples}
         if shares is None:
@@ -176,7 +182,7 @@ class BlendedDataset:
 
         arrays = cached_arrays(cache, description, build)
         self.dataset_index, self.sample_index = arrays["dataset"], arrays["sample"]
-        for index, size in enumerate(sizes):
+        for index, size in enumerate([] if endless else sizes):
             taken = int(np.count_nonzero(self.dataset_index == index))
             if taken > size:
                 raise UserError(
@@ -185,44 +191,27 @@ class BlendedDataset:
                 )
 
     def __len__(self) -> int:
+        """Samples; of one epoch, where it is endless and without weights."""
         return len(self.dataset_index)
+
+    @property
+    def distinct(self) -> int:
+        """The samples before one is given twice, where it is endless."""
+        if self._shares is None:
+            return len(self)
+        sizes = zip(self.datasets, self._shares.tolist(), strict=True)
+        return min(len(self), *(int(len(dataset) / share) for dataset, share in sizes))
 
     def __reduce__(self):
         return self._again, ()
 
     def __getitem__(self, index: int) -> np.ndarray:
+        epoch = 0
+        if self._all_endless and index >= 0:
+            epoch, index = divmod(index, len(self))
         index = _within(index, len(self), "the blend")
-        return self.datasets[self.dataset_index[index]][int(self.sample_index[index])]
-
-
-def make_batch(
-    source: SampleSource, consumed: int, rows: int, *, packed_at: int | None = None
-) -> dict[str, np.ndarray]:
-    """The `rows` (B) samples after the first `consumed`.
-
-    tokens int32 [B, S], targets int32 [B, S] (the tokens one place on) and weights float32 [B, S],
-    each target's weight in the loss, here 1. With `packed_at`, the end-of-document token, also
-    segments and positions of `pack_documents`.
-    """
-    rows_BT = np.stack([source[index] for index in range(consumed, consumed + rows)])
-    tokens, targets = rows_BT[:, :-1].copy(), rows_BT[:, 1:].copy()
-    batch = {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
-    if packed_at is not None:
-        batch["segments"], batch["positions"] = pack_documents(tokens, packed_at)
-    return batch
-
-
-def pack_documents(tokens: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
-    """(segments, positions), int32 [B, S]: which of the row's documents a token of `tokens` [B, S]
-    belongs to, from 0, and its place therein. A document ends with the token `eod`.
-
-    As Megatron-LM's reset of attention mask and positions: attention is to stay in a segment.
-    """
-    begins = np.zeros(tokens.shape, bool)
-    begins[:, 1:] = tokens[:, :-1] == eod
-    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return np.cumsum(begins, axis=1, dtype=np.int32), (places - starts).astype(np.int32)
+        dataset = self.datasets[self.dataset_index[index]]
+        return dataset[int(self.sample_index[index]) + epoch * len(dataset)]
 
 
 def _within(index: int, length: int, what: str) -> int:

@@ -52,6 +52,10 @@ class TokenizerIdentity:
     vocab: int  # every token is below it
     eod: int | None  # the end-of-document token, where one was written
 
+    def same_as(self, other: TokenizerIdentity) -> bool:
+        """Whether the two give the same tokens, whatever their files are called."""
+        return (self.sha256, self.eod) == (other.sha256, other.eod)
+
 
 class IndexedDataset:
     """The sequences and documents of `<prefix>.bin`, memory-mapped: what it gives are views.
@@ -86,6 +90,9 @@ class IndexedDataset:
             )
         self.tokens = np.frombuffer(data, self.dtype)
         self.identity = read_identity(self.prefix)
+
+    def __str__(self) -> str:
+        return self.prefix
 
     def __len__(self) -> int:
         """Sequences."""
@@ -128,7 +135,7 @@ class IndexedDataset:
     def require_tokenizer(self, identity: TokenizerIdentity) -> None:
         """UserError where the dataset says that another tokenizer made it."""
         made = self.identity
-        if made and (made.sha256, made.eod) != (identity.sha256, identity.eod):
+        if made and not made.same_as(identity):
             raise UserError(
                 f"{self.prefix} was made with {_said(made)}, not with {_said(identity)}; use that "
                 "tokenizer, or build the dataset again"

@@ -1,13 +1,14 @@
-"""A flat array of tokens to batches: which sample stands in which row of which step.
+"""The orders in which samples are visited, and the samples of a text in memory.
 
-B batch rows · S sequence. Sample i is tokens[i*S : i*S + S + 1]: neighbours share one token, so
-that every token but the first is a target exactly once (Megatron-LM's way). What remains after
-the last full sample is left out.
+S sequence. Sample i of a text is tokens[i*S : i*S + S + 1]: neighbours share one token, so that
+every token but the first is a target exactly once (Megatron-LM's way). What remains after the last
+full sample is left out.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -23,13 +24,38 @@ def shuffled(count: int, *key: int) -> np.ndarray:
     return np.argsort(draws, kind="stable")
 
 
-class Samples:
-    """Random access to the samples of one text, and the order in which epochs visit them."""
+def place_in_epoch(index: int, count: int, seed: int) -> int:
+    """Where request `index` of an endless stream looks in an order of `count` things.
 
-    def __init__(self, tokens: np.ndarray, *, sequence: int, seed: int):
-        """`tokens` [at least sequence + 1], of any integer type; kept, not copied."""
+    In the first epoch at its own place. Each later epoch goes through the order in strides of its
+    own, from a start of its own, and so once through all of it: the order is random already, and
+    this needs neither memory nor time when an epoch begins.
+    """
+    epoch, place = divmod(index, count)
+    if epoch == 0:
+        return place
+    start, stride = _strides(count, seed, epoch)
+    return (start + place * stride) % count
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(count: int, seed: int, epoch: int) -> tuple[int, int]:
+    """A start and a stride that visits all of range(count)."""
+    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(2).tolist()
+    start, stride = (draw % count for draw in draws)
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return start, stride
+
+
+class Samples:
+    """Random access to the samples of a text, epoch after epoch: the text has no end."""
+
+    def __init__(self, tokens: np.ndarray, *, sequence: int, seed: int | None):
+        """`tokens` [at least sequence + 1], of any integer type; kept, not copied.
+        seed: of the order of each epoch; None: the order of the text."""
         windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence + 1)
-        self.tokens = tokens
+        self.tokens, self.sequence = tokens, sequence
         self._samples = windows[::sequence]  # [samples, S + 1], a view
         self._seed = seed
         # The running epoch and the next, which a batch may straddle.
@@ -39,46 +65,12 @@ class Samples:
         """Samples in one epoch."""
         return len(self._samples)
 
-    def batch(self, step: int, global_batch: int) -> dict[str, np.ndarray]:
-        """Batch `step` of `global_batch` rows: see `take` for what it holds.
-
-        Steps consume one endless sequence of samples, each epoch in its own order: a pure
-        function of (seed, step, global_batch), so a run resumes anywhere and every process,
-        under every layout, computes the same batch.
-        """
-        if step < 0 or global_batch < 1:
-            raise ValueError(f"{step=} must be at least 0 and {global_batch=} at least 1")
-        epochs, places = np.divmod(step * global_batch + np.arange(global_batch), len(self))
-        indices = np.empty(global_batch, np.int64)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            indices[rows] = self._order(int(epoch))[places[rows]]
-        return self.take(indices)
-
-    def first_batches(self, count: int, global_batch: int) -> list[dict[str, np.ndarray]]:
-        """At most `count` batches of the first samples, each sample once and unshuffled.
-
-        Where the text has fewer, there are fewer batches, and the last is filled up with rows of
-        weight 0.
-        """
-        batches = []
-        last = min(count * global_batch, len(self))
-        for first in range(0, last, global_batch):
-            batch = self.take(np.arange(first, min(first + global_batch, last)))
-            missing = global_batch - len(batch["tokens"])
-            batches.append({k: np.pad(v, ((0, missing), (0, 0))) for k, v in batch.items()})
-        return batches
-
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The samples at `indices` [B]: tokens int32 [B, S], targets int32 [B, S] (the tokens
-        one place on) and weights float32 [B, S], each target's weight in the loss, here 1."""
-        rows = self._samples[indices].astype(np.int32)
-        tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-        return {
-            "tokens": tokens,
-            "targets": targets,
-            "weights": np.ones(tokens.shape, np.float32),
-        }
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index` of an endless stream, int32 [S + 1]: each epoch in its own order."""
+        epoch, place = divmod(index, len(self))
+        return self._samples[self._order(epoch)[place]].astype(np.int32)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
+        if self._seed is None:
+            return np.arange(len(self))
         return shuffled(len(self), self._seed, epoch)

@@ -122,6 +122,22 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
     ]
 
 
+def read_texts(
+    names: Sequence[str], reading: Reading, *, cuts: re.Pattern, most_bytes: int | None = None
+) -> Iterator[str]:
+    """The text of the files and folders in `names`, document by document, a long one in parts cut
+    at `cuts`; as much of it as is above `most_bytes` of UTF-8, where that is given."""
+    read = 0
+    chunks = read_chunks(find_files(names), reading, cuts=cuts, most_characters=_CHUNK_BYTES * 8)
+    for chunk in chunks:
+        for text in texts_of(chunk, reading):
+            text = text if isinstance(text, str) else " ".join(text)
+            yield text
+            read += len(text.encode())
+            if most_bytes is not None and read >= most_bytes:
+                return
+
+
 def _field_of(line: str, field: str, where: str) -> Text:
     try:
         record = json.loads(line)

@@ -1,4 +1,4 @@
-"""Byte-level BPE by looking words up: the ids of `tokenizers`, at several times its speed.
+"""Subwords by looking words up: the ids of `tokenizers`, at several times its speed.
 
 GPT-2, GPT-4 and Llama 3 cut text into words by one regular expression and encode each word by
 itself. So a table from words to ids serves, and the model is asked once for each word: measured
@@ -44,9 +44,12 @@ class WordTable(dict):
         super().__init__()
         self._model, self._split = model, split
 
+    def __bool__(self) -> bool:  # a table is there, though it be empty
+        return True
+
     def __missing__(self, word: str) -> bytes:
-        letters = word.encode().decode("latin-1").translate(_BYTE_LETTERS)
-        ids = array("i", [token.id for token in self._model.tokenize(letters)]).tobytes()
+        tokens = self._model.tokenize(self._letters(word))
+        ids = array("i", [token.id for token in tokens]).tobytes()
         if len(word) <= _LONGEST_WORD:
             if len(self) >= _MOST_WORDS:
                 self.clear()
@@ -55,20 +58,33 @@ class WordTable(dict):
 
     def encode(self, text: str) -> np.ndarray | None:
         """The ids of `text`, int32 [tokens]; None where it must go to `tokenizers` itself."""
-        if not is_plain(text):
-            return None
         words = self._split.findall(text)
         if "".join(words) != text:  # the expression leaves something out
             return None
         return np.frombuffer(b"".join(map(self.__getitem__, words)), np.int32)
 
+    def _letters(self, word: str) -> str:
+        """How the model spells a word."""
+        return word
+
+
+class ByteWordTable(WordTable):
+    """For byte-level models: of plain texts."""
+
+    def encode(self, text: str) -> np.ndarray | None:
+        """See WordTable."""
+        return super().encode(text) if is_plain(text) else None
+
+    def _letters(self, word: str) -> str:
+        return word.encode().decode("latin-1").translate(_BYTE_LETTERS)
+
 
 def is_plain(text: str) -> bool:
-    """Whether all characters are among those that a WordTable knows."""
+    """Whether all characters are among those that a ByteWordTable knows."""
     return text.isascii() or not _NOT_PLAIN.search(text)
 
 
-def word_table(model: tokenizers.Tokenizer) -> WordTable | None:
+def word_table(model: tokenizers.Tokenizer) -> ByteWordTable | None:
     """A table for a tokenizer that encodes word by word; None for any other kind.
 
     It is compared with the tokenizer on a probe. What `model` encodes must not contain special
@@ -78,7 +94,7 @@ def word_table(model: tokenizers.Tokenizer) -> WordTable | None:
     split = _split_of(described)
     if split is None:
         return None
-    table = WordTable(model.model, split)
+    table = ByteWordTable(model.model, split)
     ids = table.encode(_PROBE)
     expected = model.encode(_PROBE, add_special_tokens=False).ids
     return table if ids is not None and ids.tolist() == expected else None

@@ -1,4 +1,4 @@
-"""Texts to tokens for datasets: any `tokenizer.json`, or bytes; fast, and in bounded memory.
+"""Tokenizers of the `tokenizers` library: fast, and in bounded memory.
 
 `tokenizers` takes about 150 bytes a character for the text it has at hand, so long texts go to it
 in parts, cut where the tokens do not change.
@@ -11,18 +11,18 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tokenizers
 
 from mtx.data.indexed import TokenizerIdentity
-from mtx.data.tokenizer import ByteTokenizer
-from mtx.data.words import is_plain, word_table
+from mtx.data.words import WordTable, is_plain, word_table
 from mtx.errors import UserError
 
 MOST_CHARACTERS = 2**22  # of one part: about 600 MB inside of `tokenizers`
+# An end-of-document token: its number, which may be the first beyond the vocabulary; its name in
+# the vocabulary, or else its number in digits; "auto"; None or "none" where there is to be none.
+Eod = str | int | None
 _PART_CHARACTERS = 2**16
 _MIXED_CHARACTERS = 2**8  # parts of a text of which some are plain and some are not
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eod>", "<|eod|>", "</s>", "<eos>")
@@ -36,39 +36,21 @@ _CUT_PROBES = (
 )
 
 
-class Encoder(Protocol):
-    """What the building of a dataset knows of a tokenizer."""
+class SubwordTokenizer:
+    """A model of the `tokenizers` library, with its padding and truncation off."""
 
-    identity: TokenizerIdentity
-    cuts: re.Pattern | None  # its empty matches are where a text may be cut; None: nowhere
+    kind = "subwords"
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without an end-of-document token. Special tokens that are spelled
-        out in a text are text."""
+    def __init__(self, described: dict, *, name: str, eod: Eod, sha256: str | None = None):
+        """described: what a `tokenizer.json` holds. eod: see Eod; "auto" is the one of the usual
+        names that the vocabulary has.
+        sha256: of what decides the tokens, where that is not `described`.
 
-
-class ByteEncoder:
-    """UTF-8's bytes, with NUL at a document's end, or nothing there."""
-
-    cuts = re.compile("")
-
-    def __init__(self, *, eod: int | None = ByteTokenizer.eod):
-        self._tokenizer = ByteTokenizer()
-        described = _hash(self._tokenizer.to_dict())
-        self.identity = TokenizerIdentity(name="bytes", sha256=described, vocab=256, eod=eod)
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._tokenizer.encode(text) for text in texts]
-
-
-class FileEncoder:
-    """A `tokenizer.json` of the `tokenizers` library, with its padding and truncation off."""
-
-    def __init__(self, described: dict, *, name: str, eod: str):
-        """eod: the end-of-document token by name or number, "auto" or "none"."""
-        described = {**described, "truncation": None, "padding": None}
+        Raises UserError for what is no tokenizer, and an end-of-document token that is not there.
+        """
+        self.described = {**described, "truncation": None, "padding": None}
         try:
-            self._model = tokenizers.Tokenizer.from_str(json.dumps(described))
+            self._model = tokenizers.Tokenizer.from_str(json.dumps(self.described))
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{name} is no tokenizer.json: {error}") from None
         self._model.encode_special_tokens = True  # as text
@@ -76,16 +58,54 @@ class FileEncoder:
         end = _end_of_document(known, name=name, eod=eod)
         most = max([*known.values(), -1 if end is None else end])
         self.identity = TokenizerIdentity(
-            name=name, sha256=_hash(described), vocab=most + 1, eod=end
+            name=name, sha256=sha256 or hash_of(self.described), vocab=most + 1, eod=end
         )
-        self._table = word_table(self._model)
+        self._table = self._make_table()
+        self.cuts = None
         self.cuts = self._find_cuts()
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Raises UserError for a text that is too long and cannot be cut."""
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    @property
+    def vocab(self) -> int:
+        return self.identity.vocab
+
+    @property
+    def eod(self) -> int | None:
+        return self.identity.eod
+
+    def encode(self, text: str) -> np.ndarray:
+        """As `Tokenizer.encode`. Special tokens that are spelled out in a text are text."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text. Raises UserError for one that is too long and cannot be cut."""
         parts = [list(self._parts(text)) for text in texts]
         ids = iter(self._encode(list(itertools.chain.from_iterable(parts))))
         return [_join([next(ids) for _ in some]) for some in parts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As `Tokenizer.decode`. Special tokens but the end-of-document token are shown."""
+        kept = without_eod(ids, vocab=self.vocab, eod=self.eod)
+        return self._model.decode(kept.tolist(), skip_special_tokens=False)
+
+    def to_dict(self) -> dict:
+        identity = self.identity
+        return {
+            "kind": self.kind, "name": identity.name, "sha256": identity.sha256,
+            "eod": identity.eod, "model": self.described,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, values: dict) -> SubwordTokenizer:
+        """The inverse of `to_dict`."""
+        names = ("name", "eod", "sha256")
+        return cls(values["model"], **{name: values[name] for name in names})
+
+    def _make_table(self) -> WordTable | None:
+        return word_table(self._model)
 
     def _encode(self, parts: list[str]) -> list[np.ndarray]:
         ids = [self._table.encode(part) if self._table else None for part in parts]
@@ -118,42 +138,13 @@ class FileEncoder:
         kept = []
         for cut in _CUTS:
             for probe in _CUT_PROBES:
-                encoded = self._model.encode_batch_fast(
-                    [probe, *re.split(cut, probe)], add_special_tokens=False
-                )
-                whole, *parts = (encoding.ids for encoding in encoded)
+                encoded = self.encode_all([probe, *re.split(cut, probe)])
+                whole, *parts = (ids.tolist() for ids in encoded)
                 if whole != list(itertools.chain.from_iterable(parts)):
                     break
             else:
                 kept.append(cut)
         return re.compile("|".join(kept)) if kept else None
-
-
-def load_encoder(name: str, *, eod: str = "auto") -> Encoder:
-    """The encoder of a tokenizer: "bytes", a `tokenizer.json`, or a folder that holds one.
-
-    eod is the end-of-document token: by its name in the vocabulary or its number (which may be
-    the first beyond it), "none", or "auto" for the one that the vocabulary is known to have.
-    Raises UserError for a file that is none and for a token that is not there.
-    """
-    if name == "bytes":
-        if eod not in ("auto", "0", "none"):
-            raise UserError(f"eod={eod!r} does not go with bytes; use 0, the NUL byte, or none")
-        return ByteEncoder(eod=None if eod == "none" else 0)
-    path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json, a folder "
-            "that holds one, or bytes"
-        ) from None
-    except ValueError:
-        raise UserError(f"{path} is no tokenizer.json: it is not JSON") from None
-    if not isinstance(described, dict) or "model" not in described:
-        raise UserError(f"{path} is no tokenizer.json: it holds no model")
-    return FileEncoder(described, name=path.name, eod=eod)
 
 
 def cut_text(text: str, cuts: re.Pattern | None, size: int) -> Iterator[str]:
@@ -185,28 +176,39 @@ def _join(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
 
 
-def _end_of_document(known: dict[str, int], *, name: str, eod: str) -> int | None:
-    if eod == "none":
+def _end_of_document(known: dict[str, int], *, name: str, eod: Eod) -> int | None:
+    if eod is None or eod == "none":
         return None
     if eod == "auto":
-        found = [end for end in _END_NAMES if end in known]
+        found = [end for name in _END_NAMES for end in (name, f" {name}") if end in known]
         if found:
             return known[found[0]]
         raise UserError(
             f"{name} has none of the usual end-of-document tokens ({', '.join(_END_NAMES)}); name "
             f"its own with eod, a number such as {max(known.values(), default=-1) + 1}, or none"
         )
-    if eod in known:
-        return known[eod]
+    for spelled in (eod, f" {eod}"):  # the second is SentencePiece's
+        if spelled in known:  # "2" may be a token, too
+            return known[spelled]
     next_id = max(known.values(), default=-1) + 1
-    if eod.isdecimal() and int(eod) <= next_id:
-        return int(eod)
+    if isinstance(eod, int) or eod.isdecimal():
+        if 0 <= int(eod) <= next_id:
+            return int(eod)
     raise UserError(
         f"eod={eod!r} is no token of {name}; name one that is, a number up to {next_id}, or none"
     )
 
 
-def _hash(described: dict) -> str:
+def without_eod(ids: Sequence[int], *, vocab: int, eod: int | None) -> np.ndarray:
+    """`ids` but for `eod`, int64; ValueError for one outside of the vocabulary."""
+    ids = np.asarray(ids, np.int64).reshape(-1)
+    wrong = ids[(ids < 0) | (ids >= vocab)]
+    if wrong.size:
+        raise ValueError(f"token {wrong[0]} lies outside the vocabulary of {vocab}")
+    return ids if eod is None else ids[ids != eod]
+
+
+def hash_of(described: object) -> str:
     """Of what is described, not of how the file is laid out."""
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

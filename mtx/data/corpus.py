@@ -1,0 +1,161 @@
+"""The corpus of a run: text files or indexed datasets, by one config."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from mtx.config import DataConfig, RunConfig
+from mtx.data.batches import TokenCorpus
+from mtx.data.bert import BertCorpus, load_sentences, open_sentences
+from mtx.data.blend import normalize_weights, read_blend
+from mtx.data.cache import CacheError
+from mtx.data.gpt import BlendedDataset, GPTDataset
+from mtx.data.indexed import IndexedDataset, strip_suffix
+from mtx.data.text import load_text
+from mtx.data.tokenizer import Tokenizer
+from mtx.data.tokenizer_files import load_tokenizer
+from mtx.errors import UserError
+
+_CACHE_NAME = "index_cache"  # of the folder of indices, beside the first dataset
+
+
+def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | BertCorpus:
+    """What `run` trains on and is evaluated on, for samples of model.sequence tokens.
+
+    samples: how many a run takes in all, by default those of all its steps; only how far a blend
+    by weights reaches depends on it, never what a sample holds.
+    Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
+    """
+    config, sequence = run.data, run.model.sequence
+    prefixes, weights = read_blend(config.path)
+    found = [_names_dataset(prefix) for prefix in prefixes]
+    if not any(found):
+        if weights is not None:
+            raise UserError(f"weights are for datasets, and {prefixes[0]}.idx does not exist")
+        load = load_sentences if run.model.family == "bert" else load_text
+        return load(config, sequence=sequence)
+    if not all(found):
+        raise UserError(
+            f"{prefixes[found.index(True)]} is a dataset and {prefixes[found.index(False)]} is "
+            "not; name datasets alone, or text alone"
+        )
+    wanted = {
+        "samples": run.steps * run.global_batch if samples is None else samples,
+        "eval_samples": run.eval_batches * run.global_batch,
+    }
+    if run.model.family == "bert":
+        return open_sentences(
+            config, prefixes, weights, sequence=sequence, **wanted,
+            cache=config.cache or default_cache(prefixes[0]), source=_described(prefixes, weights),
+        )  # fmt: skip
+    return open_datasets(config, prefixes, weights, sequence=sequence, **wanted)
+
+
+def open_datasets(
+    config: DataConfig,
+    prefixes: list[str],
+    weights: list[float] | None,
+    *,
+    sequence: int,
+    samples: int,
+    eval_samples: int,
+) -> TokenCorpus:
+    """The train and valid parts of datasets, with the tokenizer that made them."""
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    tokenizer = _tokenizer(config, datasets)
+    for dataset in datasets:
+        dataset.require_tokenizer(tokenizer.identity)
+    if config.packed and tokenizer.eod is None:
+        raise UserError(
+            f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
+            "an end-of-document token; use packed=False, or build it again with one"
+        )
+    cache = config.cache or default_cache(prefixes[0])
+    open_parts = functools.partial(
+        _open_parts, config, datasets, weights, vocab=tokenizer.vocab, sequence=sequence,
+        samples={"train": samples, "valid": eval_samples},
+    )  # fmt: skip
+    where = ""
+    try:
+        train, held_out = open_parts(cache=cache)
+    except CacheError:
+        if config.cache:
+            raise
+        where = f", indices in memory since {cache} cannot be written"
+        train, held_out = open_parts(cache=None)
+    return TokenCorpus(
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        held_out_samples=held_out.distinct,
+        train_tokens=train.part_tokens,
+        eval_tokens=held_out.part_tokens,
+        source=f"{_described(prefixes, weights)}, split {config.split}{where}",
+        packed=config.packed,
+    )
+
+
+def open_part(
+    prefixes: list[str] | list[IndexedDataset],
+    weights: list[float] | None,
+    *,
+    samples: int | None,
+    **options,
+) -> GPTDataset | BlendedDataset:
+    """One part of a dataset, or of a blend, without an end; options as of `GPTDataset`."""
+    if len(prefixes) == 1:
+        return GPTDataset(prefixes[0], endless=True, **options)
+    samples = None if weights is None else samples
+    return BlendedDataset(prefixes, weights=weights, samples=samples, endless=True, **options)
+
+
+def default_cache(prefix: str) -> Path:
+    """The folder of a dataset's sample indices, where no other is named."""
+    return Path(strip_suffix(prefix)).absolute().parent / _CACHE_NAME
+
+
+def _open_parts(config, datasets, weights, *, samples, **options):
+    return [
+        open_part(
+            datasets, weights, samples=samples[part], part=part, split=config.split,
+            seed=config.seed, **options,
+        )
+        for part in ("train", "valid")
+    ]  # fmt: skip
+
+
+def _names_dataset(name: str) -> bool:
+    """Whether one of its files is there; that the other is too, the reader says."""
+    prefix = strip_suffix(name)
+    return any(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
+
+
+def _tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
+    """The tokenizer that `config` names, with the end-of-document token of the datasets."""
+    if config.tokenizer == "bpe":
+        raise UserError(
+            "tokenizer='bpe' is trained on text, and the data path names datasets; name the "
+            "tokenizer that made them"
+        )
+    known = next((dataset for dataset in datasets if dataset.identity), None)
+    eod = known.identity.eod if known and config.eod == "auto" else config.eod
+    try:
+        return load_tokenizer(config.tokenizer, eod=eod)
+    except UserError:
+        if known is not None:  # if it is another tokenizer, that is the matter
+            known.require_tokenizer(load_tokenizer(config.tokenizer, eod=None).identity)
+        raise
+
+
+def _described(prefixes: list[str], weights: list[float] | None) -> str:
+    if len(prefixes) == 1:
+        return f"dataset {prefixes[0]}"
+    if weights is None:
+        return f"{len(prefixes)} datasets, all samples"
+    shares = [
+        f"{share:.1%} {prefix}" for share, prefix in zip(normalize_weights(weights), prefixes)
+    ]
+    more = f" and {len(shares) - 3} more" if len(shares) > 3 else ""
+    return f"{len(prefixes)} datasets, {', '.join(shares[:3])}{more}"

@@ -1,0 +1,103 @@
+"""Masked tokens as in Megatron-LM's BERT: whole words, runs of up to three, 80 / 10 / 10.
+
+Of the tokens of a row a fraction is to be predicted. They are chosen word by word (a token that
+begins with "##" belongs to the word before it), in runs of 1, 2 or 3 words, of which a run of n
+comes up with a weight of 1/n. A token that is to be predicted becomes [MASK] in 8 of 10 cases,
+stays in one, and is any other token in one (Devlin et al. 2019, §3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtx.data.draws import Draws
+from mtx.data.marks import Pieces
+from mtx.errors import UserError
+
+_MASKED, _KEPT = 0.8, 0.1  # of the tokens that are to be predicted; the rest are replaced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """How many tokens are to be predicted, and in what runs."""
+
+    fraction: float = 0.15  # of a row's tokens, but for the marks
+    run: int = 3  # words, at most
+    most: int | None = None  # tokens of a row
+
+    def __post_init__(self):
+        if not 0.0 < self.fraction < 1.0:
+            raise UserError(f"mask_fraction={self.fraction} must lie between 0 and 1")
+        if self.run < 1:
+            raise UserError(f"mask_run={self.run} must be at least 1")
+        if self.most is not None and self.most < 1:
+            raise UserError(f"most={self.most} tokens to be predicted must be at least 1")
+
+    def wanted(self, tokens: int) -> int:
+        """How many are to be predicted in a row of so many, at least one."""
+        wanted = max(1, round(self.fraction * tokens))
+        return wanted if self.most is None else min(wanted, self.most)
+
+
+def mask_words(
+    tokens: np.ndarray, pieces: Pieces, draws: Draws, masking: Masking
+) -> tuple[np.ndarray, np.ndarray]:
+    """(`tokens` with some masked, where they are): int32 [n], and places in rising order.
+
+    tokens [n]: text between marks. A run of words does not go over a mark. Where words do not fit
+    into what is wanted, fewer tokens are masked, but never none: then the shortest word is.
+    """
+    begins, ends, words_left = _words(tokens, pieces)
+    if not len(begins):
+        return tokens.astype(np.int32), np.empty(0, np.int64)
+    wanted = masking.wanted(int((ends - begins).sum()))
+    chosen = _choose(begins, ends, words_left, wanted, draws, masking.run)
+    if not chosen:
+        shortest = int(np.argmin(ends - begins))
+        chosen = [(begins[shortest], ends[shortest])]
+    places = np.array([place for run in sorted(chosen) for place in range(*run)])
+    kind, masked = draws.fractions(len(places)), tokens.astype(np.int32)
+    other = pieces.others[(draws.fractions(len(places)) * len(pieces.others)).astype(np.int64)]
+    kept = np.where(kind < _MASKED + _KEPT, masked[places], other)
+    masked[places] = np.where(kind < _MASKED, pieces.marks.mask, kept)
+    return masked, places
+
+
+def _words(tokens: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(begin, end, words from here to the next mark) of each word, int64 [words]."""
+    marks = pieces.is_mark[tokens]
+    after_mark = np.ones(len(tokens), bool)
+    after_mark[1:] = marks[:-1]
+    begin = ~marks & (~pieces.continues[tokens] | after_mark)
+    begins = np.flatnonzero(begin)
+    # A word ends where the next one or a mark begins.
+    stops = np.append(np.flatnonzero(begin | marks), len(tokens))
+    ends = stops[np.searchsorted(stops, begins, side="right")]
+    texts = np.cumsum(marks)[begins]  # the words between two marks have the same number
+    words_left = np.searchsorted(texts, texts, side="right") - np.arange(len(begins))
+    return begins, ends, words_left
+
+
+def _choose(begins, ends, words_left, wanted: int, draws: Draws, run: int) -> list[tuple[int, int]]:
+    """(begin, end) of runs of words that do not overlap, `wanted` tokens or a few less."""
+    order, sizes = draws.order(len(begins)), draws.fractions(len(begins)).tolist()
+    shares = np.cumsum(1 / np.arange(1, run + 1)).tolist()  # of runs up to each length
+    begins, ends, words_left = begins.tolist(), ends.tolist(), words_left.tolist()
+    covered, chosen, left = bytearray(len(begins)), [], wanted
+    for word in order.tolist():
+        if not left:
+            break
+        most = min(run, words_left[word])
+        size, drawn = 1, sizes[word] * shares[most - 1]
+        while drawn >= shares[size - 1]:
+            size += 1
+        while size and ends[word + size - 1] - begins[word] > left:
+            size -= 1
+        if not size or any(covered[word : word + size]):
+            continue
+        covered[word : word + size] = b"\1" * size
+        chosen.append((begins[word], ends[word + size - 1]))
+        left -= ends[word + size - 1] - begins[word]
+    return chosen

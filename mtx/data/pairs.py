@@ -1,0 +1,232 @@
+"""Pairs of texts from a corpus of sentences, as in Megatron-LM's BERT dataset.
+
+Sentences of a document that follow each other are filled up to the room of a sample, which for a
+few samples is a random shorter one; a random sentence cuts them into A and B. Then, in half of the
+cases and as the label 1,
+
+    sop   A and B are swapped (sentence order)
+    nsp   B is of another document (next sentence, as in Devlin et al. 2019)
+    none  there is no B, and no label
+
+What is too long loses tokens at random ends of the longer text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mtx.config import Order
+from mtx.data.cache import cached_arrays
+from mtx.data.draws import Draws
+from mtx.data.samples import place_in_epoch, shuffled
+from mtx.errors import UserError
+
+_SPANS, _SAMPLE = 2, 3  # what is drawn, in the keys of draws
+
+
+class Sentences(Protocol):
+    """Documents of sentences: an `IndexedDataset`, or a `SentenceList`."""
+
+    tokens: np.ndarray  # of all sentences, one after the other
+    lengths: np.ndarray  # int32 [sentences]
+    documents: np.ndarray  # int64 [documents + 1], the sentences up to each document's end
+
+    def first_token(self, sequence: int) -> int:
+        """Where a sentence begins in `tokens`; for their number, the number of tokens."""
+
+
+class SentenceList:
+    """Sentences in memory."""
+
+    def __init__(self, documents: list[list[np.ndarray]], dtype: np.dtype):
+        sentences = [sentence for document in documents for sentence in document]
+        self.tokens = np.concatenate([np.empty(0, dtype), *sentences]).astype(dtype)
+        self.lengths = np.array([len(sentence) for sentence in sentences], np.int32)
+        self.documents = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        self._begins = np.cumsum([0, *self.lengths], dtype=np.int64).tolist()
+
+    def first_token(self, sequence: int) -> int:
+        return self._begins[sequence]
+
+
+class Pair(NamedTuple):
+    """Two texts; `second` is empty and `order` -1 where there is only one."""
+
+    first: np.ndarray
+    second: np.ndarray
+    order: int  # 1: swapped, or of another document; 0: as they stood
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Spans:
+    """Sentences that make up a sample, int64 [samples] each, and the order they are visited in."""
+
+    first: np.ndarray
+    end: np.ndarray
+    room: np.ndarray  # tokens of both texts together, at most
+    visit: np.ndarray
+
+
+class Pairs:
+    """The pairs of documents `first` to `end` of a corpus, without an end: each epoch goes through
+    the same sentences in an order of its own, cut and swapped anew."""
+
+    def __init__(
+        self,
+        source: Sentences,
+        *,
+        documents: tuple[int, int],
+        room: int,
+        order: Order = "sop",
+        short_fraction: float = 0.1,
+        seed: int = 0,
+        cache: str | os.PathLike | None = None,
+        name: str = "the text",
+    ):
+        """documents: the first, and the end. room: tokens of a pair, at most. short_fraction: the
+        share of samples with a random room from 2 on. cache: see `cached_arrays`; name: of the
+        source, for messages. Raises UserError where there is not a single pair."""
+        if room < 2:
+            raise UserError(f"there is room for {room} tokens of text; use a longer sequence")
+        if not 0.0 <= short_fraction <= 1.0:
+            raise UserError(f"short_fraction={short_fraction} must lie between 0 and 1")
+        self._source, self._order, self._seed = source, order, seed
+        first, end = documents
+        self._bounds = np.asarray(source.documents[first : end + 1], np.int64)
+        least = 1 if order == "none" else 2
+        lengths = source.lengths[self._bounds[0] : self._bounds[-1]]
+        self.tokens = int(lengths.sum(dtype=np.int64))
+
+        def build() -> dict[str, np.ndarray]:
+            return vars(_build_spans(
+                lengths, self._bounds, room=room, least=least, short_fraction=short_fraction,
+                seed=seed,
+            ))  # fmt: skip
+
+        self._spans = _Spans(**cached_arrays(cache, {
+            "kind": "spans of sentences", "room": room, "least": least, "seed": seed,
+            "short_fraction": short_fraction, "lengths": _hash(lengths),
+            "documents": _hash(self._bounds),
+        }, build))  # fmt: skip
+        counts = np.diff(self._bounds)
+        self._full = np.flatnonzero(counts)  # documents of at least one sentence
+        if not len(self):
+            raise UserError(
+                f"{name}: none of {end - first:,} documents has {least} sentences to make a sample "
+                "of; give more text, another split, or a dataset built with --level sentence"
+            )
+        if order == "nsp" and len(self._full) < 2:
+            raise UserError(
+                f"{name}: order='nsp' takes every other second text from another document, and "
+                "there is only one; give more, or use order='sop'"
+            )
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return len(self._spans.first)
+
+    def pair(self, index: int, draws: Draws) -> Pair:
+        """The pair of request `index`; what is left to chance follows from `draws`."""
+        span = self._spans.visit[place_in_epoch(index, len(self), self._seed)]
+        first, end, room = (
+            int(a[span]) for a in (self._spans.first, self._spans.end, self._spans.room)
+        )
+        if self._order == "none":
+            return Pair(*_truncated(self._text(first, end), self._text(end, end), room, draws), -1)
+        cut = first + 1 + draws.below(end - first - 1)
+        a, b = self._text(first, cut), self._text(cut, end)
+        changed = draws.fraction() < 0.5
+        if changed and self._order == "sop":
+            a, b = b, a
+        elif changed:
+            b = self._elsewhere(first, room - len(a), draws)
+        return Pair(*_truncated(a, b, room, draws), int(changed))
+
+    def _text(self, first: int, end: int) -> np.ndarray:
+        """The tokens of sentences `first` to `end`."""
+        begin, stop = self._source.first_token(first), self._source.first_token(end)
+        return self._source.tokens[begin:stop]
+
+    def _elsewhere(self, sentence: int, wanted: int, draws: Draws) -> np.ndarray:
+        """About `wanted` tokens of another document than this sentence's, at least a sentence."""
+        own = np.searchsorted(self._bounds, sentence, side="right") - 1
+        other = draws.below(len(self._full) - 1)
+        other += other >= np.searchsorted(self._full, own)
+        document = self._full[other]
+        begin, stop = (int(bound) for bound in self._bounds[document : document + 2])
+        first = end = begin + draws.below(stop - begin)
+        tokens = 0
+        while end < stop and (end == first or tokens < wanted):
+            tokens += int(self._source.lengths[end])
+            end += 1
+        return self._text(first, end)
+
+
+def draws_of(seed: int, index: int) -> Draws:
+    """Those of sample `index`: another stream for every index."""
+    return Draws(seed, index, _SAMPLE)
+
+
+def _build_spans(
+    lengths: np.ndarray,
+    bounds: np.ndarray,
+    *,
+    room: int,
+    least: int,
+    short_fraction: float,
+    seed: int,
+) -> _Spans:
+    """The spans of sentences with these `lengths` in documents with these `bounds` [documents + 1].
+
+    All documents advance at once, a sample each. A span has `least` sentences or more, and takes
+    the last ones of its document with it if they are fewer than that.
+    """
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens up to each sentence
+    place, stop = (side - bounds[0] for side in (bounds[:-1], bounds[1:]))
+    draws, rounds = Draws(seed, _SPANS), [np.empty((3, 0), np.int64)]
+    while True:
+        going = stop - place >= least
+        place, stop = place[going], stop[going]
+        if not len(place):
+            break
+        short = draws.fractions(len(place)) < short_fraction
+        shorter = 2 + (draws.fractions(len(place)) * (room - 1)).astype(np.int64)
+        rooms = np.where(short, shorter, room)
+        end = np.searchsorted(ends, ends[place] + rooms)
+        end = np.maximum(end, place + least)
+        end = np.where(stop - end < least, stop, end)
+        rounds.append(np.stack([place, end, rooms]))
+        place = end
+    first, end, rooms = np.concatenate(rounds, axis=1)
+    used = ends[end] - ends[first] >= least
+    by_place = np.flatnonzero(used)[np.argsort(first[used], kind="stable")]
+    first, end, rooms = (a[by_place] for a in (first + bounds[0], end + bounds[0], rooms))
+    visit = shuffled(len(first), seed, _SPANS)
+    return _Spans(first=first, end=end, room=rooms, visit=visit)
+
+
+def _truncated(a, b, room: int, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+    """`a` and `b` without what exceeds `room`: token by token, the longer one (`b` of equals) loses
+    one at a random end."""
+    if len(a) + len(b) <= room:
+        return a, b
+    left_a = min(len(a), max(room - room // 2, room - len(b)))
+    return _shortened(a, left_a, draws), _shortened(b, room - left_a, draws)
+
+
+def _shortened(text: np.ndarray, left: int, draws: Draws) -> np.ndarray:
+    """`left` tokens of `text`."""
+    lost = len(text) - left
+    if not lost:
+        return text
+    begin = int((draws.fractions(lost) < 0.5).sum())
+    return text[begin : begin + left]
+
+
+def _hash(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()

@@ -1,0 +1,206 @@
+"""The files in which tokenizers are kept: `tokenizer.json`, `vocab.json` and `merges.txt`,
+SentencePiece's `.model`, BERT's `vocab.txt`, and Hugging Face's folders of these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from mtx.data.sentencepiece import read_sentencepiece
+from mtx.data.subwords import Eod, SubwordTokenizer
+from mtx.data.tokenizer import ByteTokenizer, Tokenizer
+from mtx.errors import UserError
+
+# What a folder may hold, the first of them that is there.
+_IN_FOLDERS = (
+    "tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.txt",
+)  # fmt: skip
+_FORMS = (
+    "bytes, a tokenizer.json, a vocab.json beside its merges.txt, a SentencePiece .model, a "
+    "vocab.txt, or a folder that holds one of these"
+)
+
+
+def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
+    """The tokenizer of that name: "bytes", a file, or a folder as Hugging Face's.
+
+    eod is the end-of-document token; "auto": the end-of-sequence token that the files name, or
+    else one of the usual names. Raises UserError for files that cannot be read or hold no
+    tokenizer, and for a token that is not there.
+    """
+    if name == ByteTokenizer.name:
+        if eod not in ("auto", "0", 0, "none", None):
+            raise UserError(f"eod={eod!r} does not go with bytes; use 0, the NUL byte, or none")
+        return ByteTokenizer(eod=None if eod in ("none", None) else 0)
+    path = _find(Path(name).expanduser())
+    if path.name.endswith("vocab.json") or path.name.endswith("merges.txt"):
+        return _read_vocab_and_merges(path, eod)
+    if path.suffix == ".model":
+        return read_sentencepiece(_read_bytes(path), name=str(path), eod=eod)
+    if path.suffix == ".txt":
+        return _read_wordpiece(path, eod)
+    described = _read_json(path)
+    if not isinstance(described, dict) or "model" not in described:
+        raise UserError(f"{path} is no tokenizer.json: it holds no model")
+    return SubwordTokenizer(described, name=path.name, eod=_end(path, eod))
+
+
+def require_new_file(path: str | os.PathLike) -> Path:
+    """The path; UserError where it exists."""
+    path = Path(path).expanduser()
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists; remove it, or choose another name")
+    return path
+
+
+def write_tokenizer(tokenizer: SubwordTokenizer, path: str | os.PathLike) -> Path:
+    """Writes a `tokenizer.json`, which appears when it is whole. UserError where it cannot, or
+    where the file exists."""
+    path = require_new_file(path)
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    text = json.dumps(tokenizer.described, ensure_ascii=False, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            part.unlink()
+    return path
+
+
+def _find(path: Path) -> Path:
+    if path.is_dir():
+        for name in _IN_FOLDERS:
+            if (path / name).is_file():
+                return path / name
+        raise UserError(
+            f"the folder {path} holds no tokenizer: none of {', '.join(_IN_FOLDERS)} is there"
+        )
+    if not path.is_file():
+        raise UserError(f"cannot read the tokenizer {path}: there is no such file; name {_FORMS}")
+    return path
+
+
+def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
+    """GPT-2's: any names that end so, as gpt2-vocab.json and gpt2-merges.txt do."""
+    stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
+    vocab_path, merges_path = (path.with_name(stem + end) for end in ("vocab.json", "merges.txt"))
+    vocab = _read_json(vocab_path)
+    if not _is_vocab(vocab):
+        raise UserError(f"{vocab_path} is no vocabulary: it does not map tokens to their numbers")
+    lines = _read_text(merges_path).split("\n")
+    first = 1 if lines[0].startswith("#version") else 0
+    merges = []
+    for number, line in enumerate(lines[first:], first + 1):
+        pair = tuple(line.rstrip("\r").split(" "))
+        if pair == ("",):
+            continue
+        if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
+            raise UserError(
+                f"{merges_path}, line {number}: {line[:80]!r} is no merge of two tokens of "
+                f"{vocab_path.name}"
+            )
+        merges.append(pair)
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    config = _config(path)
+    blank = bool(config.get("add_prefix_space", False))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=blank)
+    model.decoder = decoders.ByteLevel()
+    ends = [end for end in ("<|endoftext|>", _end_name(config)) if end in vocab]
+    model.add_special_tokens(ends)
+    digest = hashlib.sha256(json.dumps([vocab, merges, blank], sort_keys=True).encode())
+    return SubwordTokenizer(
+        json.loads(model.to_str()), name=vocab_path.name, eod=_end(path, eod),
+        sha256=digest.hexdigest(),
+    )  # fmt: skip
+
+
+def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
+    """BERT's: a token a line."""
+    tokens = _read_text(path).removesuffix("\n").split("\n")
+    vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
+    if len(vocab) != len(tokens) or "[UNK]" not in vocab:
+        raise UserError(
+            f"{path} is no vocabulary of BERT's: a line is a token, each of them another, and "
+            "[UNK] is one"
+        )
+    lower = bool(_config(path).get("do_lower_case", "[CLS]" in vocab and not _has_capitals(vocab)))
+    model = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    model.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    model.decoder = decoders.WordPiece()
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    model.add_special_tokens([token for token in special if token in vocab])
+    digest = hashlib.sha256(json.dumps([vocab, lower], sort_keys=True).encode())
+    return SubwordTokenizer(
+        json.loads(model.to_str()), name=path.name, eod=_end(path, eod), sha256=digest.hexdigest()
+    )
+
+
+def _has_capitals(vocab: dict[str, int]) -> bool:
+    return any(token != token.lower() for token in vocab if not token.startswith("["))
+
+
+def _is_vocab(vocab: object) -> bool:
+    return isinstance(vocab, dict) and all(
+        isinstance(number, int) and number >= 0 for number in vocab.values()
+    )
+
+
+# --- what stands beside ---------------------------------------------------------------------------
+
+
+def _end(path: Path, eod: Eod) -> Eod:
+    """`eod`, where "auto" is the end-of-sequence token that the files beside `path` name."""
+    return (_end_name(_config(path)) or eod) if eod == "auto" else eod
+
+
+def _end_name(config: dict) -> str | None:
+    token = config.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _config(path: Path) -> dict:
+    """Hugging Face's settings of a tokenizer, where they stand beside it."""
+    merged: dict = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        beside = path.with_name(name)
+        if beside.is_file():
+            read = _read_json(beside)
+            merged |= read if isinstance(read, dict) else {}
+    return merged
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(_read_text(path))
+    except ValueError:
+        raise UserError(f"{path} is not JSON; copy it again") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text, at byte {error.start}; copy it again") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot read the tokenizer {path}: {error.strerror}; name {_FORMS}"
+        ) from None
