@@ -1,0 +1,122 @@
+"""`mtx convert`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from mtx.cli.options import parse
+from mtx.errors import UserError
+
+if TYPE_CHECKING:
+    from mtx.convert.convert import Converted
+    from mtx.convert.huggingface import Report
+
+_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    check: Literal["formulas", "transformers", "none"] = "formulas"
+    # what the logits are compared with
+    sequence: _Count = None  # from Hugging Face, Llama: of the run; all it can take where not given
+    tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
+    step: _Count = None  # to Hugging Face: of the checkpoint; the newest where not given
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    # to Hugging Face; auto: as it was where nothing was trained since, else float32
+    most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
+
+
+_OF_OUR_SIDE = ("sequence", "tokenizer")
+_OF_THEIR_SIDE = ("step", "dtype", "most_file_gb")
+
+
+def convert_command(arguments: list[str]) -> None:
+    """Convert GPT-2, Llama and BERT from Hugging Face's format, and back.
+
+    SOURCE is a Hugging Face directory (config.json and safetensors) and TARGET a run directory that
+    mtx train, evaluate and generate take as --out; or the other way round. Nothing appears under
+    TARGET before it is whole and its logits have been compared with those of SOURCE.
+    """
+    names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    options = parse(
+        arguments[len(names) :], ConvertOptions(), prog="mtx convert SOURCE TARGET",
+        about=convert_command,
+    )  # fmt: skip
+    if len(names) != 2:
+        raise UserError(
+            f"mtx convert SOURCE TARGET: name two directories before all options, not {len(names)}"
+        )
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes next to nothing
+    from mtx.convert.convert import is_huggingface, to_checkpoint, to_huggingface
+
+    source, target = names
+    theirs = is_huggingface(Path(source))
+    _refuse_others(options, _OF_THEIR_SIDE if theirs else _OF_OUR_SIDE, theirs)
+    with _progress_bar() as report:
+        if theirs:
+            done = to_checkpoint(
+                source, target, sequence=options.sequence, tokenizer=options.tokenizer,
+                check=options.check, report=report,
+            )  # fmt: skip
+        else:
+            done = to_huggingface(
+                source, target, step=options.step, check=options.check, report=report,
+                dtype=None if options.dtype == "auto" else options.dtype,
+                most_file_gb=options.most_file_gb,
+            )  # fmt: skip
+    _print(done)
+
+
+def _refuse_others(options: ConvertOptions, names: tuple[str, ...], theirs: bool) -> None:
+    """UserError for an option of the other direction."""
+    for name in names:
+        if getattr(options, name) != getattr(ConvertOptions(), name):
+            direction = "to" if theirs else "from"
+            raise UserError(
+                f"--{name.replace('_', '-')} is for conversions {direction} Hugging Face, and "
+                f"SOURCE is {'one of its directories' if theirs else 'a run of ours'}; leave it out"
+            )
+
+
+def _print(done: Converted) -> None:
+    model = done.model
+    print("\n".join([
+        f"source     {done.source}",
+        f"target     {done.target}",
+        f"model      {model.family}, {done.parameters:,} parameters, layers {model.layers}, hidden "
+        f"{model.hidden}, heads {model.heads}, vocabulary {model.vocab:,}; computes in "
+        f"{model.compute_dtype}",
+        *(f"note       {note}" for note in done.notes),
+        f"compared   {done.comparison or 'not at all (--check none)'}",
+    ]))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Report]:
+    """What a conversion reports to: a bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done_bytes, all_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

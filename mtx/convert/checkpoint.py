@@ -1,0 +1,144 @@
+"""A checkpoint of ours, read and written a layer at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtx.checkpoint.manifest import write_documents
+from mtx.checkpoint.store import ArrayInfo, Block, Part, Store, write_parts
+from mtx.config import ModelConfig, RunConfig, to_dict
+from mtx.convert.huggingface import Canonical, Report, Shape, parts
+from mtx.train.optimizer import LossScale
+from mtx.train.step import Trainer
+
+_FLOAT32 = np.dtype(np.float32)
+_MOMENTS = ("mu", "nu")
+
+
+def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """The shapes of a model's canonical arrays, by path: "ends.tokens", "block.mlp.up.w"."""
+    trainer = Trainer(RunConfig(model=model, global_batch=1))
+    tree = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    return {
+        ".".join(key.key for key in path): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+class SavedParameters:
+    """The parameters of a checkpoint, as canonical arrays. Every block that is read is checked."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        start = "params."
+        self.shapes: Mapping[str, Shape] = {
+            name.removeprefix(start): info.shape
+            for name, info in self._store.catalog.items()
+            if name.startswith(start)
+        }
+
+    def read(self, path: str, rows: slice) -> np.ndarray:
+        """Rows of an array along its first dim, float32. Raises Damaged."""
+        shape = self.shapes[path]
+        start, stop, _ = rows.indices(shape[0])
+        first = start, *(0,) * (len(shape) - 1)
+        return self._store.read(f"params.{path}", first, (stop - start, *shape[1:]))
+
+
+def write_checkpoint(
+    directory: Path,
+    run: RunConfig,
+    source: Canonical,
+    *,
+    documents: Mapping[str, Any],
+    report: Report = lambda done_bytes, all_bytes: None,
+) -> None:
+    """Writes a checkpoint of step 0 into an empty directory: `source`'s parameters, and moments
+    that are zero, all of which share the same bytes of one file. Raises OSError."""
+    shapes = source.shapes
+    total, done = sum(4 * math.prod(shape) for shape in shapes.values()), 0
+    blocks: list[Block] = []
+    for number, group in enumerate(_files(shapes)):
+        held = [
+            Part(
+                name=f"params.{path}", start=(rows.start, *(0,) * (len(shapes[path]) - 1)),
+                values=source.read(path, rows),
+            )
+            for path, rows in group
+        ]  # fmt: skip
+        blocks += write_parts(directory / f"arrays.{number}.bin", held)
+        done += sum(part.values.nbytes for part in held)
+        report(done, total)
+        held = []  # before the next is read
+    scalars = _scalars(run)
+    held = [Part(name=name, start=(), values=value) for name, value in scalars.items()]
+    blocks += write_parts(directory / f"arrays.{number + 1}.bin", held)
+    blocks += _write_zeros(directory / f"arrays.{number + 2}.bin", shapes)
+    found = defaultdict(list)
+    for block in blocks:
+        found[block.name].append(block)
+    arrays = {
+        f"{tree}.{path}": (shape, _FLOAT32)
+        for tree in ("params", *_MOMENTS)
+        for path, shape in shapes.items()
+    }
+    arrays |= {name: (value.shape, value.dtype) for name, value in scalars.items()}
+    catalog = {
+        name: ArrayInfo(shape=tuple(shape), dtype=dtype, blocks=tuple(found[name]))
+        for name, (shape, dtype) in arrays.items()
+    }
+    documents = {"run": to_dict(run), **documents}
+    write_documents(directory, step=0, processes=1, catalog=catalog, documents=documents)
+
+
+def _files(shapes: Mapping[str, Shape]) -> list[list[tuple[str, slice]]]:
+    """What to write into each file: one layer, or about as much of the ends."""
+    blocks = {path: shape for path, shape in shapes.items() if path.startswith("block.")}
+    layer_bytes = sum(4 * math.prod(shape[1:]) for shape in blocks.values())
+    files: list[list[tuple[str, slice]]] = [[]]
+    file_bytes = 0
+    for path, shape in shapes.items():
+        for rows in parts(path, shape) if path not in blocks else ():
+            if file_bytes > layer_bytes:
+                files.append([])
+                file_bytes = 0
+            files[-1].append((path, rows))
+            file_bytes += 4 * (rows.stop - rows.start) * math.prod(shape[1:])
+    layers = next(iter(blocks.values()))[0]
+    files += [[(path, slice(layer, layer + 1)) for path in blocks] for layer in range(layers)]
+    return files
+
+
+def _scalars(run: RunConfig) -> dict[str, np.ndarray]:
+    """Of the first state of a run."""
+    scale = LossScale.start(run.optimizer, run.model.compute_dtype)._asdict()
+    arrays = {"step": np.int32(0), "skipped": np.int32(0)}
+    arrays |= {f"loss_scale.{name}": value for name, value in jax.device_get(scale).items()}
+    return {name: np.asarray(value) for name, value in arrays.items()}
+
+
+def _write_zeros(path: Path, shapes: Mapping[str, Shape]) -> list[Block]:
+    """A file of as many zeros as the largest block has, and the blocks of the moments, all of
+    which lie at its start. The fingerprint of zeros is 0."""
+    blocks, most_bytes = [], 0
+    for tree in _MOMENTS:
+        for name, shape in shapes.items():
+            for rows in parts(name, shape):
+                cut = (rows.stop - rows.start, *shape[1:])
+                most_bytes = max(most_bytes, 4 * math.prod(cut))
+                blocks.append(
+                    Block(
+                        name=f"{tree}.{name}", start=(rows.start, *(0,) * (len(shape) - 1)),
+                        shape=cut, file=path.name, offset=0, fingerprint=0,
+                    )
+                )  # fmt: skip
+    with path.open("xb") as file:
+        file.truncate(most_bytes)
+    return blocks

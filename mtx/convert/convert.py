@@ -1,0 +1,252 @@
+"""A Hugging Face directory to a run with a checkpoint, and a run's checkpoint to such a directory.
+
+Each is written beside its place under another name, compared with its source, and only then
+renamed: the target is there whole and compared, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.checkpoint.manifest import read_document
+from mtx.config import ModelConfig, RunConfig, to_dict
+from mtx.convert.check import Check, Comparison, Rounded, compare
+from mtx.convert.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
+from mtx.convert.configs import model_type_of
+from mtx.convert.huggingface import (
+    CONFIG,
+    DTYPE_NAMES,
+    Form,
+    HuggingFaceModel,
+    Report,
+    Shape,
+    read_json,
+    write_json,
+    write_model,
+)
+from mtx.convert.tokenizer import has_tokenizer, tokenizer_of, write_tokenizer
+from mtx.errors import UserError
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+COMPANIONS = "huggingface"  # the folder of a run for what Hugging Face has beside the tensors
+_COMPANION_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "spiece.model", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What has been written."""
+
+    source: Path
+    target: Path
+    model: ModelConfig
+    parameters: int
+    comparison: Comparison | None  # None where it was not asked for
+    notes: tuple[str, ...]  # what is not as one might expect
+
+
+def _nothing(done_bytes: int, all_bytes: int) -> None:
+    pass
+
+
+def is_huggingface(directory: Path) -> bool:
+    """Whether a directory is a Hugging Face model, a run with checkpoints otherwise.
+
+    UserError where it is neither.
+    """
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise UserError(
+            f"{directory} {what}; name a Hugging Face directory, or the out of a training run"
+        )
+    if (directory / CONFIG).is_file():
+        return True
+    if Checkpoints(directory).steps():
+        return False
+    raise UserError(
+        f"{directory} has neither a {CONFIG} nor a complete checkpoint; name a Hugging Face "
+        "directory, or the out of a training run"
+    )
+
+
+def to_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    sequence: int | None = None,
+    tokenizer: str | None = None,
+    check: Check = "formulas",
+    report: Report = _nothing,
+) -> Converted:
+    """A run directory `target`, whose checkpoint of step 0 has the parameters of the Hugging Face
+    directory `source`. Training goes on from there, with moments of zero.
+
+    sequence: of the run, for a model whose parameters do not depend on it (Llama); by default all
+    that the model can take. tokenizer: a tokenizer.json, a folder that holds one, or "bytes"; by
+    default that of `source`. Raises UserError where the source cannot be converted, the target is
+    there already or cannot be written, and where the two sides differ.
+    """
+    source, target = Path(source), Path(target)
+    with HuggingFaceModel(source) as theirs, _new_directory(target) as place:
+        model = _with_sequence(theirs, sequence)
+        theirs.expect(canonical_shapes(model))
+        model = replace(model, compute_dtype=DTYPE_NAMES[theirs.form.dtype])
+        run = RunConfig(model=model, global_batch=1, out=str(target))
+        step = place / "checkpoints" / "0"
+        step.mkdir(parents=True)
+        document, notes = tokenizer_of(theirs, tokenizer)
+        notes += _notes_of(theirs)
+        documents = {
+            "tokenizer": document,
+            "extra": {"converted": asdict(theirs.form)},
+        }
+        write_checkpoint(step, run, theirs, documents=documents, report=report)
+        _copy_companions(source, place / COMPANIONS)
+        write_json(place / "run.json", to_dict(run))
+        comparison = None
+        if check != "none":
+            with Checkpoints(place).open(0) as store:
+                comparison = compare(model, SavedParameters(store), theirs, check=check)
+            _refuse_difference(comparison, source, target)
+    return Converted(
+        source=source, target=target, model=model, parameters=_count(theirs.shapes),
+        comparison=comparison, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def to_huggingface(
+    source: str | Path,
+    target: str | Path,
+    *,
+    step: int | None = None,
+    dtype: DtypeName | None = None,
+    most_file_gb: float = 5.0,
+    check: Check = "formulas",
+    report: Report = _nothing,
+) -> Converted:
+    """A Hugging Face directory `target` with the parameters of a checkpoint of the run `source`.
+
+    step: of the checkpoint; the newest by default. dtype: of the tensors; by default float32, and
+    for what was converted and not trained since what it was before. Tensors go into files of
+    `most_file_gb` at most. Raises UserError as `to_checkpoint` does.
+    """
+    source, target = Path(source), Path(target)
+    checkpoints = Checkpoints(source)
+    run, form = checkpoints.run(step), _form_of(checkpoints.extra(step))
+    if dtype:
+        names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        form = replace(form, dtype=names[dtype])
+    manifest = checkpoints.manifest(step)
+    document = read_document(checkpoints.directory / str(manifest.step), manifest, "tokenizer")
+    companions = checkpoints.directory.parent / COMPANIONS
+    base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
+    with checkpoints.open(step) as store, _new_directory(target) as place:
+        ours = SavedParameters(store)
+        _copy_companions(companions, place)
+        end = write_tokenizer(place, document)
+        if not base and run.model.family != "bert":
+            base = {name: end for name in ("bos_token_id", "eos_token_id")}
+            base["model_type"] = model_type_of(run.model)
+        write_model(
+            place, run.model, ours, form=form, base=base, report=report,
+            most_file_bytes=int(most_file_gb * 1e9),
+        )  # fmt: skip
+        comparison = None
+        if check != "none":
+            with HuggingFaceModel(place) as theirs:
+                theirs.expect(ours.shapes)
+                comparison = compare(run.model, Rounded(ours, form.dtype), theirs, check=check)
+            _refuse_difference(comparison, source, target)
+    notes = [f"tensors are {DTYPE_NAMES[form.dtype]}"]
+    if not has_tokenizer(target):
+        notes.append(f"{target} has no tokenizer: copy its files there")
+    return Converted(
+        source=source, target=target, model=run.model, parameters=_count(ours.shapes),
+        comparison=comparison, notes=tuple(notes),
+    )  # fmt: skip
+
+
+# --- parts of it ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """A directory that becomes `target` where nothing fails, and vanishes otherwise."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already; name another, or remove it")
+    place = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
+    try:
+        place.mkdir(parents=True)
+        yield place
+        os.rename(place, target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _count(shapes: Mapping[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _with_sequence(theirs: HuggingFaceModel, sequence: int | None) -> ModelConfig:
+    model = theirs.model
+    if sequence is None or sequence == model.sequence:
+        return model
+    if model.family != "llama":
+        raise UserError(
+            f"sequence={sequence}: a {theirs.config['model_type']} has a table of "
+            f"{model.sequence} positions; leave it out"
+        )
+    if not 1 <= sequence <= model.sequence:
+        raise UserError(f"sequence={sequence} must lie between 1 and {model.sequence}")
+    return replace(model, sequence=sequence)
+
+
+def _notes_of(theirs: HuggingFaceModel) -> list[str]:
+    """What training or evaluation of the converted model would otherwise be surprised by."""
+    notes, config = [], theirs.config
+    if theirs.absent:
+        notes.append(
+            f"the model has no {' and no '.join(theirs.absent)}: begun anew, with random values"
+        )
+    embedding = config.get("embd_pdrop", theirs.model.dropout)
+    if embedding != theirs.model.dropout:
+        notes.append(
+            f"embd_pdrop={embedding} is not kept: dropout={theirs.model.dropout}, which is its "
+            "resid_pdrop, holds for the embedding too"
+        )
+    return notes
+
+
+def _form_of(extra: Mapping[str, Any]) -> Form:
+    """What `to_checkpoint` has noted; training does not keep it."""
+    noted = extra.get("converted", {})
+    return Form(**noted | {"absent": tuple(noted.get("absent", ()))})
+
+
+def _refuse_difference(comparison: Comparison, source: Path, target: Path) -> None:
+    if not comparison.agrees:
+        raise UserError(
+            f"{source} and its conversion differ: {comparison}; {target} is not written. If the "
+            "files are sound, this is a mistake in the conversion: report it with the config.json"
+        )
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    """The files that stand beside the tensors: config, tokenizer, how to generate."""
+    for name in _COMPANION_FILES:
+        if (source / name).is_file():
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,408 @@
+"""A Hugging Face directory as our canonical arrays, and canonical arrays as such a directory.
+
+Both read and write a layer, or some rows of a table, at a time. Canonical arrays have paths such as
+"block.mlp.up.w" and "ends.tokens", blocks [L, ...].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mtx.config import ModelConfig
+from mtx.convert.configs import KINDS, Json, Kind, config_of, kind_of, model_of, model_type_of
+from mtx.convert.names import Names, Shape, Weight
+from mtx.convert.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
+from mtx.errors import UserError
+
+CONFIG = "config.json"
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
+_MOST_JSON_BYTES = 64 << 20
+PART_BYTES = 64 << 20  # of a table at a time
+Report = Callable[[int, int], None]  # bytes done, bytes in all
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a directory holds a model."""
+
+    dtype: str = "F32"  # as safetensors names it
+    absent: tuple[str, ...] = ()  # parts of the ends that the model is without
+    bare: bool = False  # names are without their common prefix
+    architecture: str | None = None  # the class in transformers; None: that of a whole model
+
+
+class Canonical(Protocol):
+    """Where canonical arrays are read from."""
+
+    shapes: Mapping[str, Shape]
+
+    def read(self, path: str, rows: slice) -> np.ndarray:
+        """Rows of an array along its first dim, float32."""
+
+
+def parts(path: str, shape: Shape) -> Iterator[slice]:
+    """The rows to read at a time: a layer, PART_BYTES of a table, or all of what is neither."""
+    rows = 1
+    if path.startswith("ends."):
+        is_table = path.count(".") == 1
+        rows = max(1, PART_BYTES // (4 * math.prod(shape[1:]))) if is_table else shape[0]
+    for row in range(0, shape[0], rows):
+        yield slice(row, min(row + rows, shape[0]))
+
+
+class HuggingFaceModel:
+    """A directory with config.json and safetensors, whole or in several files.
+
+    Use it as a context. Raises UserError where it is no such directory, where its model is none of
+    ours, and where a file is not whole; `expect` says whether the tensors are those of the model.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.config = read_json(self.directory / CONFIG)
+        where = str(self.directory / CONFIG)
+        self.kind: Kind = kind_of(self.config, where)
+        self.model: ModelConfig = model_of(self.config, where)
+        self.names: Names = self.kind.names
+        self.shapes: Mapping[str, Shape] = {}
+        self.absent: tuple[str, ...] = ()  # parts of the ends that it is without; from `expect`
+        self._files: list[SafetensorsFile] = []
+        try:
+            self._tensors = self._open()
+        except UserError:
+            self.close()
+            raise
+
+    def __enter__(self) -> HuggingFaceModel:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    def _open(self) -> dict[str, tuple[SafetensorsFile, str]]:
+        """The file and the name there of each tensor, by short name."""
+        found: dict[str, tuple[SafetensorsFile, str]] = {}
+        for path in self._paths():
+            file = SafetensorsFile(path)
+            self._files.append(file)
+            for name in file.tensors:
+                short = self.names.short(name)
+                if short in found:
+                    other, twice = found[short]
+                    raise UserError(
+                        f"{self.directory}: {twice} in {other.path.name} and {name} in {path.name} "
+                        "are the same tensor; remove one of them"
+                    )
+                found[short] = file, name
+        return found
+
+    def _paths(self) -> list[Path]:
+        if (self.directory / _ONE_FILE).is_file():
+            return [self.directory / _ONE_FILE]
+        if not (self.directory / _INDEX).is_file():
+            self._refuse_pickles()
+            raise UserError(
+                f"{self.directory} has neither {_ONE_FILE} nor {_INDEX}; name a directory that "
+                "save_pretrained has written"
+            )
+        weight_map = read_json(self.directory / _INDEX).get("weight_map")
+        names = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise UserError(
+                    f"{self.directory / _INDEX}: weight_map must name files of the same directory, "
+                    f"not {name!r}"
+                )
+        missing = sorted(name for name in names if not (self.directory / name).is_file())
+        if missing:
+            raise UserError(
+                f"{self.directory} is without {_some(missing)}, which {_INDEX} names; download it"
+            )
+        return [self.directory / name for name in sorted(names)]
+
+    def _refuse_pickles(self) -> None:
+        pickles = [path.name for name in _PICKLES for path in sorted(self.directory.glob(name))]
+        if pickles:
+            raise UserError(
+                f"{self.directory} has {_some(pickles)} and no safetensors: a pickle can run code "
+                "when it is read, and none is read here. Write it anew with transformers, on a "
+                "machine where you trust it: AutoModel.from_pretrained(...).save_pretrained(..., "
+                "safe_serialization=True)"
+            )
+
+    @property
+    def form(self) -> Form:
+        """Of the widest dtype, where they differ. After `expect`."""
+        there = {file.tensors[name].dtype for file, name in self._tensors.values()}
+        dtype = next((dtype for dtype in ("F32", "BF16", "F16") if dtype in there), "F32")
+        prefixed = any(name.startswith(self.names.prefix) for _, name in self._tensors.values())
+        known = self.config.get("architectures")
+        architecture = known[0] if isinstance(known, list) and known else None
+        return Form(
+            dtype=dtype, absent=self.absent, bare=not prefixed,
+            architecture=architecture if isinstance(architecture, str) else None,
+        )  # fmt: skip
+
+    def expect(self, shapes: Mapping[str, Shape]) -> None:
+        """Takes the canonical arrays of these shapes to be what the tensors make up.
+
+        Raises UserError with the names of tensors that are missing, that belong to nothing, or that
+        have another shape; and where tied weights differ.
+        """
+        self.absent = tuple(part for part in self.names.optional if not self._has(part, shapes))
+        self.shapes = dict(shapes)
+        needed = self.names.tensors(self._present())
+        for twin, main in self.names.twins.items():
+            if twin in self._tensors and twin not in needed and main not in self._tensors:
+                self._tensors[main] = self._tensors.pop(twin)
+        missing = [name for name in needed if name not in self._tensors]
+        twins = set(self.names.twins) - set(needed)
+        extra = [
+            name
+            for name in self._tensors
+            if name not in needed and name not in twins and not self.names.is_ignored(name)
+        ]
+        misshapen = [
+            f"{name} {list(there)} instead of {list(shape)}"
+            for name, shape in needed.items()
+            if name in self._tensors and (there := self._shape(name)) != shape
+        ]
+        problems = [
+            f"{what}: {_some(names)}"
+            for what, names in (
+                ("missing", missing), ("unexpected", extra), ("of another shape", misshapen)
+            )
+            if names
+        ]  # fmt: skip
+        if problems:
+            raise UserError(
+                f"{self.directory}: the tensors are not those of its {CONFIG} "
+                f"({self.config['model_type']}, {self.model.layers} layers); {'; '.join(problems)}"
+            )
+        for twin in sorted(twins & self._tensors.keys()):
+            self._compare(twin, self.names.twins[twin])
+
+    def _has(self, part: str, shapes: Mapping[str, Shape]) -> bool:
+        of_part = {path: s for path, s in shapes.items() if path.startswith(f"ends.{part}.")}
+        if not of_part:
+            return True
+        weights = {f"ends.{weight.leaf}": weight for weight in self.names.ends}
+        twins = {main: twin for twin, main in self.names.twins.items()}
+        names = [name for path in of_part for name in weights[path].names]
+        return any(name in self._tensors or twins.get(name) in self._tensors for name in names)
+
+    def _present(self) -> dict[str, Shape]:
+        return present(self.shapes, self.absent)
+
+    def _shape(self, name: str) -> Shape:
+        file, there = self._tensors[name]
+        return file.tensors[there].shape
+
+    def _compare(self, twin: str, main: str) -> None:
+        shape = self._shape(main)
+        if self._shape(twin) == shape and all(
+            np.array_equal(self._read(twin, rows), self._read(main, rows))
+            for rows in parts("ends.tokens", shape)
+        ):
+            return
+        raise UserError(
+            f"{self.directory}: {twin} and {main} differ, and with tied weights they are the same; "
+            'set "tie_word_embeddings": false where the model is not tied'
+        )
+
+    # -- what is read -----------------------------------------------------------------------------
+
+    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        file, there = self._tensors[name]
+        return file.read(there, rows)
+
+    def tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """A tensor by its short name, or some of its rows, float32."""
+        return self._read(name, rows).astype(np.float32)
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def read(self, path: str, rows: slice) -> np.ndarray:
+        """Rows of a canonical array: layers, or rows of a table. What the model is without has
+        the values of a new model: norms 1 and 0, biases 0, weights drawn anew."""
+        shape = self.shapes[path]
+        start, stop, _ = rows.indices(shape[0])
+        if path.removeprefix("ends.").startswith(tuple(f"{part}." for part in self.absent)):
+            return _new_values(path, shape, self.model.init_std)[start:stop]
+        weight, starts = self._weights[path]
+        if path.startswith("ends."):
+            if weight.form == "table":
+                return self.tensor(weight.names[0], rows)
+            return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
+        array = np.empty((stop - start, *shape[1:]), np.float32)
+        for place, prefix in enumerate(starts[start:stop]):
+            tensors = [self._read(prefix + name) for name in weight.names]
+            array[place] = weight.to_ours(tensors, shape[1:])
+        return array
+
+    @property
+    def _weights(self) -> dict[str, tuple[Weight, tuple[str, ...]]]:
+        return {path: (weight, starts) for path, weight, starts in self.names.arrays(self.shapes)}
+
+
+def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
+    if path.endswith(".scale"):
+        return np.ones(shape, np.float32)
+    if not path.endswith(".w"):
+        return np.zeros(shape, np.float32)
+    stream = np.random.default_rng(list(path.encode()))
+    return (std * stream.standard_normal(shape)).astype(np.float32)
+
+
+def present(shapes: Mapping[str, Shape], absent: Iterable[str]) -> dict[str, Shape]:
+    """The shapes without those of some parts of the ends."""
+    starts = tuple(f"ends.{part}." for part in absent)
+    return {path: shape for path, shape in shapes.items() if not path.startswith(starts)}
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_model(
+    directory: Path,
+    model: ModelConfig,
+    source: Canonical,
+    *,
+    form: Form,
+    base: Json,
+    most_file_bytes: int = 5_000_000_000,
+    report: Report = lambda done_bytes, all_bytes: None,
+) -> None:
+    """Writes config.json and the safetensors of `source` into an empty directory.
+
+    base: a config.json whose other values are kept. Raises UserError for a value that float16
+    cannot hold, OSError where the disk says so.
+    """
+    names, shapes = KINDS[model_type_of(model)].names, present(source.shapes, form.absent)
+    names = replace(names, prefix="") if form.bare else names
+    dtype = form.dtype
+    tensors = {names.full(name): shape for name, shape in names.tensors(shapes).items()}
+    files = _divide(tensors, DTYPES[dtype].itemsize, most_file_bytes)
+    done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
+    with contextlib.ExitStack() as stack:
+        writers: dict[str, SafetensorsWriter] = {}
+        for file, inside in files.items():
+            writer = stack.enter_context(SafetensorsWriter(directory / file, inside, dtype=dtype))
+            writers |= dict.fromkeys(inside, writer)
+        for path, weight, starts in names.arrays(shapes):
+            for rows in parts(path, shapes[path]):
+                array = source.read(path, rows)
+                is_block = path.startswith("block.")
+                row = 0 if is_block else rows.start
+                for name, tensor in _tensors_of(weight, starts[rows] if is_block else None, array):
+                    name = names.full(name)
+                    _refuse_overflow(name, tensor, dtype)
+                    writers[name].write(name, tensor, row=row)
+                done += array.nbytes
+                report(done, total)
+    if len(files) > 1:
+        size = sum(math.prod(shape) for shape in tensors.values()) * DTYPES[dtype].itemsize
+        places = {name: file for file, inside in files.items() for name in inside}
+        write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    write_json(directory / CONFIG, _whole_config(model, form, base))
+
+
+def _tensors_of(
+    weight: Weight, starts: Sequence[str] | None, array: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors, by short name, of layers whose names start so, or of rows of an end's array."""
+    if starts is None:
+        yield from zip(weight.names, weight.to_tensors(array), strict=True)
+        return
+    for start, layer in zip(starts, array, strict=True):
+        for name, tensor in zip(weight.names, weight.to_tensors(layer), strict=True):
+            yield start + name, tensor
+
+
+def _divide(
+    tensors: Mapping[str, Shape], itemsize: int, most_bytes: int
+) -> dict[str, dict[str, Shape]]:
+    """The tensors of each file, none of more than `most_bytes` unless one tensor is."""
+    files: list[dict[str, Shape]] = [{}]
+    size = 0
+    for name, shape in tensors.items():
+        tensor_bytes = math.prod(shape) * itemsize
+        if files[-1] and size + tensor_bytes > most_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = shape
+        size += tensor_bytes
+    if len(files) == 1:
+        return {_ONE_FILE: files[0]}
+    count = len(files)
+    return {f"model-{i:05}-of-{count:05}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def _refuse_overflow(name: str, tensor: np.ndarray, dtype: str) -> None:
+    if dtype == "F16" and tensor.size and (largest := np.abs(tensor).max()) > 65504:
+        raise UserError(
+            f"{name} has {largest:.6g}, more than float16 holds (65504); use --dtype bfloat16 or "
+            "float32"
+        )
+
+
+def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
+    """config.json: ours, and of `base` what ours does not speak of."""
+    ours = config_of(model)
+    if base.get("model_type") != ours["model_type"]:
+        base = {}
+    dropped = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
+    kept = {name: value for name, value in base.items() if name not in dropped}
+    if form.architecture:
+        ours["architectures"] = [form.architecture]
+    if model.family == "llama":  # the run's sequence may be shorter than what the model can take
+        longest = kept.get("max_position_embeddings", 0)
+        ours["max_position_embeddings"] = max(model.sequence, longest)
+    return kept | ours | {"torch_dtype": DTYPE_NAMES[form.dtype]}
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Json:
+    """The table in a JSON file; UserError where there is none."""
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            raise UserError(f"{path} is larger than {_MOST_JSON_BYTES >> 20} MiB: no such file")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        what = str(error).partition("\n")[0]
+        raise UserError(f"{path} cannot be read as JSON: {what}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no table but a {type(values).__name__}")
+    return values
+
+
+def write_json(path: Path, values: Json) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    shown, more = ", ".join(names[:4]), len(names) - 4
+    return f"{shown} and {more:,} more" if more > 0 else shown

@@ -1,0 +1,95 @@
+"""A model's tokenizer, from Hugging Face's files to a checkpoint's document and back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from mtx.convert.huggingface import HuggingFaceModel, write_json
+from mtx.data import Tokenizer, tokenizer_from_dict
+from mtx.data.pieces import PieceTokenizer
+from mtx.data.tokenizer import END_OF_TEXT
+from mtx.data.tokenizer_files import load_tokenizer
+from mtx.errors import UserError
+
+NONE = {"kind": "none"}  # the document of a model that came without a tokenizer
+_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has the files of a tokenizer."""
+    return any((directory / name).is_file() for name in _FILES)
+
+
+def tokenizer_of(theirs: HuggingFaceModel, named: str | None) -> tuple[dict, list[str]]:
+    """The document for a checkpoint, and what is to be said of it. `named`: one that is not the
+    model's own. Raises UserError for one that cannot be read or has too many tokens."""
+    source, vocab = theirs.directory, theirs.model.vocab
+    if named is None and not has_tokenizer(source):
+        note = (
+            f"{source} has no tokenizer, so the run has none either: to train on text or to "
+            "generate, convert again with --tokenizer FILE"
+        )
+        return NONE, [note]
+    tokenizer = _load(named or str(source), theirs)
+    if tokenizer.vocab > vocab:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab:,} tokens, more than the model's "
+            f"{vocab:,}; name the model's own with --tokenizer"
+        )
+    return tokenizer.to_dict(), []
+
+
+def _load(name: str, theirs: HuggingFaceModel) -> Tokenizer:
+    """With the end-of-document token that its files name, or else config.json; or none."""
+    if theirs.model.family == "bert":
+        return load_tokenizer(name, eod="none")
+    ends = theirs.config.get("eos_token_id")
+    numbers = [n for n in (ends if isinstance(ends, list) else [ends]) if type(n) is int]
+    for eod in ("auto", *map(str, numbers)):
+        with contextlib.suppress(UserError):
+            return load_tokenizer(name, eod=eod)
+    return load_tokenizer(name, eod="none")
+
+
+def write_tokenizer(directory: Path, document: Mapping[str, Any]) -> int | None:
+    """Writes tokenizer.json and tokenizer_config.json for a checkpoint's tokenizer, where it has
+    one; the end-of-document token, where there is one. What is there already is left alone.
+
+    An end-of-document token without a spelling gets GPT-2's. Of SentencePiece's a checkpoint has no
+    more than is needed here, so nothing is written.
+    """
+    if document == NONE:
+        return None
+    ours = tokenizer_from_dict(dict(document))
+    if has_tokenizer(directory) or document.get("kind") == PieceTokenizer.kind:
+        return ours.eod
+    described = document.get("model")
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(described)) if described else _bytes()
+    if ours.eod is not None and theirs.id_to_token(ours.eod) is None:
+        theirs.add_special_tokens([END_OF_TEXT])
+    theirs.save(str(directory / "tokenizer.json"))
+    end = None if ours.eod is None else theirs.id_to_token(ours.eod)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {name: end for name in ("bos_token", "eos_token") if end}
+    write_json(directory / "tokenizer_config.json", config)
+    return ours.eod
+
+
+def _bytes() -> tokenizers.Tokenizer:
+    """The 256 bytes as a byte-level BPE without merges, in which GPT-2 spells each as a letter."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    vocab = {letter: byte for byte, letter in letters.items()}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return model

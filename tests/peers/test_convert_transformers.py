@@ -1,0 +1,252 @@
+"""Converted models against transformers in torch: logits, losses, gradients, and loading.
+
+The tests take small models. `python -m tests.peers.test_convert_transformers [NAME]` takes GPT-2,
+Llama 2 7B, Llama 3 8B and BERT-base with their real widths and few layers, and prints the largest
+differences.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is absent: conversions are not compared with it")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is absent: conversions are not compared with it"
+)
+from mtx.checkpoint.checkpoints import Checkpoints  # noqa: E402
+from mtx.config import Layout  # noqa: E402
+from mtx.convert.checkpoint import canonical_shapes  # noqa: E402
+from mtx.convert.convert import to_checkpoint, to_huggingface  # noqa: E402
+from mtx.convert.huggingface import HuggingFaceModel  # noqa: E402
+from mtx.train.step import Trainer  # noqa: E402
+
+V, S, G = 96, 24, 4
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def gpt2(layers=2, hidden=32, heads=4, sequence=S, vocab=V, **others):
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, n_positions=sequence, vocab_size=vocab,
+        bos_token_id=0, eos_token_id=0, **others,
+    ))  # fmt: skip
+
+
+def llama(layers=2, hidden=32, heads=4, groups=2, ffn=88, sequence=S, vocab=V, **others):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads,
+        num_key_value_heads=groups, intermediate_size=ffn, max_position_embeddings=sequence,
+        vocab_size=vocab, **others,
+    ))  # fmt: skip
+
+
+def bert(layers=2, hidden=32, heads=4, ffn=64, sequence=S, vocab=V, kind="Bert", **others):
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads,
+        intermediate_size=ffn, max_position_embeddings=sequence, vocab_size=vocab, **others,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForPreTraining")(config)
+
+
+SMALL = {
+    "gpt2": gpt2,
+    "gpt2, untied, erf": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
+    "llama": llama,
+    "llama 3, tied": lambda: llama(rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "bert": bert,
+    "megatron-bert": lambda: bert(kind="MegatronBert", hidden_act="gelu_new"),
+}
+REAL = {
+    "gpt2": lambda: gpt2(4, 768, 12, 128, 8192),
+    "llama 2 7b": lambda: llama(2, 4096, 32, 32, 11008, 4096, 512),
+    "llama 3 8b": lambda: llama(
+        2, 4096, 32, 8, 14336, 8192, 512, rms_norm_eps=1e-5, rope_parameters=LLAMA3
+    ),
+    "bert-base": lambda: bert(4, 768, 12, 3072, 128, 8192),
+}
+LAYOUTS = [Layout(), Layout(data=2, pipe=2, tensor=2), Layout(pipe=2, tensor=4)]
+
+
+def random_model(make):
+    """In float32 for evaluation, biases and norms moved away from 0 and 1."""
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def random_batch(model, rows=G, size=None):
+    """Ours: of BERT with padding, types, masked tokens and orders, one of them unknown."""
+    config, stream = model.config, np.random.default_rng(0)
+    size = size or config.max_position_embeddings
+    # Not 0: that is BERT's padding, whose row of the table has no gradient in torch.
+    tokens, targets = stream.integers(1, config.vocab_size, (2, rows, size), dtype=np.int32)
+    batch = {"tokens": tokens, "targets": targets, "weights": np.ones((rows, size), np.float32)}
+    if "bert" not in config.model_type:
+        return batch | {"targets": np.roll(tokens, -1, axis=1)}
+    batch["weights"] = (stream.random((rows, size)) < 0.3).astype(np.float32)
+    batch["segments"] = np.ones((rows, size), np.int32)
+    batch["segments"][1, size // 2 :] = 0
+    batch["weights"] *= batch["segments"]
+    types = np.repeat([[0], [1]], [size // 3, size - size // 3], axis=0).T
+    order = np.arange(rows, dtype=np.int32) % 3 - 1
+    return batch | {"types": np.repeat(types, rows, axis=0).astype(np.int32), "order": order}
+
+
+def torch_results(model, batch):
+    """(logits [G, S, V], loss); the model has its gradients then."""
+    at = {name: torch.tensor(values).long() for name, values in batch.items()}
+    if "types" not in batch:
+        logits = model(input_ids=at["tokens"]).logits
+    else:
+        out = model(
+            input_ids=at["tokens"], token_type_ids=at["types"], attention_mask=at["segments"]
+        )
+        logits = out.prediction_logits
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), at["targets"].flatten(), reduction="none"
+    )
+    weights = torch.tensor(batch["weights"]).flatten()
+    loss = (losses * weights).sum() / weights.sum()
+    if "order" in batch:
+        loss = loss + torch.nn.functional.cross_entropy(
+            out.seq_relationship_logits, at["order"], ignore_index=-1
+        )
+    model.zero_grad()
+    loss.backward()
+    return logits.detach().numpy(), float(loss.detach())
+
+
+def torch_gradients(model, directory):
+    """Canonical gradients by path, by way of the names that the parameters have on disk."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(directory, state_dict=gradients)
+    with HuggingFaceModel(directory) as theirs:
+        theirs.expect(canonical_shapes(theirs.model))
+        return {path: theirs.read(path, slice(None)) for path in theirs.shapes}
+
+
+def our_results(directory, batch, layout):
+    """(logits [G, positions, V] at three positions, these, loss, gradients by path)"""
+    run = Checkpoints(directory).run()
+    rows, size = batch["tokens"].shape
+    run = replace(
+        run, layout=layout, global_batch=rows, model=replace(
+            run.model, dropout=0.0, attention_dropout=0.0
+        ),
+    )  # fmt: skip
+    trainer = Trainer(run)
+    state = Checkpoints(directory).restore(trainer)
+    places = np.array([0, size // 2, size - 1])
+    logits = []
+    for place in places:
+        asked = {name: batch[name] for name in ("tokens", "types", "segments") if name in batch}
+        asked["last"] = np.full(rows, place, np.int32)
+        placed = trainer.place(asked)
+        logits.append(np.asarray(trainer.predict(state, placed))[:, : run.model.vocab])
+    loss, gradients = trainer.loss_and_gradients(state, batch)
+    return np.stack(logits, axis=1), places, float(loss), flat(gradients)
+
+
+def flat(tree, start=""):
+    if not isinstance(tree, dict):
+        return {start[:-1]: np.asarray(tree)}
+    found = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{start}{name}.")
+    return found
+
+
+def norm_of(arrays) -> float:
+    return float(np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in arrays)))
+
+
+def differences(make, directory: Path, layouts, *, rows=G, size=None):
+    """Of each layout: of logits (absolute), and of the loss, the gradients' norm and the worst
+    array's gradient (relative)."""
+    model = random_model(make)
+    model.save_pretrained(directory / "in")
+    done = to_checkpoint(directory / "in", directory / "run", sequence=size)
+    print(done.comparison)
+    batch = random_batch(model, rows, size)
+    is_text = batch.get("segments", np.ones_like(batch["tokens"])) > 0  # what padding sees differs
+    want, want_loss = torch_results(model, batch)
+    theirs = torch_gradients(model, directory / "gradients")
+    for layout in layouts:
+        logits, places, loss, ours = our_results(directory / "run", batch, layout)
+        assert ours.keys() == theirs.keys()
+        size_of = norm_of(theirs.values())
+        yield (
+            layout,
+            {
+                "logits": float(np.abs(logits - want[:, places])[is_text[:, places]].max()),
+                "loss": abs(loss - want_loss) / want_loss,
+                "norm": abs(norm_of(ours.values()) - size_of) / size_of,
+                "gradient": max(
+                    float(np.linalg.norm(ours[path] - theirs[path]))
+                    / max(float(np.linalg.norm(theirs[path])), 1e-3 * size_of)
+                    for path in ours
+                ),
+            },
+        )
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logits_loss_and_gradients(tmp_path, name):
+    layouts = LAYOUTS[:1] if "," in name else LAYOUTS[:2]
+    for layout, found in differences(SMALL[name], tmp_path, layouts):
+        assert found["logits"] < 1e-5, layout
+        assert found["loss"] < 1e-6, layout
+        assert found["norm"] < 1e-5, layout
+        assert found["gradient"] < 1e-4, layout
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_we_write_loads_without_a_word(tmp_path, name, caplog):
+    model = random_model(SMALL[name])
+    model.save_pretrained(tmp_path / "in")
+    to_checkpoint(tmp_path / "in", tmp_path / "run", check="none")
+    extra = tmp_path / "run" / "checkpoints" / "0" / "extra.json"
+    assert json.loads(extra.read_text())["converted"]["architecture"] == type(model).__name__
+    done = to_huggingface(tmp_path / "run", tmp_path / "out", check="transformers")
+    assert done.comparison.largest_difference < 1e-5
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        read, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not any(info.values()), info
+    assert [record.getMessage() for record in caplog.records if record.levelno > 20] == []
+    for key, value in model.state_dict().items():
+        assert torch.equal(read.state_dict()[key], value), key
+
+
+def main(names: list[str]) -> None:
+    for name in names or REAL:
+        with tempfile.TemporaryDirectory() as directory:
+            size = 64 if "llama" in name else None
+            for layout, found in differences(REAL[name], Path(directory), LAYOUTS, size=size):
+                sizes = {key: getattr(layout, key) for key in ("data", "pipe", "tensor")}
+                print(name, sizes, {key: f"{value:.1e}" for key, value in found.items()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""`mtx convert`: which way is seen from SOURCE, and a mistake is one line."""
+
+from __future__ import annotations
+
+import json
+
+import hugging
+import pytest
+
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.cli import main
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A Llama of Hugging Face's."""
+    directory = tmp_path_factory.mktemp("source") / "llama"
+    config, shapes = hugging.llama(eos_token_id=7)
+    hugging.write(directory, config, hugging.random_tensors(shapes), dtype="BF16")
+    (directory / "generation_config.json").write_text('{"top_k": 3}')
+    return directory
+
+
+def test_there_and_back(source, tmp_path, capsys):
+    run, back = tmp_path / "run", tmp_path / "back"
+    assert main(["convert", str(source), str(run), "--sequence", "12"]) == 0
+    printed = capsys.readouterr().out
+    assert "compared   largest difference " in printed and "from their formulas in NumPy" in printed
+    assert "computes in bfloat16" in printed and "has no tokenizer" in printed
+    model = Checkpoints(run).run().model
+    assert (model.sequence, model.compute_dtype) == (12, "bfloat16")
+    assert main(["convert", str(run), str(back)]) == 0
+    assert "note       tensors are bfloat16" in capsys.readouterr().out
+    assert (back / "generation_config.json").read_text() == '{"top_k": 3}'
+    config = json.loads((back / "config.json").read_text())
+    assert config["eos_token_id"] == 7 and config["max_position_embeddings"] == hugging.S
+    assert (back / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "name two directories before all options, not 0"),
+        (["{source}"], "name two directories before all options, not 1"),
+        (["nowhere", "out"], "nowhere does not exist; name a Hugging Face directory"),
+        (["{empty}", "out"], "has neither a config.json nor a complete checkpoint"),
+        (["{source}", "out", "--dtype", "float16"], "--dtype is for conversions to Hugging Face"),
+        (["{source}", "out", "--step", "3"], "--step is for conversions to Hugging Face"),
+        (["{source}", "out", "--sequence", "99"], "sequence=99 must lie between 1 and 24"),
+        (["{source}", "out", "--tokenizer", "gone"], "cannot read the tokenizer gone"),
+        (["{source}", "out", "--check", "all"], "invalid choice 'all' for argument '--check'"),
+    ],
+)
+def test_mistakes(source, tmp_path, capsys, monkeypatch, arguments, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    names = {"source": source, "empty": "empty"}
+    assert main(["convert", *(argument.format(**names) for argument in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mtx: ") and error.count("\n") == 1
+    assert what in error
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
