@@ -1,0 +1,118 @@
+"""Records of evaluation sets: JSON lines, or files that are one JSON object each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mtx.errors import UserError
+
+_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
+_MOST_BYTES = 2**26  # of one object
+
+
+def read_records(names: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    """(where it stands, a JSON object) for each object in the named files and folders, in order.
+
+    A line is an object, or else the whole file is one; blank lines are left out. `where` is for
+    people: "dev.jsonl, line 3". Raises UserError for what is missing, unreadable, not UTF-8 or no
+    JSON object, for an object of more than 64 MiB, and where there is no object at all.
+    """
+    found = False
+    for path in _files(names):
+        for where, line in _lines(path):
+            found = True
+            yield where, _object(where, line)
+    if not found:
+        raise UserError(f"there is no record in {', '.join(names) or 'no files'}; name others")
+
+
+def text_field(record: dict, name: str, where: str) -> str:
+    """`record[name]`; UserError where it is missing or no text."""
+    if name not in record:
+        raise UserError(f"{where} has no field {name!r}, but {', '.join(list(record)[:8]) or 'no'}")
+    return require_text(record[name], f"{where}: {name!r}")
+
+
+def require_text(value: object, what: str) -> str:
+    """`value`; UserError where it is no text, or holds half of a surrogate pair."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} is {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise UserError(f"{what} has half of a surrogate pair, {half}; mend it") from None
+    return value
+
+
+def _files(names: Sequence[str]) -> Iterator[Path]:
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
+            if not inside:
+                raise UserError(f"{name} holds no file that ends in {', '.join(_SUFFIXES)}")
+            yield from inside
+        elif path.is_file():
+            yield path
+        else:
+            raise UserError(f"{name} is no file or folder (from {Path.cwd()})")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(where, text) of each line that is not blank, or of the whole file if that is one object."""
+    try:
+        with open(path, "rb") as file:
+            whole = file.read(_MOST_BYTES + 1)
+            if len(whole) <= _MOST_BYTES and _is_one_object(whole):
+                yield str(path), _decoded(str(path), whole)
+                return
+            file.seek(0)
+            number = 0
+            while line := file.readline(_MOST_BYTES + 1):
+                number += 1
+                where = f"{path}, line {number}"
+                if len(line) > _MOST_BYTES:
+                    raise UserError(f"{where} has more than {_MOST_BYTES:,} bytes; cut it")
+                if line.strip():
+                    yield where, _decoded(where, line)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _is_one_object(text: bytes) -> bool:
+    """Whether a file is to be read as one object: its first line alone is none."""
+    lines = text.split(b"\n", 1)
+    if len(lines) == 1 or not lines[1].strip():
+        return False  # one line: an object, or a mistake that is best named by its line
+    try:
+        json.loads(lines[0])
+        return False
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _decoded(where: str, line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: byte {error.start + 1}, 0x{line[error.start]:02x}, is not UTF-8; convert "
+            "the file (iconv -t UTF-8), or mend the line"
+        ) from None
+
+
+def _object(where: str, text: str) -> dict:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
+    return record

@@ -1,0 +1,125 @@
+"""Perplexity of masked tokens, for a BERT: how well it restores what was hidden of a text.
+
+Tokens are masked as in training: see `mtx.data.masked`. S sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtx.data import Tokenizer
+from mtx.data.bert import BertSample, make_bert_batch
+from mtx.data.draws import Draws
+from mtx.data.marks import Pieces, find_pieces
+from mtx.data.masked import Masking, mask_words
+from mtx.errors import UserError
+from mtx.evaluate.score import Report, score_batch
+from mtx.train.step import Trainer, TrainState
+
+_EVALUATION = 5  # in the key of a row's draws, where training has other numbers
+_TRAINING = Masking()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedPerplexity:
+    """How well masked tokens were restored; losses in nats."""
+
+    tokens: int  # of all texts, without marks
+    masked: int  # of these
+    rows: int  # [CLS] ... [SEP], of at most S tokens
+    mask_fraction: float
+    mask_run: int
+    seed: int
+    loss: float  # mean over the masked tokens
+    perplexity: float  # exp(loss)
+    accuracy: float  # of masked tokens that the model finds the most likely
+
+
+def masked_perplexity(
+    trainer: Trainer,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    masking: Masking = _TRAINING,
+    pieces: Pieces | None = None,
+    seed: int = 0,
+    report: Report | None = None,
+) -> MaskedPerplexity:
+    """Masks words of each row of S - 2 tokens of the texts, and has them restored.
+
+    A row is [CLS], tokens of one text, [SEP]. What is masked of it is a pure function of `seed` and
+    its number, whatever the layout and the batch. `pieces`: the tokenizer's own where not given.
+    Raises UserError for a model that is no BERT, a tokenizer without a BERT's marks, and a text
+    without tokens.
+    """
+    model = trainer.run.model
+    if model.family != "bert":
+        raise UserError(
+            f"family={model.family!r} has no masked tokens; evaluate it with the task perplexity"
+        )
+    if model.sequence < 3:
+        raise UserError(f"sequence={model.sequence} has no room for a token between two marks")
+    if seed < 0:
+        raise UserError(f"seed={seed} must be at least 0")
+    if not texts:
+        raise UserError("there is no text to mask tokens of; name at least one")
+    rows = _Rows(tokenizer, texts, pieces or find_pieces(tokenizer), model.sequence, masking, seed)
+    losses, hits, size = [], [], trainer.run.global_batch
+    for first in range(0, len(rows), size):
+        filled = min(size, len(rows) - first)
+        batch = make_bert_batch(rows, first, size, filled=filled)
+        losses_GS, hits_GS = score_batch(trainer, state, batch)
+        masked_GS = batch["weights"] > 0
+        losses, hits = [*losses, losses_GS[masked_GS]], [*hits, hits_GS[masked_GS]]
+        if report is not None:
+            report(first + filled, len(rows))
+    losses, hits = np.concatenate(losses), np.concatenate(hits)
+    loss = float(losses.mean(dtype=np.float64))
+    return MaskedPerplexity(
+        tokens=sum(map(len, rows.parts)),
+        masked=len(losses),
+        rows=len(rows),
+        mask_fraction=masking.fraction,
+        mask_run=masking.run,
+        seed=seed,
+        loss=loss,
+        perplexity=math.exp(loss),
+        accuracy=float(hits.mean(dtype=np.float64)),
+    )
+
+
+class _Rows:
+    """Texts side by side, as `make_bert_batch` reads them."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        texts: Sequence[str],
+        pieces: Pieces,
+        sequence: int,
+        masking: Masking,
+        seed: int,
+    ):
+        self.pieces, self.sequence = pieces, sequence
+        self._masking, self._seed = masking, seed
+        self.parts: list[np.ndarray] = []
+        for place, text in enumerate(texts, start=1):
+            ids, room = tokenizer.encode(text), sequence - 2
+            if not len(ids):
+                raise UserError(f"text {place} of {len(texts)} has no tokens; leave it out")
+            self.parts += [ids[start : start + room] for start in range(0, len(ids), room)]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> BertSample:
+        marks, part = self.pieces.marks, self.parts[index]
+        targets = np.array([marks.begin, *part, marks.end], np.int32)
+        draws = Draws(self._seed, index, _EVALUATION)
+        tokens, places = mask_words(targets, self.pieces, draws, self._masking)
+        return BertSample(tokens, targets, places, second=len(targets), order=-1)

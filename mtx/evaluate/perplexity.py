@@ -1,0 +1,143 @@
+"""Perplexity of texts by overlapping windows, as Megatron-LM takes it on WikiText-103.
+
+Shoeybi et al. 2019, appendix E, and its published code. S sequence · T tokens of a text ·
+T_o its blank-separated words before it is detokenised.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtx.data import Tokenizer
+from mtx.errors import UserError
+from mtx.evaluate.score import Report, Row, score_rows
+from mtx.train.step import Trainer, TrainState
+
+_LARGEST_EXPONENT = 20.0  # the published code's: of an untrained model, e^20 is printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """The perplexity of one or several texts; losses in nats."""
+
+    tokens: int  # T
+    original_tokens: int  # T_o
+    targets: int  # tokens that were predicted: all but the first of each text
+    windows: int
+    stride: int
+    wikitext: bool  # whether the texts were detokenised
+    loss: float  # mean over the targets
+    perplexity: float  # exp(loss), at most e^20
+    token_ratio: float | None  # (T - 1) / (T_o - 1); None where T_o is 1
+    adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: of a word
+    bits_per_byte: float  # of the detokenised text in UTF-8
+
+
+def perplexity(
+    trainer: Trainer,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    stride: int = 32,
+    wikitext: bool = False,
+    report: Report | None = None,
+) -> Perplexity:
+    """The perplexity of `texts`, each read from its beginning to its end.
+
+    The first window of a text scores all of its S targets; each later one stands `stride` tokens
+    further on and scores its last `stride`, so that every target is scored once and sees at least
+    S - stride tokens before it. With stride = S, the windows stand side by side.
+    `wikitext`: the texts are WikiText's, to be detokenised first. `adjusted_perplexity` compares
+    models of different tokenizers, and is the number that papers report for WikiText-103.
+    Raises UserError for a text of fewer than two tokens, and a stride that is not within 1 and S.
+    """
+    sequence = trainer.run.model.sequence
+    if not 1 <= stride <= sequence:
+        raise UserError(f"stride={stride} must be between 1 and sequence={sequence}")
+    if not texts:
+        raise UserError("there is no text to take the perplexity of; name at least one")
+    rows: list[Row] = []
+    tokens = original = targets = original_targets = text_bytes = 0
+    for place, text in enumerate(texts, start=1):
+        words = count_words(text)
+        if wikitext:
+            text = detokenise_wikitext(text)
+        ids = tokenizer.encode(text)
+        if len(ids) < 2:
+            raise UserError(
+                f"text {place} of {len(texts)} has {len(ids)} token{'s' * (len(ids) != 1)}; a "
+                "perplexity needs at least 2, the first of which is not predicted"
+            )
+        rows += window_rows(ids, sequence=sequence, stride=stride)
+        tokens, targets = tokens + len(ids), targets + len(ids) - 1
+        original, original_targets = original + words, original_targets + words - 1
+        text_bytes += len(text.encode())
+    scores = score_rows(trainer, state, rows, report=report)
+    loss = -math.fsum(score.log_likelihood for score in scores) / targets
+    ratio = targets / original_targets if original_targets else None
+    return Perplexity(
+        tokens=tokens,
+        original_tokens=original,
+        targets=targets,
+        windows=len(rows),
+        stride=stride,
+        wikitext=wikitext,
+        loss=loss,
+        perplexity=_bounded_exp(loss),
+        token_ratio=ratio,
+        adjusted_perplexity=None if ratio is None else _bounded_exp(loss * ratio),
+        bits_per_byte=loss * targets / math.log(2) / text_bytes,
+    )
+
+
+def window_rows(ids: np.ndarray, *, sequence: int, stride: int) -> list[Row]:
+    """The windows of a text of at least two tokens, as views of `ids`; see `perplexity`."""
+    targets = len(ids) - 1
+    rows = [Row(ids[: sequence + 1], min(sequence, targets))]
+    for scored in range(sequence, targets, stride):  # targets scored before this window
+        start = scored + stride - sequence
+        rows.append(Row(ids[start : start + sequence + 1], min(stride, targets - scored)))
+    return rows
+
+
+def count_words(text: str) -> int:
+    """T_o: what single blanks separate, as the published code counts. The line ends of WikiText
+    stand between blanks, and count as words."""
+    return len(text.strip().split(" "))
+
+
+def is_wikitext(text: str) -> bool:
+    """Whether a text has WikiText's marks of separated numbers and compounds."""
+    return re.search(" @[-,.]@ ", text) is not None
+
+
+def detokenise_wikitext(text: str) -> str:
+    """WikiText as it was before it was cut into words, by the published code's rules in its order.
+
+    They are rough: in "Bob 's and Ann 's", the apostrophes are taken for a pair of quotes.
+    """
+    text = text.replace("s '", "s'")
+    for mark in "-,.":
+        text = text.replace(f" @{mark}@ ", mark)
+    for mark in ":;.!?,":
+        text = text.replace(f" {mark} ", f"{mark} ")
+    for opens, closes in ("()", "[]", "{}", '""', "''"):
+        inner = rf"{re.escape(opens)}\s*([^{re.escape(closes)}]*?)\s*{re.escape(closes)}"
+        text = re.sub(inner, rf"{opens}\1{closes}", text)
+    for heading in ("= = = =", "= = =", "= ="):
+        text = text.replace(heading, heading.replace(" ", ""))
+    for there, then in (
+        (" \u00b0 ", "\u00b0"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+    ):  # fmt: skip
+        text = text.replace(there, then)
+    return text
+
+
+def _bounded_exp(value: float) -> float:
+    return math.exp(min(_LARGEST_EXPONENT, value))

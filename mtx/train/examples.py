@@ -1,0 +1,204 @@
+"""Examples to fine-tune a BERT on: labelled texts, pairs of texts, and multiple choice.
+
+G rows of a batch · S sequence. A row is [CLS] A [SEP], or [CLS] A [SEP] B [SEP] of a pair; an
+example of multiple choice is a row for each option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from mtx.data import Tokenizer
+from mtx.data.marks import Marks, find_marks
+from mtx.data.samples import shuffled
+from mtx.errors import UserError
+from mtx.evaluate.choice import Question
+from mtx.evaluate.files import read_records, text_field
+
+_DROPOUT = 6  # in the key of a step's draws
+
+
+class Row(NamedTuple):
+    """A text or a pair between its marks."""
+
+    tokens: np.ndarray  # int32 [at most S]
+    second: int  # where B begins; len(tokens) where there is none
+
+
+class Example(NamedTuple):
+    """What is to be told apart."""
+
+    rows: tuple[Row, ...]  # one for each option
+    label: int  # the class, or the place of the right option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the examples of a fine-tuning have in common."""
+
+    labels: tuple[str, ...] = ()  # the classes; none for multiple choice
+    options: int = 1  # of an example of multiple choice
+    marks: Marks
+    sequence: int  # S
+
+    @property
+    def kind(self) -> Literal["classes", "race"]:
+        """The task's name on the command line."""
+        return "classes" if self.labels else "race"
+
+    @property
+    def outputs(self) -> int:
+        """Of the head."""
+        return len(self.labels) or 1
+
+    @property
+    def answers(self) -> int:
+        """Among how many one is right."""
+        return len(self.labels) or self.options
+
+
+class Labelled(NamedTuple):
+    """A text, or a pair, and its class."""
+
+    text: str
+    other: str | None
+    label: str
+    where: str  # for messages
+
+
+def read_labelled(names: Sequence[str]) -> list[Labelled]:
+    """JSON lines {"text": ..., "label": ...}, for pairs with a "text_pair". A label is a text or a
+    whole number. Raises UserError as `read_records` does, and for a record of another form."""
+    found = []
+    for where, record in read_records(names):
+        label = record.get("label")
+        if isinstance(label, bool) or not isinstance(label, str | int):
+            raise UserError(f"{where}: 'label' must be a text or a whole number, not {label!r}")
+        text, pair = text_field(record, "text", where), "text_pair" in record
+        other = text_field(record, "text_pair", where) if pair else None
+        found.append(Labelled(text, other, str(label), where))
+    return found
+
+
+def classes_of(records: Sequence[Labelled]) -> tuple[str, ...]:
+    """Their labels in order: of numbers, if all are. Raises UserError where there is only one."""
+    labels = {record.label for record in records}
+    if len(labels) < 2:
+        raise UserError(f"all examples have the label {labels.pop()!r}; two classes are needed")
+    numbers = all(label.removeprefix("-").isdecimal() for label in labels)
+    return tuple(sorted(labels, key=int if numbers else str))
+
+
+def classification(tokenizer: Tokenizer, labels: tuple[str, ...], *, sequence: int) -> Task:
+    """The task of telling `labels` apart."""
+    return Task(labels=labels, marks=find_marks(tokenizer), sequence=_enough(sequence))
+
+
+def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequence: int) -> Task:
+    """The task of such questions. Raises UserError where they have not all as many options."""
+    counts = {len(question.options): question.where for question in reversed(questions)}
+    if len(counts) > 1:
+        said = ", ".join(f"{count} ({where})" for count, where in counts.items())
+        raise UserError(f"questions must have as many options each, not {said}")
+    options = next(iter(counts))
+    return Task(options=options, marks=find_marks(tokenizer), sequence=_enough(sequence))
+
+
+def _enough(sequence: int) -> int:
+    if sequence < 5:
+        raise UserError(f"sequence={sequence} has no room for two texts between their marks")
+    return sequence
+
+
+def encode_labelled(task: Task, tokenizer: Tokenizer, records: Sequence[Labelled]) -> list[Example]:
+    """Raises UserError for a label that is not among the task's."""
+    examples = []
+    for record in records:
+        if record.label not in task.labels:
+            known = ", ".join(task.labels)
+            raise UserError(f"{record.where}: the label {record.label!r} is none of {known}")
+        row = make_row(task, *_ids(tokenizer, record.text, record.other))
+        examples.append(Example((row,), task.labels.index(record.label)))
+    return examples
+
+
+def encode_questions(
+    task: Task, tokenizer: Tokenizer, questions: Sequence[Question]
+) -> list[Example]:
+    """A is the question with an option, in its blank "_" or after it; B is the article."""
+    examples = []
+    for question in questions:
+        if len(question.options) != task.options:
+            count = len(question.options)
+            raise UserError(f"{question.where} has {count} options, the others {task.options}")
+        article = tokenizer.encode(question.article)
+        asked = [ask(question.question, option) for option in question.options]
+        rows = tuple(make_row(task, tokenizer.encode(text), article) for text in asked)
+        examples.append(Example(rows, question.answer))
+    return examples
+
+
+def ask(question: str, option: str) -> str:
+    """A question and an option as one text."""
+    return question.replace("_", option) if "_" in question else f"{question} {option}"
+
+
+def make_row(task: Task, first: np.ndarray, second: np.ndarray | None = None) -> Row:
+    """A text or a pair between marks. Where it is too long, the longer text loses its end."""
+    begin, end = [task.marks.begin], [task.marks.end]
+    if second is None:
+        tokens = np.concatenate([begin, first[: task.sequence - 2], end]).astype(np.int32)
+        return Row(tokens, len(tokens))
+    room = task.sequence - 3
+    first = first[: max(room - len(second), room - room // 2)]
+    second = second[: room - len(first)]
+    tokens = np.concatenate([begin, first, end, second, end]).astype(np.int32)
+    return Row(tokens, len(first) + 2)
+
+
+def _ids(tokenizer: Tokenizer, text: str, other: str | None) -> tuple[np.ndarray, ...]:
+    return tuple(tokenizer.encode(part) for part in (text, other) if part is not None)
+
+
+def make_batch(
+    task: Task, examples: Sequence[Example], count: int, *, draws: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """A batch of `count` examples, G = count * options rows, as the model reads it: see
+    `mtx.models.classifier`. Those that there are too few of are padding, of weight 0. draws int32
+    [G]: for dropout."""
+    shape = count * task.options, task.sequence
+    batch = {
+        "tokens": np.full(shape, task.marks.pad, np.int32),
+        "types": np.zeros(shape, np.int32),
+        "segments": np.zeros(shape, np.int32),
+        "weights": np.zeros(shape, np.float32),
+        "labels": np.zeros(shape[0], np.int32),
+    }
+    for place, example in enumerate(examples):
+        first = place * task.options
+        batch["weights"][first, 0] = 1
+        batch["labels"][first if task.labels else first + example.label] = (
+            example.label if task.labels else 1
+        )
+        for g, row in enumerate(example.rows, start=first):
+            batch["tokens"][g, : len(row.tokens)] = row.tokens
+            batch["types"][g, row.second : len(row.tokens)] = 1
+            batch["segments"][g, : len(row.tokens)] = 1
+    return batch if draws is None else batch | {"draws": draws}
+
+
+def training_batch(
+    task: Task, examples: Sequence[Example], *, step: int, count: int, seed: int
+) -> dict[str, np.ndarray]:
+    """The batch of a step: a pure function of what it is given. Every epoch has its own order; a
+    step may end one and begin the next."""
+    epochs, places = np.divmod(step * count + np.arange(count), len(examples))
+    orders = {epoch: shuffled(len(examples), seed, int(epoch), _DROPOUT) for epoch in set(epochs)}
+    some = [examples[orders[epoch][place]] for epoch, place in zip(epochs, places)]
+    bits = np.random.PCG64(np.random.SeedSequence((seed, step, _DROPOUT)))
+    draws = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
+    return make_batch(task, some, count, draws=draws)

@@ -1,0 +1,221 @@
+"""Fine-tuning a BERT: a few epochs on labelled examples, with a new head on its pooled output.
+
+G rows of a batch · C outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.data import Tokenizer
+from mtx.data.marks import find_marks
+from mtx.errors import UserError
+from mtx.evaluate.score import Report, fetch
+from mtx.models.classifier import Classifier
+from mtx.models.model import Model
+from mtx.train.examples import Example, Task, make_batch, training_batch
+from mtx.train.step import Trainer, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetuning:
+    """How long and how fast. AdamW, linear warm-up and linear decay to 0."""
+
+    epochs: int = 3
+    batch: int = 32  # examples a step
+    lr: float = 2e-5
+    warmup_fraction: float = 0.06  # of the steps
+    weight_decay: float = 0.01
+    dropout: float = 0.1  # in the model and on its pooled output
+    seed: int = 0  # of the head, the order of the examples, and dropout
+
+    def __post_init__(self):
+        for name in ("epochs", "batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.warmup_fraction < 1:
+            raise UserError(f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must be at least 0")
+
+    def steps(self, examples: int) -> int:
+        return math.ceil(self.epochs * examples / self.batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A model's answers to some examples."""
+
+    examples: int
+    loss: float  # mean over the examples, nats
+    accuracy: float
+    answers: list[int]  # the likeliest class or option of each
+    log_probabilities: list[list[float]]  # of every class or option
+
+
+class FinetuneTrainer(Trainer):
+    """The trainer of a BERT with a head for `task`."""
+
+    def __init__(self, run: RunConfig, task: Task, *, mesh: Mesh | None = None):
+        check_family(run.model)
+        if run.layout.microbatch % task.options:
+            raise UserError(
+                f"microbatch={run.layout.microbatch} cannot hold whole examples of {task.options} "
+                f"options; use microbatch={task.options} or a multiple of it"
+            )
+        super().__init__(run, mesh=mesh)
+        self.task = task
+
+    @cached_property
+    def model(self) -> Model:
+        layout = self.run.layout
+        return Classifier(
+            self.run.model, outputs=self.task.outputs, options=self.task.options, axes=self.axes,
+            recompute=layout.recompute, kernel=self._kernel(), vocab_shards=layout.vocab_shards,
+            slices=self.schedule.slices,
+        )  # fmt: skip
+
+    @property
+    def batch(self) -> int:
+        """Examples a step."""
+        return self.run.global_batch // self.task.options
+
+    def judge(
+        self, state: TrainState, examples: Sequence[Example], *, report: Report | None = None
+    ) -> Judged:
+        """What the model answers, without dropout. UserError where there is no example."""
+        if not examples:
+            raise UserError("there is no example to judge the model by; name at least one")
+        found = []
+        for first in range(0, len(examples), self.batch):
+            some = examples[first : first + self.batch]
+            batch = make_batch(self.task, some, self.batch)
+            losses_GC, _ = fetch(self.score(state, self.place(batch)))
+            found.append(-losses_GC.reshape(self.batch, self.task.answers)[: len(some)])
+            if report is not None:
+                report(first + len(some), len(examples))
+        log_p = np.concatenate(found)
+        labels = np.array([example.label for example in examples])
+        answers = log_p.argmax(axis=1)
+        return Judged(
+            examples=len(examples),
+            loss=-float(log_p[np.arange(len(labels)), labels].mean(dtype=np.float64)),
+            accuracy=float((answers == labels).mean()),
+            answers=answers.tolist(),
+            log_probabilities=log_p.tolist(),
+        )
+
+
+def check_family(model: ModelConfig) -> None:
+    """Raises UserError for a model that is no BERT."""
+    if model.family != "bert":
+        raise UserError(f"family={model.family!r} has no pooled output; fine-tune a 'bert'")
+
+
+def finetune_run(
+    pretrained: RunConfig, layout: Layout, task: Task, how: Finetuning, *, examples: int
+) -> RunConfig:
+    """The run of a fine-tuning on so many examples."""
+    steps = how.steps(examples)
+    model = replace(pretrained.model, dropout=how.dropout, attention_dropout=how.dropout)
+    optimizer = OptimizerConfig(
+        lr=how.lr, min_lr=0.0, rate="linear", warmup_steps=round(how.warmup_fraction * steps),
+        b2=0.999, weight_decay=how.weight_decay,
+    )  # fmt: skip
+    return replace(
+        pretrained, model=model, layout=layout, optimizer=optimizer, seed=how.seed, steps=steps,
+        global_batch=how.batch * task.options,
+    )  # fmt: skip
+
+
+def start_from(
+    trainer: FinetuneTrainer, checkpoints: Checkpoints, step: int | None = None
+) -> TrainState:
+    """The first state: a checkpoint's parameters and a new head, nothing of its optimizer."""
+    run = replace(
+        checkpoints.run(step), layout=trainer.run.layout, global_batch=trainer.run.global_batch
+    )
+    before = Trainer(run, mesh=trainer.mesh)
+    return with_pretrained(trainer, before, checkpoints.restore(before, step).params)
+
+
+def with_pretrained(trainer: FinetuneTrainer, before: Trainer, params) -> TrainState:
+    """The first state of `trainer` with the parameters of `before`, a trainer of the same model on
+    the same mesh, wherever both have them."""
+
+    def joined(new, old):
+        new, old = trainer.to_canonical(new), before.to_canonical(old)
+        ends = {name: old["ends"].get(name, value) for name, value in new["ends"].items()}
+        return trainer.from_canonical({"ends": ends, "block": old["block"]})
+
+    state = trainer.init()
+    shardings = trainer.shardings(trainer.state_specs.params)
+    return state._replace(params=jax.jit(joined, out_shardings=shardings)(state.params, params))
+
+
+def load_finetuned(
+    directory: str | Path, *, layout: Layout | None = None
+) -> tuple[FinetuneTrainer, TrainState, Tokenizer]:
+    """What `mtx finetune` has left in its --out, on a layout of one's own or on that of the run;
+    `trainer.judge` then answers examples of `trainer.task`. UserError where it is something else.
+    """
+    checkpoints = Checkpoints(directory)
+    task, run = finetuned_task(checkpoints), checkpoints.run()
+    if task is None:
+        raise UserError(f"{directory} holds no fine-tuned model; name the --out of mtx finetune")
+    trainer = FinetuneTrainer(replace(run, layout=layout or run.layout), task)
+    return trainer, checkpoints.restore(trainer), checkpoints.tokenizer()
+
+
+def finetuned_task(checkpoints: Checkpoints, step: int | None = None) -> Task | None:
+    """The task of a checkpoint's head; None where it has none."""
+    extra = checkpoints.extra(step)
+    if not {"labels", "options"} <= extra.keys():
+        return None
+    tokenizer, model = checkpoints.tokenizer(step), checkpoints.run(step).model
+    return Task(
+        labels=tuple(extra["labels"]), options=extra["options"], marks=find_marks(tokenizer),
+        sequence=model.sequence,
+    )  # fmt: skip
+
+
+def finetune(
+    trainer: FinetuneTrainer,
+    state: TrainState,
+    train: Sequence[Example],
+    *,
+    on_step: Callable[[int, float], None] | None = None,
+    on_epoch: Callable[[int, TrainState], None] | None = None,
+) -> TrainState:
+    """The state after all steps of the trainer's run.
+
+    `on_step` gets (steps done, loss) and `on_epoch` (epochs done, state), the last one at the end.
+    Raises UserError where a step's gradients are not finite three times in a row.
+    """
+    run, epoch, wrong = trainer.run, 0, 0
+    for step in range(run.steps):
+        batch = training_batch(trainer.task, train, step=step, count=trainer.batch, seed=run.seed)
+        state, metrics = trainer.train_step(state, trainer.place(batch))
+        wrong = 0 if float(metrics.finite) else wrong + 1
+        if wrong == 3:
+            raise UserError(
+                f"the gradients of three steps in a row, to step {step + 1}, are not finite; "
+                "use a lower lr, or compute_dtype='bfloat16' or 'float32'"
+            )
+        if on_step is not None:
+            on_step(step + 1, float(metrics.loss))
+        done = (step + 1) * trainer.batch // len(train)
+        if on_epoch is not None and done > epoch:
+            on_epoch(done, state)
+        epoch = done
+    return state
