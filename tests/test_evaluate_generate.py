@@ -1,55 +1,48 @@
-"""Sampled text: the reference's own choice, on every layout, and what ends or bounds it."""
+"""Written text: the references' own choice, token for token, on every layout, and what ends it."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 import reference
+import reference_llama
 
+import mtx
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.evaluate.generate import generate
+from mtx.evaluate.decoder import Decoder, programs_of
+from mtx.evaluate.generate import Generator, generate
+from mtx.evaluate.sampling import Sampling
 from mtx.train.step import Trainer
 
-MODEL = ModelConfig(
+GPT = ModelConfig(
     layers=4, hidden=32, heads=4, sequence=16, vocab=300, compute_dtype="float32", init_std=0.3,
     vocab_multiple=8,
 )  # fmt: skip
-PROMPTS = ["in the beginning", "", "x"]
+LLAMA = replace(GPT, family="llama", kv_heads=2, tied=False)
+PROMPTS = ["in the beginning", "", "x"]  # the first fills the sequence
+LONG = "before " + PROMPTS[0]
+GREEDY = Sampling(temperature=0)
 
-
-def trained(layout: Layout, global_batch: int):
-    trainer = Trainer(RunConfig(model=MODEL, layout=layout, global_batch=global_batch))
-    return trainer, trainer.init(seed=3)
-
-
-@pytest.fixture(scope="module")
-def sharded():
-    """With the batch that 3 or 4 prompts need: it is compiled once, for all tests."""
-    return trained(Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=2), 4)
-
-
-@pytest.fixture(scope="module")
-def next_logits(sharded):
-    """ids -> the reference's logits float32 [V of Latin] of the token after them."""
-    trainer, state = sharded
-    params = jax.device_get(trainer.to_canonical(state.params))
-    logits = jax.jit(reference.logits)
-
-    def after(ids):
-        window = ids[-MODEL.sequence :]
-        padded = np.array([window + [0] * (MODEL.sequence - len(window))])
-        return np.asarray(logits(params, padded))[0, len(window) - 1, : Latin.vocab]
-
-    return after
+SHARDED = Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=2)
+LAYOUTS = [  # and the most rows of a microbatch of single tokens
+    (GPT, SHARDED, 256),
+    (LLAMA, Layout(pipe=2, tensor=4), 1),  # two devices share a head of keys and values
+    (LLAMA, Layout(data=2, pipe=2, virtual=2, zero=3, stage_layers=(0, 1, 2, 1)), 256),
+]
 
 
 class Latin(ByteTokenizer):
-    """One character a byte, so that what was sampled can be read back."""
+    """One character a byte, so that what was drawn can be read back."""
+
+    def __init__(self, eod: int | None = 0):
+        super().__init__()
+        self.eod = eod
 
     def encode(self, text):
         return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.int32)
@@ -62,73 +55,160 @@ class LatinUpTo99(Latin):
     vocab = 100
 
 
-def test_temperature_0_takes_the_choice_of_the_reference(sharded, next_logits):
-    texts = generate(*sharded, Latin(), PROMPTS, tokens=6, temperature=0)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        ids = Latin().encode(prompt).tolist() or [Latin.eod]
-        for _ in range(6):
-            ids.append(int(next_logits(ids).argmax()))
-            if ids[-1] == Latin.eod:
-                break
-        assert text == Latin().decode(ids)
-    assert len(texts[0]) > MODEL.sequence, "no window has been slid"
+@functools.cache
+def trained(model, layout):
+    run = RunConfig(model=model, layout=layout, global_batch=layout.data * layout.microbatch)
+    trainer = Trainer(run)
+    return trainer, trainer.init(seed=3)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(), Layout(data=3, microbatch=2), Layout(pipe=4, tensor=2, microbatch=4)]
-)
-def test_every_layout_writes_the_same_text(sharded, layout):
-    expected = generate(*sharded, Latin(), PROMPTS, tokens=5, temperature=1.0, seed=7)
-    other = trained(layout, 12)
-    assert generate(*other, Latin(), PROMPTS, tokens=5, temperature=1.0, seed=7) == expected
-    assert expected[0].startswith(PROMPTS[0]) and len(expected[0]) == len(PROMPTS[0]) + 5
+def written(*args, **kwargs):
+    """`generate`, by the model of most tests. Three or four prompts make the same programs."""
+    return generate(*trained(GPT, SHARDED), *args, **kwargs)
 
 
-def test_the_seed_decides_the_text(sharded):
+params_of = functools.cache(mtx.init_params)
+
+
+@functools.cache
+def reference_of(model):
+    """jitted tokens int [1, S] -> logits float32 [S, V]"""
+    turning = reference_llama.frequencies(model.head_size, model.rotary_base)
+
+    @jax.jit
+    def logits(params, tokens):
+        if model.family == "gpt":
+            return reference.logits(params, tokens)[0]
+        return reference_llama.logits(params, {"tokens": tokens}, turning)[0]
+
+    return functools.partial(logits, params_of(model, seed=3))
+
+
+def next_logits(ids, model=GPT):
+    """The reference's logits float32 [V of Latin] of the token after the last S of `ids`."""
+    window = ids[-model.sequence :]
+    padded = np.array([window + [0] * (model.sequence - len(window))])
+    return np.asarray(reference_of(model)(padded))[len(window) - 1, : Latin.vocab]
+
+
+@functools.cache
+def chosen(model, prompt, tokens):
+    """What the reference takes after `prompt`, every time looking at the whole text again."""
+    ids = Latin().encode(prompt).tolist() or [Latin().eod]
+    for _ in range(tokens):
+        ids.append(int(next_logits(ids, model).argmax()))
+        if ids[-1] == Latin().eod:
+            break
+    return Latin().decode(ids)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model, layout, rows", LAYOUTS)
+def test_greedy_text_is_the_reference_s_token_for_token(model, layout, rows, monkeypatch):
+    """Prompts of all lengths; texts that grow beyond the model's sequence or begin beyond it."""
+    monkeypatch.setattr("mtx.evaluate.decoder._ROWS_A_READ", rows)
+    prompts = [*PROMPTS, LONG]
+    texts = generate(*trained(model, layout), Latin(), prompts, tokens=18, temperature=0)
+    assert texts == [chosen(model, prompt, 18) for prompt in prompts]
+    assert len(texts[2]) > model.sequence, "no text has grown beyond the sequence"
+
+
+def test_drawn_text_is_the_same_on_another_layout():
+    wanted = written(Latin(), PROMPTS, tokens=5, temperature=1.0, seed=7)
+    other = trained(GPT, Layout(data=3, microbatch=2))
+    assert generate(*other, Latin(), PROMPTS, tokens=5, temperature=1.0, seed=7) == wanted
+    assert wanted[0].startswith(PROMPTS[0]) and len(wanted[0]) == len(PROMPTS[0]) + 5
+
+
+def test_a_single_token_is_a_single_position():
+    """The logits of `extend`, which sees one token a text, are those of `read`, which sees all."""
+    decoder = Decoder(*trained(GPT, SHARDED), vocab=GPT.vocab)
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, GPT.vocab, length).tolist() for length in (3, 14, 1)]
+    decoder.begin(texts, room=16)
+    for token in (5, 299):
+        texts = [[*text, token] for text in texts]
+        seen = decoder.extend([token] * 3, [len(text) - 1 for text in texts])
+        for text, some in zip(texts, seen, strict=True):
+            whole = np.asarray(reference_of(GPT)(np.array([text + [0] * (16 - len(text))])))
+            np.testing.assert_allclose(some.logits, whole[len(text) - 1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_kept_is_changed_where_it_lies():
+    """A token costs no copy of what is kept: that would be most of its time."""
+    run = RunConfig(model=replace(GPT, sequence=512), layout=Layout(microbatch=4), global_batch=4)
+    trainer = Trainer(run)
+    decoder = Decoder(trainer, trainer.init(), vocab=256)
+    decoder.begin([[1], [2], [3]], room=512, count=1)
+    assert decoder.kept_bytes == 2 * 4 * (4 * 512 * 32) * 4  # k and v, layers, 4 rows, float32
+    rows = {name: np.zeros((4, 1), np.int32) for name in ("tokens", "positions")}
+    batch = trainer.place(rows | {"last": np.zeros(4, np.int32)})
+    lowered = programs_of(trainer).extend.lower(
+        decoder._params, batch, decoder._vocab, decoder._past, 1
+    )
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes == decoder.kept_bytes
+    assert memory.temp_size_in_bytes < 0.5 * decoder.kept_bytes  # a quarter: one layer's
+
+
+def test_other_prompts_of_like_size_compile_nothing():
+    programs = programs_of(trained(GPT, SHARDED)[0])
+    settings = {"tokens": 3, "temperature": 0}
+    written(Latin(), PROMPTS, **settings)
+    compiled = [program._cache_size() for program in (programs.begin, programs.extend)]
+    for prompts in (["a"] * 4, ["abc", "", "0123456789"]):
+        written(Latin(), prompts, **settings)
+    assert [program._cache_size() for program in (programs.begin, programs.extend)] == compiled
+
+
+def test_a_model_that_sees_later_tokens_does_not_write():
+    bert = Trainer(RunConfig(model=replace(GPT, family="bert"), global_batch=4, layout=Layout()))
+    with pytest.raises(UserError, match="family='bert' does not predict the next token of a text"):
+        Generator(bert, None, Latin())
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+def test_the_seed_decides_the_text():
     one, again, other = (
-        generate(*sharded, Latin(), ["a", "a", "b"], tokens=8, temperature=1.0, seed=seed)
+        written(Latin(), ["a", "a", "b"], tokens=8, temperature=1.0, seed=seed)
         for seed in (1, 1, 2)
     )
     assert one == again != other
     assert one[0] != one[1], "two prompts share a stream"
 
 
-def test_the_other_prompts_do_not_matter(sharded):
-    with_others = [PROMPTS[0], "other", "prompts", "here"]
-    (one, *_), (same, *_) = (
-        generate(*sharded, Latin(), prompts, tokens=4, temperature=1.0, seed=5)
-        for prompts in (PROMPTS, with_others)
-    )
-    assert one == same
+def test_the_other_prompts_do_not_matter():
+    settings = {"tokens": 4, "sampling": Sampling(temperature=1.0), "seed": 5}
+    generator = Generator(*trained(GPT, SHARDED), Latin())
+    wanted = generator.complete(PROMPTS, **settings)
+    beside = generator.complete([PROMPTS[0], "other", "prompts", "here"], **settings)
+    in_turn = Generator(*trained(GPT, SHARDED), Latin(), batch=3)
+    assert wanted[0] == beside[0]
+    assert wanted == in_turn.complete([*PROMPTS, "and", "many", "others"], **settings)[:3]
 
 
-def test_text_ends_at_the_end_of_document(sharded):
-    first = generate(*sharded, Latin(), ["ab"] * 3, tokens=1, temperature=0)
-
-    class EndsThere(Latin):
-        eod = ord(first[0][-1])
-
-    assert generate(*sharded, EndsThere(), ["ab"] * 3, tokens=50, temperature=0) == first
-
-
-def test_no_token_is_beyond_the_tokenizer(sharded):
+def test_no_token_is_beyond_the_tokenizer():
     """The model has 300 tokens, and at this temperature all are about as likely."""
-    texts = generate(*sharded, LatinUpTo99(), ["a", "b", "c"], tokens=20, temperature=1e6)
-    sampled = [ord(character) for text in texts for character in text[1:]]
-    assert max(sampled) < 100 and len(set(sampled)) > 10
+    texts = written(LatinUpTo99(), ["a", "b", "c"], tokens=20, temperature=1e6)
+    drawn = [ord(character) for text in texts for character in text[1:]]
+    assert max(drawn) < 100 and len(set(drawn)) > 10
+    wanted = next_logits([ord("a")])[:100].argmax()
+    assert written(LatinUpTo99(), ["a"] * 3, tokens=1, temperature=0)[0][1] == chr(wanted)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_tokens_are_drawn_by_their_probability(sharded, next_logits, temperature):
+def test_tokens_are_drawn_by_their_probability(temperature):
     """The first token after "a", 80 times, against softmax(logits / temperature)."""
     scaled = next_logits([ord("a")]).astype(float) / temperature
     wanted = np.exp(scaled - np.logaddexp.reduce(scaled))
     texts = [
         text
         for seed in range(20)
-        for text in generate(
-            *sharded, Latin(), ["a"] * 4, tokens=1, temperature=temperature, seed=seed
-        )
+        for text in written(Latin(), ["a"] * 4, tokens=1, temperature=temperature, seed=seed)
     ]
     surprise = -np.log([wanted[ord(text[1])] for text in texts])
     entropy = -(wanted * np.log(wanted)).sum()
@@ -136,14 +216,80 @@ def test_tokens_are_drawn_by_their_probability(sharded, next_logits, temperature
     assert abs(surprise.mean() - entropy) < 4 * spread / np.sqrt(80)
 
 
-def test_the_batch_is_as_small_as_the_prompts_allow(sharded):
-    trainer, state = sharded
-    large = Trainer(replace(trainer.run, global_batch=16))
-    assert generate(large, state, Latin(), []) == []
-    texts = generate(large, state, Latin(), PROMPTS, tokens=1)
-    assert "predict" not in vars(large), "the whole batch has been run"
-    assert texts == generate(trainer, state, Latin(), PROMPTS, tokens=1)
-    assert "predict" in vars(trainer), "a trainer of the right size is used as it is"
+def test_the_likeliest_tokens_can_be_looked_for_on_the_devices():
+    """With top_k few candidates are brought to the host, with top_p alone all logits; of 5 or of a
+    nucleus that has as many, the draws are the same."""
+    first = next_logits([ord("a")]).astype(float)
+    shares = np.sort(np.exp(first - np.logaddexp.reduce(first)))[::-1].cumsum()
+    nucleus = (shares[3] + shares[4]) / 2
+    for seed in range(4):
+        settings = {"tokens": 1, "temperature": 1.0, "seed": seed}
+        by_count = written(Latin(), ["a"] * 4, top_k=5, **settings)
+        assert by_count == written(Latin(), ["a"] * 4, top_p=nucleus, **settings)
+        assert {ord(text[1]) for text in by_count} <= set(np.argsort(first)[-5:])
+    assert written(Latin(), PROMPTS, tokens=4, top_k=1, temperature=5.0) == written(
+        Latin(), PROMPTS, tokens=4, temperature=0
+    )
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def completions(prompts, *, stop=(), tokens=6, tokenizer=None):
+    generator = Generator(*trained(GPT, SHARDED), tokenizer or Latin())
+    return generator.complete(prompts, tokens=tokens, sampling=GREEDY, stop=stop)
+
+
+def test_text_ends_at_the_end_of_document():
+    first = written(Latin(), ["ab"] * 3, tokens=1, temperature=0)
+    ends_there = Latin(eod=ord(first[0][-1]))
+    assert written(ends_there, ["ab"] * 3, tokens=50, temperature=0) == first
+    assert completions(["ab"] * 3, tokens=50, tokenizer=ends_there)[0].ended == "eod"
+
+
+def test_text_ends_before_a_stop():
+    (whole, other, _) = completions(PROMPTS)
+    assert whole.ended == "length" and len(whole.text) == len(whole.tokens) == 6
+    for stop in (whole.text[2:4], ord(whole.text[2])):
+        found, beside, _ = completions(PROMPTS, stop=(stop, "never written"))
+        wanted = whole.text.index(stop if isinstance(stop, str) else chr(stop))
+        assert (found.text, found.ended) == (whole.text[:wanted], "stop")
+        assert beside.text == other.text or beside.ended == "stop"
+    last = completions(PROMPTS, stop=(whole.text[-1:], whole.text[-2:]))[0]
+    assert last.text == whole.text[: min(map(whole.text.index, (whole.text[-1:], whole.text[-2:])))]
+
+
+def test_a_stop_in_the_prompt_is_none():
+    plain = completions(["x"] * 3)[0]
+    assert plain == completions(["x"] * 3, stop=("x" + plain.text[0],))[0]
+
+
+class Beyond(Latin):
+    """Has ids that the model has not."""
+
+    vocab = 1000
+
+    def encode(self, text):
+        return np.full(len(text), 333 if len(text) > 1 else 1, np.int32)
+
+
+class Names(Latin):
+    """Every token is written as four characters, so a stop may begin and end inside of tokens."""
+
+    def decode(self, ids):
+        return "".join(f"<{token:02x}>" for token in ids)
+
+
+def test_a_stop_may_stand_across_tokens():
+    whole = completions(["x"] * 3, tokenizer=Names())[0]
+    assert len(whole.text) == 24 and whole.prompt == "<78>"
+    stop = whole.text[6:13]  # from inside the second token to inside the fourth
+    found = completions(["x"] * 3, stop=(stop,), tokenizer=Names())[0]
+    assert found.text == whole.text[: whole.text.index(stop)] and found.ended == "stop"
+    assert len(found.tokens) <= 4, "it has gone on beyond the stop"
+
+
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,8 +299,24 @@ def test_the_batch_is_as_small_as_the_prompts_allow(sharded):
         ({"temperature": -0.1}, "temperature=-0.1 must be at least 0"),
         ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"top_k": -1}, "top_k=-1 must be at least 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),
+        ({"stop": ("a", "")}, "stop='' would end every text"),
+        ({"stop": (256,)}, "stop=256 is no token: the tokenizer's ids are 0 to 255"),
     ],
 )
-def test_mistakes_are_named(sharded, wrong, message):
+def test_mistakes_are_named(wrong, message):
     with pytest.raises(UserError, match=message):
-        generate(*sharded, Latin(), ["a"], **wrong)
+        written(Latin(), ["a"], **wrong)
+
+
+def test_what_cannot_begin_a_text_is_named():
+    assert written(Latin(), []) == []
+    with pytest.raises(UserError, match="batch=0 must be at least 1"):
+        Generator(*trained(GPT, SHARDED), Latin(), batch=0)
+    with pytest.raises(UserError, match="prompt 2 is empty, and the tokenizer has no end-of-doc"):
+        written(Latin(eod=None), ["a", ""])
+    with pytest.raises(
+        UserError, match="prompt 2 has the token 333, and the model's vocabulary is"
+    ):
+        written(Beyond(), ["a", "ab"])

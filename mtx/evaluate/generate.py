@@ -1,22 +1,111 @@
-"""Text that goes on from prompts, sampled token by token from a trained model.
+"""Text that goes on from prompts, token by token from a trained model.
 
-G rows of a batch · S sequence · V vocabulary.
+Read with it: `decoder` (a pass over the devices), `sampling` (a token from logits), `stops`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from mtx.config import ModelConfig
 from mtx.data import Tokenizer
 from mtx.errors import UserError
-from mtx.pipeline.makers import forward_table
+from mtx.evaluate.decoder import Choices, Decoder, check_generates
+from mtx.evaluate.sampling import Sampling
+from mtx.evaluate.stops import Stops
 from mtx.train.step import Trainer, TrainState
+
+Ended = Literal["eod", "stop", "length"]
+_MOST_CANDIDATES = 1024  # sorting more on the devices costs more than bringing all to the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far it is, in tokens."""
+
+    drawn: int
+    done: int  # a text that has ended sooner counts as if it had not
+    most: int  # of all texts, if none ends sooner
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """How one prompt goes on."""
+
+    prompt: str  # as the model has read it: of its tokens
+    text: str  # what comes after it, without the stop that ended it
+    tokens: list[int]  # what has been drawn, an end-of-document token and a string's included
+    ended: Ended  # by end-of-document, by a stop, or because there are as many tokens as asked for
+
+
+class Generator:
+    """A model with its tokenizer, ready to write: parameters at hand, programs compiled once.
+
+    It writes with the parameters that `state` has now, `batch` prompts at once. Raises UserError
+    for a model that does not predict the next token, and a batch below 1.
+    """
+
+    def __init__(
+        self, trainer: Trainer, state: TrainState, tokenizer: Tokenizer, *, batch: int = 64
+    ):
+        check_asked(trainer.run.model, batch=batch)
+        self._decoder = Decoder(trainer, state, vocab=tokenizer.vocab)
+        self._model, self._tokenizer, self._batch = trainer.run.model, tokenizer, batch
+
+    def complete(
+        self,
+        prompts: Sequence[str],
+        *,
+        tokens: int = 200,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        stop: Sequence[str | int] = (),
+        seed: int = 0,
+        report: Report | None = None,
+    ) -> list[Completion]:
+        """Each prompt with at most `tokens` tokens after it, as `generate` describes."""
+        check_asked(self._model, tokens=tokens, seed=seed)
+        stops = Stops.of(stop, self._tokenizer)
+        job = _Job(self._decoder, self._tokenizer, tokens, sampling, stops)
+        texts = [self._text(i, prompt, seed) for i, prompt in enumerate(prompts)]
+        by_length = sorted(texts, key=lambda text: len(text.prompt))  # less padding
+        for first in range(0, len(texts), self._batch):
+            for _ in job.write(by_length[first : first + self._batch]):
+                if report is not None:
+                    report(_progress(texts, tokens))
+        self._decoder.forget()
+        return [job.completion(text) for text in texts]
+
+    def _text(self, i: int, prompt: str, seed: int) -> _Text:
+        tokenizer, vocab = self._tokenizer, self._model.vocab
+        ids = tokenizer.encode(prompt).tolist()
+        if not ids:
+            if tokenizer.eod is None:
+                raise UserError(
+                    f"prompt {i + 1} is empty, and the tokenizer has no end-of-document token to "
+                    "begin a text with; write a prompt"
+                )
+            ids = [tokenizer.eod]
+        if max(ids) >= vocab:
+            raise UserError(
+                f"prompt {i + 1} has the token {max(ids)}, and the model's vocabulary is {vocab}; "
+                "use the tokenizer that it was trained with"
+            )
+        return _Text(prompt=ids, stream=np.random.default_rng((seed, i)))
+
+
+def check_asked(model: ModelConfig, *, tokens: int = 1, seed: int = 0, batch: int = 1) -> None:
+    """Raises UserError, before anything is computed, for what a `Generator` would refuse."""
+    check_generates(model)
+    for name, value, least in (("tokens", tokens, 1), ("seed", seed, 0), ("batch", batch, 1)):
+        if value < least:
+            raise UserError(f"{name}={value} must be at least {least}")
 
 
 def generate(
@@ -27,80 +116,125 @@ def generate(
     *,
     tokens: int = 200,
     temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Sequence[str | int] = (),
     seed: int = 0,
 ) -> list[str]:
     """Each prompt with at most `tokens` sampled tokens after it, on the layout of `trainer`.
 
-    A text ends sooner at an end-of-document token. `temperature` 0 takes the most likely token.
-    Prompt i draws from a stream of its own, (seed, i), on the host: the text is the same on every
-    layout, to rounding, and does not depend on the other prompts. Of a text longer than S, the
-    model sees the last S tokens.
+    `temperature` 0 takes the most likely token; `top_k` and `top_p` leave only the likeliest ones
+    (see `Sampling`). A text ends sooner at an end-of-document token, and before any of `stop`:
+    strings, wherever they stand in what was written, or token ids. Prompt i draws from a stream of
+    its own, (seed, i), on the host: its text is the same on every layout and beside any other
+    prompts, to rounding. An empty prompt begins a document.
 
-    Every token is one forward pass over all S positions; nothing is kept from one to the next.
-    Raises UserError for tokens below 1, a negative or infinite temperature, or a negative seed.
+    Keys and values are kept, so a token is a pass over one position a text. In float32 the choices
+    are those of reading the whole text again for every token. In 16 bits both round, each in its
+    own way: of 944 choices of a GPT with random weights 3 differed in bfloat16, between tokens
+    whose logits are less than 0.007 apart where all have a deviation of 1.1.
+
+    Of a text longer than S, the model sees the last S tokens; all their positions change with every
+    token, and each is then a pass over all S. Use a `Generator` to write more than once.
+    Raises UserError for a value outside of its range, a prompt that the model has no tokens for,
+    and a model that does not predict the next token.
     """
-    if tokens < 1:
-        raise UserError(f"tokens={tokens} must be at least 1")
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"temperature={temperature} must be at least 0 (0: the most likely token)")
-    if seed < 0:
-        raise UserError(f"seed={seed} must be at least 0")
-    if not prompts:
-        return []
-    trainer = _with_rows(trainer, len(prompts))
-    texts = [[*tokenizer.encode(prompt).tolist()] or [tokenizer.eod] for prompt in prompts]
-    streams = [np.random.default_rng((seed, i)) for i in range(len(prompts))]
-    going_on = set(range(len(texts)))
-    for _ in range(tokens):
-        logits_GV = _next_logits(trainer, state, texts)[:, : tokenizer.vocab]
-        for i in sorted(going_on):
-            token = _sample(logits_GV[i], temperature, streams[i])
-            texts[i].append(token)
-            if token == tokenizer.eod:
-                going_on.remove(i)
-        if not going_on:
-            break
-    return [tokenizer.decode(text) for text in texts]
-
-
-def _with_rows(trainer: Trainer, rows: int) -> Trainer:
-    """A trainer of the same state on the same mesh, its global batch as small as `rows` allow.
-
-    A whole one would cost, for each token, as much as the forward half of a training step.
-    """
-    layout = trainer.run.layout
-    per_replica = -(-rows // layout.data)
-    microbatch = min(per_replica, layout.microbatch)
-    microbatches = -(-per_replica // microbatch)
-    run = replace(
-        trainer.run,
-        layout=replace(layout, microbatch=microbatch, slices=1),
-        global_batch=layout.data * microbatch * microbatches,
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    generator = Generator(trainer, state, tokenizer)
+    completions = generator.complete(
+        prompts, tokens=tokens, sampling=sampling, stop=stop, seed=seed
     )
-    if run == trainer.run:
-        return trainer
-    table = forward_table(trainer.schedule.pieces, microbatches)
-    return Trainer(run, mesh=trainer.mesh, schedule=table)
+    return [completion.prompt + completion.text for completion in completions]
 
 
-def _next_logits(trainer: Trainer, state: TrainState, texts: list[list[int]]) -> np.ndarray:
-    """float64 [G, V padded]: of the token that follows each text, on every host."""
-    sequence = trainer.run.model.sequence
-    tokens_GS = np.zeros((trainer.run.global_batch, sequence), np.int32)
-    positions_G = np.zeros(trainer.run.global_batch, np.int32)
-    for row in range(trainer.run.global_batch):
-        window = texts[row % len(texts)][-sequence:]  # rows beyond the prompts repeat them
-        tokens_GS[row, : len(window)] = window
-        positions_G[row] = len(window) - 1
-    batch = trainer.place({"tokens": tokens_GS, "positions": positions_G})
-    logits_GV = trainer.predict(state, batch)
-    if not logits_GV.is_fully_addressable:
-        logits_GV = multihost_utils.process_allgather(logits_GV, tiled=True)
-    return np.asarray(jax.device_get(logits_GV), np.float64)
+@dataclass(kw_only=True)
+class _Text:
+    """A text while it is written."""
+
+    prompt: list[int]
+    stream: np.random.Generator
+    drawn: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.drawn
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.drawn)
 
 
-def _sample(logits_V: np.ndarray, temperature: float, stream: np.random.Generator) -> int:
-    """A draw from softmax(logits / temperature), by Gumbel's argmax; the argmax itself at 0."""
-    if temperature:
-        logits_V = logits_V / temperature + stream.gumbel(size=logits_V.shape)
-    return int(np.argmax(logits_V))
+@dataclass(frozen=True)
+class _Job:
+    """What is to be written, but for the texts."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    tokens: int
+    sampling: Sampling
+    stops: Stops
+
+    @property
+    def count(self) -> int:
+        """Of the likeliest tokens that a draw needs to see; 0: all."""
+        top = 1 if self.sampling.greedy else self.sampling.top_k
+        return 1 << (top - 1).bit_length() if 0 < top <= _MOST_CANDIDATES else 0
+
+    def write(self, texts: Sequence[_Text]) -> Iterator[None]:
+        """Draws until each text of this batch has ended; comes back after each round."""
+        room = min(self.decoder.sequence, max(map(len, texts)) + self.tokens)
+        choices = self.decoder.begin([text.ids for text in texts], room, count=self.count)
+        while True:
+            for text, choice in zip(texts, choices, strict=True):
+                if text.ended is None:
+                    self._draw(text, choice)
+            yield
+            if all(text.ended for text in texts):
+                return
+            choices = self._next(texts)
+
+    def _next(self, texts: Sequence[_Text]) -> list[Choices | None]:
+        """What may follow each text that goes on; of the others, anything or nothing."""
+        sequence = self.decoder.sequence
+        far = [text.ended is None and len(text) > sequence for text in texts]
+        choices: list[Choices | None] = [None] * len(texts)
+        if any(text.ended is None and len(text) <= sequence for text in texts):
+            newest = [(text.drawn or text.prompt)[-1] for text in texts]
+            places = [min(len(text), sequence) - 1 for text in texts]
+            choices = self.decoder.extend(newest, places, count=self.count)
+        if any(far):
+            windows = [text.ids for text, is_far in zip(texts, far) if is_far]
+            read = iter(self.decoder.read(windows, count=self.count))
+            choices = [next(read) if is_far else c for c, is_far in zip(choices, far)]
+        return choices
+
+    def _draw(self, text: _Text, choices: Choices) -> None:
+        place = self.sampling.draw(choices.logits, text.stream)
+        token = place if choices.ids is None else int(choices.ids[place])
+        if token in self.stops.tokens:
+            text.ended = "stop"
+            return
+        text.drawn.append(token)
+        if token == self.tokenizer.eod:
+            text.ended = "eod"
+        elif self.stops.may_stand_in(text.drawn, self.tokenizer) and self._cut(text)[2]:
+            text.ended = "stop"
+        elif len(text.drawn) == self.tokens:
+            text.ended = "length"
+
+    def _cut(self, text: _Text) -> tuple[str, str, str | None]:
+        """(the prompt, what comes after it up to a stop, that stop)"""
+        prompt, whole = map(self.tokenizer.decode, (text.prompt, text.ids))
+        if whole.startswith(prompt):
+            return prompt, *self.stops.cut(whole[len(prompt) :])
+        return prompt, *self.stops.cut(self.tokenizer.decode(text.drawn))  # a blank moved, perhaps
+
+    def completion(self, text: _Text) -> Completion:
+        prompt, after, _ = self._cut(text)
+        return Completion(prompt=prompt, text=after, tokens=text.drawn, ended=text.ended)
+
+
+def _progress(texts: Sequence[_Text], tokens: int) -> Progress:
+    drawn = [len(text.drawn) for text in texts]
+    done = [tokens if text.ended else count for text, count in zip(texts, drawn)]
+    return Progress(drawn=sum(drawn), done=sum(done), most=tokens * len(texts))

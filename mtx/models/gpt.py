@@ -16,8 +16,10 @@ from mtx.models.attention import (
     attention,
     attention_with_dropout,
     keys_and_values,
+    separate,
     sliced_attention,
 )
+from mtx.models.cached import Keep, cached_attention, kept_of
 from mtx.models.ends import Ends
 from mtx.models.layers import LayerNorm, gelu
 from mtx.models.model import Model
@@ -59,6 +61,15 @@ class Attention(nnx.Module):
         own_BbngK = keys_and_values(projected)
         slices = cache_BSngK.shape[1] // own_BbngK.shape[1]
         return self.out(sliced_attention(projected, cache_BSngK, place.part, slices)), own_BbngK
+
+    def of_text(self, x_BtD, place: Place | None, keep: Keep):
+        """(output, what `keep` gives back): see `Model.extend`."""
+        projected = self.project(x_BtD, place)
+        held_nBgSK, kept = keep(kept_of(projected))
+        if held_nBgSK is None:
+            return self.out(attention(projected, causal=True, kernel=self.kernel)), kept
+        q_BthK, _, _ = separate(projected)
+        return self.out(cached_attention(q_BthK, held_nBgSK, place.positions_BS)), kept
 
     def __call__(self, x_BsD, place: Place | None):
         projected, causal = self.project(x_BsD, place), self.config.causal
@@ -122,6 +133,11 @@ class Block(nnx.Module):
             return self._after_attention(x_BsD, h_BsD, place)
         h_BsD, own = self.attention.of_slice(self.attention_norm(x_BsD), place, cache_BSngK)
         return self._after_attention(x_BsD, h_BsD, place), own
+
+    def extend(self, x_BtD, place: Place | None, keep: Keep):
+        """(x_BtD, what `keep` gives back): see `Model.extend`."""
+        h_BtD, kept = self.attention.of_text(self.attention_norm(x_BtD), place, keep)
+        return self._after_attention(x_BtD, h_BtD, place), kept
 
     def _after_attention(self, x_BsD, h_BsD, place):
         x_BsD = x_BsD + self.drop_attention(h_BsD, place)

@@ -17,6 +17,7 @@ from jax import lax
 from mtx.config import ModelConfig, Recompute
 from mtx.errors import UserError
 from mtx.models.attention import AttentionKernel
+from mtx.models.cached import Keep
 from mtx.models.place import Place
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.mesh import Axes
@@ -127,6 +128,17 @@ class Model:
         if self.recompute == "selective":
             policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
         return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BsD, place, *cache)
+
+    def empty_past(self, rows: int, length: int):
+        """[n, B, g, S, K], n = 2: the keys and values of one layer, for texts up to that length."""
+        *_, groups, size = jax.eval_shape(lambda: self.empty_cache(rows)).shape
+        return jnp.zeros((2, rows, groups, length, size), jnp.dtype(self.config.compute_dtype))
+
+    def extend(self, params, x_BtD, place: Place | None, keep: Keep):
+        """(x_BtD, what `keep` gives back): a block of the next t positions of texts, whose keys and
+        values it hands over to be kept. Their positions are those of `place`, or the first t.
+        Neither dropout nor sequence parallelism."""
+        return nnx.merge(self._block_graph, params).extend(x_BtD, place, keep)
 
     def next_logits(self, ends, x_BsD, positions_B):
         """logits_Bv float32, this device's part of the vocabulary, at each row's position."""

@@ -100,10 +100,14 @@ class Pipeline:
             return carry.loss, {"ends": carry.ends, "block": carry.reduced}
         return carry.loss, {"ends": carry.ends, "block": _joined(carry.early, carry.late)}
 
-    def forward(self, params: Tree, batch: Tree, output: Callable) -> Tree:
+    def forward(self, params: Tree, batch: Tree, output: Callable, past=None) -> Tree:
         """`output(ends, y_BsD, batch)` of every microbatch, stacked [M, ...]; no gradients, no
         dropout, whole sequences. `output` is called on all stages together. Other arguments as in
-        `gradients`."""
+        `gradients`.
+
+        past: for texts that go on, see `Stage.extend`; then (outputs, past). batch["positions"]
+        int32 [M, B, 1] says where each row's next token stands; without, these are the first ones.
+        """
         run = _Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
         leaves_in = self.schedule.forward_ticks[:, *self.schedule.ends[1]]
@@ -114,19 +118,27 @@ class Pipeline:
             lambda a: jnp.zeros((self.schedule.microbatches, *a.shape), a.dtype), example
         )
 
+        def compute(op, weights, x_BsD, past):
+            if past is None:
+                return run.stage.forward_only(op, weights, x_BsD)
+            positions = run.batch_of(op.item).get("positions")
+            positions_B = None if positions is None else positions[:, 0]
+            return run.stage.extend(op, weights, x_BsD, past, positions_B)
+
         def tick(carry, row):
-            arrived, inboxes, weights, outputs = carry
+            arrived, inboxes, weights, past, outputs = carry
             op, microbatch = row
             weights = run.weights.fetch(weights, op.fetch, op.forward.chunk)
             inboxes, x_BsD = run.receive(inboxes, arrived, op.inboxes)
             x_BsD = run.enter(x_BsD, op)
-            y_BsD = lax.cond(
+            y_BsD, past = lax.cond(
                 op.forward.busy,
-                lambda op, weights, x: run.stage.forward_only(op, weights, x)[0],
-                lambda op, weights, x: x,
+                compute,
+                lambda op, weights, *kept: kept,
                 op.forward,
                 run.weights.at_hand(weights),
                 x_BsD,
+                past,
             )
 
             def leave(outputs, y_BsD):
@@ -135,12 +147,13 @@ class Pipeline:
                 return jax.tree.map(lambda a, v: write(a, v, microbatch), outputs, value)
 
             outputs = lax.cond(microbatch != IDLE, leave, lambda a, _: a, outputs, y_BsD)
-            return (run.send(y_BsD, self.schedule.inboxes), inboxes, weights, outputs), None
+            arrived = run.send(y_BsD, self.schedule.inboxes)
+            return (arrived, inboxes, weights, past, outputs), None
 
         boxes = run.boxes(self.schedule.inboxes)
-        start = run.no_arrivals(), boxes, run.weights.start(), outputs
-        (*_, outputs), _ = lax.scan(tick, start, (ticks, leaving))
-        return outputs
+        start = run.no_arrivals(), boxes, run.weights.start(), past, outputs
+        (*_, past, outputs), _ = lax.scan(tick, start, (ticks, leaving))
+        return outputs if past is None else (outputs, past)
 
 
 class _Run:

@@ -109,6 +109,32 @@ class Stage:
 
         return self._layers(op, layer, (x_BsD, cache))
 
+    def extend(self, op: Op, params, x_BtD, past, positions_B):
+        """(y_BtD, past) of the next positions of this microbatch's texts.
+
+        past [C, N, n, M*B, heads, S, K]: what the blocks have kept of earlier positions, and then
+        of these: of one at positions_B of each row, int32; where that is None, of the first t.
+        """
+        rows = x_BtD.shape[0]
+
+        def layer(n, carry):
+            x_BtD, past = carry
+            layer_params, (place,) = self._layer(op, params, n, None)
+            start = op.chunk, n, 0, op.item * rows, 0, 0, 0
+
+            # Written, then read: the other way round XLA copies all of past, for every layer.
+            def keep(own_nBgtK):
+                if positions_B is None:
+                    return None, lax.dynamic_update_slice(past, own_nBgtK[None, None], start)
+                at = past.at[op.chunk, n, :, start[3] + jnp.arange(rows), :, positions_B]
+                kept = at.set(jnp.swapaxes(own_nBgtK[:, :, :, 0], 0, 1), unique_indices=True)
+                shape = 1, 1, past.shape[2], rows, *past.shape[4:]
+                return lax.dynamic_slice(kept, start, shape)[0, 0], kept
+
+            return self.model.extend(layer_params, x_BtD, place, keep)
+
+        return self._layers(op, layer, (x_BtD, past))
+
     def backward(self, op: Op, params, dy_BsD, ring, cache, kept: Kept) -> tuple[jax.Array, Kept]:
         """(dx_BsD, `kept` with this op's part): gradients added at [held, n] or, where W is split,
         what those of the weights need written at [deferred, n]."""

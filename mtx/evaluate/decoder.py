@@ -1,0 +1,272 @@
+"""A trained model at hand for writing text: parameters in the compute type, keys and values kept.
+
+A batch of texts begins with one pass over all of their positions, which keeps the keys and values
+of every layer; then each token is a pass over one position a text. Both run the forward table of
+the trainer's own pipeline, so that they go over any layout: kept keys and values lie with their
+layers over `pipe`, with their heads over `tensor`, with their texts over `data`, and stay there.
+
+Legend: G rows of a batch, one a text · T positions of a first pass · t of any pass · S positions
+kept · K head size · n = 2 for keys, values · k candidates · V vocabulary (v: shard) · B rows of a
+microbatch · P stages · C chunks · N layers a chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
+
+from mtx.config import ModelConfig
+from mtx.errors import UserError
+from mtx.pipeline.makers import forward_table
+from mtx.pipeline.program import Pipeline
+from mtx.sharding.candidates import candidates
+from mtx.train.step import Trainer, TrainState
+
+Tree = Any
+_ROWS = P("data")
+_PAST = P("pipe", None, None, None, "data", "tensor")  # [P, C, N, n, G, heads, S, K]
+_FEWEST = 16  # positions of a first pass, and kept: few sizes, few programs
+# Rows of a microbatch of single tokens. A stage reads its weights once for each microbatch, and up
+# to about so many rows that takes longer than their matmuls (an H100 makes 990e12 / 3.35e12 = 296
+# operations a byte of bfloat16 weights): fewer microbatches are faster, though stages idle.
+_ROWS_A_READ = 256
+
+
+class Choices(NamedTuple):
+    """What may follow a text, on the host."""
+
+    ids: np.ndarray | None  # int32 [k], rising; None: all ids of the vocabulary
+    logits: np.ndarray  # float32 [k] or [V]
+
+
+class Decoder:
+    """Writes texts on from the parameters that `state` has now.
+
+    Each function gives the `count` likeliest next tokens of every text; 0: the logits of all. None
+    has an id of `vocab` or above. Raises UserError for a model that does not predict the next
+    token.
+    """
+
+    def __init__(self, trainer: Trainer, state: TrainState, *, vocab: int):
+        model = trainer.run.model
+        check_generates(model)
+        self.sequence = model.sequence
+        self._vocab = np.int32(min(vocab, model.vocab))
+        self._programs = programs_of(trainer)
+        self._params = self._programs.gather(state.params)
+        self._past = None
+
+    # -- what one asks ----------------------------------------------------------------------------
+
+    def begin(self, texts: Sequence[Sequence[int]], room: int, *, count: int = 0) -> list[Choices]:
+        """What may follow each text, of which the model sees the last `sequence` tokens; keeps
+        their keys and values, with room for texts of `room` tokens."""
+        self.forget()  # it makes way for the next
+        windows = [text[-self.sequence :] for text in texts]
+        kept = self._size(max(room, *map(len, windows)))
+        batch = self._padded(windows)
+        chosen, self._past = self._programs.begin(self._params, batch, self._vocab, count, kept)
+        return self._choices(chosen, len(texts))
+
+    def extend(
+        self, tokens: Sequence[int], positions: Sequence[int], *, count: int = 0
+    ) -> list[Choices]:
+        """What may follow each text, one token longer: that token and its position from 0, below
+        the room that there is."""
+        batch = self._placed({
+            "tokens": np.array(tokens, np.int32)[:, None],
+            "positions": np.array(positions, np.int32)[:, None],
+            "last": np.zeros(len(tokens), np.int32),
+        })  # fmt: skip
+        chosen, self._past = self._programs.extend(
+            self._params, batch, self._vocab, self._past, count
+        )
+        return self._choices(chosen, len(tokens))
+
+    def read(self, texts: Sequence[Sequence[int]], *, count: int = 0) -> list[Choices]:
+        """As `begin`, but nothing is kept, and what is kept stays."""
+        windows = [text[-self.sequence :] for text in texts]
+        chosen = self._programs.read(self._params, self._padded(windows), self._vocab, count)
+        return self._choices(chosen, len(texts))
+
+    def forget(self) -> None:
+        """Gives the memory of what is kept back."""
+        self._past = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of keys and values, on all devices together."""
+        return 0 if self._past is None else self._past.nbytes
+
+    # -- to the devices and back ------------------------------------------------------------------
+
+    def _size(self, positions: int) -> int:
+        """The power of two that holds so many positions; at most the model's sequence."""
+        return min(self.sequence, max(_FEWEST, _power_of_two_from(positions)))
+
+    def _padded(self, windows: Sequence[Sequence[int]]) -> Tree:
+        """{"tokens": [G, T], "last": [G], the place of each text's last token}"""
+        tokens_GT = np.zeros((len(windows), self._size(max(map(len, windows)))), np.int32)
+        for row, window in enumerate(windows):
+            tokens_GT[row, : len(window)] = window
+        last_G = np.array([len(window) - 1 for window in windows], np.int32)
+        return self._placed({"tokens": tokens_GT, "last": last_G})
+
+    def _placed(self, batch: dict[str, np.ndarray]) -> Tree:
+        """On the devices; as many rows on each replica, a power of two: the first ones again."""
+        data = self._programs.data
+        rows = data * _power_of_two_from(-(-len(batch["tokens"]) // data))
+        filled = {name: np.resize(a, (rows, *a.shape[1:])) for name, a in batch.items()}
+        return self._programs.place(filled)
+
+    def _choices(self, chosen, rows: int) -> list[Choices]:
+        if not jax.tree.leaves(chosen)[0].is_fully_addressable:
+            chosen = multihost_utils.process_allgather(chosen, tiled=True)
+        ids, logits = jax.device_get(chosen)
+        if ids is None:
+            return [Choices(None, logits_V[: self._vocab]) for logits_V in logits[:rows]]
+        orders = np.argsort(ids, axis=1)
+        return [Choices(ids[row, orders[row]], logits[row, orders[row]]) for row in range(rows)]
+
+
+def check_generates(model: ModelConfig) -> None:
+    """Raises UserError for a model that does not predict the next token."""
+    if not model.causal:
+        raise UserError(
+            f"family={model.family!r} does not predict the next token of a text, so it cannot "
+            "generate; use a model of family='gpt' or 'llama'"
+        )
+
+
+class Programs:
+    """What runs on the devices: pure functions, compiled for each power of two of texts, of first
+    positions and of kept positions that comes up, and for each number of candidates."""
+
+    def __init__(self, trainer: Trainer):
+        # A single position cannot be divided: neither slices nor sequence parallelism.
+        layout = replace(trainer.run.layout, slices=1, sequence_parallel=False)
+        run = replace(trainer.run, layout=layout, global_batch=layout.data * layout.microbatch)
+        table = forward_table(trainer.schedule.pieces, 1)
+        self._trainer = Trainer(run, mesh=trainer.mesh, schedule=table)
+        self._microbatch = layout.microbatch
+        self.data = layout.data
+        self.place = self._trainer.place
+
+    @cached_property
+    def gather(self):
+        """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
+
+        def gather(masters):
+            params = self._trainer.gather(masters)
+            return params | {"block": jax.tree.map(lambda a: a[None], params["block"])}
+
+        masters = self._trainer.state_specs.params
+        return jax.jit(self._trainer.shard_map(gather, (masters,), self._specs))
+
+    @cached_property
+    def begin(self):
+        """(params, batch, vocab, count, room) -> ((ids, logits), past)"""
+
+        def begin(params, batch, vocab, count, room):
+            def local(params, batch, vocab):
+                pipeline = self._pipeline(batch, self._microbatch)
+                past = _empty_past(pipeline, len(batch["tokens"]), room)
+                chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
+                return chosen, past[None]
+
+            specs, out = (self._specs, _ROWS, P()), (self._chosen_specs(count), _PAST)
+            return self._trainer.shard_map(local, specs, out)(params, batch, vocab)
+
+        return jax.jit(begin, static_argnums=(3, 4))
+
+    @cached_property
+    def extend(self):
+        """(params, batch, vocab, past, count) -> ((ids, logits), past); the past is donated"""
+
+        def extend(params, batch, vocab, past, count):
+            def local(params, batch, vocab, past):
+                pipeline = self._pipeline(batch, _ROWS_A_READ)
+                chosen, past = self._forward(pipeline, params, batch, vocab, count, past[0])
+                return chosen, past[None]
+
+            specs, out = (self._specs, _ROWS, P(), _PAST), (self._chosen_specs(count), _PAST)
+            return self._trainer.shard_map(local, specs, out)(params, batch, vocab, past)
+
+        return jax.jit(extend, donate_argnums=3, static_argnums=4)
+
+    @cached_property
+    def read(self):
+        """(params, batch, vocab, count) -> (ids, logits)"""
+
+        def read(params, batch, vocab, count):
+            def local(params, batch, vocab):
+                pipeline = self._pipeline(batch, self._microbatch)
+                return self._forward(pipeline, params, batch, vocab, count)
+
+            specs = self._specs, _ROWS, P()
+            mapped = self._trainer.shard_map(local, specs, self._chosen_specs(count))
+            return mapped(params, batch, vocab)
+
+        return jax.jit(read, static_argnums=3)
+
+    @cached_property
+    def _specs(self) -> Tree:
+        """Of gathered parameters."""
+        trainer = self._trainer
+        masters = trainer.state_specs.params
+        block = masters["block"] if trainer.run.layout.zero == 3 else trainer.specs["block"]
+        return {"ends": trainer.specs["ends"], "block": block}
+
+    def _chosen_specs(self, count: int):
+        return (_ROWS, _ROWS) if count else (None, P("data", self._trainer.axes.vocab or None))
+
+    def _pipeline(self, batch: Tree, most: int) -> Pipeline:
+        """For the rows of this replica, in microbatches of `most` at most."""
+        rows = len(batch["tokens"])
+        size = min(rows, 1 << (most.bit_length() - 1))  # a power of two, as the rows are
+        trainer = self._trainer
+        table = forward_table(trainer.schedule.pieces, rows // size)
+        return replace(trainer.pipeline, schedule=table)
+
+    def _forward(self, pipeline: Pipeline, params, batch, vocab, count: int, past=None):
+        """Runs the pipeline inside of `shard_map`."""
+        params = params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
+        microbatches = pipeline.schedule.microbatches
+        batch = jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
+
+        def output(ends, y_BtD, batch):
+            logits_Bv = pipeline.model.next_logits(ends, y_BtD, batch["last"])
+            return (
+                candidates(logits_Bv, count, vocab, pipeline.axes) if count else (None, logits_Bv)
+            )
+
+        result = pipeline.forward(params, batch, output, past)
+        chosen, *past = (result,) if past is None else result
+        chosen = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), chosen)
+        return (chosen, *past) if past else chosen
+
+
+@lru_cache(maxsize=2)
+def programs_of(trainer: Trainer) -> Programs:
+    """The programs of the last trainers asked for: who generates again compiles nothing."""
+    return Programs(trainer)
+
+
+def _empty_past(pipeline: Pipeline, rows: int, room: int):
+    """[C, N, n, rows, heads, room, K]: the keys and values of all layers of this stage."""
+    chunks, layers = pipeline.placement.layer.shape[1:]
+    past = jax.eval_shape(lambda: pipeline.model.empty_past(rows, room))
+    return jnp.zeros((chunks, layers, *past.shape), past.dtype)
+
+
+def _power_of_two_from(least: int) -> int:
+    """The smallest that is at least so large."""
+    return 1 << (least - 1).bit_length()
