@@ -1,0 +1,415 @@
+"""Checkpoints that know no layout: what one (data, pipe, tensor, virtual) saves, any other reads.
+
+On disk, under the number of finished steps: `checkpoint.json`, the manifest with a checksum of
+everything else; `arrays.<process>.bin`, every array in its global shape, unpadded, and its layers
+as [L, ...] in model order, in blocks; `run.json`, the config; `tokenizer.json`; `extra.json`. It is
+written in the background and renamed when it is complete, so a checkpoint is there whole or not at
+all; what is read is checked, so it is what was written or an error that names what is not.
+
+Read in this order: store (arrays in files), snapshot (a state as arrays), manifest, commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from mtx.checkpoint.commit import DISCARDED, Contents, Writer, discard
+from mtx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    is_ours,
+    read_document,
+    read_manifest,
+    sync_directory,
+)
+from mtx.checkpoint.snapshot import Snapshot
+from mtx.checkpoint.store import Damaged, Store
+from mtx.config import ModelConfig, RunConfig, from_dict, to_dict
+from mtx.data import Tokenizer, tokenizer_from_dict
+from mtx.errors import UserError
+from mtx.launch.agree import agree
+from mtx.train.optimizer import LossScale
+from mtx.train.step import Trainer, TrainState
+
+_SHAPE_FIELDS = (
+    "family", "layers", "hidden", "heads", "groups", "sequence", "vocab", "ffn_hidden", "tied",
+    "norm_placement",
+)  # fmt: skip
+_DOCUMENTS = ("run", "tokenizer", "extra")
+_ASIDE = ".damaged"
+_DAMAGED, _UNREADABLE = "damaged:", "unreadable:"
+_TEMPORARY = "*.orbax-checkpoint-tmp*"
+_TIMEOUT_S = 600  # of one save, and of a process that has to answer
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a directory of their own.
+
+    `directory` may also be the run's own, which holds one named "checkpoints". It is created by
+    the first `save`. The newest `keep` are kept, and those whose step is a multiple of
+    `keep_every`. Use it as a context, or call `wait` at the end.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 2, keep_every: int = 0):
+        directory = Path(directory).absolute()
+        inner = directory / "checkpoints"
+        self.directory = inner if inner.is_dir() else directory
+        self._keep, self._keep_every = keep, keep_every
+        self._preparing: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "mtx_finish")  # starts when it is first used
+        self._finishing: Future | None = None  # a save, and the deletions after it
+        self._snapshot: Snapshot | None = None  # of the trainer last seen
+        self._writer: ocp.AsyncCheckpointer | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.wait()
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Takes the host memory that the first `save` would otherwise wait for, while others
+        compile."""
+        snapshot = self._snapshot_of(trainer)
+        _ = snapshot.leaves  # traced here: tracing is not for two threads at once
+        self._preparing = threading.Thread(target=snapshot.prepare, daemon=True)
+        self._preparing.start()
+
+    def save(
+        self,
+        trainer: Trainer,
+        state: TrainState,
+        *,
+        tokenizer: Tokenizer,
+        extra: dict | None = None,
+    ) -> Path:
+        """Starts to save `state` under its number of steps; the directory that will hold it.
+
+        Returns when the state has been copied to the host, so that the next step may donate it; the
+        writing goes on in the background. `extra` is anything that JSON can hold. Raises UserError
+        where this save or the one before it cannot be written.
+        """
+        self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
+        step = int(state.step)
+        self._make_way(step)
+        snapshot = self._snapshot_of(trainer)
+        contents = Contents(
+            step=step,
+            arrays={name: (leaf.shape, leaf.dtype) for name, leaf in snapshot.leaves.items()},
+            parts=snapshot.take(state),
+            documents={
+                "run": to_dict(trainer.run),
+                "tokenizer": tokenizer.to_dict(),
+                "extra": extra or {},
+            },
+        )
+        with self._writing():
+            self._checkpointer.save(self._path(step), contents)
+        self._finishing = self._thread.submit(self._finish)
+        return self._path(step)
+
+    def poll(self) -> None:
+        """Raises UserError where a save has failed since the last time. Waits for nothing: to be
+        called between steps."""
+        if self._finishing is not None and self._finishing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when what is being saved is complete, and what is too old is gone. Raises
+        UserError where it cannot be written; what was there before is left as it was."""
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            with self._writing():
+                finishing.result()
+
+    @property
+    def _checkpointer(self) -> ocp.AsyncCheckpointer:
+        if self._writer is None:
+            self._writer = ocp.AsyncCheckpointer(
+                Writer(timeout_s=_TIMEOUT_S),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False
+                ),
+                file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
+            )
+        return self._writer
+
+    def _make_way(self, step: int) -> None:
+        """Refuses, on all processes, what process 0 cannot write to."""
+
+        def prepare(_) -> str:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._discard_unfinished()
+                path = self._path(step)
+                if path.exists() and not is_ours(path):
+                    return f"{path} is there, and it is no checkpoint; use another out"
+                probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
+                probe.mkdir()
+                probe.rmdir()
+            except OSError as error:
+                return f"no checkpoint can be written in {self.directory} ({_reason(error)})"
+            return ""
+
+        refused = agree("make_way", "", prepare, timeout_s=_TIMEOUT_S)
+        if refused:
+            raise UserError(refused)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, TimeoutError) as error:
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):
+                    self._discard_unfinished()
+            raise UserError(
+                f"no checkpoint can be written in {self.directory} ({_reason(error)}); the ones "
+                "saved before are whole"
+            ) from error
+
+    def _finish(self) -> None:
+        """Waits for the save, in the background, and deletes what is too old."""
+        with _quiet_orbax():
+            self._checkpointer.wait_until_finished()
+        if jax.process_index():
+            return
+        sync_directory(self.directory)  # the rename
+        for step in self.steps()[: -self._keep]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                discard(self._path(step))
+        shutil.rmtree(self.directory / DISCARDED, ignore_errors=True)
+
+    def _discard_unfinished(self) -> None:
+        """Deletes what interrupted saves and deletions have left."""
+        for path in self.directory.glob(_TEMPORARY):
+            discard(path)
+        shutil.rmtree(self.directory / DISCARDED, ignore_errors=True)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, oldest first."""
+        return sorted(step for step in self._numbers() if (self._path(step) / MANIFEST).is_file())
+
+    def incomplete(self) -> list[int]:
+        """The steps whose directories hold no whole checkpoint: half deleted, or something else."""
+        return sorted(set(self._numbers()) - set(self.steps()))
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def restore(self, trainer: Trainer, step: int | None = None) -> TrainState:
+        """The state of a checkpoint, on the layout of `trainer`. `step` is the newest by default.
+
+        Raises Damaged, on all processes, where what is read is not what was written; UserError for
+        a checkpoint of another model.
+        """
+        self.wait()
+        step = self._existing(step)
+        saved = self.run(step)
+        _check_model(self._path(step), saved.model, trainer.run.model)
+        said, state = "", None
+        try:
+            with self.open(step) as store:
+                state = self._snapshot_of(trainer).load(store)
+        except Damaged as error:
+            said = _DAMAGED + error.what
+        except UserError as error:
+            said = _UNREADABLE + str(error)
+        what = agree("restore", said, max, timeout_s=_TIMEOUT_S)
+        if what.startswith(_DAMAGED):
+            raise Damaged(self._path(step), what.removeprefix(_DAMAGED))
+        if what:
+            raise UserError(what.removeprefix(_UNREADABLE))
+        if saved.model.compute_dtype == trainer.run.model.compute_dtype:
+            return state
+        scale = LossScale.start(trainer.run.optimizer, trainer.run.model.compute_dtype)
+        shardings = trainer.shardings(trainer.state_specs.loss_scale)
+        return state._replace(loss_scale=jax.device_put(scale, shardings))
+
+    def find(self, say: Callable[[str], None]) -> int | None:
+        """The step of the newest checkpoint whose manifest and documents are sound, the same on all
+        processes; None where there is none at all.
+
+        Those that are not are set aside, and `say` is told in a line. Raises UserError where there
+        are checkpoints, and none of them is sound.
+        """
+        step, *lines = json.loads(agree("find", "", self._find, timeout_s=_TIMEOUT_S))
+        for line in lines:
+            say(line)
+        if step is None and (lines or self.aside()):
+            raise UserError(
+                f"no checkpoint in {self.directory} is sound; put a copy back, or use another out "
+                "to start anew"
+            )
+        return step
+
+    def _find(self, _) -> str:
+        lines = [
+            f"checkpoint {self._path(step)} is damaged: it has no {MANIFEST}"
+            for step in self.incomplete()
+            if any(self._path(step).iterdir()) and is_ours(self._path(step))
+        ]
+        for step in reversed(self.steps()):
+            try:
+                self.look(step)
+                return json.dumps([step, *lines])
+            except Damaged as error:
+                lines.append(f"{error}; {self._rename(step)}")
+        return json.dumps([None, *lines])
+
+    def set_aside(self, damage: Damaged) -> str:
+        """Gives a damaged checkpoint another name, under which it does not count; says so in a
+        line. To be called by all processes."""
+        step = int(damage.directory.name)
+        return agree(
+            "set_aside", "", lambda _: f"{damage}; {self._rename(step)}", timeout_s=_TIMEOUT_S
+        )
+
+    def _rename(self, step: int) -> str:
+        path = self._path(step)
+        taken = (path.with_name(f"{step}{_ASIDE}{n or ''}") for n in range(1_000_000))
+        aside = next(name for name in taken if not name.exists())
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}") from error
+        return f"it is now named {aside.name}"
+
+    def aside(self) -> list[str]:
+        """The names of those that were set aside."""
+        return sorted(path.name for path in self.directory.glob(f"*{_ASIDE}*"))
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """What a checkpoint holds. Raises Damaged."""
+        return read_manifest(self._path(self._existing(step)))
+
+    def look(self, step: int | None = None) -> None:
+        """Raises Damaged where something is missing, or a small file is not what was written. The
+        arrays' own bytes are checked when they are read."""
+        path = self._path(self._existing(step))
+        manifest = read_manifest(path)
+        for name in _DOCUMENTS:
+            read_document(path, manifest, name)
+        Store(directory=path, catalog=manifest.catalog).check_files()
+
+    def open(self, step: int | None = None) -> Store:
+        """A checkpoint's arrays, to be read one by one, as in `with checkpoints.open() as store:
+        store.read("params.ends.tokens")`. Raises Damaged."""
+        path = self._path(self._existing(step))
+        return Store(directory=path, catalog=read_manifest(path).catalog)
+
+    def document(self, name: str, step: int | None = None) -> dict:
+        """One of its JSON documents: "run", "tokenizer" or "extra". Raises Damaged."""
+        path = self._path(self._existing(step))
+        return read_document(path, read_manifest(path), name)
+
+    def run(self, step: int | None = None) -> RunConfig:
+        """The config of the run that wrote a checkpoint."""
+        return from_dict(RunConfig, self.document("run", step))
+
+    def tokenizer(self, step: int | None = None) -> Tokenizer:
+        """The tokenizer that its model was trained with."""
+        return tokenizer_from_dict(self.document("tokenizer", step))
+
+    def extra(self, step: int | None = None) -> dict:
+        """What `save` was given as `extra`."""
+        return self.document("extra", step)
+
+    def check(self, model: ModelConfig, tokenizer: Tokenizer, step: int | None = None) -> None:
+        """Raises UserError where a checkpoint is of another model or another tokenizer."""
+        step = self._existing(step)
+        path = self._path(step)
+        _check_model(path, self.run(step).model, model)
+        saved = self.tokenizer(step)
+        if saved.identity.same_as(tokenizer.identity):
+            return
+        there, here = f"{saved.name} of {saved.vocab}", f"{tokenizer.name} of {tokenizer.vocab}"
+        what = f"({there} tokens there, {here} here)"
+        if there == here:
+            what = f"({here} tokens on both sides, trained on other text)"
+        raise UserError(
+            f"checkpoint {path} was written with another tokenizer {what}; use its text and "
+            "tokenizer, or another out"
+        )
+
+    def _snapshot_of(self, trainer: Trainer) -> Snapshot:
+        if self._snapshot is None or self._snapshot.trainer is not trainer:
+            self._snapshot = Snapshot(trainer)
+        return self._snapshot
+
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def _numbers(self) -> list[int]:
+        """The directories that are named like a step."""
+        if self.directory.exists() and not self.directory.is_dir():
+            raise UserError(f"{self.directory} is a file, and checkpoints lie in a directory")
+        try:
+            return [
+                int(path.name)
+                for path in self.directory.iterdir()
+                if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
+            ]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"{self.directory} cannot be read: {error.strerror}") from error
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None and steps:
+            return steps[-1]
+        if step in steps:
+            return step
+        if steps:
+            there = ", ".join(map(str, steps))
+            raise UserError(f"{self.directory} has no checkpoint of step {step}; it has {there}")
+        what = "holds no complete checkpoint" if self.directory.is_dir() else "does not exist"
+        raise UserError(f"{self.directory} {what}; name the `out` of a training run that has saved")
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Without the traceback that Orbax logs of an error that it raises as well."""
+    logger = logging.getLogger("absl")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0]
+
+
+def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
+    differences = [
+        f"{name}={getattr(saved, name)} there and {getattr(model, name)} here"
+        for name in _SHAPE_FIELDS
+        if getattr(saved, name) != getattr(model, name)
+    ]
+    if differences:
+        raise UserError(
+            f"checkpoint {path} is of another model: {', '.join(differences)}; use its values, or "
+            "another out"
+        )

@@ -1,0 +1,135 @@
+"""One checkpoint written by all processes, in the background, whole or not at all.
+
+Orbax gives the directory a temporary name, runs this handler in a thread of its own and renames the
+directory at the end. What each process holds goes into a file of its own; then all say whether
+that went well, and process 0 adds the manifest. So where one process fails, all know it at once.
+Everything is on the disk before the rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mtx.checkpoint.manifest import is_ours, read_manifest, write_documents
+from mtx.checkpoint.store import ArrayInfo, Block, Part, Store, write_parts
+from mtx.launch.agree import agree
+
+DISCARDED = "discarded"  # what is to be deleted goes here first: a rename is atomic
+_FAILED = "failed: "
+_NICE = 10  # of the writing thread: the step comes first
+
+
+class Writer(ocp.AsyncCheckpointHandler):
+    """Orbax's handler of whole checkpoints. Its `Contents` are what to write."""
+
+    def __init__(self, *, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, "mtx_save", initializer=_yield_to_others)
+
+    async def async_save(self, directory, args: Contents) -> list:
+        return [self._thread.submit(self._write, Path(directory), args)]
+
+    def save(self, directory, args: Contents) -> None:
+        self._write(Path(directory), args)
+
+    def restore(self, directory, args: Whole | None = None) -> dict[str, np.ndarray]:
+        """Every array by its name, for those who come with Orbax alone."""
+        directory = Path(directory)
+        with Store(directory=directory, catalog=read_manifest(directory).catalog) as store:
+            return {name: store.read(name) for name in store.catalog}
+
+    def finalize(self, directory) -> None:
+        """Right before the rename: makes way for a step that is saved anew."""
+        final = Path(directory).parent / Path(directory).name.partition(".")[0]
+        if final.exists():
+            if not is_ours(final):
+                raise OSError(f"{final} holds other files than a checkpoint's")
+            discard(final)
+
+    def _write(self, directory: Path, contents: Contents) -> None:
+        path = directory / f"arrays.{jax.process_index()}.bin"
+        try:
+            blocks = write_parts(path, contents.parts)
+            said = json.dumps([astuple(block) for block in blocks])
+        except OSError as error:
+            said = f"{_FAILED}process {jax.process_index()}: {error.strerror}"
+
+        def complete(all_said: Sequence[str]) -> str:
+            failures = [said for said in all_said if said.startswith(_FAILED)]
+            if failures:
+                return failures[0]
+            blocks = [_block(*values) for said in all_said for values in json.loads(said)]
+            try:
+                contents.write_documents(directory, blocks)
+            except OSError as error:
+                return f"{_FAILED}process 0: {error.strerror}"
+            return ""
+
+        decided = agree("save", said, complete, timeout_s=self._timeout_s)
+        if decided:
+            raise OSError(decided.removeprefix(_FAILED))
+
+
+@ocp.args.register_with_handler(Writer, for_save=True)
+@dataclass(kw_only=True, eq=False)  # Orbax's base is not frozen
+class Contents(ocp.args.CheckpointArgs):
+    """What is to be written: this process's parts of the arrays, and the documents."""
+
+    step: int
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]  # shape and dtype
+    parts: Sequence[Part]
+    documents: Mapping[str, Any]
+
+    def write_documents(self, directory: Path, blocks: Sequence[Block]) -> None:
+        found = defaultdict(list)
+        for block in blocks:
+            found[block.name].append(block)
+        catalog = {
+            name: ArrayInfo(shape=shape, dtype=dtype, blocks=tuple(found[name]))
+            for name, (shape, dtype) in self.arrays.items()
+        }
+        write_documents(
+            directory, step=self.step, processes=jax.process_count(), catalog=catalog,
+            documents=self.documents,
+        )  # fmt: skip
+
+
+@ocp.args.register_with_handler(Writer, for_restore=True)
+@dataclass
+class Whole(ocp.args.CheckpointArgs):
+    """All of a checkpoint's arrays, by name."""
+
+
+def discard(path: Path) -> None:
+    """Takes a checkpoint out of those that count, to be deleted."""
+    discarded = path.parent / DISCARDED
+    discarded.mkdir(exist_ok=True)
+    place = next(n for n in range(1_000_000) if not (discarded / f"{path.name}.{n}").exists())
+    path.rename(discarded / f"{path.name}.{place}")
+
+
+def _block(name, start, shape, file, offset, fingerprint) -> Block:
+    """One that went through JSON as a list."""
+    return Block(
+        name=name, start=tuple(start), shape=tuple(shape), file=file, offset=offset,
+        fingerprint=fingerprint,
+    )  # fmt: skip
+
+
+def _yield_to_others() -> None:
+    """Lowers the priority of this thread and of those that it starts, where they have one of their
+    own (Linux)."""
+    if sys.platform == "linux":
+        os.nice(_NICE)

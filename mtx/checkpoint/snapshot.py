@@ -1,0 +1,277 @@
+"""A trainer's state as canonical arrays: which part of each a device holds, and back.
+
+Canonical: every array in its global shape, unpadded, and its layers as [L, ...] in model order.
+`params.block.mlp.up.w`, `mu.ends.tokens`, `step`, ...; the optimizer's counts follow from the rest.
+A device's shard is cut into runs of layers that follow each other, and these are parts of the
+canonical array as they lie: whatever the layout, nothing is exchanged between devices, and nothing
+is copied on one. Padding is left out on the way there, and zero on the way back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from mtx.checkpoint.store import Part, Region, Store
+from mtx.errors import UserError
+from mtx.pipeline.partition import EMPTY
+from mtx.train.optimizer import LossScale
+from mtx.train.step import Trainer, TrainState
+
+Tree = Any
+
+TREES = ("params", "mu", "nu")
+_ALIGNMENT = 64  # bytes, of XLA's CPU buffers
+_CORES = os.cpu_count() or 1
+_COPYING, _READING = min(8, _CORES), min(16, 2 * _CORES)  # threads; those that read also wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Layers of a shard that follow each other; or all of a shard that has no layers."""
+
+    start: tuple[int, ...]  # in the canonical array
+    local: tuple[slice, ...]  # in the shard, its first three dims [P, C, N] made one
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Leaf:
+    """One array of the state, in both forms."""
+
+    name: str
+    shape: tuple[int, ...]  # canonical
+    dtype: np.dtype
+    master_shape: tuple[int, ...]  # as trained with: layers [P, C, N, ...], padded
+    sharding: NamedSharding
+    layers: np.ndarray | None  # int [P, C, N]: the layer in each place, or EMPTY
+
+    def runs(self, index: tuple[slice, ...]) -> list[Run]:
+        """Of the shard that `index` cuts from the master."""
+        spans = [part.indices(size)[:2] for part, size in zip(index, self.master_shape)]
+        if self.layers is None:
+            return self._cropped([(0, 0, 1)], spans) if spans else [Run(start=(), local=())]
+        layers = self.layers[tuple(slice(*span) for span in spans[:3])].ravel()
+        return self._cropped(list(_consecutive(layers)), spans[3:])
+
+    def _cropped(self, stacks: list[tuple[int, int, int]], spans: list[tuple[int, int]]):
+        """Runs of (first place, first layer, count), without the padding of the other dims."""
+        start, local = (), ()
+        for (first, last), size in zip(spans, self.shape[len(self.shape) - len(spans) :]):
+            last = min(last, size)
+            if first >= last:
+                return []
+            start, local = (*start, first), (*local, slice(0, last - first))
+        if self.layers is None:
+            return [Run(start=start, local=local)]
+        return [
+            Run(start=(layer, *start), local=(slice(place, place + count), *local))
+            for place, layer, count in stacks
+        ]
+
+    def cut(self, shard: np.ndarray, run: Run) -> np.ndarray:
+        """A view of a run in its shard."""
+        stacked = shard if self.layers is None else shard.reshape(-1, *shard.shape[3:])
+        return stacked[(*run.local, ...)]
+
+
+def _consecutive(layers: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(first place, first layer, count) of every run of layers l, l + 1, ..."""
+    ends = np.flatnonzero(np.diff(layers) != 1) + 1
+    for places in np.split(np.arange(len(layers)), ends):
+        used = places[layers[places] != EMPTY]
+        if len(used):
+            yield int(used[0]), int(layers[used[0]]), len(used)
+
+
+class Snapshot:
+    """Copies of a trainer's states on the host, and states from what is stored.
+
+    On CPU devices the copies of each state take the place of those of the one before: fresh memory
+    costs more than copying. So a snapshot is to be written before the next is taken.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self._copies: dict[tuple[str, int], np.ndarray] = {}
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        trainer = self.trainer
+        layers = trainer.placement.layer
+        canonical = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+        masters, specs = _arrays(trainer.state_shapes), _arrays(trainer.state_specs)
+        shapes = {
+            f"{tree}.{name}": shape for tree in TREES for name, shape in _named(canonical).items()
+        }
+        leaves = {}
+        for name, master in masters.items():
+            stack = None
+            if name.split(".")[1:2] == ["block"]:
+                widths = [(0, n - m) for n, m in zip(master.shape, layers.shape)]
+                stack = np.pad(layers, widths, constant_values=EMPTY)
+            leaves[name] = Leaf(
+                name=name, shape=shapes.get(name, master).shape, dtype=np.dtype(master.dtype),
+                master_shape=master.shape, sharding=NamedSharding(trainer.mesh, specs[name]),
+                layers=stack,
+            )  # fmt: skip
+        return leaves
+
+    # -- there ------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Takes the memory that the first copy would otherwise wait for."""
+        if self._on_host:
+            for leaf in self.leaves.values():
+                for place in range(len(leaf.sharding.addressable_devices)):
+                    shape = leaf.sharding.shard_shape(leaf.master_shape)
+                    self._copies.setdefault((leaf.name, place), np.ones(shape, leaf.dtype))
+
+    def take(self, state: TrainState) -> list[Part]:
+        """What this process is to write of a state. The state may be donated thereafter."""
+        shards = [
+            (self.leaves[name], place, shard.index, array.addressable_data(place))
+            for name, array in _arrays(state).items()
+            for place, shard in enumerate(array.addressable_shards)
+            if shard.replica_id == 0
+        ]
+        if not self._on_host:
+            for *_, data in shards:
+                data.copy_to_host_async()
+        with ThreadPoolExecutor(_COPYING) as pool:
+            copies = list(pool.map(self._copy, shards))
+        return [
+            Part(name=leaf.name, start=run.start, values=leaf.cut(copy, run))
+            for (leaf, _, index, _), copy in zip(shards, copies)
+            for run in leaf.runs(index)
+        ]
+
+    def _copy(self, shard: tuple) -> np.ndarray:
+        leaf, place, _, data = shard
+        values = np.asarray(data)
+        if not self._on_host:
+            return values
+        if (leaf.name, place) not in self._copies:
+            self._copies[leaf.name, place] = np.empty(values.shape, leaf.dtype)
+        np.copyto(self._copies[leaf.name, place], values)
+        return self._copies[leaf.name, place]
+
+    @cached_property
+    def _on_host(self) -> bool:
+        """Whether the devices' memory is the host's, and `np.asarray` no copy."""
+        return self.trainer.mesh.devices.flat[0].platform == "cpu"
+
+    # -- and back ---------------------------------------------------------------------------------
+
+    def load(self, store: Store) -> TrainState:
+        """The state that `store` holds, on this trainer's layout. Raises Damaged, and UserError
+        where it is not of this trainer's model."""
+        for leaf in self.leaves.values():
+            there = store.catalog.get(leaf.name)
+            if there is None or there.shape != leaf.shape or there.dtype != leaf.dtype:
+                what = "none" if there is None else f"{there.dtype} {list(there.shape)}"
+                raise UserError(
+                    f"checkpoint {store.directory} is of another model: {leaf.name} is {what} "
+                    f"there and {leaf.dtype} {list(leaf.shape)} here"
+                )
+        largest_first = sorted(self.leaves, key=lambda name: -store.catalog[name].size_bytes)
+        with ThreadPoolExecutor(_READING) as pool:
+            loaded = pool.map(lambda name: self._load(store, self.leaves[name]), largest_first)
+            arrays = dict(zip(largest_first, loaded))
+        return self._state(arrays)
+
+    def _load(self, store: Store, leaf: Leaf) -> jax.Array:
+        """Reads what this process holds of an array, once for all devices that hold the same."""
+        devices = defaultdict(list)
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.master_shape)
+        for device, index in indices.items():
+            spans = tuple(part.indices(size) for part, size in zip(index, leaf.master_shape))
+            devices[spans].append(device)
+        shape = leaf.sharding.shard_shape(leaf.master_shape)
+        shards = [_aligned(shape, leaf.dtype) for _ in devices]
+        regions = []
+        for spans, shard in zip(devices, shards):
+            runs = leaf.runs(tuple(slice(*span) for span in spans))
+            parts = [leaf.cut(shard, run) for run in runs]
+            if sum(part.size for part in parts) < shard.size:
+                shard[...] = 0
+            regions += [Region(start=run.start, target=part) for run, part in zip(runs, parts)]
+        store.fill(leaf.name, regions)
+        placed = [
+            jax.device_put(shard, device)
+            for shard, group in zip(shards, devices.values())
+            for device in group
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.master_shape, leaf.sharding, placed)
+
+    def _state(self, arrays: dict[str, jax.Array]) -> TrainState:
+        shapes = self.trainer.state_shapes
+        trees = {tree: _filled(shapes.params, arrays, tree) for tree in TREES}
+        updates = np.int32(arrays["step"]) - np.int32(arrays["skipped"])
+
+        def count(leaf):
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf
+            if leaf.shape or leaf.dtype != jnp.int32:
+                raise TypeError(f"the optimizer's state has a leaf that is not saved: {leaf}")
+            replicated = self.leaves["step"].sharding
+            return jax.make_array_from_callback((), replicated, lambda _: updates)
+
+        moments = optax.tree_utils.tree_set(shapes.moments, mu=trees["mu"], nu=trees["nu"])
+        return TrainState(
+            step=arrays["step"],
+            params=trees["params"],
+            moments=jax.tree.map(count, moments),
+            loss_scale=LossScale(*(arrays[f"loss_scale.{field}"] for field in LossScale._fields)),
+            skipped=arrays["skipped"],
+        )
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory that a CPU device takes as its own, without a copy. Not to be written to after that;
+    XLA does not, either, when it is donated."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def _arrays(state: TrainState) -> dict[str, Any]:
+    """The leaves of a state, or of a tree like it, that are saved, by name."""
+    moments = {name: optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu")}
+    scalars = {"step": state.step, "skipped": state.skipped}
+    return _named(
+        {"params": state.params, **moments, **scalars, "loss_scale": state.loss_scale._asdict()}
+    )
+
+
+def _named(tree: Tree) -> dict[str, Any]:
+    """{"a.b": leaf} of nested dicts. None is no leaf, a PartitionSpec is one."""
+    found = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{rest}": leaf for rest, leaf in _named(value).items()}
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def _filled(tree: Tree, arrays: dict[str, Any], prefix: str) -> Tree:
+    """`tree` with the arrays of these names in place of its leaves."""
+    return {
+        name: _filled(value, arrays, f"{prefix}.{name}")
+        if isinstance(value, dict)
+        else arrays[f"{prefix}.{name}"]
+        for name, value in tree.items()
+    }

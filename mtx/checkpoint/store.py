@@ -1,0 +1,334 @@
+"""Arrays in files: what the processes of a run hold of each, as blocks; read back in any other cut.
+
+A process writes one file, `arrays.<process>.bin`: the blocks it holds, raw and in row-major order,
+one after the other. `Catalog` says of every array its shape and dtype, and of every block where it
+lies in the array and in which file, with a fingerprint. A reader takes whole blocks and checks each
+before anything of it is used. Nothing here knows what the arrays are for, and nothing needs JAX.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from mtx.checkpoint.fingerprint import MODULUS, fingerprint
+from mtx.errors import UserError
+
+MOST_BLOCK_BYTES = 32 << 20  # what is read to get at one element; and what a thread works on
+_AT_A_TIME_BYTES = 1 << 20  # what is still in a core's cache when it is looked at again
+_ALIGNMENT = 64  # bytes
+_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, name))
+    for name in ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint32", "bool")
+}
+
+
+class Damaged(UserError):
+    """A checkpoint is not what was written: which one, and what of it."""
+
+    def __init__(self, directory: Path, what: str):
+        super().__init__(f"checkpoint {directory} is damaged: {what}")
+        self.directory, self.what = directory, what
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """Why a file of a checkpoint cannot be read: that it may not be is no damage."""
+    if isinstance(error, PermissionError):
+        return UserError(f"{path} cannot be read ({error.strerror}); let this user read it")
+    return Damaged(path.parent, f"{path.name}: {error.strerror or error}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """What a process holds of an array: `values`, from `start` on."""
+
+    name: str
+    start: tuple[int, ...]
+    values: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of an array, in a file."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int  # bytes
+    fingerprint: int
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_parts(path: Path, parts: Sequence[Part], *, threads: int = 2) -> list[Block]:
+    """Writes a file that holds `parts`, and returns when it is on the disk. Raises OSError."""
+    pieces = [
+        Part(name=part.name, start=start, values=values)
+        for part in parts
+        for start, values in _pieces(part.start, part.values, MOST_BLOCK_BYTES)
+    ]
+    offsets, size = [], 0
+    for piece in pieces:
+        offsets.append(size)
+        size += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(piece: Part, offset: int) -> Block:
+        values = np.ascontiguousarray(piece.values).reshape(piece.values.shape)
+        digest, end = 0, offset
+        for start, part in _pieces(piece.start, values, _AT_A_TIME_BYTES):
+            digest = (digest + fingerprint(part, start)) % MODULUS
+            end = _write_all(file, part, end)
+        # Begins to write to the disk now, and lets go of pages that nobody reads again.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, offset, end - offset, os.POSIX_FADV_DONTNEED)
+        return Block(
+            name=piece.name, start=piece.start, shape=values.shape, file=path.name, offset=offset,
+            fingerprint=digest,
+        )  # fmt: skip
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            blocks = list(pool.map(write, pieces, offsets))
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return blocks
+
+
+def _write_all(file: int, values: np.ndarray, offset: int) -> int:
+    """Writes contiguous values; where they end."""
+    left = memoryview(values.reshape(-1).view(np.uint8))
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
+    return offset
+
+
+def _pieces(
+    start: tuple[int, ...], values: np.ndarray, most_bytes: int
+) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """(start, values) of pieces of at most so many bytes, one after the other: cut along the first
+    dims, so that those of a contiguous array are contiguous and follow each other."""
+    if values.nbytes <= most_bytes or values.size == 1:
+        yield start, values
+        return
+    dim = next(dim for dim, size in enumerate(values.shape) if size > 1)
+    rows = max(1, most_bytes * values.shape[dim] // values.nbytes)
+    for row in range(0, values.shape[dim], rows):
+        first = (*start[:dim], start[dim] + row, *start[dim + 1 :])
+        part = values[(slice(None),) * dim + (slice(row, row + rows),)]
+        yield from _pieces(first, part, most_bytes)
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArrayInfo:
+    """One array and its blocks."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    blocks: tuple[Block, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the whole array: the same however it was cut."""
+        return sum(block.fingerprint for block in self.blocks) % MODULUS
+
+
+Catalog = dict[str, ArrayInfo]
+
+
+def catalog_to_json(catalog: Catalog) -> dict:
+    files = sorted({block.file for info in catalog.values() for block in info.blocks})
+    number = {file: place for place, file in enumerate(files)}
+    arrays = {
+        name: {
+            "dtype": info.dtype.name,
+            "shape": list(info.shape),
+            "fingerprint": f"{info.fingerprint:016x}",
+            "blocks": [
+                [number[b.file], b.offset, list(b.start), list(b.shape), f"{b.fingerprint:016x}"]
+                for b in info.blocks
+            ],
+        }
+        for name, info in catalog.items()
+    }
+    return {"files": files, "arrays": arrays}
+
+
+def catalog_from_json(values: dict) -> Catalog:
+    """Raises KeyError, TypeError or ValueError where `values` are not from `catalog_to_json`."""
+    files, catalog = values["files"], {}
+    for name, array in values["arrays"].items():
+        blocks = tuple(
+            Block(
+                name=name, start=tuple(start), shape=tuple(shape), file=files[file],
+                offset=offset, fingerprint=int(digest, 16),
+            )
+            for file, offset, start, shape, digest in array["blocks"]
+        )  # fmt: skip
+        catalog[name] = ArrayInfo(
+            shape=tuple(array["shape"]), dtype=_DTYPES[array["dtype"]], blocks=blocks
+        )
+    return catalog
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Region:
+    """Where a part of an array is to go: from `start` on, into `target`."""
+
+    start: tuple[int, ...]
+    target: np.ndarray
+
+
+@dataclass(kw_only=True, eq=False)
+class Store:
+    """The arrays of one directory. A context: files that were read stay open until its end."""
+
+    directory: Path
+    catalog: Catalog
+    _files: dict[str, int] = field(default_factory=dict)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def read(
+        self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> np.ndarray:
+        """An array or, from `start` on, as much of it as `shape` says. Raises Damaged."""
+        info = self.catalog[name]
+        start = tuple(start or (0,) * len(info.shape))
+        if shape is None:
+            shape = tuple(size - a for size, a in zip(info.shape, start, strict=True))
+        values = np.empty(shape, info.dtype)
+        self.fill(name, [Region(start=start, target=values)])
+        return values
+
+    def fill(self, name: str, regions: Sequence[Region]) -> None:
+        """Reads what lies in `regions` of an array, each block once. Raises Damaged."""
+        info = self.catalog[name]
+        missing = [region.target.size for region in regions]
+        for block in _touching(info.blocks, regions):
+            values = None
+            for place, region in enumerate(regions):
+                source, target = _overlap(block, region)
+                if not target.size:
+                    continue
+                missing[place] -= target.size
+                if values is None:
+                    values = self._block(block, info.dtype, target)
+                if values is not target:
+                    target[...] = values[source]
+        if any(missing):
+            raise Damaged(self.directory, f"{sum(missing):,} values of {name} are in no file")
+
+    def check_files(self) -> None:
+        """Raises Damaged where a file is not there or too short; reads nothing."""
+        ends: dict[str, int] = {}
+        for info in self.catalog.values():
+            for block in info.blocks:
+                end = block.offset + math.prod(block.shape) * info.dtype.itemsize
+                ends[block.file] = max(end, ends.get(block.file, 0))
+        for file, end in ends.items():
+            try:
+                size = (self.directory / file).stat().st_size
+            except OSError as error:
+                raise unreadable(self.directory / file, error) from error
+            if size < end:
+                raise Damaged(self.directory, f"{file} has {size:,} of {end:,} bytes")
+
+    def verify(self, name: str) -> Iterator[int]:
+        """Reads an array block by block; after each yields its bytes. Raises Damaged."""
+        info = self.catalog[name]
+        for block in info.blocks:
+            yield self._block(block, info.dtype).nbytes
+
+    def _block(self, block: Block, dtype: np.dtype, target: np.ndarray | None = None) -> np.ndarray:
+        """The values of a block, checked: `target` itself where they fit into it as they lie."""
+        fits = target is not None and target.shape == block.shape and target.flags.c_contiguous
+        values = target if fits else np.empty(block.shape, dtype)
+        digest, offset = 0, block.offset
+        for start, part in _pieces(block.start, values, _AT_A_TIME_BYTES):
+            self._read_all(block, part, offset)
+            digest = (digest + fingerprint(part, start)) % MODULUS
+            offset += part.nbytes
+        if digest != block.fingerprint:
+            raise self._damaged(block, "these are not the bytes that were written")
+        return values
+
+    def _read_all(self, block: Block, values: np.ndarray, offset: int) -> None:
+        left = memoryview(values.reshape(-1).view(np.uint8))
+        try:
+            file = self._open(block.file)
+            while left:
+                read = os.preadv(file, [left], offset)
+                if not read:
+                    raise self._damaged(block, "the file is too short")
+                left, offset = left[read:], offset + read
+        except OSError as error:
+            raise unreadable(self.directory / block.file, error) from error
+
+    def _open(self, name: str) -> int:
+        if name not in self._files:
+            file = os.open(self.directory / name, os.O_RDONLY)
+            if self._files.setdefault(name, file) != file:  # another thread was faster
+                os.close(file)
+        return self._files[name]
+
+    def _damaged(self, block: Block, what: str) -> Damaged:
+        return Damaged(
+            self.directory,
+            f"array {block.name}, from byte {block.offset:,} of {block.file}: {what}",
+        )
+
+
+def _touching(blocks: Sequence[Block], regions: Sequence[Region]) -> Iterable[Block]:
+    """The blocks that lie in any of the regions, wholly or in part."""
+    if not blocks or not blocks[0].shape:
+        return blocks
+    first = np.array([block.start for block in blocks])
+    last = first + np.array([block.shape for block in blocks])
+    touching = np.zeros(len(blocks), bool)
+    for region in regions:
+        start, stop = np.array(region.start), np.add(region.start, region.target.shape)
+        touching |= ((first < stop) & (last > start)).all(axis=1)
+    return [blocks[place] for place in np.flatnonzero(touching)]
+
+
+def _overlap(block: Block, region: Region) -> tuple[tuple[slice, ...], np.ndarray]:
+    """Where in the block it lies, and the part of the region's target."""
+    source, target = [], []
+    for a, n, b, m in zip(block.start, block.shape, region.start, region.target.shape):
+        first, last = max(a, b), min(a + n, b + m)
+        last = max(first, last)
+        source.append(slice(first - a, last - a))
+        target.append(slice(first - b, last - b))
+    return tuple(source), region.target[(*target, ...)]

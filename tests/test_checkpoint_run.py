@@ -1,0 +1,68 @@
+"""A run whose disk is full for a while, and whose newest checkpoint is damaged, goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mtx.checkpoint import commit
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.config import ModelConfig, RunConfig
+from mtx.errors import UserError
+from mtx.train.loop import train
+
+MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=16, vocab=256, compute_dtype="float32")
+
+
+def printed(run: RunConfig) -> tuple[list[float], str]:
+    console = Console(file=io.StringIO(), width=200)
+    return train(run, console=console).losses, console.file.getvalue()
+
+
+def events(run: RunConfig, kind: str) -> list[dict]:
+    lines = (Path(run.out) / "log.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def test_a_full_disk_and_a_flipped_bit(tmp_path, monkeypatch):
+    run = RunConfig(
+        model=MODEL, global_batch=4, steps=4, save_every=1, eval_every=0, eval_batches=1,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    write_parts, writes = commit.write_parts, []
+
+    def full_at_step_2(path, parts):
+        writes.append(path)
+        if len(writes) == 2:
+            raise OSError(28, "No space left on device")
+        return write_parts(path, parts)
+
+    monkeypatch.setattr(commit, "write_parts", full_at_step_2)
+    losses, text = printed(run)
+    assert "NOT SAVED" in text and "process 0: No space left on device" in text
+    assert len(events(run, "save_failed")) == 1
+    checkpoints = Checkpoints(run.out)
+    assert checkpoints.steps() == [3, 4] and len(losses) == 4
+
+    with (checkpoints.directory / "4" / "arrays.0.bin").open("r+b") as file:
+        file.seek(checkpoints.manifest(4).catalog["mu.ends.tokens"].blocks[0].offset)
+        file.write(b"\xff\xff\xff\x7f")
+    again, text = printed(replace(run, steps=5))
+    assert "checkpoints/4 is damaged: array mu.ends.tokens" in text
+    assert "it is now named 4.damaged" in text
+    assert f"resumes    from step 3: {checkpoints.directory}/3\n" in text
+    assert len(events(run, "damaged")) == 1
+    assert again[0] == losses[3] and len(again) == 2
+    assert checkpoints.steps() == [4, 5]
+
+    for step in (4, 5):
+        (checkpoints.directory / str(step) / "run.json").unlink()
+    with pytest.raises(
+        UserError, match="no checkpoint in .* is sound; put a copy back, or use ano"
+    ):
+        train(replace(run, steps=6), console=Console(file=io.StringIO()))
