@@ -19,6 +19,9 @@ from typing import TypeVar
 import tyro
 
 from mtx.errors import UserError
+from mtx.launch.cluster import ClusterOptions
+from mtx.launch.exits import Exit, LostProcess
+from mtx.launch.status import VIRTUAL_DEVICES
 
 Options = TypeVar("Options")
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
@@ -41,15 +44,23 @@ def exit_status(body: Callable[[], int | None]) -> int:
         return 141  # 128 + SIGPIPE, as the shell has it
 
 
-def start_devices(virtual: int) -> None:
-    """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one."""
-    from mtx.train.launch import join_cluster, use_virtual_devices
+def start_devices(virtual: int, cluster: ClusterOptions | None = None) -> None:
+    """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one:
+    then each process says who it is."""
+    from mtx.launch.start import join_cluster, use_virtual_devices
 
     if virtual < 0:
         raise UserError(f"virtual_devices={virtual} must be at least 0")
+    virtual = virtual or int(os.environ.get(VIRTUAL_DEVICES, 0))
     if virtual:
         use_virtual_devices(virtual)
-    join_cluster()
+    try:
+        who = join_cluster(cluster)
+    except LostProcess as error:
+        print("mtx:", error, file=sys.stderr)
+        raise SystemExit(Exit.LOST) from None
+    if who is not None:
+        print(who, flush=True)
 
 
 def split_name(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -1,0 +1,260 @@
+"""Which of a run's processes this is, from options or a launcher's variables. No JAX here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mtx.errors import UserError
+
+# Ports that the operating system hands out last; jobs that share a node differ by their ids.
+_FIRST_PORT, _PORTS = 61440, 4096
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What a launcher's variables would say, said by hand; and how long to wait for others."""
+
+    coordinator: str | None = None  # host:port at which process 0 listens
+    processes: int | None = None
+    process: int | None = None  # this one, from 0
+    local_devices: tuple[int, ...] | None = None  # GPUs of this node that are its own
+    connect_s: int = 300  # for all processes to arrive
+
+    def __post_init__(self):
+        given = self.coordinator, self.processes, self.process
+        if None in given and given != (None, None, None):
+            raise UserError(
+                f"cluster.coordinator={self.coordinator}, cluster.processes={self.processes} and "
+                f"cluster.process={self.process} go together; set all three, or none"
+            )
+        if self.connect_s < 1:
+            raise UserError(f"cluster.connect_s={self.connect_s} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """This process among those of one run."""
+
+    launcher: str  # whose variables said so
+    coordinator: str  # host:port at which process 0 listens
+    processes: int
+    process: int
+    local_gpus: tuple[int, ...] | None = None  # of its node; None: all that it sees
+
+    def describe(self) -> str:
+        gpus = ""
+        if self.local_gpus is not None:
+            gpus = f", to use GPU {','.join(map(str, self.local_gpus))} of its node"
+        return f"found by {self.launcher}, coordinator {self.coordinator}{gpus}"
+
+
+def find_cluster(
+    environment: Mapping[str, str], options: ClusterOptions | None = None
+) -> Cluster | None:
+    """The first of these that there is; None where that is one process, or nothing.
+
+    1. `options`
+    2. JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID, as Kubeflow and people set them;
+       in place of the last, JOB_COMPLETION_INDEX, as Kubernetes numbers the pods of an indexed job
+    3. torchrun: MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK
+    4. SLURM, inside of `srun`
+    5. Open MPI, inside of `mpirun`
+
+    JAX_COORDINATOR_ADDRESS alone overrides the address that 4 and 5 find, which is loopback where
+    all processes are on one host. A process that shares
+    its node takes its part of the node's GPUs, unless the launcher has bound it to some, or
+    JAX_LOCAL_DEVICE_IDS names them. Raises UserError where a launcher contradicts itself.
+    """
+    cluster = _read_options(options) if options else None
+    readers: tuple[Callable, ...] = (
+        _read_jax, _read_job_index, _read_torchrun, _read_slurm, _read_open_mpi,
+    )  # fmt: skip
+    cluster = cluster or next(filter(None, (read(environment) for read in readers)), None)
+    if cluster is None:
+        given = [name for name in _JAX_VARIABLES if name in environment]
+        missing = [name for name in _JAX_VARIABLES if name not in environment]
+        if given:
+            raise UserError(
+                f"the environment has {', '.join(given)} but not {', '.join(missing)}; set all "
+                "three, or none for a single process"
+            )
+        return None
+    if not 0 <= cluster.process < cluster.processes:
+        raise UserError(
+            f"{cluster.launcher} says process {cluster.process} of {cluster.processes}; "
+            "processes count from 0"
+        )
+    if not re.fullmatch(r".+:\d{1,5}", cluster.coordinator):
+        raise UserError(
+            f"{cluster.launcher} says coordinator {cluster.coordinator!r}; its form is host:port"
+        )
+    return cluster if cluster.processes > 1 else None
+
+
+def _read_options(options: ClusterOptions) -> Cluster | None:
+    if options.coordinator is None:
+        return None
+    return Cluster(
+        launcher="options",
+        coordinator=options.coordinator,
+        processes=options.processes,
+        process=options.process,
+        local_gpus=options.local_devices,
+    )
+
+
+_JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def _read_jax(environment: Mapping[str, str]) -> Cluster | None:
+    if not all(name in environment for name in _JAX_VARIABLES):
+        return None
+    return Cluster(
+        launcher=environment.get("MTX_LAUNCHER", "JAX_* variables"),
+        coordinator=environment["JAX_COORDINATOR_ADDRESS"],
+        processes=_integer(environment, "JAX_NUM_PROCESSES"),
+        process=_integer(environment, "JAX_PROCESS_ID"),
+    )
+
+
+def _read_job_index(environment: Mapping[str, str]) -> Cluster | None:
+    needed = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX")
+    if not all(name in environment for name in needed):
+        return None
+    return Cluster(
+        launcher="Kubernetes",
+        coordinator=environment["JAX_COORDINATOR_ADDRESS"],
+        processes=_integer(environment, "JAX_NUM_PROCESSES"),
+        process=_integer(environment, "JOB_COMPLETION_INDEX"),
+    )
+
+
+def _read_torchrun(environment: Mapping[str, str]) -> Cluster | None:
+    needed = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    if not all(name in environment for name in needed):
+        return None
+    port = _integer(environment, "MASTER_PORT")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        port += 1  # torchrun's own store listens on MASTER_PORT
+    return Cluster(
+        launcher="torchrun",
+        coordinator=f"{environment['MASTER_ADDR']}:{port}",
+        processes=_integer(environment, "WORLD_SIZE"),
+        process=_integer(environment, "RANK"),
+        local_gpus=_part_of_node(
+            environment,
+            process=_integer(environment, "LOCAL_RANK", 0),
+            processes=_integer(environment, "LOCAL_WORLD_SIZE", 1),
+        ),
+    )
+
+
+def _read_slurm(environment: Mapping[str, str]) -> Cluster | None:
+    """SLURM's variables of a step: a batch script has some of them without being one."""
+    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    if not all(name in environment for name in needed):
+        return None
+    job = _integer(environment, "SLURM_JOB_ID") + _integer(environment, "SLURM_STEP_ID", 0)
+    host = _first_host(environment["SLURM_STEP_NODELIST"])
+    if environment.get("SLURM_STEP_NUM_NODES") == "1":
+        host = _LOOPBACK
+    return Cluster(
+        launcher="SLURM",
+        coordinator=_coordinator(environment, host, job),
+        processes=_integer(environment, "SLURM_STEP_NUM_TASKS"),
+        process=_integer(environment, "SLURM_PROCID"),
+        local_gpus=_part_of_node(
+            environment,
+            process=_integer(environment, "SLURM_LOCALID", 0),
+            processes=_tasks_of_node(environment),
+            gpus=_integer(environment, "SLURM_GPUS_ON_NODE", 0) or None,
+        ),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first of SLURM's compressed list: node[007-015,020]-ib,other -> node007-ib"""
+    prefix, first, suffix = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes).groups()
+    return prefix + (first or "") + (suffix or "")
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> int:
+    """Of SLURM's "2(x3),1": three nodes of two tasks, then one of one."""
+    counts = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, nodes = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part).groups()
+        counts += [int(count)] * int(nodes or 1)
+    node = _integer(environment, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def _read_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
+    if not all(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
+        return None
+    processes = _integer(environment, "OMPI_COMM_WORLD_SIZE")
+    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or ...;tcp6://[fe80::b9b,2620::2]:43370
+    uri = re.match(
+        r"(?P<job>\d+)\.\d+;(?:tcp://(?P<v4>[^,:]+)|tcp6://\[(?P<v6>[^,\]]+))",
+        environment.get("OMPI_MCA_orte_hnp_uri", ""),
+    )
+    host = uri and (uri["v4"] or f"[{uri['v6']}]")
+    if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment["OMPI_COMM_WORLD_SIZE"]:
+        host = _LOOPBACK
+    if host is None and "JAX_COORDINATOR_ADDRESS" not in environment and processes > 1:
+        raise UserError(
+            "this Open MPI does not say on which host process 0 runs; set "
+            "JAX_COORDINATOR_ADDRESS=host:port with mpirun -x"
+        )
+    return Cluster(
+        launcher="Open MPI",
+        coordinator=_coordinator(environment, host, int(uri["job"]) >> 12 if uri else 0),
+        processes=processes,
+        process=_integer(environment, "OMPI_COMM_WORLD_RANK"),
+        local_gpus=_part_of_node(
+            environment,
+            process=_integer(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+            processes=_integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
+        ),
+    )
+
+
+def _coordinator(environment: Mapping[str, str], host: str | None, job: int) -> str:
+    found = f"{host}:{_FIRST_PORT + job % _PORTS}"
+    return environment.get("JAX_COORDINATOR_ADDRESS", found)
+
+
+def _part_of_node(
+    environment: Mapping[str, str], *, process: int, processes: int, gpus: int | None = None
+) -> tuple[int, ...] | None:
+    """The GPUs of one of the `processes` on a node that has `gpus` of them, where that is known.
+
+    None, which is all that it sees, for a process that has the node for itself or was bound to
+    some of its GPUs.
+    """
+    visible = next(
+        (
+            len(environment[name].split(","))
+            for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+            if environment.get(name)
+        ),
+        gpus,
+    )
+    if processes == 1 or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None
+    if visible is None:
+        return (process,)
+    if visible < max(processes, gpus or 0):
+        return None  # bound to its own
+    each = visible // processes
+    return tuple(range(process * each, (process + 1) * each))
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"the environment has {name}={text!r}, which is no number") from None

@@ -1,0 +1,44 @@
+"""How a run's processes end, as numbers that a scheduler can act on."""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit statuses of `mtx train` and `mtx launch`; the numbers are those of sysexits.h, where it
+    has one. Whatever is none of them came from outside: 128 + n, or -n, is signal n."""
+
+    FINISHED = 0  # the run is at its last step
+    MISTAKE = 2  # the user's: one line says what to change; starting again would not help
+    LOST = 69  # another process died, failed or could not be reached: start all again
+    FAILED = 70  # this process raised an exception: start all again, with a limit
+    PREEMPTED = 75  # SIGTERM: a checkpoint was saved; start again when there is room
+    GAVE_UP = 79  # `mtx launch`: no restarts are left; somebody has to look
+    HUNG = 124  # no step finished for too long; stacks are on stderr: start all again
+    INTERRUPTED = 130  # Ctrl-C: a checkpoint was saved
+
+
+class LostProcess(Exception):
+    """The processes of a run have not come together, or no longer are; ends in `Exit.LOST`."""
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in words. `status`: as `subprocess` has it, -n for signal n."""
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    words = {
+        Exit.FINISHED: "finished",
+        1: "failed",  # an exception before the run began
+        Exit.MISTAKE: "refused what it was asked for",
+        Exit.LOST: "stopped, having lost another process",
+        Exit.FAILED: "failed",
+        Exit.PREEMPTED: "stopped as asked, with a checkpoint",
+        Exit.HUNG: "hung",
+        Exit.INTERRUPTED: "was interrupted",
+    }
+    return f"{words.get(status, 'ended')} (exit status {status})"

@@ -1,0 +1,68 @@
+"""Ctrl-C and SIGTERM as a wish to stop after the running step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+from jax.experimental import multihost_utils
+
+from mtx.launch.exits import Exit
+
+
+class StopRequests:
+    """Says, before each step, whether somebody wants the run to stop."""
+
+    def __init__(self):
+        self._several = jax.process_count() > 1
+        self._signal: int | None = None  # the one that came first
+
+    def __call__(self, step: int) -> bool:
+        if self._several:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._signal is not None
+
+    def request(self, number: int) -> None:
+        """A signal has come."""
+        self._signal = self._signal or number
+        if self._several and number != signal.SIGTERM:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @property
+    def exit(self) -> Exit:
+        """What a run that was stopped ends with, by the signal that this process got; one that
+        got none was stopped by another's, which is preemption."""
+        return Exit.INTERRUPTED if self._signal == signal.SIGINT else Exit.PREEMPTED
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """Takes a first Ctrl-C or SIGTERM as a request; the second one has its usual effect.
+
+    Several processes: JAX's coordination service takes a SIGTERM to any of them, and all agree on
+    the step; Ctrl-C is passed on as one.
+    """
+    requests = StopRequests()
+    before = {}
+
+    def request(number, frame):
+        restore()
+        os.write(2, b"\nmtx: finishing this step, then saving; once more leaves at once\n")
+        requests.request(number)
+
+    def restore():
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread():  # no other may have handlers
+        for number in numbers:
+            before[number] = signal.signal(number, request)
+    try:
+        yield requests
+    finally:
+        restore()

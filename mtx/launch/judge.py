@@ -1,0 +1,181 @@
+"""Who failed, from the signs of life of all processes: plain data in, a verdict out. No JAX here.
+
+Times are differences of one process's monotonic clock: no two hosts' clocks are compared, and a
+clock that is set changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from mtx.launch.exits import Exit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A process, as a person would look for it."""
+
+    process: int
+    host: str
+    pid: int
+    stages: tuple[int, ...] = ()  # pipeline stages of its devices; empty before they are known
+
+    def describe(self) -> str:
+        stages = ""
+        if self.stages:
+            numbers = ",".join(map(str, self.stages))
+            stages = f", stage{'s' if len(self.stages) > 1 else ''} {numbers}"
+        return f"process {self.process} (host {self.host}, pid {self.pid}{stages})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """A sign of life."""
+
+    who: Identity
+    count: int  # grows by one with each
+    step: int  # finished steps
+    phase: str  # what its main thread is at: batch, step, loop, eval, ...; "done" at the end
+    stalled_s: float = 0.0  # for how long beyond what is allowed; 0: it gets on
+    waits: bool = False  # in a phase that may take long, and has not taken too long yet
+    error: str = ""  # how its connection to the others broke
+    probe: tuple[int, float, float, float] | None = None  # see `mtx.launch.stragglers.Probe`
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Beat:
+        values = json.loads(text)
+        who = values.pop("who")
+        probe = values.pop("probe")
+        return cls(
+            who=Identity(**who | {"stages": tuple(who["stages"])}),
+            probe=probe and tuple(probe),
+            **values,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why all processes stop."""
+
+    text: str  # one line: who, where, at which step, and what was seen
+    exit: Exit  # of the processes that are not at fault
+    culprits: tuple[int, ...] = ()
+    dump: tuple[int, ...] = ()  # the processes that show their stacks
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Verdict:
+        values = json.loads(text)
+        lists = {name: tuple(values.pop(name)) for name in ("culprits", "dump")}
+        return cls(exit=Exit(values.pop("exit")), **lists, **values)
+
+
+def patience(phase: str) -> float:
+    """By how much longer than else a process may be silent in `phase`: it starts and compiles in
+    calls of C++ that may not let its other threads run."""
+    return 6.0 if phase in ("start", "compile") else 1.0
+
+
+@dataclass(kw_only=True)
+class Judge:
+    """Reads all beats again and again, in process 0.
+
+    A process is lost when its beats have stopped for `silent_s`; for `suspect_s` already where
+    another says that a connection broke. A run hangs when a process has stalled, and none is at
+    something that may take its time.
+    """
+
+    silent_s: float
+    suspect_s: float
+    processes: int = 0  # that are to begin, within `begin_s` of each other
+    begin_s: float = 300.0
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)  # count, since when
+    _broken_s: float | None = None  # when a process first said that a connection had broken
+    _last_s: float | None = None
+    _first_s: float | None = None
+
+    def see(self, beats: Mapping[int, Beat], now_s: float) -> Verdict | None:
+        """`beats`: the last of each process that ever had one."""
+        away_s = 0.0 if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        self._first_s = now_s if self._first_s is None else self._first_s
+        if away_s > self.suspect_s / 2:  # it was this process that did not run: look again
+            self._seen = {p: (count, now_s) for p, (count, _) in self._seen.items()}
+        for process, beat in beats.items():
+            if process not in self._seen or self._seen[process][0] != beat.count:
+                self._seen[process] = beat.count, now_s
+        running = {p: beat for p, beat in beats.items() if beat.phase != "done"}
+        broken = [beat for beat in running.values() if beat.error]
+        if broken and self._broken_s is None:
+            self._broken_s = now_s
+        absent = [p for p in range(self.processes) if p not in beats]
+        if absent and now_s - self._first_s > self.begin_s:
+            numbers = ", ".join(map(str, absent))
+            text = (
+                f"no sign of life from process {numbers} within {self.begin_s:.0f} s of the first"
+            )
+            return Verdict(text=text, exit=Exit.LOST, culprits=tuple(absent))
+        return self._lost(running, broken, now_s) or _hung(running)
+
+    def _lost(self, running: dict[int, Beat], broken: list[Beat], now_s: float) -> Verdict | None:
+        limit_s = self.suspect_s if broken else self.silent_s
+        silent = {p: now_s - self._seen[p][1] for p in running}
+        lost = [p for p, age_s in silent.items() if age_s > limit_s * patience(running[p].phase)]
+        if lost:
+            who = "; ".join(
+                f"{running[p].who.describe()}, last seen at step {running[p].step:,}, in "
+                f"{running[p].phase}: no sign of life for {silent[p]:.1f} s (killed, frozen or cut "
+                "off)"
+                for p in lost
+            )
+            seen = f"; {_first_error(broken)}" if broken else ""
+            return Verdict(text=f"lost {who}{seen}", exit=Exit.LOST, culprits=tuple(lost))
+        if broken and now_s - self._broken_s > self.silent_s:
+            return Verdict(
+                text=f"all processes live, but a connection broke: {_first_error(broken)}",
+                exit=Exit.LOST,
+            )
+        return None
+
+
+def _first_error(broken: list[Beat]) -> str:
+    beat = min(broken, key=lambda beat: (beat.step, beat.who.process))
+    return f"{beat.who.describe()} reports: {beat.error}"
+
+
+def _hung(running: dict[int, Beat]) -> Verdict | None:
+    stalled = [beat for beat in running.values() if beat.stalled_s > 0]
+    if not stalled or any(beat.waits for beat in running.values()):
+        return None
+    # A step's collectives make all wait for the slowest: it is behind, or not in the step.
+    first = min(beat.step for beat in running.values())
+    behind = [beat for beat in running.values() if beat.step == first]
+    culprits = [beat for beat in behind if beat.phase != "step"]
+    if not culprits and len(behind) < len(running):
+        culprits = behind
+    after_s = max(beat.stalled_s for beat in stalled)
+    everyone = tuple(sorted(running))
+    if not culprits:
+        who = f"all processes are in step {first + 1:,}"
+        if len(running) == 1:
+            who = f"{stalled[0].who.describe()} is in step {first + 1:,}"
+        return Verdict(
+            text=f"hung: {who}, which has not finished for {after_s:.0f} s", exit=Exit.HUNG,
+            dump=everyone,
+        )  # fmt: skip
+    who = "; ".join(
+        f"{beat.who.describe()} at step {beat.step:,}, in {beat.phase}" for beat in culprits
+    )
+    numbers = tuple(beat.who.process for beat in culprits)
+    others = "" if len(running) == len(culprits) else ", and the others wait"
+    return Verdict(
+        text=f"hung for {after_s:.0f} s: {who}{others}", exit=Exit.HUNG, culprits=numbers,
+        dump=numbers,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Before JAX starts: virtual CPU devices on a laptop, and many processes on a cluster.
+
+Nothing here imports JAX until it is called, since some settings are read once, when JAX starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import socket
+import sys
+
+from mtx.errors import UserError
+from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
+from mtx.launch.exits import LostProcess
+
+_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # of mallopt(3)
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+# JAX's own watch over its processes is turned off, for all that counts (see `mtx.launch.watch` for
+# ours): it goes by the time of day, and a clock set forward by more than its patience ends the run.
+_HEARTBEAT_S = 10**9
+_SHUTDOWN_S = 120  # for the others to finish, once this process has
+
+
+def use_virtual_devices(count: int) -> None:
+    """Makes the CPU appear as `count` devices, in place of the machine's own.
+
+    To be called before JAX starts. What the environment already sets is kept: XLA's flag,
+    JAX_PLATFORMS and NPROC. Raises UserError where JAX has already started with fewer devices.
+    """
+    if count < 1:
+        raise UserError(f"virtual devices={count} must be at least 1")
+    if _started_jax() and _device_count() < count:
+        raise UserError(
+            f"JAX has already started with {_device_count()} devices, too few for {count}; ask for "
+            f"virtual devices before anything is computed, or set XLA_FLAGS={_DEVICE_COUNT}={count}"
+        )
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEVICE_COUNT not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_COUNT}={count}".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # The size of XLA's thread pool. A collective blocks one thread per device: with too few of
+    # them, those that wait keep those that are waited for from running, and the program hangs.
+    os.environ.setdefault("NPROC", str(max(32, count)))
+    if "jax" in sys.modules and not _started_jax():
+        import jax  # it has read this variable already, when it was imported
+
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep what is freed, in one heap, for the next that asks; glibc only.
+
+    XLA's CPU client frees a step's temporary buffers at its end. glibc gives blocks of that size
+    back to the system, and the next step pays a page fault for every 4 KiB that it writes: with
+    bench-s on four devices, 0.25 s of the system's time a step and 7 % of all CPU time.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library, or none that can be opened
+        return
+    for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
+        mallopt(option, value)
+
+
+def _started_jax() -> bool:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+def _device_count() -> int:
+    import jax
+
+    return jax.device_count()
+
+
+# -- many processes --------------------------------------------------------------------------------
+
+
+def join_cluster(options: ClusterOptions | None = None) -> str | None:
+    """Connects this process with the others of its run, and says in one line what it found; does
+    nothing, and says nothing, where there is one process.
+
+    To be called before JAX computes anything. Who this
+    process is, `find_cluster` says. Process 0 listens at the coordinator's address and nowhere
+    else (JAX_COORDINATOR_BIND_ADDRESS names another), and CPU collectives at the address with
+    which each process reaches the coordinator. Raises UserError for variables that contradict
+    themselves, and LostProcess where the processes do not come together.
+    """
+    options = options or ClusterOptions()
+    cluster = find_cluster(os.environ, options)
+    if cluster is None:
+        return None
+    import jax
+
+    if not jax.distributed.is_initialized():
+        _connect(cluster, options)
+    local = jax.local_devices()
+    ids = ",".join(str(device.id) for device in local)
+    return (
+        f"process {cluster.process} of {cluster.processes} on {socket.gethostname()}, pid "
+        f"{os.getpid()}: {len(local)} of {jax.device_count()} devices ({local[0].device_kind} "
+        f"{ids}), {cluster.describe()}"
+    )
+
+
+def _connect(cluster: Cluster, options: ClusterOptions) -> None:
+    import jax
+
+    host, _, port = cluster.coordinator.rpartition(":")
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", cluster.coordinator)
+    if cluster.process == 0:
+        _refuse_taken_port(bind)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=cluster.coordinator,
+            coordinator_bind_address=bind,
+            num_processes=cluster.processes,
+            process_id=cluster.process,
+            local_device_ids=cluster.local_gpus,
+            cluster_detection_method="deactivate",  # `find_cluster` has done it
+            initialization_timeout=options.connect_s,
+            heartbeat_timeout_seconds=_HEARTBEAT_S,
+            shutdown_timeout_seconds=_SHUTDOWN_S,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise LostProcess(
+            f"process {cluster.process} of {cluster.processes} on {socket.gethostname()} did not "
+            f"meet the others at {cluster.coordinator} within {options.connect_s} s: {reason}"
+        ) from error
+    if jax.config.jax_cpu_collectives_implementation == "gloo":
+        _listen_only_at(_own_address(host, int(port)))
+
+
+def _refuse_taken_port(address: str) -> None:
+    """UserError where process 0 cannot listen at `address`; the C++ service would abort."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen at {address} ({error.strerror}); process 0 must run on the "
+            "coordinator's host with a free port, or JAX_COORDINATOR_BIND_ADDRESS=address:port "
+            "must say where to listen"
+        ) from error
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """This host's address on the way to another; loopback where that is this host itself."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # of a datagram socket: nothing is sent
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def _listen_only_at(address: str | None) -> None:
+    """Has gloo, which moves data between CPUs, listen at `address` of this host.
+
+    By itself it takes whatever the host's name resolves to: on many machines 127.0.1.1, where no
+    other reaches it, or else an address of the outside even when all processes are on one host.
+    JAX (0.10 to 0.12) has the argument and no public way to it.
+    """
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    collectives = _jax.make_gloo_tcp_collectives(
+        distributed_client=distributed.global_state.client, hostname=address
+    )
+    factory = functools.partial(xla_bridge.make_cpu_client, collectives=collectives)
+    xla_bridge.register_backend_factory("cpu", factory, priority=0, fail_quietly=False)

@@ -1,0 +1,83 @@
+"""From the launch of a process to its first finished step: where the time goes, and a cache that
+shortens it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from mtx.errors import UserError
+
+_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+class StartUp:
+    """Seconds by part, each up to its `mark`, the first from the process's own beginning."""
+
+    def __init__(self):
+        self.parts: dict[str, float] = {}
+        self._last_s = time.monotonic() - process_age_s()
+        self._open = True
+
+    def mark(self, part: str) -> None:
+        """What was done since the last mark was `part`."""
+        if not self._open:
+            return
+        now_s = time.monotonic()
+        self.parts[part] = self.parts.get(part, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+    def end(self, part: str) -> bool:
+        """The last mark; False, and nothing, where that has been already."""
+        self.mark(part)
+        was_open, self._open = self._open, False
+        return was_open
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
+        return f"{self.total_s:.1f} s from launch to the first step: {parts}"
+
+
+def process_age_s() -> float:
+    """Seconds since this process began; 0 where the system does not say (it is Linux that does)."""
+    try:
+        # The 22nd field, after a name in parentheses that may hold anything: clock ticks from boot.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began_s, 0.0)
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
+
+
+def use_compile_cache(directory: str) -> Path | None:
+    """Has XLA keep what it compiles in `directory`, for the next process that compiles the same.
+
+    "auto" is JAX_COMPILATION_CACHE_DIR, or else mtx/compiled in the user's cache; "none" turns it
+    off. To be called before anything is compiled. The directory is the user's alone: who can write
+    there can have their code run. Returns it. Raises UserError where it cannot be written.
+
+    It is off, too, where several processes compute on CPUs: there only process 0 finds what was
+    kept, and would wait for the others, who compile, longer than gloo's first meeting lasts (30 s).
+    """
+    import jax
+
+    if directory == "none" or (jax.process_count() > 1 and jax.default_backend() == "cpu"):
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    if directory == "auto":
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        directory = os.environ.get(_CACHE_VARIABLE) or f"{home}/mtx/compiled"
+    path = Path(directory).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UserError(
+            f"compile_cache={path} cannot be written ({error.strerror}); use another, or none"
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    return path

@@ -1,0 +1,111 @@
+"""Which process is slow: each times what it does alone, since the step takes as long for all.
+
+Three measures, in seconds: its own share of a step outside of the devices (reading and placing the
+batch); a matrix product on its first device, always the same; and by how much a thread that sleeps
+wakes up late, which shows a process that is stopped or starved now and then.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Probe(NamedTuple):
+    """What one process measured on itself."""
+
+    step: int  # finished steps
+    host_s: float  # a step, outside of the devices
+    device_s: float  # the matrix product
+    late_s: float  # of each second
+
+
+class Record(NamedTuple):
+    """All processes' probes at one step, in their order; what `log.jsonl` has as "processes"."""
+
+    step: int
+    host_s: list[float]
+    device_s: list[float]
+    late_s: list[float]
+
+
+def gather(probes: Mapping[int, tuple], processes: int, after: int) -> Record | None:
+    """The record of all processes' newest probes, once each has one beyond the step `after`.
+
+    Where steps are shorter than beats, those may be of steps that differ; the first counts.
+    """
+    known = [Probe(*probe) for _, probe in sorted(probes.items()) if probe]
+    step = min((probe.step for probe in known), default=0)
+    if len(known) < processes or step <= after:
+        return None
+    return Record(step, *(list(values) for values in list(zip(*known))[1:]))
+
+
+@dataclass(kw_only=True)
+class Stragglers:
+    """Names a process that stands out twice in a row, and again when it no longer does."""
+
+    step_s: float = 0.0  # a typical step, in proportion to which time outside of it counts
+    _suspects: frozenset[int] = frozenset()
+    _named: frozenset[int] = frozenset()
+
+    def see(self, record: Record, names: Mapping[int, str]) -> list[str]:
+        """What there is to say about `record`, one line for each process."""
+        reasons = slow_processes(record, step_s=self.step_s)
+        twice = self._suspects & reasons.keys()
+        lines = [f"slow: {names[p]}: {reasons[p]}" for p in sorted(twice - self._named)]
+        better = sorted(self._named - reasons.keys())
+        lines += [f"no longer slow: {names[p]}" for p in better]
+        self._suspects = frozenset(reasons)
+        self._named = (self._named | twice) & reasons.keys()
+        return lines
+
+
+def slow_processes(record: Record, *, step_s: float) -> dict[int, str]:
+    """Why each process that stands out does. The others' median is the measure."""
+    reasons = {}
+    for process in range(len(record.host_s)):
+        host_s, device_s, late_s = (
+            (values[process], statistics.median(values[:process] + values[process + 1 :]))
+            for values in record[1:]
+        )
+        found = []
+        if device_s[0] > 1.5 * device_s[1]:
+            ratio = device_s[0] / max(device_s[1], 1e-9)
+            found.append(f"its matrix product takes {ratio:.1f} times as long as the others'")
+        if host_s[0] - host_s[1] > 0.2 * step_s:
+            found.append(
+                f"it spends {host_s[0]:.3f} s of a step outside of its devices, the others "
+                f"{host_s[1]:.3f} s"
+            )
+        if late_s[0] - late_s[1] > 0.2:
+            found.append(f"it stands still for {late_s[0]:.0%} of the time")
+        if found:
+            reasons[process] = ", ".join(found)
+    return reasons
+
+
+def make_device_probe() -> Callable[[], float]:
+    """A function that times a matrix product on this process's first device: the median of five,
+    in seconds. To be called while nothing else runs there."""
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.local_devices()[0]
+    size = 256 if device.platform == "cpu" else 4096
+    product = jax.jit(lambda x: x @ x)
+    x = jax.device_put(jnp.full((size, size), 1 / size, jnp.float32), device)
+    product(x).block_until_ready()
+
+    def probe() -> float:
+        times = []
+        for _ in range(5):
+            start_s = time.perf_counter()
+            product(x).block_until_ready()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times)
+
+    return probe

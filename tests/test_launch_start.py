@@ -1,0 +1,117 @@
+"""Processes of one machine: their devices, how they meet, and one fault from beginning to end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from mtx.errors import UserError
+from mtx.launch import start
+from mtx.launch.start import _own_address, _refuse_taken_port, join_cluster, use_virtual_devices
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("JAX_COORD", "JAX_NUM_P", "JAX_PROC", "SLURM_", "OMPI_", "MASTER_")):
+            monkeypatch.delenv(name)
+
+
+def test_join_cluster_alone(no_launcher):
+    assert join_cluster() is None
+
+
+def test_a_taken_port_is_refused():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"cannot listen at {address} .*a free port"):
+            _refuse_taken_port(address)
+    _refuse_taken_port(address)
+
+
+def test_own_address_is_that_of_the_way_to_the_other():
+    assert _own_address("127.0.0.1", 80) == "127.0.0.1"
+
+
+# -- virtual devices -------------------------------------------------------------------------------
+
+
+def test_virtual_devices_keep_what_the_environment_sets(monkeypatch):
+    monkeypatch.setattr(start, "_started_jax", lambda: True)  # else JAX would be told of it
+    monkeypatch.setattr(start, "_device_count", lambda: 7)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=7")
+    monkeypatch.setenv("NPROC", "5")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    use_virtual_devices(2)
+    flags = "--xla_dump_to=x --xla_force_host_platform_device_count=7"
+    assert (os.environ["XLA_FLAGS"], os.environ["NPROC"]) == (flags, "5")
+    assert os.environ["JAX_PLATFORMS"] == "tpu"
+
+
+def test_virtual_devices_need_a_number():
+    with pytest.raises(UserError, match="virtual devices=0 must be at least 1"):
+        use_virtual_devices(0)
+
+
+_SCRIPT = """
+from mtx.launch.start import use_virtual_devices
+{before}
+use_virtual_devices(40)
+import os, jax
+print(jax.device_count(), jax.devices()[0].platform, os.environ["NPROC"])
+try:
+    use_virtual_devices(41)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import jax"])
+def test_virtual_devices_exist(before):
+    names = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(before=before)],
+        env={name: value for name, value in os.environ.items() if name not in names},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "40 cpu 40"
+    assert second.startswith("JAX has already started with 40 devices, too few for 41; ")
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="this C library is not glibc"
+)
+def test_what_is_freed_stays_with_the_process():
+    code = """
+import ctypes, sys
+from mtx.launch.start import keep_freed_memory
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+size = 256 * 2**20
+before = resident_mib()
+block = libc.malloc(ctypes.c_size_t(size))
+ctypes.memset(block, 1, size)
+libc.free(block)
+print(resident_mib() - before)
+"""
+    command = [sys.executable, "-c", code]
+    kept, given_back = (
+        float(subprocess.run([*command, how], capture_output=True, check=True).stdout)
+        for how in ("keep", "give back")
+    )
+    assert kept > 200 > 50 > given_back
