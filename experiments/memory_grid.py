@@ -98,6 +98,28 @@ def grid() -> dict[str, RunConfig]:
         layout=Layout(data=8, microbatch=2, recompute="selective"),
         global_batch=64,
     )
+    return rows | _other_families()
+
+
+def _other_families() -> dict[str, RunConfig]:
+    rows = {name: preset(name) for name in ("llama-2-7b", "llama-2-70b", "llama-3-8b")}
+    rows |= {name: preset(name) for name in ("llama-3-70b", "llama-3-405b")}
+    rows |= {name: preset(name) for name in ("bert-336m", "bert-3.9b")}
+    llama = replace(
+        preset("llama-3-8b"), layout=Layout(data=2, pipe=2, tensor=2, idle="phases"),
+        global_batch=32,
+    )  # fmt: skip
+    rows["llama 8B"] = llama
+    rows["llama 8B, selective"] = _vary(llama, recompute="selective")
+    rows["llama 8B, t=16"] = _vary(llama, tensor=16)
+    rows["llama 8B, zb_h1"] = _vary(llama, schedule="zb_h1", recompute="selective")
+    bert = replace(
+        preset("bert-1.3b"),
+        layout=Layout(data=2, pipe=2, tensor=2, microbatch=8, idle="phases"), global_batch=128,
+    )  # fmt: skip
+    rows["bert, post"] = _vary(bert, {"norm_placement": "post"})
+    rows["bert, post, selective"] = _vary(bert, {"norm_placement": "post"}, recompute="selective")
+    rows["bert, no dropout"] = _vary(bert, {"dropout": 0.0, "attention_dropout": 0.0})
     return rows
 
 

@@ -82,7 +82,7 @@ def test_every_option_arrives(capsys):
     )
     model, layout = plan["model"], plan["layout"]
     sizes = {"hidden": 1536, "layers": 12, "heads": 16, "sequence": 1024, "vocab": 32000}
-    assert sizes.items() <= model.items() and model["ffn_multiple"] == 2
+    assert sizes.items() <= model.items() and model["ffn"] == 3072
     assert model["compute_dtype"] == "float16" and plan["global_batch"] == 64
     assert layout_of(plan) == (8, 2, 2, 3, 2)
     assert (layout["schedule"], layout["recompute"]) == ("gpipe", "none")
@@ -146,6 +146,14 @@ def test_sizes_alone_are_enough(capsys):
     assert f"global_batch={plan['global_batch']}: " in chosen and "layout: " in chosen
 
 
+def test_sizes_of_another_family(capsys):
+    plan = numbers(capsys, "--family llama --hidden 4096 --layers 32 --ffn 14336 --vocab 128256")
+    assert plan["model"]["family"] == "llama" and not plan["model"]["tied"]
+    assert "heads=32, sequence=2048, precision=bfloat16, kv_heads=32: not" in plan["chosen"][0]
+    fewer = numbers(capsys, "llama-2-7b --kv-heads 8 --ffn 14336 --vocab 128256")
+    assert fewer["parameters"] == 8_030_261_248 < plan["parameters"]
+
+
 def test_sizes_with_an_odd_number_of_gpus(capsys):
     """The batch is one that 96 = 3 * 32 GPUs can share."""
     plan = numbers(capsys, "--hidden 3072 --layers 24 --gpus 96 --target h200")
@@ -200,7 +208,10 @@ MISTAKES = {
     "gpt-1t --schedule 2f2b": "unknown schedule '2f2b'",
     "gpt-1t --search --schedule 2f2b": "unknown schedule '2f2b'",
     "gpt-1t --hidden 100 --heads 7": "hidden=100 cannot be divided over heads=7; use hidden=98 or",
-    "gpt-1t --ffn 1000": "ffn=1000 must be a multiple of hidden=25600; use ffn=25600",
+    "gpt-1t --ffn 1001": "ffn_hidden=1001 cannot be divided over tensor=8; use tensor=7 or 11",
+    "gpt-1t --family llama": "family=llama is not the model's, gpt; leave out --family, or the PRE",
+    "gpt-1t --kv-heads 8": "kv_heads=8 is not of family='gpt', but of llama; leave it out",
+    "llama-2-7b --kv-heads 5": "heads=32 cannot be divided over kv_heads=5; use kv_heads=4 or 8",
     "gpt-1t --tensor 7": "data*pipe*tensor=6*64*7 is not gpus=3072; change one of them, or use --g",
     "gpt-1t --data 5 --gpus 3072": "data*pipe*tensor=5*64*8 is not gpus=3072",
     "gpt-1t --data 7 --pipe 2 --tensor 8 --gpus 3072": "data*pipe*tensor=7*2*8 is not gpus=3072",

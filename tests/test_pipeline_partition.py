@@ -103,7 +103,8 @@ def test_every_preset_can_be_placed(name):
         virtual=run.layout.virtual,
         stage_layers=run.layout.stage_layers,
     )
-    assert placement.even
+    # Llama 3's largest has a layer less at each end, for the embedding and the head.
+    assert placement.even == (name != "llama-3-405b")
 
 
 def message(layers: int, pipe: int, virtual: int, stage_layers) -> str:

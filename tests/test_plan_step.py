@@ -6,10 +6,7 @@ import re
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.plan.flops import hardware_matmul_flops
@@ -19,6 +16,9 @@ from mtx.train.step import Trainer
 
 GLOBAL_BATCH = 8
 _BODY = re.compile(r"while/body/(?:closed_call/|eval_jaxpr/)?")  # of the loop over the ticks
+LLAMA = {"family": "llama", "kv_heads": 2, "ffn": 48, "tied": False}
+BERT = {"family": "bert"}
+POST = BERT | {"norm_placement": "post"}
 CASES = {  # changes of the model, and the layout
     "residuals": ({}, dict(data=2, pipe=2, tensor=2)),
     "full, blocked attention": ({"sequence": 64}, dict(pipe=2, recompute="full")),
@@ -49,6 +49,27 @@ CASES = {  # changes of the model, and the layout
         {},
         dict(data=2, pipe=2, virtual=2, schedule="breadth_first", zero=3),
     ),
+    "llama, fewer kv heads than tensor, split": (
+        LLAMA,
+        dict(pipe=2, tensor=4, schedule="zb_h1", idle="phases"),
+    ),
+    "llama, full, no sequence parallelism": (
+        LLAMA | {"sequence": 64},
+        dict(pipe=2, tensor=4, sequence_parallel=False, recompute="full"),
+    ),
+    "llama, sliced, selective": (
+        LLAMA,
+        dict(pipe=2, tensor=2, slices=4, schedule="seq1f1b", recompute="selective"),
+    ),
+    "bert, blocked attention": (
+        BERT | {"sequence": 64},
+        dict(pipe=2, tensor=2, microbatch=2, sequence_parallel=False),
+    ),
+    "bert, post, full": (POST, dict(pipe=2, tensor=2, recompute="full", schedule="zb_h1")),
+    "bert, post, selective": (
+        POST | {"dropout": 0.1, "attention_dropout": 0.1},
+        dict(pipe=2, idle="masked", recompute="selective"),
+    ),
 }
 
 
@@ -60,17 +81,7 @@ def compiled(case: str):
     model = ModelConfig(**(base | {"compute_dtype": "float32"} | model))
     run = RunConfig(model=model, layout=Layout(**layout), global_batch=GLOBAL_BATCH)
     trainer = Trainer(run)
-    state = jax.tree.map(
-        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        trainer.state_shapes,
-        trainer.shardings(trainer.state_specs),
-    )
-    rows = NamedSharding(trainer.mesh, P("data"))
-    batch = {
-        name: jax.ShapeDtypeStruct((GLOBAL_BATCH, model.sequence), dtype, sharding=rows)
-        for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))
-    }
-    return trainer, read_program(trainer.train_step.lower(state, batch).compile().as_text())
+    return trainer, read_program(trainer.compile_step().as_text())
 
 
 def branch_weights(trainer):
@@ -122,14 +133,18 @@ def rings(trainer) -> dict[int, int]:
 
 
 def deferred_bytes(run: RunConfig) -> int:
-    """What waits for W of one layer: inputs and gradients of its four matmuls, 2f + 8 elements of
-    the hidden size a token, in float32. Over `tensor`: the inputs of the column layers as shards
-    of the sequence, the gradients of the row layers' outputs whole."""
+    """What waits for W of one layer: inputs and output gradients of its matmuls, in float32. The
+    inputs of column layers are shards of the sequence, if it is sharded; the gradients of row
+    layers' outputs are whole; of all else a device has its part of the width."""
     model, layout = run.model, run.layout
-    shards = 2 * model.ffn_multiple + (6 if layout.sequence_parallel else 4)
-    whole = 2 if layout.sequence_parallel else 4
-    vectors = shards // layout.tensor + whole
-    return 4 * vectors * layout.microbatch * model.sequence // layout.slices * model.hidden
+    hidden, gated = model.hidden, model.family == "llama"
+    projected = 3 * hidden
+    if gated:  # a device has one head of keys and values, if not more
+        projected = hidden + 2 * max(model.groups, layout.tensor) * model.head_size
+    split = projected + hidden + (3 if gated else 2) * model.ffn_hidden
+    inputs = 2 * hidden // (layout.tensor if layout.sequence_parallel else 1)
+    width = split // layout.tensor + inputs + 2 * hidden
+    return 4 * layout.microbatch * model.sequence // layout.slices * width
 
 
 def ring_bytes(trainer, program) -> int:

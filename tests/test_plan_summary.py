@@ -6,10 +6,11 @@ import pytest
 
 from mtx.errors import UserError
 from mtx.plan.compiled import Buffer, Compiled, Traffic
-from mtx.plan.flops import forward_flops, parameters
+from mtx.plan.families import parameters_by_part
+from mtx.plan.flops import forward_flops
 from mtx.plan.page import plan_lines, render, rows_table
 from mtx.plan.plan import make_plan
-from mtx.plan.summary import compiled_rows, parameters_by_part, part_name, plan_rows
+from mtx.plan.summary import compiled_rows, part_name, plan_rows, title
 from mtx.presets import NAMES, preset
 
 
@@ -112,10 +113,39 @@ def test_parts_of_the_step_add_up_on_the_page():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_by_part_add_up(name, tied):
-    model = dataclasses.replace(preset(name).model, tied=tied)
-    assert sum(parameters_by_part(model).values()) == parameters(model)
+def test_parameters_by_part_stand_on_the_page(name):
+    run = preset(name)
+    counts = parameters_by_part(run.model)
+    rows = [row for row in plan_rows(make_plan(run)) if row.section.startswith("Parameters")]
+    assert len(rows) == sum(count > 0 for count in counts.values())
+    if not run.model.tied:
+        tied = parameters_by_part(dataclasses.replace(run.model, tied=True))
+        assert counts["head"] - tied["head"] == run.model.vocab * run.model.hidden
+
+
+def test_the_page_of_a_llama_says_what_does_not_apply():
+    facts = page(preset("llama-3-70b"))
+    assert facts["layers of hidden, heads"][0].endswith("64 heads, 8 of keys and values")
+    assert facts["inside of the MLP"] == ("28,672, gated", "given")
+    assert facts["parameters, exactly"] == ("70,553,706,496", "computed")
+    assert facts["by the paper's equation (2)"][0].startswith("does not apply: ")
+    assert facts["of the software"][0].startswith("mtx: ")  # SC'21's had no llama
+    assert not any(name.startswith("with this program's") for name in facts)
+
+
+def test_the_page_of_a_bert_has_both_heads():
+    facts = page(preset("bert-336m"))
+    assert facts["by the paper's equation (2)"][0].startswith("does not apply: ")
+    assert facts["head"][0].startswith("1.08 million") and "binary head" in facts
+    assert "inside of the MLP" not in facts  # 4 times the hidden size
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [("gpt-1t", "GPT, 1.01 trillion"), ("llama-2-7b", "Llama, 6.74 b"), ("bert-336m", "BERT, 336")],
+)
+def test_the_title_names_the_family(name, heading):
+    assert title(make_plan(preset(name))).startswith(heading)
 
 
 def test_forward_flops_by_part_are_on_the_page():

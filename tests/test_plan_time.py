@@ -291,13 +291,17 @@ def test_collectives_move_what_rings_move():
 @st.composite
 def cases(draw):
     heads = draw(st.sampled_from([16, 32, 64]))
+    family = draw(st.sampled_from(["gpt", "llama", "bert"]))
     model = ModelConfig(
+        family=family,
         layers=48,
         hidden=heads * draw(st.sampled_from([32, 64, 128])),
         heads=heads,
         sequence=draw(st.sampled_from([256, 2048])),
         vocab=51200,
-        tied=draw(st.booleans()),
+        tied=draw(st.booleans()) or family == "bert",
+        kv_heads=draw(st.sampled_from([1, 4, heads])) if family == "llama" else None,
+        norm_placement=draw(st.sampled_from(["pre", "post"])) if family == "bert" else "pre",
     )
     layout = Layout(
         data=draw(st.sampled_from([1, 2, 8, 64])),

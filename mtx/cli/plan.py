@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse, split_name
-from mtx.config import ComputeDtype, Layout, ModelConfig, Recompute, RunConfig
+from mtx.config import ComputeDtype, Family, Layout, ModelConfig, Recompute, RunConfig
 from mtx.errors import UserError
 from mtx.presets import preset
 
@@ -31,7 +31,7 @@ _Name = Annotated[str | None, _shown_as("NAME")]
 _File = Annotated[str | None, _shown_as("FILE")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
-_SIZES = ("hidden", "layers", "heads", "sequence", "vocab", "ffn")
+_SIZES = ("hidden", "layers", "heads", "kv_heads", "sequence", "vocab", "ffn")
 _MESH = ("data", "pipe", "tensor")
 _STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
 
@@ -40,12 +40,15 @@ _STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
 class PlanOptions:
     """What is left out is the preset's, or chosen and said."""
 
+    family: Annotated[Family | None, _shown_as("{gpt,llama,bert}")] = None
+    # of a model without a PRESET; else gpt
     hidden: _Count = None  # the model: size between the layers
     layers: _Count = None
     heads: _Count = None  # else of 128 each
+    kv_heads: _Count = None  # of keys and values, in a llama; else as many
     sequence: _Count = None  # else 2048
     vocab: _Count = None  # else 51200
-    ffn: _Count = None  # size inside of the MLP, a multiple of hidden; else 4 times it
+    ffn: _Count = None  # size inside of the MLP; else 4 times hidden
     precision: Annotated[ComputeDtype | None, _shown_as("{float32,bfloat16,float16}")] = None
     # of matmuls and activations
 
@@ -180,19 +183,12 @@ def _sequence_parallel(options: PlanOptions) -> bool | None:
 
 def _resized(model: ModelConfig, options: PlanOptions) -> ModelConfig:
     """The model with the sizes that are given replaced."""
-    sizes = {
-        name: value
-        for name in ("hidden", "layers", "heads", "sequence", "vocab")
-        if (value := getattr(options, name)) is not None
-    }
-    if options.ffn is not None:
-        hidden = options.hidden or model.hidden
-        if options.ffn % hidden:
-            nearest = max(1, round(options.ffn / hidden)) * hidden
-            raise UserError(
-                f"ffn={options.ffn} must be a multiple of hidden={hidden}; use ffn={nearest}"
-            )
-        sizes["ffn_multiple"] = options.ffn // hidden
+    if options.family not in (None, model.family):
+        raise UserError(
+            f"family={options.family} is not the model's, {model.family}; leave out --family, or "
+            "the PRESET and give sizes"
+        )
+    sizes = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
     if options.precision:
         sizes["compute_dtype"] = options.precision
     return replace(model, **sizes)
@@ -207,9 +203,11 @@ def _model_of(options: PlanOptions) -> ModelConfig:
         for heads in range(max(1, options.hidden // 128), 0, -1)
         if options.hidden % heads == 0
     )
+    family = options.family or "gpt"
     start = ModelConfig(
-        hidden=options.hidden, layers=options.layers, heads=heads, sequence=2048, vocab=51200
-    )
+        family=family, hidden=options.hidden, layers=options.layers, heads=heads, sequence=2048,
+        vocab=51200, tied=family != "llama",
+    )  # fmt: skip
     return _resized(start, options)
 
 
@@ -276,6 +274,8 @@ def _said_sizes(model: ModelConfig, options: PlanOptions) -> list[str]:
         "heads": model.heads, "sequence": model.sequence, "vocab": model.vocab,
         "ffn": model.ffn_hidden, "precision": model.compute_dtype,
     }  # fmt: skip
+    if model.family == "llama":
+        sizes["kv_heads"] = model.groups
     open_ones = [f"{name}={v}" for name, v in sizes.items() if getattr(options, name) is None]
     return [f"{', '.join(open_ones)}: not given"] if open_ones else []
 

@@ -1,6 +1,6 @@
 """The ways in which our models compute attention, as the planner sees them.
 
-Which one runs follows from the model and the backend (`mtx.models.layers.causal_attention`); each
+Which one runs follows from the model and the backend (`mtx.models.attention.attention`); each
 computes another part of the square of scores, and keeps other things for its backward pass.
 """
 
@@ -20,6 +20,7 @@ class Attention:
 
     name: Literal["cudnn", "blocked", "sliced", "dropout"]
     square: float  # the part of the s x s scores that it computes
+    at_once: float  # and of that square, what stands in memory at once; fused kernels have none
     backward_matmuls: int  # 4, and 5 where it computes the scores again
     selective_matmuls: int  # what recompute="selective" makes it compute again before that
     full_matmuls: int  # and what recompute="full" does
@@ -27,6 +28,7 @@ class Attention:
     mask_bytes: int  # kept for each score, where nothing is recomputed
     softmax_bytes: int  # the same, but the probabilities, which are of the compute type
     output_survives: bool  # recompute="selective" keeps its output
+    pair_bytes: int = 0  # kept for each two positions of a row, as a mask that all heads share
 
 
 def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Attention:
@@ -34,35 +36,37 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
 
     dropout: on its probabilities. The full square, in float32, all of it kept.
     cudnn: the fused kernel, for 16 bits and heads of at most 128. The full square is counted; its
-    causal mask lets it skip nearly half of that.
-    blocked: n blocks of queries with the keys that they see, (n+1)/2n of the square. It keeps a
-    number a row; computed again, its q k^T is the one that its gradient needs, and XLA sees that.
+    causal mask lets it skip nearly half of that. What hides padding it takes as a bias, and keeps.
+    blocked: n blocks of queries with the keys that they see, (n+1)/2n of the square where causal.
+    It keeps a number a row; computed again, its q k^T is the one that its gradient needs, and XLA
+    sees that.
     sliced: where the schedule cuts sequences; each slice with the keys up to its end.
     """
     if model.attention_dropout:
         return Attention(
-            name="dropout", square=1.0, backward_matmuls=4, selective_matmuls=2, full_matmuls=2,
-            row_bytes=8, mask_bytes=2, softmax_bytes=4, output_survives=False,
+            name="dropout", square=1.0, at_once=1.0, backward_matmuls=4, selective_matmuls=2,
+            full_matmuls=2, row_bytes=8, mask_bytes=2, softmax_bytes=4, output_survives=False,
         )  # fmt: skip
     if slices > 1:
         return Attention(
-            name="sliced", square=(slices + 1) / (2 * slices), backward_matmuls=5,
+            name="sliced", square=(slices + 1) / (2 * slices), at_once=1.0, backward_matmuls=5,
             selective_matmuls=0, full_matmuls=2, row_bytes=4, mask_bytes=0, softmax_bytes=0,
             output_survives=True,
         )  # fmt: skip
     if backend == "cuda" and model.compute_dtype != "float32" and model.head_size <= 128:
         return Attention(
-            name="cudnn", square=1.0, backward_matmuls=5, selective_matmuls=2, full_matmuls=2,
-            row_bytes=4, mask_bytes=0, softmax_bytes=0, output_survives=False,
+            name="cudnn", square=1.0, at_once=0.0, backward_matmuls=5, selective_matmuls=2,
+            full_matmuls=2, row_bytes=4, mask_bytes=0, softmax_bytes=0, output_survives=False,
+            pair_bytes=0 if model.causal else 2,
         )  # fmt: skip
     blocks = query_blocks(model.sequence)
     return Attention(
-        name="blocked", square=(blocks + 1) / (2 * blocks), backward_matmuls=5,
-        selective_matmuls=0, full_matmuls=1, row_bytes=4, mask_bytes=0, softmax_bytes=0,
-        output_survives=True,
+        name="blocked", square=(blocks + 1) / (2 * blocks) if model.causal else 1.0,
+        at_once=1 / blocks, backward_matmuls=5, selective_matmuls=0, full_matmuls=1, row_bytes=4,
+        mask_bytes=0, softmax_bytes=0, output_survives=True,
     )  # fmt: skip
 
 
 def query_blocks(sequence: int) -> int:
-    """n, the blocks into which `mtx.models.layers.blocked_attention` cuts that many queries."""
+    """n, the blocks into which `mtx.models.attention.blocked_attention` cuts that many queries."""
     return 4 if sequence % 4 == 0 and sequence >= 64 else 1

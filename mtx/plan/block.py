@@ -4,17 +4,19 @@ A block is its matmuls (`mtx.plan.gemm`), its attention, what else reads and wri
 collectives over `tensor`. The bytes are counted operation by operation below, in passes over an
 array: a pass is one read or one write of all its elements.
 
-Letters: b microbatch · s sequence · h hidden · t tensor · f feed-forward multiple
+Letters: b microbatch · s sequence · h hidden · t tensor
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mtx.config import ModelConfig, Recompute
 from mtx.plan.attention import attention_of
 from mtx.plan.calibration import Calibration
+from mtx.plan.families import Linear, ends_of, family_of, layer_of
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
@@ -130,12 +132,8 @@ class Shard:
 @lru_cache(maxsize=16384)
 def block_work(shard: Shard, recompute: Recompute) -> Passes:
     """One block. recompute: "selective" is the attention's scores again, "full" the block."""
-    model, tensor = shard.model, shard.tensor
-    hidden, wide = model.hidden, model.ffn_hidden
-    weights = (
-        (hidden, 3 * hidden // tensor), (hidden // tensor, hidden), (hidden, wide // tensor),
-        (wide // tensor, hidden),
-    )  # fmt: skip
+    linears = layer_of(shard.model).linears
+    weights = [linear.product(shard.tensor) for linear in linears]
     attention_forward_s, attention_backward_s = _attention_s(shard)
     passes_forward_s, passes_backward_s = _passes_s(shard)
     forward = Work(
@@ -150,8 +148,10 @@ def block_work(shard: Shard, recompute: Recompute) -> Passes:
         matmul_s=sum(inputs_s),
         attention_s=attention_backward_s,
         elementwise_s=passes_backward_s,
-        # Those of the two column-parallel layers, q k v and the first of the MLP, can be hidden.
-        tensor_comm_s=_backward_comm_s(shard, inputs_s[::2], weights_s[::2]),
+        # Those before attention and before the MLP, of column-parallel layers, can be hidden.
+        tensor_comm_s=_backward_comm_s(
+            shard, *(_by_part(linears, times_s) for times_s in (inputs_s, weights_s))
+        ),
     )
     if recompute == "full":
         backward += forward
@@ -160,6 +160,15 @@ def block_work(shard: Shard, recompute: Recompute) -> Passes:
     size = sum(k * n for k, n in weights)
     weight = Work(matmul_s=sum(weights_s), elementwise_s=_accumulate_s(shard, size, len(weights)))
     return Passes(forward=forward, backward=backward, weight=weight)
+
+
+def _by_part(linears: Sequence[Linear], times_s: Sequence[float]) -> list[float]:
+    """Seconds of the column-parallel linears, those that read the same together."""
+    parts: dict[str, float] = {}
+    for linear, time_s in zip(linears, times_s, strict=True):
+        if linear.is_column:
+            parts[linear.reads.name] = parts.get(linear.reads.name, 0.0) + time_s
+    return list(parts.values())
 
 
 def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
@@ -204,7 +213,8 @@ def _attention_s(shard: Shard) -> tuple[float, float]:
     kernel = attention_of(model, shard.hardware.backend).name
     if shard.calibration.software.attention == "fused" and kernel == "cudnn":
         rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
-        product_s = heads * sequence**2 * size / rate  # 2 s^2 size, half of it under the mask
+        seen = 1 if model.causal else 2
+        product_s = seen * heads * sequence**2 * size / rate  # 2 s^2 size, half under the mask
         launch_s = shard.calibration.kernel_s
         return 2 * product_s + launch_s, 5 * product_s + 2 * launch_s
     batch = max(1, round(heads))
@@ -220,25 +230,36 @@ def _attention_s(shard: Shard) -> tuple[float, float]:
 
 
 def _passes_s(shard: Shard) -> tuple[float, float]:
-    """(F, B) of what else a block does, in passes over b s h.
+    """(F, B) of what else a block does, in passes over [tokens, width].
 
-    Whole on every device, unless sequence parallelism shards them:
+    Over b s h, whole on every device unless sequence parallelism shards them:
       F  two norms 2, two residual additions with bias 3 and dropout's mask
       B  two norms 5 (their weights' gradients read again), two sums of gradients 3, two of
-         dropout 2 and mask, two gradients of biases 1
-    Always sharded:
-      F  GELU with bias 2f, attention's output in another order 2
-      B  GELU 3f, gradients of biases 3 + f, joining those of q, k and v 6, attention's 2
+         dropout 2 and mask, two gradients of biases 1 where there are any
+    Over what `tensor` cuts:
+      F  the MLP's activation reads what goes in, and writes; attention's output in another order 2;
+         rotary positions turn queries and keys 2
+      B  the activation reads and writes what went in, and reads a gradient; gradients of biases 1;
+         joining those of q, k and v 2; attention's 2; rotary positions 2
     """
-    model = shard.model
+    model, family, layer = shard.model, family_of(shard.model), layer_of(shard.model)
     mask = 1 / shard.item_bytes  # a byte
     dropout = shard.drops(model.dropout)
+    biases = 1 if family.biases else 0
     whole_forward = 2 * (2 + 3 + (mask if dropout else 0))
-    whole_backward = 2 * (5 + 3 + 1 + (2 + mask if dropout else 0))
-    split_forward = 2 * model.ffn_multiple + 2
-    split_backward = 4 * model.ffn_multiple + 11
-    shared = shard.tensor if shard.sequence_parallel else 1
-    whole_bytes, split_bytes = shard.hidden_bytes / shared, shard.hidden_bytes / shard.tensor
+    whole_backward = 2 * (5 + 3 + biases + (2 + mask if dropout else 0))
+
+    def width(name: str) -> int:
+        return layer.array(name).local_width(shard.tensor)
+
+    made = sum(linear.product(shard.tensor)[1] for linear in layer.linears if linear.is_column)
+    projected = made - width("up")
+    turned = width("q") + width("kv") // 2 if family.rotary else 0
+    split_forward = width("up") + width("active") + 2 * width("attended") + 2 * turned
+    split_backward = 2 * width("up") + width("active") + biases * made
+    split_backward += 2 * projected + 2 * width("attended") + 2 * turned
+    whole_bytes = shard.hidden_bytes / (shard.tensor if shard.sequence_parallel else 1)
+    split_bytes = shard.tokens * shard.item_bytes
     return (
         shard.memory_s(whole_forward * whole_bytes + split_forward * split_bytes, 6),
         shard.memory_s(whole_backward * whole_bytes + split_backward * split_bytes, 14),
@@ -264,7 +285,8 @@ def embedding_work(shard: Shard) -> Passes:
 
 @lru_cache(maxsize=4096)
 def head_work(shard: Shard, shards: int) -> Passes:
-    """The last norm, the logits of a `shards`-th of the vocabulary, and the loss.
+    """The last norm, what else stands before the logits, the logits of a `shards`-th of the
+    vocabulary, and the loss.
 
     Its input's gradient is summed over `tensor`; with sequence parallelism it is scattered, and the
     input gathered in F and once more in B.
@@ -272,21 +294,24 @@ def head_work(shard: Shard, shards: int) -> Passes:
     model = shard.model
     columns = model.padded_vocab(shards) // shards
     tokens, hidden = shard.tokens, model.hidden
+    own = tokens // shard.tensor if shard.sequence_parallel else tokens
+    products = [(tokens, columns, hidden)]  # (tokens, outputs, inputs)
+    products += [(own, outputs, inputs) for inputs, outputs in ends_of(model).on_tokens]
     loss_s = shard.memory_s(shard.calibration.software.loss_bytes * tokens * columns, 10)
-    norm_s = shard.memory_s(shard.hidden_bytes)
+    norm_s = shard.memory_s(shard.hidden_bytes) * len(products)
     return Passes(
         forward=Work(
-            matmul_s=shard.product_s(tokens, columns, hidden),
+            matmul_s=sum(shard.product_s(m, n, k) for m, n, k in products),
             elementwise_s=loss_s * 2 / 3 + 2 * norm_s,
             tensor_comm_s=shard.gather_s() if shard.sequence_parallel else 0.0,
         ),
         backward=Work(
-            matmul_s=shard.product_s(tokens, hidden, columns),
+            matmul_s=sum(shard.product_s(m, k, n) for m, n, k in products),
             elementwise_s=loss_s / 3 + 5 * norm_s,
             tensor_comm_s=shard.all_reduce_s(),
         ),
         weight=Work(
-            matmul_s=shard.product_s(hidden, columns, tokens),
-            elementwise_s=_accumulate_s(shard, columns * hidden),
+            matmul_s=sum(shard.product_s(k, n, m) for m, n, k in products),
+            elementwise_s=_accumulate_s(shard, sum(n * k for _, n, k in products)),
         ),
     )

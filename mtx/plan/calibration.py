@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
+from mtx.config import Family
 from mtx.errors import unknown_name
 from mtx.plan.hardware import Hardware
 
@@ -120,11 +121,14 @@ FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
 
 
 @lru_cache(maxsize=64)
-def calibration_of(hardware: Hardware, software: str | None = None) -> Calibration:
-    """The constants of a machine with a software of `SOFTWARE`: by default SC'21's on an A100 and
-    ours elsewhere. UserError with the nearest name where there is no such software."""
+def calibration_of(
+    hardware: Hardware, software: str | None = None, *, family: Family = "gpt"
+) -> Calibration:
+    """The constants of a machine with a software of `SOFTWARE`: by default SC'21's for a GPT on an
+    A100, which it ran, and ours elsewhere. UserError with the nearest name where there is no such
+    software."""
     fitted = any(kind.startswith("NVIDIA A100") for kind in hardware.device_kinds)
-    name = software or ("megatron-2021" if fitted else "mtx")
+    name = software or ("megatron-2021" if fitted and family == "gpt" else "mtx")
     if name not in SOFTWARE:
         raise unknown_name("software", name, SOFTWARE)
     source = _A100.source if fitted else "assumed: the shares that are fitted on the A100"

@@ -22,7 +22,7 @@ from mtx.plan.time import StepTime
 PART_NAMES = {
     "matmul_s": "matmuls",
     "attention_s": "attention",
-    "elementwise_s": "norms and GELU",
+    "elementwise_s": "norms and activations",
     "ends_s": "embedding, logits and loss",
     "tensor_comm_s": "collectives over tensor",
     "pipeline_comm_s": "messages between stages",

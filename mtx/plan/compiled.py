@@ -11,12 +11,6 @@ from typing import Literal
 
 Backend = Literal["gpu", "tpu", "cpu"]
 
-# What stands beside `Compiled.collectives`, for tables to say.
-TRAFFIC_LEGEND = (
-    "bytes: what a device sends in a step, by ring algorithms; count: executions in a step; "
-    "overlapped: those that the schedule gives other work between start and done"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:

@@ -25,6 +25,7 @@ from mtx.config import Layout, ModelConfig, Recompute
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import place_layers
 from mtx.plan.attention import Attention, Backend, attention_of
+from mtx.plan.families import Array, ends_of, family_of, layer_of
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -111,19 +112,18 @@ def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int,
 def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
     """Parameters that one device holds, padding of vocabulary and of uneven stages included.
 
-    Of a layer, everything over `tensor` but the two output biases and the norms (6h); of the ends,
-    the token table over `pipe` x `tensor`; positions and the last norm on every device.
+    Of a layer, everything over `tensor` but the norms, the biases of row-parallel linears and heads
+    of keys and values that are fewer than `tensor`; of the ends, rows of the vocabulary over `pipe`
+    x `tensor`, all else on every device.
     """
-    tables = 1 if model.tied else 2
-    rows = tables * model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
+    ends, shards = ends_of(model), layout.vocab_shards
+    rows = (ends.table + ends.output) * model.padded_vocab(shards) // shards
     layers = layout.virtual * _places(model, layout) * _layer_parameters(model, layout)
-    return layers + (rows + model.sequence + 2) * model.hidden
+    return layers + rows + ends.everywhere
 
 
 def _layer_parameters(model: ModelConfig, layout: Layout) -> int:
-    hidden, multiple = model.hidden, model.ffn_multiple
-    split = (4 + 2 * multiple) * hidden**2 + (3 + multiple) * hidden
-    return split // layout.tensor + 6 * hidden
+    return layer_of(model).parameters_held(layout.tensor)
 
 
 def layer_residual_bytes(
@@ -131,7 +131,8 @@ def layer_residual_bytes(
 ) -> int:
     """What one layer keeps of one microbatch, or slice of one, between its F and its B.
 
-    In elements of the compute type, s b h each, and those that `tensor` shards only with sequence
+    Those arrays of `mtx.plan.families.layer_of` that wait with this recomputation. Of a GPT, in
+    elements of the compute type, s b h each, and those that `tensor` shards only with sequence
     parallelism in front:
       none       4 + (4 + 2f)/t: the two norms' inputs and outputs; q, k, v, attention's output,
                  GELU's input and output. In 16 bits and with two masks of dropout that is
@@ -142,24 +143,35 @@ def layer_residual_bytes(
     recomputed, 8 a s^2 b / t bytes instead (two masks, softmax in float32, the probabilities in 16
     bits), where Korthikanti's kernels keep 5.
     """
-    if recompute == "full":
-        return _input_bytes(model, layout)
-    attention = attention_of(model, backend)
-    item, tensor, multiple = _ITEM_BYTES[model.compute_dtype], layout.tensor, model.ffn_multiple
-    shared, tokens = _sequence_shards(layout), _tokens(model, layout)
-    rows = tokens * model.heads // tensor
-    elements = tokens * model.hidden
-    if recompute == "selective":
-        split = 3 + multiple + (1 if attention.output_survives else 0)
-        kept_rows = attention.row_bytes if attention.output_survives else 0
-        return 2 * item * elements // shared + split * item * elements // tensor + kept_rows * rows
-    kept = 4 * item * elements // shared + (4 + 2 * multiple) * item * elements // tensor
-    kept += 4 * 4 * tokens // shared + attention.row_bytes * rows
-    if model.dropout:
-        kept += 2 * elements // shared
-    if attention.name == "dropout":
-        kept += (attention.mask_bytes + attention.softmax_bytes + item) * rows * model.sequence
+    layer, attention = layer_of(model), attention_of(model, backend)
+    item, tokens = _ITEM_BYTES[model.compute_dtype], _tokens(model, layout)
+    again = {"attended"} if recompute == "selective" and not attention.output_survives else set()
+    kept = sum(
+        _array_bytes(array, model, layout)
+        for array in layer.arrays
+        if recompute in array.kept and array.name not in again
+    )
+    if family_of(model).rotary:  # int32 positions of a row, or the float32 frequencies of q and k
+        kept += 4 * (model.sequence // layout.slices if recompute == "none" else model.head_size)
+    rows = tokens * model.heads // layout.tensor
+    if recompute == "none":
+        shared = _sequence_shards(layout)
+        kept += 4 * layer.norm_numbers * tokens // shared + attention.row_bytes * rows
+        kept += attention.pair_bytes * tokens * model.sequence
+        if model.dropout:
+            kept += 2 * tokens * model.hidden // shared
+        if attention.name == "dropout":
+            kept += (attention.mask_bytes + attention.softmax_bytes + item) * rows * model.sequence
+    elif recompute == "selective" and attention.output_survives:
+        kept += attention.row_bytes * rows
     return kept
+
+
+def _array_bytes(array: Array, model: ModelConfig, layout: Layout) -> int:
+    """Of one microbatch, or slice of one, on one device."""
+    shards = _sequence_shards(layout) if array.over == "sequence" else array.parts(layout.tensor)
+    elements = _tokens(model, layout) * array.width
+    return elements * _ITEM_BYTES[model.compute_dtype] // shards
 
 
 def _tokens(model: ModelConfig, layout: Layout) -> int:
@@ -228,27 +240,42 @@ def _stash_bytes(
 ) -> tuple[int, int]:
     """(rings from F to B, of residuals or chunk inputs, with the caches of sliced sequences; ring
     from B to W)"""
-    layers, tokens = _places(model, layout), _tokens(model, layout)
+    layers = _places(model, layout)
     slot = layers * layer_residual_bytes(model, layout, recompute=layout.recompute, backend=backend)
     if layout.stash == "inputs":
         slot = _input_bytes(model, layout)
-    item, hidden, tensor = _ITEM_BYTES[model.compute_dtype], model.hidden, layout.tensor
-    keys_and_values = 2 * item * layout.microbatch * model.sequence * hidden // tensor
-    stash = slots.stash * slot + slots.caches * layers * keys_and_values
+    stash = slots.stash * slot + slots.caches * layers * _cache_bytes(model, layout)
     if not slots.weight_stash:
         return stash, 0
-    # Inputs and output gradients of the four linear layers.
-    split = 4 + 2 * model.ffn_multiple
-    waiting = item * tokens * hidden * (2 / _sequence_shards(layout) + 2 + split / tensor)
+    waiting = _deferred_bytes(model, layout)
     if attention_of(model, backend).name == "dropout" and layout.recompute == "selective":
-        waiting += item * tokens * model.heads // tensor * model.sequence
-    return stash, int(slots.weight_stash * layers * waiting)
+        scores = _tokens(model, layout) * model.heads // layout.tensor * model.sequence
+        waiting += _ITEM_BYTES[model.compute_dtype] * scores
+    return stash, slots.weight_stash * layers * waiting
+
+
+def _cache_bytes(model: ModelConfig, layout: Layout) -> int:
+    """Keys and values of one microbatch, its slices together, in one layer."""
+    groups = model.groups // min(layout.tensor, model.groups)
+    width = 2 * groups * model.head_size
+    return _ITEM_BYTES[model.compute_dtype] * layout.microbatch * model.sequence * width
+
+
+def _deferred_bytes(model: ModelConfig, layout: Layout) -> int:
+    """What waits for a layer's W: what its linears read, once where two read the same, and the
+    gradients of what they make; that of a row-parallel one is whole."""
+    linears = layer_of(model).linears
+    reads = {each.reads.name: each.reads for each in linears}
+    waiting = sum(_array_bytes(array, model, layout) for array in reads.values())
+    for linear in linears:
+        elements = _tokens(model, layout) * linear.makes.local_width(layout.tensor)
+        waiting += elements * _ITEM_BYTES[model.compute_dtype]
+    return waiting
 
 
 def _input_bytes(model: ModelConfig, layout: Layout) -> int:
     """x_BsD: one microbatch, or slice of one, between two layers."""
-    elements = _tokens(model, layout) * model.hidden
-    return elements * _ITEM_BYTES[model.compute_dtype] // _sequence_shards(layout)
+    return _array_bytes(layer_of(model).array("x"), model, layout)
 
 
 def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
@@ -260,13 +287,12 @@ def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
     are gathered or about to be scattered; and of attention's scores the part that stands at once.
     """
     item = _ITEM_BYTES[model.compute_dtype]
-    tokens, hidden = _tokens(model, layout), model.hidden
-    attention = attention_of(model, backend)
-    places, multiple = _places(model, layout), model.ffn_multiple
-    added_up = 4 + 2 * multiple if places == 1 else multiple
-    working = (item * multiple + 4 * added_up) * hidden**2 // layout.tensor
-    working += 4 * item * tokens * hidden
-    working += _scores_bytes(model, layout, attention)
+    places = _places(model, layout)
+    matrices = [each.held(layout.tensor)[0] for each in layer_of(model).linears]
+    added_up = sum(matrices) if places == 1 else max(matrices)
+    working = item * max(matrices) + 4 * added_up
+    working += 4 * item * _tokens(model, layout) * model.hidden
+    working += _scores_bytes(model, layout, attention_of(model, backend))
     every, kept = (
         layer_residual_bytes(model, layout, recompute=recompute, backend=backend)
         for recompute in ("none", layout.recompute)
@@ -279,13 +305,9 @@ def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
 def _scores_bytes(model: ModelConfig, layout: Layout, attention: Attention) -> int:
     """Scores of the largest block of queries, or the whole square, and of their gradients: two in
     float32 and one in the compute type. Fused kernels have none."""
-    if attention.name == "cudnn":
-        return 0
     item = _ITEM_BYTES[model.compute_dtype]
     square = _tokens(model, layout) * model.sequence * model.heads // layout.tensor
-    # n blocks compute (n+1)/2n of the square, and the largest block is 1/n of it.
-    part = 2 * attention.square - 1 if attention.name == "blocked" else 1
-    return int((2 * 4 + item) * part * square)
+    return int((2 * 4 + item) * attention.at_once * square)
 
 
 def _head_bytes(model: ModelConfig, layout: Layout) -> int:

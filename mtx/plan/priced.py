@@ -36,7 +36,7 @@ class PricedRun:
     @property
     def calibration(self) -> Calibration:
         """Whose software the predicted time is of, and the machine's constants."""
-        return calibration_of(self.hardware)
+        return calibration_of(self.hardware, family=self.run.model.family)
 
     def time_of(self, software: str) -> StepTime:
         """The step with other software; a name in `mtx.plan.calibration.SOFTWARE`."""

@@ -101,7 +101,8 @@ def _what_decides_speed(run: RunConfig) -> tuple:
     """What a row of table 1 says about a run; the rest, as recomputation, is the paper's own."""
     model, layout = run.model, run.layout
     return (
-        (model.layers, model.hidden, model.heads, model.sequence, model.vocab, model.ffn_multiple),
+        (model.family, model.layers, model.hidden, model.heads),
+        (model.sequence, model.vocab, model.ffn_hidden),
         (layout.data, layout.pipe, layout.tensor, layout.virtual, layout.microbatch),
         run.global_batch,
     )

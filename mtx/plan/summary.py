@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Literal, NamedTuple
 
-from mtx.config import ModelConfig, RunConfig
+from mtx.config import RunConfig
 from mtx.pipeline.choose import schedule_for
 from mtx.plan import flops
 from mtx.plan.compare import PART_NAMES
 from mtx.plan.compiled import Compiled
+from mtx.plan.families import family_of, parameters_by_part
 from mtx.plan.hardware import hardware
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, published_throughput, published_training_time
@@ -63,39 +64,35 @@ def plan_rows(
 
 
 def title(plan: PricedRun) -> str:
+    model = plan.run.model
     return (
-        f"GPT, {_short(flops.parameters(plan.run.model))} parameters, on {plan.gpus:,} x "
-        f"{plan.hardware.name}"
+        f"{family_of(model).title}, {_short(flops.parameters(model))} parameters, on "
+        f"{plan.gpus:,} x {plan.hardware.name}"
     )
 
 
 def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
     model = run.model
     shape = f"{model.layers} layers of {model.hidden:,}, {model.heads} heads"
+    if model.groups != model.heads:
+        shape += f", {model.groups} of keys and values"
     rows = [
         Row("Model", "layers of hidden, heads", shape, "given"),
         Row("Model", "sequence, vocabulary", f"{model.sequence:,}, {model.vocab:,}", "given"),
-        Row("Model", "parameters, exactly", f"{flops.parameters(model):,}", "computed"),
     ]
-    if model.ffn_multiple == 4 and model.tied:
+    as_in_paper = model.ffn_hidden == 4 * model.hidden
+    if not as_in_paper:
+        width = f"{model.ffn_hidden:,}{', gated' if family_of(model).gated else ''}"
+        rows.append(Row("Model", "inside of the MLP", width, "given"))
+    rows.append(Row("Model", "parameters, exactly", f"{flops.parameters(model):,}", "computed"))
+    formula = "does not apply: it is of GPTs with f = 4 and a tied head"
+    if model.family == "gpt" and as_in_paper and model.tied:
         formula = f"{flops.sc21_parameters(model):,.0f}"
-        rows.append(Row("Model", "by the paper's equation (2)", formula, "computed"))
+    rows.append(Row("Model", "by the paper's equation (2)", formula, "computed"))
     if row:
         billions = f"{row.parameters_billion:,.1f} billion"
         rows.append(Row("Model", "in the paper's table 1", billions, "published"))
     return rows
-
-
-def parameters_by_part(model: ModelConfig) -> dict[str, int]:
-    """The exact numbers of parameters, which add up to `flops.parameters`; a tied head has none."""
-    hidden, layers, ffn = model.hidden, model.layers, model.ffn_hidden
-    return {
-        "embedding": (model.vocab + model.sequence) * hidden,
-        "attention": layers * (4 * hidden**2 + 4 * hidden),
-        "mlp": layers * (2 * hidden * ffn + ffn + hidden),
-        "norms": (4 * layers + 2) * hidden,
-        "head": 0 if model.tied else model.vocab * hidden,
-    }
 
 
 def _parts(plan: PricedRun) -> list[Row]:

@@ -24,6 +24,7 @@ from mtx.pipeline.simulate import simulate
 from mtx.plan import flops
 from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.families import layer_of
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import (
     Group,
@@ -73,12 +74,12 @@ def predict_step(
     optimizer sharded over `data`, parameters gathered; 3, parameters sharded too, and gathered for
     every F and B. scatter_gather: a message between stages is cut over `tensor` and gathered on
     arrival (SC'21, section 4.1); of no account with sequence parallelism, where it is cut anyway.
-    calibration: None, what `calibration_of` says of the hardware.
+    calibration: None, what `calibration_of` says of the hardware and the family.
     UserError where the model cannot be laid out, or the batch divided.
     """
     if zero not in (0, 1, 3):
         raise UserError(f"zero={zero} must be 0, 1 or 3")
-    calibration = calibration or calibration_of(hardware)
+    calibration = calibration or calibration_of(hardware, family=model.family)
     microbatches = layout.microbatches(global_batch)
     shard = Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
@@ -233,11 +234,11 @@ def _parameters_held(
     model: ModelConfig, layout: Layout, layers: int, calibration: Calibration
 ) -> float:
     """Of the device that has most: matrices of so many layers, and its part of a token table."""
-    matrices = layers * (4 + 2 * model.ffn_multiple) * model.hidden**2 / layout.tensor
+    matrices = sum(linear.held(layout.tensor)[0] for linear in layer_of(model).linears)
     everywhere = calibration.software.head == "all stages"
     shards = layout.vocab_shards if everywhere else layout.tensor
     tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
-    return matrices + tables * model.padded_vocab(shards) / shards * model.hidden
+    return layers * matrices + tables * model.padded_vocab(shards) / shards * model.hidden
 
 
 def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero) -> float:
