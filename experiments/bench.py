@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtx.errors import UserError
+from mtx.launch.start import use_virtual_devices
 
 WIDTH = 100  # columns of what is printed
 LOSS_TOLERANCE = 1e-5  # relative, between two ways to compute the same step
@@ -44,6 +45,33 @@ def describe_machine(*packages: str) -> dict:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def on_virtual_devices(
+    count: int, measure: Callable[[dict], dict], show: Callable[[dict], None], *, path: str
+) -> int:
+    """Measures on virtual CPU devices, shows the result and writes it to `path`: the exit status.
+
+    measure: given the machine in words. 1 where it finds that losses differ: nothing is shown then.
+    """
+    import jax  # not at the top: bench_peers.py is to leave all cores to the trainers it starts
+
+    check_path(path)
+    machine, program = describe_machine("jax", "jaxlib"), Path(sys.argv[0]).name
+    use_virtual_devices(count)
+    if jax.default_backend() != "cpu":
+        raise UserError(
+            f"{program} times virtual CPU devices, and JAX runs on {jax.default_backend()}; set "
+            "JAX_PLATFORMS=cpu"
+        )
+    try:
+        result = measure(machine)
+    except LossesDiffer as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    show(result)
+    write_json(path, result)
+    return 0
 
 
 def cores() -> int:

@@ -44,7 +44,6 @@ from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.presets import preset
-from mtx.train.launch import use_virtual_devices
 from mtx.train.step import Trainer
 
 BASELINE = "GPipe by autodiff"
@@ -366,23 +365,18 @@ def measure(rows: Sequence[Pipelined], run: RunConfig, options: Options, machine
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(list(arguments), Options(), prog="bench_pipeline.py")
-    bench.check_path(options.json)
     run = preset(options.preset)
-    machine = bench.describe_machine("jax", "jaxlib")
-    use_virtual_devices(options.stages)
-    if jax.default_backend() != "cpu":
-        raise UserError(
-            "bench_pipeline.py times virtual CPU devices, and JAX runs on "
-            f"{jax.default_backend()}; set JAX_PLATFORMS=cpu"
-        )
-    try:
-        result = measure(pipelines(options, run.layout.microbatch), run, options, machine)
-    except bench.LossesDiffer as error:
-        print(f"bench_pipeline.py: {error}", file=sys.stderr)
-        return 1
-    bench.print_table(title_of(result), table_of(result), notes_of(result))
-    bench.write_json(options.json, result)
-    return 0
+    timed = pipelines(options, run.layout.microbatch)
+
+    def show(result: dict) -> None:
+        bench.print_table(title_of(result), table_of(result), notes_of(result))
+
+    return bench.on_virtual_devices(
+        options.stages,
+        lambda machine: measure(timed, run, options, machine),
+        show,
+        path=options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import bench
-import jax
 from bench_pipeline import Training
 from rich.table import Table
 from step_parts import (
@@ -67,7 +66,6 @@ from mtx.errors import UserError
 from mtx.pipeline.makers import MAKERS, make, maker
 from mtx.pipeline.schedule import Schedule
 from mtx.presets import preset
-from mtx.train.launch import use_virtual_devices
 
 TOLERANCE = 0.1  # by how much measured may differ from predicted before a reason is asked for
 _MIB = 2**20
@@ -441,24 +439,18 @@ def notes_of(result: dict) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(list(arguments), Options(), prog="bench_schedules.py")
-    bench.check_path(options.json)
     run = preset(options.preset)
     rows = rows_of(options, run.model.layers)
-    machine = bench.describe_machine("jax", "jaxlib")
-    use_virtual_devices(options.stages)
-    if jax.default_backend() != "cpu":
-        raise UserError(
-            "bench_schedules.py times virtual CPU devices, and JAX runs on "
-            f"{jax.default_backend()}; set JAX_PLATFORMS=cpu"
-        )
-    try:
-        result = measure(rows, run, options, machine)
-    except bench.LossesDiffer as error:
-        print(f"bench_schedules.py: {error}", file=sys.stderr)
-        return 1
-    bench.print_table(title_of(result), table_of(result), notes_of(result))
-    bench.write_json(options.json, result)
-    return 0
+
+    def show(result: dict) -> None:
+        bench.print_table(title_of(result), table_of(result), notes_of(result))
+
+    return bench.on_virtual_devices(
+        options.stages,
+        lambda machine: measure(rows, run, options, machine),
+        show,
+        path=options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         run = replace(run, layout=layout_for(len(devices)))
     summary = train(run)
     if summary.interrupted:
-        return 130
+        return summary.exit
 
     texts = generate(
         summary.trainer, summary.state, summary.data.tokenizer, PROMPTS, tokens=160, seed=run.seed

@@ -156,7 +156,7 @@ class Ops:
     def _place(self, item, layer):
         samples_B = jnp.arange(self.x_BsD.shape[0], dtype=jnp.int32)
         part = item % self.schedule.slices
-        return self.trainer.model.place(layer, samples_B, jnp.zeros(2, jnp.uint32), part)
+        return self.trainer.model.place(layer, {}, samples_B, jnp.zeros(2, jnp.uint32), part)
 
     def _start(self, params) -> Held:
         stage = self._stage(params, split=True)

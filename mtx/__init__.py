@@ -17,7 +17,7 @@ from typing import Any
 _HOMES = {
     "mtx.api": ("init_params", "loss_and_gradients", "trainer_for"),
     "mtx.config": ("DataConfig", "Layout", "ModelConfig", "OptimizerConfig", "RunConfig"),
-    "mtx.data": ("load_text",),
+    "mtx.data": ("load_data",),
     "mtx.errors": ("UserError",),
     "mtx.pipeline.formats": ("read_schedule", "to_csv", "to_text"),
     "mtx.pipeline.makers": ("make",),
@@ -29,7 +29,7 @@ _HOMES = {
     "mtx.plan.search": ("search",),
     "mtx.presets": ("preset",),
     "mtx.sharding.mesh": ("make_mesh",),
-    "mtx.train.launch": ("use_virtual_devices",),
+    "mtx.launch.start": ("use_virtual_devices",),
     "mtx.train.loop": ("train",),
     "mtx.train.step": ("Trainer",),
     "mtx.view.mesh": ("draw_mesh", "mesh_text"),

@@ -306,25 +306,35 @@ class OptimizerConfig:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
 
 
+Order = Literal["sop", "nsp", "none"]
+_BERT_DATA = "order", "mask_fraction", "mask_run", "short_fraction"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What a run reads, text files or indexed datasets, its tokenizer, and what is held out.
 
     Datasets are Megatron-LM's .bin and .idx, as `mtx data build` makes them: prefixes, of which
-    all samples are read, or weights and prefixes in turns: 0.7 corpus 0.3 code.
+    all samples are read, or weights and prefixes in turns: 0.7 corpus 0.3 code. A BERT reads those
+    of sentences.
     """
 
     path: tuple[str, ...] = ()  # files, folders or datasets; empty: pydoc_data.topics, of Python
-    tokenizer: str = "bytes"  # or "bpe", trained on the text; or a file or folder, see `mtx data`
+    tokenizer: str = "bytes"  # or "bpe" or "wordpiece", trained on the text; or a file or folder
     eod: str = "auto"  # its end-of-document token, by name or number; auto: the dataset's own
-    bpe_vocab: int = 2048  # tokenizer="bpe": size of the vocabulary trained on the text
+    bpe_vocab: int = 2048  # "bpe" and "wordpiece": size of the vocabulary trained on the text
     packed: bool = False  # documents of one sample do not see each other; positions restart
     eval_fraction: float = 0.05  # text files: share held out
     split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out
     cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
     seed: int = 0  # order of documents and samples
+    order: Order = "sop"  # BERT's second text: swapped with the first, of another document, or none
+    mask_fraction: float = 0.15  # BERT: share of the tokens that are to be predicted
+    mask_run: int = 3  # BERT: whole words that are masked together, at most
+    short_fraction: float = 0.1  # BERT: share of samples that are made shorter than a sequence
 
     def __post_init__(self):
+        _require_choice(self, "order", Order)
         if not self.tokenizer:
             raise UserError("data tokenizer='' must be bytes, bpe, or the path of a tokenizer")
         if not 0.0 < self.eval_fraction < 1.0:
@@ -339,6 +349,24 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What is watched for numbers that go wrong, and how often a run may go back because of it."""
+
+    spike_nats: float = 0.0  # a loss this far above the median of the window goes back; 0: off
+    spike_window: int = 50  # steps
+    compare_every: int = 200  # steps between comparisons of what replicas hold; 0: never
+    checksums: bool = False  # of masters and moments, from each step to the next
+    rollbacks: int = 3  # at most, in one session
+
+    def __post_init__(self):
+        _require_positive(self, "spike_window")
+        _require_above(self, 0, "spike_nats", "compare_every", "rollbacks", inclusive=True)
+
+
+Track = Literal["tensorboard", "wandb"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that defines a run; written beside each checkpoint."""
 
@@ -346,6 +374,7 @@ class RunConfig:
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     global_batch: int = 16  # sequences a step, over all replicas
     steps: int = 100
     seed: int = 0  # initial values and dropout
@@ -353,15 +382,43 @@ class RunConfig:
     eval_every: int = 50  # steps; 0: only at the end
     eval_batches: int = 4  # global batches of held-out text
     save_every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # the newest checkpoints that are kept
+    keep_every: int = 0  # steps; those saved at a multiple of it are kept as well; 0: none
     resume: bool = True  # go on from the newest checkpoint in `out`, where there is one
+    track: tuple[Track, ...] = ()  # beside log.jsonl: whoever else is told of each step
+    profile: tuple[int, int] = (0, 0)  # the first and the last step of a profile; 0 0: none
 
     def __post_init__(self):
-        _require_positive(self, "global_batch", "steps", "eval_batches")
-        for name in ("eval_every", "save_every"):
+        _require_positive(self, "global_batch", "steps", "eval_batches", "keep")
+        for name in ("eval_every", "save_every", "keep_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 0")
+        for name in self.track:
+            if name not in Track.__args__:
+                raise unknown_name("track", str(name), Track.__args__)
+        first, last = self.profile
+        if (first, last) != (0, 0) and not 1 <= first <= last:
+            raise UserError(
+                f"profile={first} {last} must be a first step of at least 1 and a last one from "
+                "there on; 0 0 turns it off"
+            )
         self.layout.check(self.model)
         self.layout.microbatches(self.global_batch)
+        self._check_data()
+
+    def _check_data(self) -> None:
+        bert = self.model.family == "bert"
+        if bert and self.data.packed:
+            raise UserError("data packed=True is not for family='bert', whose samples are pairs")
+        if not bert and self.data.tokenizer == "wordpiece":
+            raise UserError("data tokenizer='wordpiece' is for family='bert'; use bytes or bpe")
+        for name, default in _defaults(DataConfig, _BERT_DATA).items():
+            value = getattr(self.data, name)
+            if not bert and value != default:
+                raise UserError(
+                    f"data {name}={value} is for family='bert', not {self.model.family!r}; leave "
+                    "it out"
+                )
 
     @property
     def microbatches(self) -> int:
@@ -384,6 +441,7 @@ def from_dict(kind: type, values: dict):
         "layout": Layout,
         "optimizer": OptimizerConfig,
         "data": DataConfig,
+        "guard": GuardConfig,
     }
     read = {}
     for name, value in values.items():

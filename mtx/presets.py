@@ -10,7 +10,7 @@ is ours.
 
 from __future__ import annotations
 
-from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import unknown_name
 
 _SC21_VOCAB = 51200
@@ -88,6 +88,20 @@ def _miniature() -> RunConfig:
     )  # fmt: skip
 
 
+def _miniature_bert() -> RunConfig:
+    """BERT at laptop size, on the miniature's devices, with a WordPiece of its own text."""
+    return RunConfig(
+        model=ModelConfig(
+            family="bert", layers=4, hidden=96, heads=4, sequence=128, vocab=1024,
+            vocab_multiple=64, init_std=0.08, compute_dtype="float32",
+        ),
+        layout=Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=4),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup_steps=40, b2=0.999),
+        data=DataConfig(tokenizer="wordpiece", bpe_vocab=1024),
+        global_batch=32, steps=500, eval_every=100, eval_batches=2,
+    )  # fmt: skip
+
+
 def _bench_s() -> RunConfig:
     """The model on which this project and its peers are timed: four stages, m = 8."""
     return RunConfig(
@@ -154,6 +168,7 @@ _MAKERS = {name: lambda name=name: _table1(name) for name in TABLE1} | {
     "gpt-2-345m": _gpt_2,
     "gpt-3-175b": _gpt_3,
     "miniature": _miniature,
+    "miniature-bert": _miniature_bert,
     "bench-s": _bench_s,
 }
 _MAKERS |= {name: lambda name=name: _llama(name) for name in _LLAMA}

@@ -4,10 +4,12 @@ import os
 
 from hypothesis import settings
 
-from mtx.train.launch import use_virtual_devices
+from mtx.launch.start import use_virtual_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
+# What a test reads in a compiled program must have been compiled; and nothing is left in a home.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 # The tests compile hundreds of programs and run each once: LLVM's optimisations, and jax 0.10's new
 # fusion emitters, cost more than they give. They come after everything that the tests read in a
 # compiled program.

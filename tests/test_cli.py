@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_without_options_it_is_the_preset():
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are train, plan,",
+    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are train, launch, plan,",
     "train miniture": "unknown preset 'miniture': did you mean 'miniature'? known are bench-s,",
     "plan gpt-2t": "unknown preset 'gpt-2t': did you mean",
     "plan --target a100-80": "unknown hardware 'a100-80': did you mean 'a100-80gb'?",
@@ -160,6 +161,12 @@ MISTAKES = {
     "generate": "mtx generate RUN_DIR: name the directory of a training run",
     "generate nowhere": "/nowhere does not exist; name the `out` of a training run",
     "generate . --tokens few": "--tokens takes INT, not 'few'",
+    "generate . --top-p 0": "top_p=0.0 must lie above 0 and be at most 1",
+    "generate . --prompt a --prompt-file b": "--prompt and --prompt-file both say what to begin",
+    "generate . --prompt-file missing.txt": "prompt_file=missing.txt cannot be read: No such file",
+    "generate . --prompt-file missing.jsonl": "missing.jsonl",
+    "generate . --prompt-file empty": "prompt_file=empty is empty",
+    "generate . --json no/folder": "json=no/folder lies in no folder that is there; make it first",
     "presets all": "unexpected argument 'all'",
 }
 
@@ -251,8 +258,13 @@ def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):
     assert texts.startswith("The ") and "\n\nA " in texts
     # On one device: a part of the run's layout.
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    Path("prompts").write_text("The \nA \n")
+    ask = [*ask[:2], "--prompt-file", "prompts", *ask[5:], "--json", "texts.jsonl"]
     assert run(*ask) == 0
-    assert capsys.readouterr().out == texts
+    assert capsys.readouterr().out == ""
+    found = [json.loads(line) for line in Path("texts.jsonl").read_text().splitlines()]
+    assert "\n\n".join(one["prompt"] + one["text"] for one in found) + "\n" == texts
+    assert [len(one["tokens"]) for one in found] == [5, 5]
     monkeypatch.undo()
     monkeypatch.chdir(empty_directory)
 

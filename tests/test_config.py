@@ -61,7 +61,6 @@ def test_counts_must_be_positive(kind, name):
         (Layout, "recompute", "selectiv", "selective"),
         (Layout, "stage_layers", "balance", "balanced"),
         (OptimizerConfig, "rate", "cosin", "cosine"),
-        (DataConfig, "tokenizer", "byte", "bytes"),
     ],
 )
 def test_unknown_choices_name_the_nearest(kind, name, value, nearest):

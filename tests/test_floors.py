@@ -30,6 +30,8 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.pipeline.weights": PROGRAM,
     "mtx.sharding": SHARDING,
     "mtx.models": MODELS,
+    "mtx.launch": PARTS,
+    "mtx.checkpoint": PARTS,
     "mtx.train": PARTS,
     "mtx.evaluate": PARTS,
     "mtx.convert": PARTS,
@@ -43,6 +45,11 @@ STRANGERS = [
     ("mtx.sharding", "mtx.pipeline"),
     ("mtx.models", "mtx.pipeline"),
     ("mtx.pipeline", "mtx.models"),
+    ("mtx.launch", "mtx.models"),
+    ("mtx.launch", "mtx.pipeline"),
+    ("mtx.launch", "mtx.train"),
+    ("mtx.launch", "mtx.checkpoint"),
+    ("mtx.checkpoint", "mtx.models"),
 ]
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 # What shows itself in a notebook asks a face to draw it, lazily: nothing else may.

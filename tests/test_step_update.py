@@ -113,7 +113,7 @@ def test_padded_vocabulary_is_neither_predicted_nor_trained():
         state, _ = trainer.train_step(state, batch)
     table = jax.device_get(state.params["ends"]["tokens"])
     assert table.shape[0] == 32 and not table[30:].any() and table[:30].all(axis=1).any()
-    positions = np.array([7, 3, 0, 1], np.int32)
-    rows = {"tokens": jax.device_get(batch["tokens"]), "positions": positions}
+    last = np.array([7, 3, 0, 1], np.int32)
+    rows = {"tokens": jax.device_get(batch["tokens"]), "last": last}
     logits = jax.device_get(trainer.predict(state, trainer.place(rows)))
     assert np.isneginf(logits[:, 30:]).all() and np.isfinite(logits[:, :30]).all()

@@ -59,7 +59,11 @@ def test_the_limit_is_what_has_to_be_held():
 
 
 def test_devices_that_do_not_say_are_trusted():
-    refuse_if_too_large(preset("gpt-1t"), gpus(1, None))
+    """One that says nothing is enough: it may be larger than the others."""
+    run = preset("gpt-1t")
+    with pytest.raises(UserError, match="the 2 devices have 72.0 GiB each"):
+        refuse_if_too_large(run, gpus(2, 72))
+    assert refuse_if_too_large(run, gpus(1, 72) + gpus(1, None)) is None
 
 
 def test_virtual_devices_share_the_machine(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import (
     DataConfig,
     Layout,
@@ -29,9 +31,9 @@ from mtx.config import (
     to_dict,
 )
 from mtx.errors import UserError
-from mtx.train import loop
-from mtx.train.checkpoint import Checkpoints
-from mtx.train.interrupt import stop_requests
+from mtx.launch.interrupt import stop_requests
+from mtx.plan.flops import parameters
+from mtx.train import session
 from mtx.train.loop import train
 from mtx.train.step import Trainer
 
@@ -106,9 +108,12 @@ def test_it_logs_strict_json(first):
     steps = [("step", step) for step in range(1, 11)]
     assert [kind for kind in kinds if kind[0] == "step"] == steps
     assert [kind for kind in kinds if kind[0] != "step"] == [
-        ("start", 0), ("eval", 0), ("eval", 4), ("save", 5), ("eval", 8), ("eval", 10),
-        ("save", 10), ("end", 10),
+        ("start", 0), ("compile", 0), ("memory", 0), ("eval", 0), ("startup", 1), ("eval", 4),
+        ("save", 5), ("eval", 8), ("eval", 10), ("save", 10), ("end", 10),
     ]  # fmt: skip
+    times = [line.pop("t_s") for line in log]
+    assert times == sorted(times) and 0 <= times[0] < times[-1]
+    assert log[2]["compiled_bytes"] > 4 * parameters(first.run.model)
     logged = [line for line in log if line["kind"] == "step"]
     assert logged == [{"kind": "step"} | asdict(record) for record in first.records]
     assert [line["loss"] for line in logged] == first.summary.losses
@@ -139,7 +144,7 @@ def test_it_prints_plain_lines_where_there_is_no_terminal(first):
     steps = [line for line in lines if "TFLOP/s a device" in line]
     assert len(steps) == 10
     assert all(" model, " in line and line.endswith(" SC'21") for line in steps)
-    assert sum("held-out loss" in line for line in lines) == 4 + 1  # and in the end
+    assert sum("held-out loss" in line for line in lines) == 4 + 2  # at the start and the end
     assert any(line.startswith("finished   step 10: ") for line in lines)
 
 
@@ -154,7 +159,7 @@ def test_seconds_are_accounted_for(first):
 
 def test_ten_steps_are_five_and_five(first, half_way, monkeypatch):
     """Bit for bit, also with a step in flight as on devices that are not virtual."""
-    monkeypatch.setattr(loop, "_runs_ahead", lambda device: True)
+    monkeypatch.setattr(session, "_runs_ahead", lambda device: True)
     printed, records = io.StringIO(), []
     summary = train(half_way, console=Console(file=printed), on_step=records.append)
     assert summary.losses == first.summary.losses[5:]
@@ -171,6 +176,18 @@ def test_going_on_with_another_layout(first, half_way):
     summary = train(run, console=Console(quiet=True))
     assert summary.losses == pytest.approx(first.summary.losses[5:7], rel=1e-5)
     assert Checkpoints(run.out).steps() == [5, 7]
+
+
+def test_a_checkpoint_of_step_0_is_where_a_run_begins(first, tmp_path):
+    """What was converted from elsewhere has seen no step of ours."""
+    run = replace(first.run, out=str(tmp_path / "out"), steps=1, eval_every=0, save_every=0)
+    trainer = Trainer(run)
+    with Checkpoints(tmp_path / "out" / "checkpoints") as checkpoints:
+        state = first.summary.state._replace(step=jax.numpy.int32(0))
+        checkpoints.save(trainer, state, tokenizer=first.summary.data.tokenizer)
+    summary = train(run, console=Console(quiet=True))
+    assert summary.first_eval_loss == first.summary.last_eval_loss
+    assert len(summary.losses) == 1
 
 
 def test_what_is_finished_is_only_evaluated(first, tmp_path):
@@ -259,10 +276,10 @@ def test_a_second_request_has_its_usual_effect(usual_interrupt):
 
 
 _PROCESS = """
-import json, sys
-from mtx.train.launch import join_cluster, use_virtual_devices
+import json, sys, time
+from mtx.launch.start import join_cluster, use_virtual_devices
 use_virtual_devices(int(sys.argv[2]))
-join_cluster()
+print(join_cluster(), flush=True)
 from mtx.config import RunConfig, from_dict
 from mtx.train.loop import train
 summary = train(from_dict(RunConfig, json.loads(sys.argv[1])))
@@ -270,8 +287,14 @@ print("interrupted", summary.interrupted, "losses", summary.losses[0])
 """
 
 
+_FLAGS = (  # conftest's, without its eight devices
+    "--xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
+
+
 def start_process(run: RunConfig, *, devices: int, **environment: str) -> subprocess.Popen:
-    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONUNBUFFERED": "1"}
+    flags = {"XLA_FLAGS": _FLAGS, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", _PROCESS, json.dumps(to_dict(run)), str(devices)],
         cwd=ROOT, env=dict(os.environ) | flags | environment, text=True,
@@ -298,8 +321,9 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     assert "finishing this step, then saving; once more leaves at once" in errors
     log = read_log(Path(run.out) / "log.jsonl")
     last = log[-1]["step"]
-    assert log[-1] | {"seconds": None} == {
-        "kind": "end", "step": last, "interrupted": True, "seconds": None
+    assert log[-1] | {"seconds": None, "t_s": None} == {
+        "kind": "end", "step": last, "interrupted": True, "seconds": None, "skipped": 0,
+        "rollbacks": 0, "t_s": None,
     }  # fmt: skip
     assert f"stopped    at step {last:,} of 1,000,000: {run.out}/checkpoints/{last}; " in printed
     assert "interrupted True" in printed
@@ -308,28 +332,32 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     assert int(checkpoints.restore(Trainer(run)).step) == last
 
 
-def test_two_processes_train_one_model(first, tmp_path):
-    """The same values as one process; what they save together, one process reads."""
-    run = replace(first.run, out=str(tmp_path / "out"), steps=2, eval_every=0, save_every=0)
-    run = replace(run, layout=Layout(data=2), optimizer=replace(run.optimizer, decay_steps=10))
-    cluster = {"JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}", "JAX_NUM_PROCESSES": "2"}
-    processes = [
-        start_process(run, devices=1, **cluster, JAX_PROCESS_ID=str(index)) for index in range(2)
-    ]
-    printed = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    assert "devices    2 x cpu in 2 processes" in printed[0][0]
-    assert "devices" not in printed[1][0]  # one of them speaks for all
-    losses = [
-        line["loss"] for line in read_log(Path(run.out) / "log.jsonl") if "tokens_per_s" in line
-    ]
-    assert losses == pytest.approx(first.summary.losses[:2], rel=1e-5)
-    assert int(Checkpoints(run.out).restore(first.summary.trainer).step) == 2
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+def test_two_processes_train_one_model_though_one_is_killed(first, tmp_path):
+    """Under `mtx launch`, and with the values of one process that nobody kills; what they save
+    together, one process reads."""
+    run = replace(first.run, out=str(tmp_path / "out"), eval_every=0, layout=Layout(data=2))
+    slowly = _PROCESS.replace("argv[1])))", "argv[1])), on_step=lambda _: time.sleep(0.3))")
+    command = [sys.executable, "-c", slowly, json.dumps(to_dict(run)), "1"]
+    with (tmp_path / "printed").open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mtx", "launch", "-n", "2", "--cpu", "--", *command],
+            cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+            env=dict(os.environ) | {"XLA_FLAGS": _FLAGS},
+        )  # fmt: skip
+    wait_for_steps(run, 7, process)
+    printed = (tmp_path / "printed").read_text
+    os.kill(int(re.search(r"process 1 of 2 on \S+, pid (\d+): 1 of 2", printed())[1]), 9)
+    assert process.wait(300) == 0, printed()
+    assert re.search(r"lost process 1 \(host \S+, pid \d+, stage 0\), last seen at", printed())
+    assert re.search(r"\[launch] process 1 \(pid .*was killed by SIGKILL", printed())
+    assert printed().count("starts all again") == 1
+    assert "resumes    from step 5" in printed()
+    assert printed().count("[0] devices    2 x cpu in 2 processes") == 2
+    assert "[1] devices" not in printed()  # one of them speaks for all
+    steps = [line for line in read_log(Path(run.out) / "log.jsonl") if line["kind"] == "step"]
+    assert {line["step"] for line in steps} == set(range(1, 11)) and len(steps) > 11
+    for line in steps:  # those before the kill, and those done again after it
+        assert line["loss"] == pytest.approx(first.summary.losses[line["step"] - 1], rel=1e-5)
+    again = [line for line in steps if line["step"] == 6]
+    assert len(again) == 2 and again[0]["loss"] == again[1]["loss"]
+    assert int(Checkpoints(run.out).restore(first.summary.trainer).step) == 10

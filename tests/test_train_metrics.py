@@ -10,13 +10,14 @@ import pytest
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.presets import preset
-from mtx.train.metrics import Log, Meter
+from mtx.train.log import Log
+from mtx.train.metrics import Meter
 from mtx.train.report import step_text
 from mtx.train.step import Metrics
 
 
 def metrics(loss: float = 2.5, finite: float = 1.0) -> Metrics:
-    return Metrics(*(np.float32(value) for value in (loss, 1.25, 1e-3, 1.0, finite)))
+    return Metrics(*(np.float32(value) for value in (loss, 1.25, 1e-3, 1.0, finite, 0)))
 
 
 def test_the_paper_s_table_in_its_own_unit():
@@ -58,8 +59,9 @@ def test_log_lines_are_strict_json(tmp_path):
     with Log(path) as log:
         log.write("step", values)
         assert path.read_text().endswith("\n")  # at once, not at the end
-    lines = path.read_text().splitlines()
-    assert lines == ['{"kind": "step", "a": null, "b": [null, 0.5], "c": {"d": 3}}']
+    (line,) = path.read_text().splitlines()
+    assert line.startswith('{"kind": "step", "a": null, "b": [null, 0.5], "c": {"d": 3}, "t_s": ')
+    assert 0 <= json.loads(line)["t_s"] < 60
 
 
 def test_log_appends_after_a_torn_line(tmp_path):
@@ -70,6 +72,8 @@ def test_log_appends_after_a_torn_line(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_without_a_path_nothing_is_written():
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     with Log(None) as log:
         log.write("end", {"step": 1})
+    assert not [*tmp_path.iterdir()] and capfd.readouterr() == ("", "")

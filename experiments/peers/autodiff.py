@@ -62,9 +62,12 @@ class AutodiffPipeline:
         def at(microbatch):
             return jax.tree.map(lambda a: a[microbatch], batch)
 
+        def place(layer, microbatch):
+            return self.model.place(layer, at(microbatch), samples_MB[microbatch], key)
+
         def embed(microbatch):
-            place = self.model.place(IDLE, samples_MB[microbatch], key)
-            return copy_to(self.model.embed(params["ends"], at(microbatch), place), pipe)
+            x_BsD = self.model.embed(params["ends"], at(microbatch), place(IDLE, microbatch))
+            return copy_to(x_BsD, pipe)
 
         def head(y_BsD, microbatch):
             y_BsD = reduce_from(y_BsD * (stage == self.schedule.stages - 1), pipe)
@@ -78,8 +81,7 @@ class AutodiffPipeline:
 
             def layer(x_BsD, n):
                 weights = jax.tree.map(lambda a: a[chunk, n], params["block"])
-                place = self.model.place(layer_CN[chunk, n], samples_MB[microbatch], key)
-                return self.model.block(weights, x_BsD, place), None
+                return self.model.block(weights, x_BsD, place(layer_CN[chunk, n], microbatch)), None
 
             y_BsD, _ = lax.scan(layer, x_BsD, jnp.arange(self.placement.layer.shape[-1]))
             total += lax.cond(

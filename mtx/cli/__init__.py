@@ -9,11 +9,17 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from mtx.cli.checkpoint import checkpoint_command
+from mtx.cli.convert import convert_command
 from mtx.cli.data import data_command
+from mtx.cli.evaluate import evaluate_command
+from mtx.cli.finetune import finetune_command
 from mtx.cli.generate import generate_command
+from mtx.cli.launch import launch_command
 from mtx.cli.options import OwnFields, exit_status, parse, start_devices
 from mtx.cli.plan import plan_command
 from mtx.cli.presets import presets_command
+from mtx.cli.report import report_command
 from mtx.cli.schedule import schedule_command
 from mtx.cli.train import TrainOptions, train_command
 from mtx.errors import UserError
@@ -24,10 +30,16 @@ __all__ = [
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train_command,
+    "launch": launch_command,
     "plan": plan_command,
     "schedule": schedule_command,
     "data": data_command,
+    "checkpoint": checkpoint_command,
+    "convert": convert_command,
+    "finetune": finetune_command,
+    "evaluate": evaluate_command,
     "generate": generate_command,
+    "report": report_command,
     "presets": presets_command,
 }
 

@@ -1,4 +1,4 @@
-"""What a step is measured by, and the log of a run: one JSON object a line.
+"""What a step is measured by.
 
 TFLOP/s are per device and come in two units that must not be mixed: `tflops_sc21` is the paper's
 (full attention, recomputation counted), `tflops_model` that of MFU (causal attention, nothing
@@ -7,15 +7,7 @@ counted twice). See `mtx.plan.flops`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
-import numpy as np
 
 from mtx.config import RunConfig
 from mtx.plan.flops import model_flops, sc21_flops
@@ -69,57 +61,3 @@ class Meter:
             tflops_model=model / 1e12,
             mfu=model / self._peak_flops if self._peak_flops else None,
         )
-
-
-LogKind = Literal["start", "step", "eval", "save", "end"]
-
-
-class Log:
-    """Appends one strict JSON object a line to a file, each line at once.
-
-    A run that goes on from a checkpoint repeats the steps after it: of two lines for one step, the
-    later counts. Without a path nothing is written: only process 0 has one.
-    """
-
-    def __init__(self, path: Path | None):
-        self._file = None
-        if path is not None:
-            _drop_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, kind: LogKind, values: Mapping) -> None:
-        """`values` with NaN and infinities as null, arrays of one number as numbers."""
-        if self._file is None:
-            return
-        line = json.dumps({"kind": kind} | _strict(values), allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cuts off a last line that a killed process has left without its end."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
-
-
-def _strict(value):
-    if dataclasses.is_dataclass(value):
-        value = dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {str(name): _strict(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    number = np.asarray(value).item()
-    return number if isinstance(number, bool | int) or math.isfinite(number) else None

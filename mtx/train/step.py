@@ -39,6 +39,7 @@ from mtx.pipeline.makers import forward_table
 from mtx.pipeline.partition import EMPTY, place_layers
 from mtx.pipeline.program import Pipeline
 from mtx.pipeline.schedule import Schedule
+from mtx.sharding.checksum import checksum, on_each_device
 from mtx.sharding.mesh import AXES, Axes, make_mesh
 from mtx.sharding.optimizer import axes_of, global_norm, shard_over_data
 from mtx.sharding.random import fold, key_data
@@ -57,6 +58,7 @@ class TrainState(NamedTuple):
     moments: optax.OptState
     loss_scale: LossScale
     skipped: jax.Array  # int32 [], steps whose gradients were not finite
+    seals: jax.Array | None = None  # uint32 [P, D, T]: checksums of masters and moments, if wanted
 
 
 class Metrics(NamedTuple):
@@ -67,6 +69,7 @@ class Metrics(NamedTuple):
     learning_rate: jax.Array
     loss_scale: jax.Array
     finite: jax.Array  # 1, or 0 where the update was skipped
+    corrupt: jax.Array  # [P, D, T] as float32: 1 where the seal was broken; [] without seals
 
 
 class Trainer:
@@ -175,7 +178,8 @@ class Trainer:
             self.optimizer, lambda _, spec: spec, self.state_shapes.moments, params,
             transform_non_params=lambda _: P(),
         )  # fmt: skip
-        return TrainState(P(), params, moments, LossScale(P(), P()), P())
+        seals = P(*AXES) if self.run.guard.checksums else None
+        return TrainState(P(), params, moments, LossScale(P(), P()), P(), seals)
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -187,7 +191,8 @@ class Trainer:
         mesh = mesh or self.mesh
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
-    def _shard_map(self, f, in_specs, out_specs):
+    def shard_map(self, f, in_specs, out_specs):
+        """f of local shards, as a function of arrays on this trainer's mesh."""
         # check_vma=False: the collectives' gradients are our own (sharding.collectives), and a cond
         # on a stage-dependent predicate gives wrong gradients under it (jax issue 40823).
         mesh = AbstractMesh(
@@ -216,7 +221,11 @@ class Trainer:
 
     def _state_of(self, masters) -> TrainState:
         start = LossScale.start(self.run.optimizer, self.run.model.compute_dtype)
-        return TrainState(jnp.int32(0), masters, self.optimizer.init(masters), start, jnp.int32(0))
+        moments = self.optimizer.init(masters)
+        seals = None
+        if self.run.guard.checksums:
+            seals = jnp.zeros(tuple(self.sizes.values()), jnp.uint32)  # see `sealed`
+        return TrainState(jnp.int32(0), masters, moments, start, jnp.int32(0), seals)
 
     def _init_params(self, seed) -> Tree:
         layers = jnp.asarray(self.placement.layer)
@@ -236,7 +245,7 @@ class Trainer:
         """(state, batch) -> (state, metrics), compiled at the first call; the state is donated."""
         specs = self.state_specs
         metrics = Metrics(*(P() for _ in Metrics._fields))
-        step = self._shard_map(self._train_step, (specs, _BATCH_SPEC), (specs, metrics))
+        step = self.shard_map(self._train_step, (specs, _BATCH_SPEC), (specs, metrics))
         return jax.jit(step, donate_argnums=0)
 
     def compile_step(self, mesh: Mesh | None = None):
@@ -272,14 +281,39 @@ class Trainer:
             )
         loss_scale = state.loss_scale.after(finite, config, dtype)
         rate = learning_rate(config, self.run.steps)(state.step - state.skipped)
-        metrics = Metrics(loss, norm, jnp.float32(rate), scale, finite.astype(jnp.float32))
-        skipped = state.skipped + (~finite).astype(jnp.int32)
-        return TrainState(state.step + 1, params, moments, loss_scale, skipped), metrics
+        finite = finite.astype(jnp.float32)
+        metrics = Metrics(loss, norm, jnp.float32(rate), scale, finite, self._broken(state))
+        skipped = state.skipped + (1 - finite).astype(jnp.int32)
+        new = TrainState(state.step + 1, params, moments, loss_scale, skipped)
+        return self._seal(new), metrics
+
+    # -- whether memory has kept what was in it ---------------------------------------------------
+
+    @cached_property
+    def sealed(self):
+        """state -> the state with the checksums of what each device holds, where they are wanted.
+        Every step seals what it returns and looks at the seals of what it is given."""
+        specs = self.state_specs
+        seal = jax.jit(self.shard_map(self._seal, (specs,), specs))
+        return seal if self.run.guard.checksums else lambda state: state
+
+    def _seal(self, state: TrainState) -> TrainState:
+        if not self.run.guard.checksums:
+            return state
+        seal = checksum((state.params, state.moments))
+        return state._replace(seals=seal.reshape((1,) * len(AXES)))
+
+    def _broken(self, state: TrainState):
+        """Metrics.corrupt"""
+        if state.seals is None:
+            return jnp.float32(0)
+        broken = self._seal(state).seals != state.seals
+        return on_each_device(broken.astype(jnp.float32).reshape(()), tuple(self.sizes.values()))
 
     def _loss_and_gradients(self, masters, batch, step, scale):
         """(mean loss, gradients of scale * mean loss), shards like the masters, summed."""
         with jax.named_scope("gather_params"):
-            params = self._gather(masters)
+            params = self.gather(masters)
         with jax.named_scope("pipeline"):
             batch = self._split(batch)
             tokens = _sum_over_data(batch["weights"].sum())
@@ -298,7 +332,7 @@ class Trainer:
             }  # fmt: skip
         return lax.psum(loss, "data") / tokens, gradients
 
-    def _gather(self, masters):
+    def gather(self, masters):
         """This stage's parameters in the compute type: the ends, and the block's [C, N, ...], of
         which zero=3 leaves each device its shard."""
         dtype = jnp.dtype(self.run.model.compute_dtype)
@@ -347,11 +381,11 @@ class Trainer:
 
     @cached_property
     def predict(self):
-        """(state, {"tokens": [G, S], "positions": [G]}) -> logits [G, V] float32, of the token that
-        follows each row's position. V is padded, the padding -inf."""
+        """(state, {"tokens": [G, S], "last": [G]}) -> logits [G, V] float32, of the token that
+        follows each row's last one, at that place. V is padded, the padding -inf."""
 
         def output(ends, y_BsD, batch):
-            return self.model.next_logits(ends, y_BsD, batch["positions"])
+            return self.model.next_logits(ends, y_BsD, batch["last"])
 
         def predict(params, batch):
             logits_MBv = self._forward_pipeline.forward(params, batch, output)
@@ -374,10 +408,10 @@ class Trainer:
         """(state, batch) -> f(local parameters in the compute type, local batch [M, B, ...])"""
 
         def forward(masters, batch):
-            params = self._gather(masters)
+            params = self.gather(masters)
             return f(params, self._split(batch))
 
-        mapped = self._shard_map(forward, (self.state_specs.params, _BATCH_SPEC), out_specs)
+        mapped = self.shard_map(forward, (self.state_specs.params, _BATCH_SPEC), out_specs)
         jitted = jax.jit(mapped)
         return lambda state, batch: jitted(state.params, batch)
 
@@ -392,7 +426,7 @@ class Trainer:
         def compute(masters, step, batch):
             return self._loss_and_gradients(masters, batch, step, jnp.float32(1))
 
-        mapped = self._shard_map(compute, (specs, P(), _BATCH_SPEC), (P(), specs))
+        mapped = self.shard_map(compute, (specs, P(), _BATCH_SPEC), (P(), specs))
 
         def run(state, batch):
             loss, gradients = mapped(state.params, state.step, batch)

@@ -1,0 +1,84 @@
+"""Checksums of what devices hold: has it changed by itself, and do replicas still agree?
+
+Masters and moments are sharded over `data`, so most of them are held once. What several devices
+hold nevertheless must be the same to the bit: the parameters in the compute type, which every
+replica gathers; norms, biases and positions, which every device of `tensor`, or every stage, has.
+
+Legend: P stages · D replicas · T tensor shards
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mtx.sharding.checksum import checksum, on_each_device
+from mtx.sharding.mesh import AXES
+from mtx.sharding.optimizer import axes_of
+from mtx.train.guard import name_devices
+from mtx.train.step import Trainer, TrainState
+
+Tree = Any
+
+
+class Audit:
+    """Compares what the devices of a trainer's mesh hold of a state."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+
+    def differences(self, state: TrainState) -> list[str]:
+        """One line for each array of which devices hold different copies: its name, and the
+        devices that hold another value than most do. Empty where all is well."""
+        specs = self._specs()
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(specs)]
+        table_LPDT = np.asarray(jax.device_get(self._table(state)))
+        return [
+            f"{path} differs on {name_devices(odd)}"
+            for path, spec, words_PDT in zip(paths, jax.tree.leaves(specs), table_LPDT, strict=True)
+            if (odd := _odd_ones(words_PDT, spec)).any()
+        ]
+
+    def _specs(self) -> Tree:
+        trainer = self._trainer
+        held = {"params": trainer.state_specs.params, "moments": trainer.state_specs.moments}
+        gathered = dict(trainer.specs)
+        if trainer.run.layout.zero == 3:
+            del gathered["block"]  # no device holds them for longer than a chunk's turn
+        return held | {"gathered": gathered}
+
+    @cached_property
+    def _table(self):
+        """state -> uint32 [L, P, D, T]: the checksum of each array on each device."""
+        trainer = self._trainer
+
+        def table(params, moments):
+            gathered = trainer.gather(params)
+            if trainer.run.layout.zero == 3:
+                del gathered["block"]
+            leaves = jax.tree.leaves({"params": params, "moments": moments, "gathered": gathered})
+            words_L = jnp.stack([checksum(leaf) for leaf in leaves])
+            return on_each_device(words_L, tuple(trainer.sizes.values()))
+
+        specs = trainer.state_specs
+        jitted = jax.jit(trainer.shard_map(table, (specs.params, specs.moments), P()))
+        return lambda state: jitted(state.params, state.moments)
+
+
+def _odd_ones(words_PDT: np.ndarray, spec: P) -> np.ndarray:
+    """bool [P, D, T]: the devices whose checksum is not that of most of those that hold the same;
+    of two that differ, both."""
+    shared = [dim for dim, axis in enumerate(AXES) if axis not in axes_of(spec)]
+    odd = np.zeros(words_PDT.shape, bool)
+    own = [range(1) if dim in shared else range(n) for dim, n in enumerate(words_PDT.shape)]
+    for place in np.ndindex(*map(len, own)):
+        group = tuple(slice(None) if dim in shared else place[dim] for dim in range(len(AXES)))
+        words, counts = np.unique(words_PDT[group], return_counts=True)
+        most = words[counts == counts.max()]
+        odd[group] = words_PDT[group] != most[0] if len(most) == 1 else len(words) > 1
+    return odd

@@ -1,0 +1,126 @@
+"""Where the time of a run went, over all its sessions, from its log; no JAX.
+
+Goodput is the time in steps that count over the time since the run was first launched. A step that
+was trained again, after a crash or a rollback, does not count the first time, nor does one whose
+gradients were not finite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtx.errors import UserError
+
+Record = dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Seconds of the wall clock, by what they went to."""
+
+    parts: dict[str, float]  # in the order in which they are told; "steps" are those that count
+    sessions: int
+    lost_steps: int  # trained again later
+    skipped_steps: int
+    rollbacks: int
+    clock_jumps: int  # sessions that seem to begin before the one before them has ended
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fraction(self) -> float:
+        """Goodput, from 0 to 1; 0 for a run without a step."""
+        return self.parts["steps"] / self.wall_s if self.wall_s else 0.0
+
+
+def read_log(path: str | Path) -> list[Record]:
+    """The records of a log.jsonl; a last line that was cut short is left out.
+
+    Raises UserError for a file that is missing or is no such log.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(
+            f"{path} cannot be read ({reason}); name the directory of a training run (its --out)"
+        ) from None
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn
+        try:
+            record = json.loads(line)
+            record["kind"]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}, line {number} is no record of a run's log") from None
+        records.append(record)
+    if not any(record["kind"] == "start" for record in records):
+        raise UserError(f"{path} has no session of a run in it")
+    return records
+
+
+def steps_that_count(records: Sequence[Record]) -> list[Record]:
+    """Each step's last record, in order."""
+    last = {}
+    for record in records:
+        if record["kind"] == "start":
+            last = {step: known for step, known in last.items() if step <= record["step"]}
+        elif record["kind"] == "step":
+            last[record["step"]] = record
+    return [last[step] for step in sorted(last)]
+
+
+def measure_goodput(records: Sequence[Record]) -> Goodput:
+    """Of the records of one log, sessions one after the other."""
+    sessions = _sessions(records)
+    kept = {id(record) for record in steps_that_count(records)}
+    names = ("steps", "lost", "skipped", "start", "compile", "eval", "save", "other", "down")
+    parts = dict.fromkeys(names, 0.0)
+    counts = {"lost": 0, "skipped": 0, "rollback": 0, "jumps": 0}
+    ended_s = None
+    for session in sessions:
+        start = session[0]
+        launched_s = start["unix_time"] - start.get("since_launch_s", 0.0)
+        if ended_s is not None:
+            gap_s = launched_s - ended_s
+            counts["jumps"] += gap_s < -1.0  # two clocks' rounding is none
+            parts["down"] += max(gap_s, 0.0)
+        length_s = session[-1].get("t_s", 0.0) - start.get("t_s", 0.0)
+        ended_s = start["unix_time"] + length_s
+        told = dict.fromkeys(names, 0.0)
+        for record in session:
+            kind = record["kind"]
+            if kind == "step":
+                good = record["finite"] and id(record) in kept
+                part = "steps" if good else "skipped" if id(record) in kept else "lost"
+                told[part] += record["step_s"]
+                counts[part] = counts.get(part, 0) + 1
+            elif kind in ("compile", "eval", "save"):
+                told[kind] += record.get("seconds", 0.0)
+            elif kind == "rollback":
+                counts["rollback"] += 1
+        told["other"] = max(0.0, length_s - sum(told.values()))
+        told["start"] = start.get("since_launch_s", 0.0)
+        for name in names:
+            parts[name] += told[name]
+    return Goodput(
+        parts=parts, sessions=len(sessions), lost_steps=counts["lost"],
+        skipped_steps=counts["skipped"], rollbacks=counts["rollback"],
+        clock_jumps=counts["jumps"],
+    )  # fmt: skip
+
+
+def _sessions(records: Sequence[Record]) -> list[list[Record]]:
+    """The log cut before each start."""
+    sessions: list[list[Record]] = []
+    for record in records:
+        if record["kind"] == "start":
+            sessions.append([])
+        if sessions:
+            sessions[-1].append(record)
+    return sessions

@@ -1,0 +1,115 @@
+"""Numbers that go wrong while a run trains, and what is done about them.
+
+Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.train.step`).
+A loss that jumps: back to the newest checkpoint, and past the batches that led there (as for PaLM,
+Chowdhery et al. 2022, section 5.1). Memory that changed by itself, or replicas that came apart:
+back to the newest checkpoint, with the same batches. All within a limit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mtx.config import GuardConfig
+from mtx.errors import UserError
+from mtx.train.log import LogKind
+
+_LEAST_LOSSES = 10  # before a loss is called high
+_MOST_NAMED = 4
+
+
+class RollBack(Exception):
+    """The state is not to be trained on: the run goes back to its newest checkpoint."""
+
+    def __init__(self, kind: str, what: str, *, step: int, skip: bool):
+        """kind: "spike", "corrupt" or "apart"; what: for people; skip: whether the batches since
+        that checkpoint are left out from now on."""
+        super().__init__(what)
+        self.kind, self.what, self.step, self.skip = kind, what, step, skip
+        self.consumed = 0  # samples trained on by then: who keeps count of them says so
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """What went wrong in a run so far, for those who go on with it."""
+
+    events: list[tuple[LogKind, str]] = field(default_factory=list)  # not yet told
+    rollbacks: int = 0
+    consumed: int = 0  # samples that are left behind, where the checkpoint knows of fewer
+
+    def go_back(self, fault: RollBack) -> None:
+        self.events.append(("rollback", f"step {fault.step:,}: {fault.what}"))
+        self.rollbacks += 1
+        if fault.skip:
+            self.consumed = fault.consumed
+
+    def tell(self) -> list[tuple[LogKind, str]]:
+        """The events, once."""
+        told, self.events = self.events, []
+        return told
+
+
+class Guard:
+    """Watches the numbers of one session, step by step."""
+
+    def __init__(self, config: GuardConfig):
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+
+    def check(self, step: int, loss: float, corrupt: np.ndarray) -> None:
+        """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float [P, D, T]
+        or [], has a device whose masters or moments changed between two steps."""
+        if np.any(corrupt):
+            raise RollBack(
+                "corrupt",
+                f"masters or moments changed between two steps on {name_devices(corrupt > 0)}",
+                step=step, skip=False,
+            )  # fmt: skip
+        most = self._config.spike_nats
+        if most and len(self._losses) >= min(_LEAST_LOSSES, self._config.spike_window):
+            usual = statistics.median(self._losses)
+            if loss > usual + most:
+                raise RollBack(
+                    "spike",
+                    f"the loss is {loss:.3f}, more than {most} above {usual:.3f}, the median of "
+                    f"the last {len(self._losses)} steps",
+                    step=step, skip=True,
+                )  # fmt: skip
+        if np.isfinite(loss):
+            self._losses.append(loss)
+
+    def compare(self, step: int, differences: Sequence[str]) -> None:
+        """Raises RollBack where devices that hold the same differ."""
+        if differences:
+            named = "; ".join(differences[:_MOST_NAMED])
+            more = len(differences) - _MOST_NAMED
+            raise RollBack(
+                "apart", named + (f"; and {more} more" if more > 0 else ""), step=step, skip=False
+            )
+
+
+def name_devices(where: np.ndarray) -> str:
+    """The devices [P, D, T] of a mask, by their places on the mesh."""
+    places = [
+        f"pipe {pipe} data {data} tensor {tensor}" for pipe, data, tensor in np.argwhere(where)
+    ]
+    more = len(places) - _MOST_NAMED
+    return ", ".join(places[:_MOST_NAMED]) + (f" and {more} more devices" if more > 0 else "")
+
+
+def refuse_to_go_back(fault: RollBack, config: GuardConfig) -> UserError:
+    """What a run ends with that has gone back too often."""
+    remedy = {
+        "spike": "lower optimizer.lr or optimizer.clip, or raise guard.spike_nats",
+        "corrupt": "take the machine of that device out, and run its memory test",
+        "apart": "take the machine of the device that differs out, and run its memory test",
+    }[fault.kind]
+    return UserError(
+        f"step {fault.step}: {fault.what}; the run has gone back guard.rollbacks="
+        f"{config.rollbacks} times already; {remedy}"
+    )

@@ -1,0 +1,79 @@
+"""The log of a run: one strict JSON object a line, and whoever else is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from mtx.train.track import Tracker
+
+LogKind = Literal[
+    "start", "startup", "compile", "memory", "step", "eval", "save", "save_failed", "damaged",
+    "rollback", "processes", "end",
+]  # fmt: skip
+
+
+class Log:
+    """Appends one strict JSON object a line to a file, each line at once.
+
+    A run that goes on from a checkpoint repeats the steps after it: of two lines for one step, the
+    later counts. Without a path nothing is written: only process 0 has one. Every line has "t_s",
+    the seconds since the log was opened, by a clock that nobody sets.
+    """
+
+    def __init__(self, path: Path | None, trackers: Sequence[Tracker] = ()):
+        self._file = None
+        self._trackers = trackers
+        self._began_s = time.monotonic()
+        if path is not None:
+            _drop_torn_line(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._file is not None:
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def write(self, kind: LogKind, values: Mapping) -> None:
+        """`values` with NaN and infinities as null, arrays of one number as numbers."""
+        if self._file is None:
+            return
+        at = {"t_s": round(time.monotonic() - self._began_s, 3)}
+        record = {"kind": kind} | _strict(values) | at
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(kind, record)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cuts off a last line that a killed process has left without its end."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def _strict(value):
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    number = np.asarray(value).item()
+    return number if isinstance(number, bool | int) or math.isfinite(number) else None

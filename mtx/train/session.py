@@ -1,0 +1,372 @@
+"""One attempt at a run, after all checks: compile, train, evaluate, save, and say so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.config import to_dict
+from mtx.data import TokenCorpus
+from mtx.errors import UserError
+from mtx.launch.exits import Exit
+from mtx.launch.interrupt import stop_requests
+from mtx.launch.startup import StartUp
+from mtx.launch.watch import Watch
+from mtx.plan.flops import parameters
+from mtx.train.audit import Audit
+from mtx.train.guard import Faults, Guard, RollBack
+from mtx.train.log import Log
+from mtx.train.memory import device_memory
+from mtx.train.metrics import Meter, StepRecord
+from mtx.train.profile import ProfileWindow
+from mtx.train.report import Report
+from mtx.train.step import Metrics, Trainer, TrainState
+
+_COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Where the time of a run went."""
+
+    compile: float  # of the step and of the evaluation, with its first batch
+    train: float
+    eval: float
+    save: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Summary:
+    """What is left of a run."""
+
+    trainer: Trainer
+    state: TrainState
+    data: TokenCorpus
+    first_eval_loss: float  # on held-out text, before the first step of this session
+    last_eval_loss: float
+    losses: list[float]  # of this session's steps
+    skipped: int  # steps of this session whose gradients were not finite
+    rollbacks: int  # how often the run has gone back to a checkpoint before it
+    interrupted: bool
+    exit: Exit  # what a command that ran it ends with: FINISHED, PREEMPTED or INTERRUPTED
+    checkpoint: Path | None  # the newest; None where none could be saved yet
+    log: Path
+    seconds: Seconds
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """One call of `train`, after all checks."""
+
+    trainer: Trainer
+    data: TokenCorpus
+    batches: Iterator[dict[str, np.ndarray]]  # those after the first `consumed` samples
+    local: np.ndarray  # the rows of a global batch that this process reads
+    consumed: int  # samples trained on
+    checkpoints: Checkpoints
+    report: Report
+    log: Log
+    meter: Meter
+    on_step: Callable[[StepRecord], None] | None
+    state: TrainState
+    step: int  # finished or running
+    saved: int | None  # the step of the newest checkpoint
+    watch: Watch
+    startup: StartUp
+    faults: Faults  # of the sessions before this one
+    skipped: int = 0  # steps whose gradients were not finite
+    exit: Exit = Exit.FINISHED
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    losses: list[float] = field(default_factory=list)
+    in_flight: tuple[int, Metrics, float] | None = None  # a step, its metrics, its start
+    clock: _Clock = field(default_factory=lambda: _Clock())
+
+    def run(self) -> Summary:
+        self._log_start()
+        for kind, what in self.faults.tell():
+            self.report.line(f"{kind.upper():<10} {what}")
+            self.log.write(kind, {"step": self.step, "what": what})
+        if self.step >= self.trainer.run.steps:
+            self.report.line(f"finished   already at step {self.step:,}: {self._checkpoint}")
+            self._evaluate()
+            return self._summary(interrupted=False)
+        train_step = self._compile()
+        self.startup.mark("compile")
+        self._evaluate()
+        self.startup.mark("held-out loss")
+        with stop_requests() as stop:
+            self._train(train_step, stop)
+            interrupted = self.step < self.trainer.run.steps
+            self.exit = stop.exit if interrupted else Exit.FINISHED
+            if not interrupted:
+                self._evaluate()
+            if self.saved != self.step:
+                self._save()
+            with self.watch.during("save"), self.clock("save"):
+                self.checkpoints.wait()
+        return self._end(interrupted)
+
+    # -- parts of a run ---------------------------------------------------------------------------
+
+    def _compile(self) -> Callable:
+        """The compiled step. The evaluation is compiled by its first batch."""
+        self.checkpoints.prepare(self.trainer)
+        with self.watch.during("compile"), self.clock("compile"):
+            rows = self.trainer.run.global_batch
+            batch = self.trainer.place(self.data.batch(self.consumed, rows, self.local))
+            step = self.trainer.train_step.lower(self.state, batch).compile()
+            # The first use of a collective has a deadline that some compilations would miss; this
+            # barrier is one of the coordination service.
+            meet = ocp.multihost.get_barrier_sync_fn()
+            meet(key=f"mtx_compiled_{self.step}", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
+            next(self._held_out_sums())
+        compile_s = self.clock.seconds["compile"]
+        self.report.line(f"compiled   in {compile_s:.1f} s")
+        self.log.write("compile", {"step": self.step, "seconds": compile_s})
+        self.log.write("memory", {"step": self.step, **device_memory(step.memory_analysis())})
+        return step
+
+    def _train(self, train_step: Callable, stop: Callable[[int], bool]) -> None:
+        """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
+        run = self.trainer.run
+        ahead = _runs_ahead(self.trainer.mesh.devices.flat[0])
+        with self.watch.during("loop"), self.report.progress(self.step, run.steps):
+            while self.step < run.steps and not stop(self.step):
+                self.profile.before(self.step + 1)
+                start_s = time.perf_counter()
+                batch = self._next_batch()
+                with self.watch.during("step"):
+                    self.state, metrics = train_step(self.state, batch)
+                self.step += 1
+                self.consumed += run.global_batch
+                self._settle()  # the step before this one, while this one runs
+                self.in_flight = self.step, metrics, start_s
+                if not ahead:
+                    self._settle()
+                if self._due(run.eval_every):
+                    self._settle()
+                    self._evaluate()
+                with self._going_on():
+                    self.checkpoints.poll()
+                if self._due(run.guard.compare_every):
+                    self._settle()
+                    self._compare()
+                if self._due(run.save_every):
+                    self._settle()
+                    with self._going_on():
+                        self._save()
+                if self.watch.probe_due(self.step):
+                    self._settle()
+                    self.watch.probe(self.step)
+                if self.profile.ends(self.step):
+                    self._settle()
+                    self.report.line(f"profile    {self.profile.stop()}")
+            self._settle()
+            self.profile.stop()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0 and self.step < self.trainer.run.steps
+
+    def _settle(self) -> None:
+        """Waits for the step in flight, if there is one, and records it."""
+        if self.in_flight is None:
+            return
+        step, metrics, start_s = self.in_flight
+        self.in_flight = None
+        with self.watch.during("step"):
+            metrics = jax.device_get(metrics)
+        step_s = self.clock.step(start_s)
+        record = self.meter.measure(step, metrics, step_s)
+        self.watch.finished(step, step_s)
+        self.losses.append(record.loss)
+        self.log.write("step", asdict(record))
+        self.report.step(record)
+        if self.startup.end("first step"):
+            self.report.line(f"started    {self.startup.describe()}")
+            self.log.write("startup", {"step": step, "seconds": self.startup.parts})
+        for measured, lines in self.watch.records():
+            self.log.write("processes", measured._asdict())
+            self.report.lines(lines)
+        if self.on_step is not None:
+            self.on_step(record)
+        self.skipped += not record.finite
+        with self._told_where():
+            self.guard.check(step, record.loss, metrics.corrupt)
+
+    def _compare(self) -> None:
+        """Whether devices that hold the same still do."""
+        with self._told_where():
+            self.guard.compare(self.step, self.audit.differences(self.state))
+
+    @contextmanager
+    def _told_where(self) -> Iterator[None]:
+        try:
+            yield
+        except RollBack as fault:
+            fault.consumed = self.consumed
+            raise
+
+    @cached_property
+    def profile(self) -> ProfileWindow:
+        run = self.trainer.run
+        return ProfileWindow(run.profile, Path(run.out) / "profile")
+
+    @cached_property
+    def guard(self) -> Guard:
+        return Guard(self.trainer.run.guard)
+
+    @cached_property
+    def audit(self) -> Audit:
+        return Audit(self.trainer)
+
+    def _evaluate(self) -> None:
+        with self.watch.during("eval"), self.clock("eval") as seconds:
+            losses, tokens = zip(*self._held_out_sums())
+        loss = sum(losses) / sum(tokens)
+        self.eval_losses.append((self.step, loss))
+        self.log.write("eval", {"step": self.step, "loss": loss, "seconds": seconds()})
+        if memory := device_memory():
+            self.log.write("memory", {"step": self.step, **memory})
+        self.report.line(f"step {self.step:>6,}  held-out loss {loss:.4f}")
+
+    def _save(self) -> None:
+        with self.watch.during("save"), self.clock("save") as seconds:
+            path = self.checkpoints.save(
+                self.trainer,
+                self.state,
+                tokenizer=self.data.tokenizer,
+                extra={
+                    "consumed": self.consumed,
+                    "held_out": dict(zip(("step", "loss"), self.eval_losses[-1])),
+                },
+            )
+        self.saved = self.step
+        saved = {"step": self.step, "consumed": self.consumed, "path": str(path)}
+        self.log.write("save", saved | {"seconds": seconds()})
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A save that fails on the way stops nothing: the state is whole, and the next is due."""
+        try:
+            yield
+        except UserError as error:
+            self.saved = self.checkpoints.latest()
+            self.report.line(f"NOT SAVED  at step {self.step:,}: {error}")
+            self.log.write("save_failed", {"step": self.step, "what": str(error)})
+
+    def _next_batch(self):
+        with self.watch.during("batch"):
+            return self.trainer.place(next(self.batches))
+
+    def _held_out_sums(self) -> Iterator[tuple[float, float]]:
+        """(sum of losses, tokens) of each held-out batch, one after the other."""
+        run = self.trainer.run
+        for batch in self.data.eval_batches(run.eval_batches, run.global_batch, self.local):
+            loss, tokens = self.trainer.evaluate(self.state, self.trainer.place(batch))
+            yield float(loss), float(tokens)
+
+    @property
+    def _checkpoint(self) -> Path | None:
+        return None if self.saved is None else self.checkpoints.directory / str(self.saved)
+
+    # -- what is said about it --------------------------------------------------------------------
+
+    def _log_start(self) -> None:
+        run, devices = self.trainer.run, self.trainer.mesh.devices
+        self.log.write(
+            "start",
+            {
+                "step": self.step,
+                "consumed": self.consumed,
+                "unix_time": time.time(),
+                "since_launch_s": self.startup.total_s,
+                "jax": jax.__version__,
+                "device_kind": devices.flat[0].device_kind,
+                "devices": devices.size,
+                "parameters": parameters(run.model),
+                "run": to_dict(run),
+            },
+        )
+
+    def _end(self, interrupted: bool) -> Summary:
+        summary = self._summary(interrupted=interrupted)
+        steps = self.trainer.run.steps
+        parts = ", ".join(f"{part} {s:.1f} s" for part, s in asdict(summary.seconds).items())
+        if interrupted:
+            self.report.line(
+                f"stopped    at step {self.step:,} of {steps:,}: {summary.checkpoint}; the same "
+                "run goes on from there (resume=True)"
+            )
+        else:
+            self.report.line(
+                f"finished   step {self.step:,}: {summary.checkpoint}; held-out loss "
+                f"{summary.first_eval_loss:.4f} -> {summary.last_eval_loss:.4f}"
+            )
+        self.report.line(f"time       {parts}")
+        if summary.skipped or summary.rollbacks:
+            self.report.line(
+                f"faults     {summary.skipped} steps skipped, gradients not finite; "
+                f"{summary.rollbacks} times back to a checkpoint"
+            )
+        end = {
+            "step": self.step, "interrupted": interrupted, "seconds": summary.seconds,
+            "skipped": summary.skipped, "rollbacks": summary.rollbacks,
+        }  # fmt: skip
+        self.log.write("end", end)
+        return summary
+
+    def _summary(self, *, interrupted: bool) -> Summary:
+        return Summary(
+            trainer=self.trainer,
+            state=self.state,
+            data=self.data,
+            first_eval_loss=self.eval_losses[0][1],
+            last_eval_loss=self.eval_losses[-1][1],
+            losses=self.losses,
+            skipped=self.skipped,
+            rollbacks=self.faults.rollbacks,
+            interrupted=interrupted,
+            exit=self.exit,
+            checkpoint=self._checkpoint,
+            log=Path(self.trainer.run.out) / "log.jsonl",
+            seconds=Seconds(**self.clock.seconds),
+        )
+
+
+class _Clock:
+    """Seconds by part."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(("compile", "train", "eval", "save"), 0.0)
+        self._last_end_s = 0.0
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[Callable[[], float]]:
+        """Adds the time within to `part`; gives what it was, once it has ended."""
+        start_s, before_s = time.perf_counter(), self.seconds[part]
+        yield lambda: self.seconds[part] - before_s
+        self.seconds[part] += time.perf_counter() - start_s
+
+    def step(self, start_s: float) -> float:
+        """The time of a step that has just ended: since its start, or since the end of the step
+        before where that was later, as it is with a step in flight."""
+        now_s = time.perf_counter()
+        step_s = now_s - max(start_s, self._last_end_s)
+        self._last_end_s = now_s
+        self.seconds["train"] += step_s
+        return step_s
+
+
+def _runs_ahead(device: jax.Device) -> bool:
+    """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
+    one pool of threads, and there is nothing to gain."""
+    return device.platform != "cpu"

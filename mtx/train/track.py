@@ -1,0 +1,90 @@
+"""TensorBoard and Weights & Biases, told what the log is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from mtx.config import RunConfig, Track, to_dict
+from mtx.errors import UserError
+
+_AXIS = ("kind", "step", "t_s")  # of a record; its other numbers are curves
+
+
+class Tracker(Protocol):
+    """Gets every record of the log."""
+
+    def write(self, kind: str, record: Mapping) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_trackers(run: RunConfig) -> list[Tracker]:
+    """Those that `run.track` names. UserError where one is not installed or will not start."""
+    makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [makers[name](run) for name in run.track]
+
+
+class TensorBoard:
+    """Curves in `out`/tensorboard."""
+
+    def __init__(self, run: RunConfig):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard", "tensorboardX") from None
+        self._writer = SummaryWriter(str(Path(run.out) / "tensorboard"))
+
+    def write(self, kind: str, record: Mapping) -> None:
+        for name, value in curves(kind, record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run in project "mtx", gone on with when the run is; where it goes, wandb's own settings
+    say."""
+
+    def __init__(self, run: RunConfig):
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("wandb", "wandb") from None
+        directory = Path(run.out).absolute()
+        try:
+            self._run = wandb.init(
+                project="mtx", name=directory.name, dir=str(directory), config=to_dict(run),
+                id="-".join(directory.parts[-2:]).replace("/", "-"), resume="allow",
+            )  # fmt: skip
+        except Exception as error:  # it raises errors of many kinds, for a login or a network
+            raise UserError(
+                f"track='wandb' did not start ({str(error).splitlines()[0]}); log in, set "
+                "WANDB_MODE=offline, or leave it out"
+            ) from error
+
+    def write(self, kind: str, record: Mapping) -> None:
+        if found := curves(kind, record):
+            self._run.log(found, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def curves(kind: str, record: Mapping) -> dict[str, float]:
+    """The numbers of a record that are worth a curve, by name: "step/loss", "eval/loss"."""
+    if kind not in ("step", "eval"):
+        return {}
+    return {
+        f"{kind}/{name}": float(value)
+        for name, value in record.items()
+        if name not in _AXIS and isinstance(value, int | float)
+    }
+
+
+def _missing(track: Track, package: str) -> UserError:
+    return UserError(
+        f"track={track!r} needs {package}, which is not installed: pip install 'mtx[track]'"
+    )

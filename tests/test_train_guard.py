@@ -1,0 +1,169 @@
+"""Numbers that go wrong are found, named, and gone back from."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import reference
+from rich.console import Console
+
+import mtx
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.config import GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.data import TokenCorpus
+from mtx.errors import UserError
+from mtx.train.audit import Audit
+from mtx.train.guard import Guard, RollBack, refuse_to_go_back
+from mtx.train.loop import train
+
+MODEL = ModelConfig(
+    layers=2, hidden=32, heads=4, sequence=16, vocab=96, compute_dtype="float32", vocab_multiple=8
+)
+NOTHING = np.float32(0)
+
+
+def trainer_of(layout, **guard):
+    return mtx.Trainer(
+        RunConfig(model=MODEL, layout=layout, global_batch=8, guard=GuardConfig(**guard))
+    )
+
+
+def flip_bit(state, leaf, device, bit=9):
+    """The state, with one bit of that leaf of the masters flipped on one device alone."""
+    leaves, structure = jax.tree.flatten(state.params)
+    shards = [np.array(shard.data) for shard in leaves[leaf].addressable_shards]
+    devices = [shard.device for shard in leaves[leaf].addressable_shards]
+    shards[device].view(np.uint32).reshape(-1)[3] ^= np.uint32(1 << bit)
+    leaves[leaf] = jax.make_array_from_single_device_arrays(
+        leaves[leaf].shape, leaves[leaf].sharding, list(map(jax.device_put, shards, devices))
+    )
+    return state._replace(params=structure.unflatten(leaves))
+
+
+def leaf_of(trainer, name):
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(trainer.specs)]
+    return paths.index(name)
+
+
+LAYOUT = Layout(data=2, pipe=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def sealing():
+    trainer = trainer_of(LAYOUT, checksums=True)
+    return trainer, trainer.place(reference.random_batch(MODEL, 8))
+
+
+def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(sealing):
+    trainer, batch = sealing
+    state = trainer.sealed(trainer.init())
+    for _ in range(2):
+        state, metrics = trainer.train_step(state, batch)
+        assert not np.any(metrics.corrupt)
+    for leaf, device in ((0, 5), (3, 2)):
+        damaged = flip_bit(jax.tree.map(lambda a: a.copy(), state), leaf, device)
+        _, metrics = trainer.train_step(damaged, batch)
+        want = np.zeros((2, 2, 2))
+        want.reshape(-1)[device] = 1
+        np.testing.assert_array_equal(metrics.corrupt, want)
+    with pytest.raises(RollBack, match="pipe 0 data 1 tensor 0"):
+        Guard(GuardConfig()).check(3, 1.0, np.asarray(metrics.corrupt))
+
+
+def test_seals_change_no_value(sealing):
+    trainer, batch = sealing
+    plain = trainer_of(LAYOUT)
+    _, want = plain.train_step(plain.init(), batch)
+    _, got = trainer.train_step(trainer.sealed(trainer.init()), batch)
+    assert float(got.loss) == float(want.loss)
+    assert float(got.gradient_norm) == float(want.gradient_norm)
+
+
+@pytest.mark.parametrize(
+    ("layout", "leaf", "device", "words"),
+    [  # positions are held by every stage and tensor shard, half of them by each replica
+        (Layout(data=2, pipe=2, tensor=2), "['ends']['positions']", 6, "pipe 1 data 1 tensor 0"),
+        (Layout(tensor=4), "['block']['mlp_norm']['scale']", 2, "pipe 0 data 0 tensor 2"),
+    ],
+)
+def test_copies_that_differ_are_named(layout, leaf, device, words):
+    trainer = trainer_of(layout)
+    audit, state = Audit(trainer), trainer.init()
+    assert audit.differences(state) == []
+    lines = audit.differences(flip_bit(state, leaf_of(trainer, leaf), device))
+    assert f"['params']{leaf} differs on {words}" in lines
+    with pytest.raises(RollBack, match="differs on") as fault:
+        Guard(GuardConfig()).compare(7, lines)
+    assert not fault.value.skip
+
+
+def test_a_spike_goes_back_and_skips():
+    guard = Guard(GuardConfig(spike_nats=0.5, spike_window=20))
+    guard.check(1, 9.0, NOTHING)  # the first losses fall from far above: none is called high
+    for step in range(2, 30):
+        guard.check(step, 3.0 + 0.3 * (step % 2), NOTHING)
+    guard.check(30, float("nan"), NOTHING)  # the step has skipped it
+    with pytest.raises(RollBack, match="the loss is 3.700, more than 0.5 above 3.") as fault:
+        guard.check(31, 3.7, NOTHING)
+    assert fault.value.skip
+    error = refuse_to_go_back(fault.value, GuardConfig(spike_nats=0.5, rollbacks=2))
+    assert isinstance(error, UserError)
+    assert "guard.rollbacks=2" in str(error)
+
+
+def test_without_a_threshold_no_loss_is_a_spike():
+    guard = Guard(GuardConfig())
+    for step, loss in enumerate([1.0] * 60 + [1e6]):
+        guard.check(step, loss, NOTHING)
+    with pytest.raises(UserError, match="spike_nats=-1"):
+        GuardConfig(spike_nats=-1)
+    assert dataclasses.asdict(RunConfig())["guard"]["compare_every"] == 200
+
+
+def run_of(out, **changes):
+    return RunConfig(
+        model=dataclasses.replace(MODEL, vocab=256), global_batch=8, steps=12, out=str(out),
+        eval_every=0, eval_batches=1, save_every=4,
+        optimizer=OptimizerConfig(lr=1e-2, rate="constant"), **changes,
+    )  # fmt: skip
+
+
+def records_of(out, kind):
+    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, monkeypatch):
+    """The batch after seven steps is made of one token: its loss is far from the usual."""
+    batch, consumed = TokenCorpus.batch, []
+
+    def poisoned(self, after, rows, local=None):
+        made = batch(self, after, rows, local)
+        consumed.append(after)
+        if after == 7 * rows:
+            made["targets"][:] = 255
+        return made
+
+    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
+    summary = train(run, console=Console(quiet=True))
+    assert summary.rollbacks == 1
+    (event,) = records_of(tmp_path, "rollback")
+    assert event["what"].startswith("step 8: the loss is ")
+    assert event["step"] == 4  # the checkpoint
+    steps = [record["step"] for record in records_of(tmp_path, "step")]
+    assert steps == [*range(1, 9), *range(5, 13)]
+    assert records_of(tmp_path, "end")[0]["rollbacks"] == 1
+    assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
+
+
+def test_a_run_that_goes_back_too_often_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Audit, "differences", lambda self, state: ["['params'] differs on pipe 0 data 0 tensor 1"]
+    )
+    run = run_of(tmp_path, guard=GuardConfig(compare_every=5, rollbacks=1))
+    with pytest.raises(UserError, match=r"step 5: .*guard.rollbacks=1 times.*memory test"):
+        train(run, console=Console(quiet=True))
+    assert len(records_of(tmp_path, "rollback")) == 1
