@@ -44,7 +44,7 @@ def test_without_a_command_there_is_an_overview(capsys):
     assert run() == run("--help") == 0
     first, second = capsys.readouterr().out.split("usage: mtx COMMAND [OPTIONS]")[1:]
     for name, command in COMMANDS.items():
-        assert f"  {name:<10}{command.__doc__.splitlines()[0]}" in second
+        assert f"  {name:<12}{command.__doc__.splitlines()[0]}" in second
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: `mtx train | plan | schedule | data | generate | presets`.
+"""The command line: `mtx COMMAND`, one module a command.
 
 JAX is imported by the commands that compute, and when they do.
 """
@@ -71,7 +71,7 @@ def _overview() -> str:
         "",
         "usage: mtx COMMAND [OPTIONS]",
         "",
-        *(f"  {name:<10}{summary}" for name, summary in rows),
+        *(f"  {name:<12}{summary}" for name, summary in rows),
         "",
         "Options of train are fields of its config: mtx train --model.layers 8 --layout.data 1",
         "mtx COMMAND --help lists them, with their defaults; so does mtx train PRESET --help.",
