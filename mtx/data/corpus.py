@@ -33,7 +33,10 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
     found = [_names_dataset(prefix) for prefix in prefixes]
     if not any(found):
         if weights is not None:
-            raise UserError(f"weights are for datasets, and {prefixes[0]}.idx does not exist")
+            raise UserError(
+                f"weights are for datasets, and {prefixes[0]}.idx does not exist; name the prefix "
+                "of a .bin and .idx (mtx data build --out corpus makes corpus_text_document)"
+            )
         load = load_sentences if run.model.family == "bert" else load_text
         return load(config, sequence=sequence)
     if not all(found):

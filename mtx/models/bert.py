@@ -119,11 +119,6 @@ class BertEnds(nnx.Module):
         mine = lax.axis_index(self.axes.tensor) == 0
         return reduce_from(jnp.where(mine, value, 0), self.axes.tensor)
 
-    def order_logits(self, x_BsD):
-        """float32 [B, 2] of the binary head, on every device."""
-        logits_B2 = self.binary(self.pooled(x_BsD)[:, None])[:, 0].astype(jnp.float32)
-        return self.of_first_position(logits_B2)
-
     def scores(self, x_BsD, batch):
         """(losses, hits) float32 [B, S] of the masked-token head: see `vocab_scores`."""
         x_BsD, bias_v = self.head(self._final_norm(x_BsD)), self.head.bias[...]
