@@ -2,10 +2,12 @@
 
     python -m experiments.bench_checkpoint --directory /scratch --gb 1
 
-The same bytes, on the same disk, in one run. Every write ends with fsync, and before every read the
-files are dropped from the page cache. `delay` is how long the training loop waits for a save to
-begin: the copy of the state to the host. "step beside it" is a matrix product on all devices, timed
-alone and while a checkpoint is written.
+The same bytes, on the same disk, in one run. Every write ends with fsync and replaces the file of
+the one before; before every read the files are dropped from the page cache. A disk that is shared
+pays back what it lent: a gigabyte right after another can take three times as long. So every round
+has another order, each comes first as often as the others, and medians are shown. `delay` is how
+long the training loop waits for a save to begin: the copy of the state to the host. At the end a
+matrix product on all devices is timed alone and while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from mtx.data.tokenizer import ByteTokenizer
 from mtx.launch.start import use_virtual_devices
 
 _SLICE_BYTES = 16 << 20  # of the plain write and read
+_REST_S = 0.5  # for memory that is given back in the background
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", default=None, help="where to write; the system's default")
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=5, help="the medians of these are shown")
+    parser.add_argument(
+        "--rounds", type=int, default=6,
+        help="orders of writing and of reading: a multiple of 6 is fair to all",
+    )  # fmt: skip
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices, where no GPU")
     options = parser.parse_args()
     use_virtual_devices(options.devices)
@@ -57,6 +63,7 @@ def measure(folder: Path, state_bytes: float, rounds: int) -> None:
     state = jax.block_until_ready(trainer.init())
     keep = Checkpoints(folder / "checkpoints", keep=1)
     keep.prepare(trainer)
+    elsewhere = Checkpoints(folder / "checkpoints")
     times: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable):
@@ -70,24 +77,35 @@ def measure(folder: Path, state_bytes: float, rounds: int) -> None:
         keep.wait()
 
     save()
+    times.clear()
     size = keep.manifest().size_bytes
     source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     plain = folder / "plain"
-    times.clear()
-    for _ in range(rounds):
-        timed("plain write", lambda: write_plain(plain, source))
-        timed("save", save)
-        drop(plain)
-        timed("plain read", lambda: read_plain(plain))
-        plain.unlink()
-        for name, reader in (("restore", trainer), ("restore, other layout", other)):
-            drop(*(folder / "checkpoints" / "0").iterdir())
-            jax.block_until_ready(timed(name, lambda r=reader: restore(keep, r)))
+
+    def write() -> None:
+        write_plain(folder / "new", source)
+        (folder / "new").replace(plain)
+
+    def read(name: str, work: Callable) -> None:
+        drop(plain, *(folder / "checkpoints" / "0").iterdir())
+        timed(name, work)
+
+    writers = (lambda: timed("plain write", write), lambda: timed("save", save))
+    readers = (
+        lambda: read("plain read", lambda: read_plain(plain)),
+        lambda: read("restore", lambda: restore(keep, trainer)),
+        lambda: read("restore, other layout", lambda: restore(elsewhere, other)),
+    )
+    for number in range(rounds):
+        for order in (writers, readers):
+            for place in range(len(order)):
+                time.sleep(_REST_S)
+                order[(number + place) % len(order)]()
     medians = {name: float(np.median(values)) for name, values in times.items()}
     kind = jax.devices()[0].device_kind
     print(
         f"state of {size / 1e9:.2f} GB on {devices} x {kind}, data {layout.data} x pipe "
-        f"{layout.pipe}, v = {layout.virtual}; medians of {rounds}"
+        f"{layout.pipe}, v = {layout.virtual}; medians of {rounds} rounds"
     )
     print(f"{'':<24}{'s':>8}{'GB/s':>8}{'of plain':>10}")
     for name, base in (

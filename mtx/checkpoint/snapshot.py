@@ -34,6 +34,7 @@ Tree = Any
 
 TREES = ("params", "mu", "nu")
 _ALIGNMENT = 64  # bytes, of XLA's CPU buffers
+_SLICE = 1 << 22  # elements that a thread copies at once
 _CORES = os.cpu_count() or 1
 _COPYING, _READING = min(8, _CORES), min(16, 2 * _CORES)  # threads; those that read also wait
 
@@ -135,8 +136,7 @@ class Snapshot:
         if self._on_host:
             for leaf in self.leaves.values():
                 for place in range(len(leaf.sharding.addressable_devices)):
-                    shape = leaf.sharding.shard_shape(leaf.master_shape)
-                    self._copies.setdefault((leaf.name, place), np.ones(shape, leaf.dtype))
+                    self._copy_for(leaf, place)
 
     def take(self, state: TrainState) -> list[Part]:
         """What this process is to write of a state. The state may be donated thereafter."""
@@ -146,25 +146,22 @@ class Snapshot:
             for place, shard in enumerate(array.addressable_shards)
             if shard.replica_id == 0
         ]
-        if not self._on_host:
-            for *_, data in shards:
-                data.copy_to_host_async()
-        with ThreadPoolExecutor(_COPYING) as pool:
-            copies = list(pool.map(self._copy, shards))
+        data = [shard for *_, shard in shards]
+        if self._on_host:
+            copies = [self._copy_for(leaf, place) for leaf, place, *_ in shards]
+            _copy(copies, [np.asarray(shard) for shard in data])
+        else:
+            copies = _fetch(data)
         return [
             Part(name=leaf.name, start=run.start, values=leaf.cut(copy, run))
             for (leaf, _, index, _), copy in zip(shards, copies)
             for run in leaf.runs(index)
         ]
 
-    def _copy(self, shard: tuple) -> np.ndarray:
-        leaf, place, _, data = shard
-        values = np.asarray(data)
-        if not self._on_host:
-            return values
+    def _copy_for(self, leaf: Leaf, place: int) -> np.ndarray:
         if (leaf.name, place) not in self._copies:
-            self._copies[leaf.name, place] = np.empty(values.shape, leaf.dtype)
-        np.copyto(self._copies[leaf.name, place], values)
+            shape = leaf.sharding.shard_shape(leaf.master_shape)
+            self._copies[leaf.name, place] = np.ones(shape, leaf.dtype)  # written to: it is there
         return self._copies[leaf.name, place]
 
     @cached_property
@@ -236,6 +233,25 @@ class Snapshot:
             loss_scale=LossScale(*(arrays[f"loss_scale.{field}"] for field in LossScale._fields)),
             skipped=arrays["skipped"],
         )
+
+
+def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
+    """Copies contiguous arrays in slices: all threads are done at the same time."""
+    slices = [
+        (target.reshape(-1)[start : start + _SLICE], source.reshape(-1)[start : start + _SLICE])
+        for target, source in zip(targets, sources)
+        for start in range(0, target.size, _SLICE)
+    ]
+    with ThreadPoolExecutor(_COPYING) as pool:
+        list(pool.map(lambda pair: np.copyto(*pair), slices))
+
+
+def _fetch(shards: list[jax.Array]) -> list[np.ndarray]:
+    """Copies from devices that have a memory of their own, all under way at once."""
+    for shard in shards:
+        shard.copy_to_host_async()
+    with ThreadPoolExecutor(_COPYING) as pool:
+        return list(pool.map(np.asarray, shards))
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

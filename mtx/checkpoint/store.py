@@ -22,7 +22,7 @@ from mtx.checkpoint.fingerprint import MODULUS, fingerprint
 from mtx.errors import UserError
 
 MOST_BLOCK_BYTES = 32 << 20  # what is read to get at one element; and what a thread works on
-_AT_A_TIME_BYTES = 1 << 20  # what is still in a core's cache when it is looked at again
+_AT_A_TIME_BYTES = 4 << 20  # what is still in a cache when it is looked at again
 _ALIGNMENT = 64  # bytes
 _DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
@@ -78,7 +78,7 @@ def write_parts(path: Path, parts: Sequence[Part], *, threads: int = 2) -> list[
     pieces = [
         Part(name=part.name, start=start, values=values)
         for part in parts
-        for start, values in _pieces(part.start, part.values, MOST_BLOCK_BYTES)
+        for start, values in _pieces(part, MOST_BLOCK_BYTES)
     ]
     offsets, size = [], 0
     for piece in pieces:
@@ -87,17 +87,17 @@ def write_parts(path: Path, parts: Sequence[Part], *, threads: int = 2) -> list[
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(piece: Part, offset: int) -> Block:
-        values = np.ascontiguousarray(piece.values).reshape(piece.values.shape)
         digest, end = 0, offset
-        for start, part in _pieces(piece.start, values, _AT_A_TIME_BYTES):
-            digest = (digest + fingerprint(part, start)) % MODULUS
-            end = _write_all(file, part, end)
+        for start, values in _pieces(piece, _AT_A_TIME_BYTES):
+            values = np.ascontiguousarray(values).reshape(values.shape)
+            digest = (digest + fingerprint(values, start)) % MODULUS
+            end = _write_all(file, values, end)
         # Begins to write to the disk now, and lets go of pages that nobody reads again.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, offset, end - offset, os.POSIX_FADV_DONTNEED)
         return Block(
-            name=piece.name, start=piece.start, shape=values.shape, file=path.name, offset=offset,
-            fingerprint=digest,
+            name=piece.name, start=piece.start, shape=piece.values.shape, file=path.name,
+            offset=offset, fingerprint=digest,
         )  # fmt: skip
 
     try:
@@ -118,20 +118,31 @@ def _write_all(file: int, values: np.ndarray, offset: int) -> int:
     return offset
 
 
-def _pieces(
-    start: tuple[int, ...], values: np.ndarray, most_bytes: int
-) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """(start, values) of pieces of at most so many bytes, one after the other: cut along the first
-    dims, so that those of a contiguous array are contiguous and follow each other."""
-    if values.nbytes <= most_bytes or values.size == 1:
-        yield start, values
+def _pieces(part: Part, most_bytes: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """(start, values) of pieces of a part, cut as `_cuts` cuts."""
+    values = part.values
+    for start, shape in _cuts(part.start, values.shape, most_bytes // values.itemsize):
+        yield (
+            start,
+            values[tuple(slice(a - b, a - b + n) for a, b, n in zip(start, part.start, shape))],
+        )
+
+
+def _cuts(
+    start: tuple[int, ...], shape: tuple[int, ...], most: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(start, shape) of pieces of at most so many elements, one after the other: cut along the
+    first dims, so that those of a contiguous array are contiguous and follow each other."""
+    size = math.prod(shape)
+    if size <= max(most, 1):
+        yield start, shape
         return
-    dim = next(dim for dim, size in enumerate(values.shape) if size > 1)
-    rows = max(1, most_bytes * values.shape[dim] // values.nbytes)
-    for row in range(0, values.shape[dim], rows):
+    dim = next(dim for dim, rows in enumerate(shape) if rows > 1)
+    step = max(1, most * shape[dim] // size)
+    for row in range(0, shape[dim], step):
         first = (*start[:dim], start[dim] + row, *start[dim + 1 :])
-        part = values[(slice(None),) * dim + (slice(row, row + rows),)]
-        yield from _pieces(first, part, most_bytes)
+        rows = min(step, shape[dim] - row)
+        yield from _cuts(first, (*shape[:dim], rows, *shape[dim + 1 :]), most)
 
 
 # -- what there is ---------------------------------------------------------------------------------
@@ -233,22 +244,14 @@ class Store:
         return values
 
     def fill(self, name: str, regions: Sequence[Region]) -> None:
-        """Reads what lies in `regions` of an array, each block once. Raises Damaged."""
+        """Reads what lies in `regions` of an array, each block once. Raises Damaged, and what has
+        been read by then is not to be used."""
         info = self.catalog[name]
-        missing = [region.target.size for region in regions]
+        missing = sum(region.target.size for region in regions)
         for block in _touching(info.blocks, regions):
-            values = None
-            for place, region in enumerate(regions):
-                source, target = _overlap(block, region)
-                if not target.size:
-                    continue
-                missing[place] -= target.size
-                if values is None:
-                    values = self._block(block, info.dtype, target)
-                if values is not target:
-                    target[...] = values[source]
-        if any(missing):
-            raise Damaged(self.directory, f"{sum(missing):,} values of {name} are in no file")
+            missing -= self._read(block, info.dtype, regions)
+        if missing:
+            raise Damaged(self.directory, f"{missing:,} values of {name} are in no file")
 
     def check_files(self) -> None:
         """Raises Damaged where a file is not there or too short; reads nothing."""
@@ -269,20 +272,29 @@ class Store:
         """Reads an array block by block; after each yields its bytes. Raises Damaged."""
         info = self.catalog[name]
         for block in info.blocks:
-            yield self._block(block, info.dtype).nbytes
+            self._read(block, info.dtype)
+            yield math.prod(block.shape) * info.dtype.itemsize
 
-    def _block(self, block: Block, dtype: np.dtype, target: np.ndarray | None = None) -> np.ndarray:
-        """The values of a block, checked: `target` itself where they fit into it as they lie."""
-        fits = target is not None and target.shape == block.shape and target.flags.c_contiguous
-        values = target if fits else np.empty(block.shape, dtype)
-        digest, offset = 0, block.offset
-        for start, part in _pieces(block.start, values, _AT_A_TIME_BYTES):
-            self._read_all(block, part, offset)
-            digest = (digest + fingerprint(part, start)) % MODULUS
-            offset += part.nbytes
+    def _read(self, block: Block, dtype: np.dtype, regions: Sequence[Region] = ()) -> int:
+        """Reads a block and checks it; how many values of it lie in `regions`. These go there
+        piece by piece, while a core's cache holds them, or are read into their place at once."""
+        digest, offset, placed = 0, block.offset, 0
+        memory = np.empty(min(_AT_A_TIME_BYTES, math.prod(block.shape) * dtype.itemsize), np.uint8)
+        for start, shape in _cuts(block.start, block.shape, _AT_A_TIME_BYTES // dtype.itemsize):
+            found = [_overlap(start, shape, region) for region in regions]
+            values = next((target for _, target in found if _fits(target, shape)), None)
+            if values is None:
+                values = memory[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            self._read_all(block, values, offset)
+            digest = (digest + fingerprint(values, start)) % MODULUS
+            offset += values.nbytes
+            for source, target in found:
+                placed += target.size
+                if target is not values and target.size:
+                    target[...] = values[source]
         if digest != block.fingerprint:
             raise self._damaged(block, "these are not the bytes that were written")
-        return values
+        return placed
 
     def _read_all(self, block: Block, values: np.ndarray, offset: int) -> None:
         left = memoryview(values.reshape(-1).view(np.uint8))
@@ -323,12 +335,19 @@ def _touching(blocks: Sequence[Block], regions: Sequence[Region]) -> Iterable[Bl
     return [blocks[place] for place in np.flatnonzero(touching)]
 
 
-def _overlap(block: Block, region: Region) -> tuple[tuple[slice, ...], np.ndarray]:
-    """Where in the block it lies, and the part of the region's target."""
+def _overlap(
+    start: tuple[int, ...], shape: tuple[int, ...], region: Region
+) -> tuple[tuple[slice, ...], np.ndarray]:
+    """Where in a piece it lies, and the part of the region's target."""
     source, target = [], []
-    for a, n, b, m in zip(block.start, block.shape, region.start, region.target.shape):
+    for a, n, b, m in zip(start, shape, region.start, region.target.shape):
         first, last = max(a, b), min(a + n, b + m)
         last = max(first, last)
         source.append(slice(first - a, last - a))
         target.append(slice(first - b, last - b))
     return tuple(source), region.target[(*target, ...)]
+
+
+def _fits(target: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether a piece can be read into its place as it lies in the file."""
+    return target.shape == shape and target.flags.c_contiguous
