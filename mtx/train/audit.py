@@ -44,6 +44,10 @@ class Audit:
             if (odd := _odd_ones(words_PDT, spec)).any()
         ]
 
+    def compile(self, state: TrainState) -> None:
+        """So that `differences` need not, when it is first asked."""
+        self._table = self._table.lower(state).compile()
+
     def _specs(self) -> Tree:
         trainer = self._trainer
         held = {"params": trainer.state_specs.params, "moments": trainer.state_specs.moments}
@@ -66,8 +70,8 @@ class Audit:
             return on_each_device(words_L, tuple(trainer.sizes.values()))
 
         specs = trainer.state_specs
-        jitted = jax.jit(trainer.shard_map(table, (specs.params, specs.moments), P()))
-        return lambda state: jitted(state.params, state.moments)
+        mapped = trainer.shard_map(table, (specs.params, specs.moments), P())
+        return jax.jit(lambda state: mapped(state.params, state.moments))
 
 
 def _odd_ones(words_PDT: np.ndarray, spec: P) -> np.ndarray:

@@ -38,7 +38,7 @@ _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
 class Seconds:
     """Where the time of a run went."""
 
-    compile: float  # of the step and of the evaluation, with its first batch
+    compile: float  # of the step, of the evaluation and of what compares replicas
     train: float
     eval: float
     save: float
@@ -97,6 +97,7 @@ class Session:
             self.log.write(kind, {"step": self.step, "what": what})
         if self.step >= self.trainer.run.steps:
             self.report.line(f"finished   already at step {self.step:,}: {self._checkpoint}")
+            self._compile(training=False)
             self._evaluate()
             return self._summary(interrupted=False)
         train_step = self._compile()
@@ -117,23 +118,36 @@ class Session:
 
     # -- parts of a run ---------------------------------------------------------------------------
 
-    def _compile(self) -> Callable:
-        """The compiled step. The evaluation is compiled by its first batch."""
-        self.checkpoints.prepare(self.trainer)
+    def _compile(self, *, training: bool = True) -> Callable | None:
+        """The compiled step, where there is training to do. With it all else that exchanges
+        anything: the first use of a collective has a deadline, and one process may take longer than
+        that to compile it after another has. So they all compile first, and then meet."""
         with self.watch.during("compile"), self.clock("compile"):
-            rows = self.trainer.run.global_batch
-            batch = self.trainer.place(self.data.batch(self.consumed, rows, self.local))
-            step = self.trainer.train_step.lower(self.state, batch).compile()
-            # The first use of a collective has a deadline that some compilations would miss; this
-            # barrier is one of the coordination service.
-            meet = ocp.multihost.get_barrier_sync_fn()
+            step = self._compiled_step() if training else None
+            _ = self.evaluate
+            if training and self.trainer.run.guard.compare_every:
+                self.audit.compile(self.state)
+            meet = ocp.multihost.get_barrier_sync_fn()  # one of the coordination service
             meet(key=f"mtx_compiled_{self.step}", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
-            next(self._held_out_sums())
-        compile_s = self.clock.seconds["compile"]
-        self.report.line(f"compiled   in {compile_s:.1f} s")
-        self.log.write("compile", {"step": self.step, "seconds": compile_s})
-        self.log.write("memory", {"step": self.step, **device_memory(step.memory_analysis())})
+        if step is not None:
+            compile_s = self.clock.seconds["compile"]
+            self.report.line(f"compiled   in {compile_s:.1f} s")
+            self.log.write("compile", {"step": self.step, "seconds": compile_s})
+            memory = device_memory(step.memory_analysis())
+            self.log.write("memory", {"step": self.step, **memory})
         return step
+
+    def _compiled_step(self):
+        self.checkpoints.prepare(self.trainer)
+        rows = self.trainer.run.global_batch
+        batch = self.trainer.place(self.data.batch(self.consumed, rows, self.local))
+        return self.trainer.train_step.lower(self.state, batch).compile()
+
+    @cached_property
+    def evaluate(self):
+        """`Trainer.evaluate`, compiled."""
+        batch = self.trainer.place(next(self._held_out_batches()))
+        return self.trainer.evaluate.lower(self.state, batch).compile()
 
     def _train(self, train_step: Callable, stop: Callable[[int], bool]) -> None:
         """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
@@ -269,10 +283,13 @@ class Session:
 
     def _held_out_sums(self) -> Iterator[tuple[float, float]]:
         """(sum of losses, tokens) of each held-out batch, one after the other."""
-        run = self.trainer.run
-        for batch in self.data.eval_batches(run.eval_batches, run.global_batch, self.local):
-            loss, tokens = self.trainer.evaluate(self.state, self.trainer.place(batch))
+        for batch in self._held_out_batches():
+            loss, tokens = self.evaluate(self.state, self.trainer.place(batch))
             yield float(loss), float(tokens)
+
+    def _held_out_batches(self) -> Iterator[dict[str, np.ndarray]]:
+        run = self.trainer.run
+        return iter(self.data.eval_batches(run.eval_batches, run.global_batch, self.local))
 
     @property
     def _checkpoint(self) -> Path | None:

@@ -412,8 +412,7 @@ class Trainer:
             return f(params, self._split(batch))
 
         mapped = self.shard_map(forward, (self.state_specs.params, _BATCH_SPEC), out_specs)
-        jitted = jax.jit(mapped)
-        return lambda state, batch: jitted(state.params, batch)
+        return jax.jit(lambda state, batch: mapped(state.params, batch))
 
     def loss_and_gradients(self, state: TrainState, batch: Tree):
         """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays."""

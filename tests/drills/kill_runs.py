@@ -99,11 +99,9 @@ def drill(
     whole, disturbed = folder / "whole", folder / "disturbed"
     first = 0 if relayout else None
     finish(whole, processes, steps, first)
-    whole_s = finish(
-        folder / "timed", processes, steps, first
-    )  # what is compiled is on disk by now
+    whole_s = finish(folder / "timed", processes, steps, first)  # what is compiled is on disk now
     checkpoints = Checkpoints(disturbed / "checkpoints")
-    newest, killed, in_save = 0, 0, 0
+    newest, killed, in_save, finished = 0, 0, 0, 0
     while killed < kills:
         started = start(disturbed, processes, steps, killed if relayout else None)
         end_s = time.perf_counter() + rng.uniform(0.3, 1.0) * whole_s
@@ -111,9 +109,10 @@ def drill(
         while time.perf_counter() < end_s and victim.poll() is None:
             time.sleep(0.01)
         if victim.poll() is not None:  # it was through: from the start again
-            newest, _ = 0, (disturbed / "log.jsonl").unlink()
-            for step in checkpoints.steps():
-                (checkpoints.directory / str(step)).rename(folder / f"done.{killed}.{step}")
+            for process in started:
+                process.wait(_DONE_S)
+            disturbed.rename(folder / f"finished.{finished}")
+            newest, finished = 0, finished + 1
             continue
         victim.send_signal(signal.SIGKILL)
         killed += 1
