@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 DEVICES = 4
-_GONE_S = 60  # for the processes that are left when one is killed
+_GONE_S = 90  # for the processes that are left when one is killed: a minute while they compile
 _DONE_S = 900
 
 
@@ -116,8 +116,13 @@ def drill(
             continue
         victim.send_signal(signal.SIGKILL)
         killed += 1
-        for process in started:
-            process.wait(_GONE_S)
+        for number, process in enumerate(started):
+            try:
+                process.wait(_GONE_S)
+            except subprocess.TimeoutExpired:
+                raise SystemExit(
+                    f"process {number} is left:\n{(folder / f'disturbed.{number}.log').read_text()}"
+                ) from None
         in_save += any(checkpoints.directory.glob("*.orbax-checkpoint-tmp*"))
         newest = check(checkpoints, newest)
     finish(disturbed, processes, steps, killed if relayout else None)
