@@ -132,7 +132,7 @@ def test_the_one_before_it_is_found_and_the_damaged_one_set_aside(saved, copied)
     assert step == 1
     assert said == [
         f"checkpoint {copied.directory}/2 is damaged: run.json is not what was written; it is now "
-        "named 2.damaged"
+        "named 2.aside"
     ]
     assert found(copied) == (1, [])
     (copied.directory / "1" / "run.json").unlink()
@@ -141,15 +141,22 @@ def test_the_one_before_it_is_found_and_the_damaged_one_set_aside(saved, copied)
             UserError, match="no checkpoint in .* is sound; put a copy back, or use"
         ):
             copied.find(said.append)
-    assert sorted(path.name for path in copied.directory.iterdir()) == ["1.damaged", "2.damaged"]
+    assert sorted(path.name for path in copied.directory.iterdir()) == ["1.aside", "2.aside"]
 
 
 def test_damage_that_only_reading_the_arrays_finds(saved, copied):
     (copied.directory / "2" / "arrays.0.bin").unlink()
     with pytest.raises(Damaged) as damage:
         copied.restore(saved.trainer)
-    assert "it is now named 2.damaged" in copied.set_aside(damage.value)
+    assert "it is now named 2.aside" in copied.set_aside(2, f"is damaged: {damage.value.what}")
     assert int(copied.restore(saved.trainer).step) == 1
+
+
+def test_the_oldest_is_trusted_whatever_it_led_to(copied):
+    assert copied.distrust(1, "has led to two spikes") == ""
+    assert copied.distrust(7, "is not there") == ""
+    assert copied.distrust(2, "has led to two spikes").endswith("it is now named 2.aside")
+    assert copied.steps() == [1]
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "arrays.0.bin"])

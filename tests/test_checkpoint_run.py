@@ -54,7 +54,7 @@ def test_a_full_disk_and_a_flipped_bit(tmp_path, monkeypatch):
         file.write(b"\xff\xff\xff\x7f")
     again, text = printed(replace(run, steps=5))
     assert "checkpoints/4 is damaged: array mu.ends.tokens" in text
-    assert "it is now named 4.damaged" in text
+    assert "it is now named 4.aside" in text
     assert f"resumes    from step 3: {checkpoints.directory}/3\n" in text
     assert len(events(run, "damaged")) == 1
     assert again[0] == losses[3] and len(again) == 2

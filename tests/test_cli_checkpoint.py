@@ -53,12 +53,12 @@ def test_list(saved, damaged, capsys):
     assert [line.split()[0] for line in lines] == ["step", "10", "20"]
     assert all(line.endswith("complete") for line in lines[1:])
     (damaged / "checkpoints" / "10" / "run.json").write_text("{}")
-    (damaged / "checkpoints" / "40.damaged").mkdir()
+    (damaged / "checkpoints" / "40.aside").mkdir()
     assert main(["checkpoint", "list", str(damaged), "--json"]) == 0
     states = {row["step"]: row["state"] for row in json.loads(capsys.readouterr().out)}
     assert states == {
         10: "damaged: run.json is not what was written", 20: "complete", 30: "incomplete",
-        40: "damaged: set aside as 40.damaged",
+        40: "set aside as 40.aside",
     }  # fmt: skip
 
 

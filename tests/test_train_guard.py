@@ -159,11 +159,44 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, monkeypatch
     assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
 
 
+def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp_path, monkeypatch):
+    """Every batch after the tenth step is bad, until the run is back before its eighth."""
+    batch = TokenCorpus.batch
+
+    def poisoned(self, after, rows, local=None):
+        made = batch(self, after, rows, local)
+        if after >= 9 * rows and len(records_of(tmp_path, "start")) < 3:
+            made["targets"][:] = 255
+        return made
+
+    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=1))
+    summary = train(run, console=Console(quiet=True))
+    assert summary.rollbacks == 2
+    went_back = [event["what"] for event in records_of(tmp_path, "rollback")]
+    assert len(went_back) == 3
+    assert went_back[2].endswith("8 has led to two spikes; it is now named 8.aside")
+    starts = [record["step"] for record in records_of(tmp_path, "start")]
+    assert starts == [0, 8, 4]
+    assert Checkpoints(tmp_path).steps() == [4, 8, 12][-2:]
+
+
+def test_what_came_apart_is_never_saved(tmp_path, monkeypatch):
+    """Found at the save that would be due before the next comparison."""
+    found = iter([[], ["['params'] differs on pipe 0 data 0 tensor 1"], *[[]] * 9])
+    monkeypatch.setattr(Audit, "differences", lambda self, state: next(found))
+    run = run_of(tmp_path, guard=GuardConfig(compare_every=100))
+    assert train(run, console=Console(quiet=True)).rollbacks == 1
+    (event,) = records_of(tmp_path, "rollback")
+    assert event["what"].startswith("step 8: ") and event["step"] == 4
+    assert [record["step"] for record in records_of(tmp_path, "save")] == [4, 8, 12]
+
+
 def test_a_run_that_goes_back_too_often_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Audit, "differences", lambda self, state: ["['params'] differs on pipe 0 data 0 tensor 1"]
     )
-    run = run_of(tmp_path, guard=GuardConfig(compare_every=5, rollbacks=1))
-    with pytest.raises(UserError, match=r"step 5: .*guard.rollbacks=1 times.*memory test"):
+    run = run_of(tmp_path, guard=GuardConfig(compare_every=100, rollbacks=1))
+    with pytest.raises(UserError, match=r"step 4: .*guard.rollbacks=1 times.*memory test"):
         train(run, console=Console(quiet=True))
     assert len(records_of(tmp_path, "rollback")) == 1

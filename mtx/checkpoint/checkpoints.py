@@ -46,7 +46,7 @@ _SHAPE_FIELDS = (
     "norm_placement",
 )  # fmt: skip
 _DOCUMENTS = ("run", "tokenizer", "extra")
-_ASIDE = ".damaged"
+_ASIDE = ".aside"
 _DAMAGED, _UNREADABLE = "damaged:", "unreadable:"
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
 _TIMEOUT_S = 600  # of one save, and of a process that has to answer
@@ -274,13 +274,25 @@ class Checkpoints:
                 lines.append(f"{error}; {self._rename(step)}")
         return json.dumps([None, *lines])
 
-    def set_aside(self, damage: Damaged) -> str:
-        """Gives a damaged checkpoint another name, under which it does not count; says so in a
-        line. To be called by all processes."""
-        step = int(damage.directory.name)
-        return agree(
-            "set_aside", "", lambda _: f"{damage}; {self._rename(step)}", timeout_s=_TIMEOUT_S
-        )
+    def set_aside(self, step: int, why: str) -> str:
+        """Gives a checkpoint another name, under which it does not count; says so in a line. `why`
+        begins with a verb. To be called by all processes."""
+
+        def rename(_) -> str:
+            return f"checkpoint {self._path(step)} {why}; {self._rename(step)}"
+
+        return agree("set_aside", "", rename, timeout_s=_TIMEOUT_S)
+
+    def distrust(self, step: int, why: str) -> str:
+        """`set_aside`, where there is an older one; otherwise nothing, and no line."""
+
+        def rename(_) -> str:
+            steps = self.steps()
+            if step not in steps[1:]:
+                return ""
+            return f"checkpoint {self._path(step)} {why}; {self._rename(step)}"
+
+        return agree("set_aside", "", rename, timeout_s=_TIMEOUT_S)
 
     def _rename(self, step: int) -> str:
         path = self._path(step)
@@ -289,7 +301,7 @@ class Checkpoints:
         try:
             path.rename(aside)
         except OSError as error:
-            raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}") from error
+            raise UserError(f"{path} cannot be set aside: {error.strerror}") from error
         return f"it is now named {aside.name}"
 
     def aside(self) -> list[str]:

@@ -88,7 +88,7 @@ def list_action(arguments: list[str]) -> None:
     rows = [_row(checkpoints, step) for step in checkpoints.steps()]
     rows += [{"step": step, "state": "incomplete"} for step in checkpoints.incomplete()]
     for name in checkpoints.aside():
-        rows.append({"step": int(name.partition(".")[0]), "state": f"damaged: set aside as {name}"})
+        rows.append({"step": int(name.partition(".")[0]), "state": f"set aside as {name}"})
     rows.sort(key=lambda row: row["step"])
     if options.json:
         print(json.dumps(rows, indent=1))

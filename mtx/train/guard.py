@@ -2,12 +2,15 @@
 
 Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.train.step`).
 A loss that jumps: back to the newest checkpoint, and past the batches that led there (as for PaLM,
-Chowdhery et al. 2022, section 5.1). Memory that changed by itself, or replicas that came apart:
-back to the newest checkpoint, with the same batches. All within a limit.
+Chowdhery et al. 2022, section 5.1); where that checkpoint leads to another jump, to the one before
+it. Memory that changed by itself, or replicas that came apart: back to the newest checkpoint, with
+the same batches; replicas are compared before every save, so no checkpoint holds what came apart.
+All within a limit.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ from mtx.errors import UserError
 from mtx.train.log import LogKind
 
 _LEAST_LOSSES = 10  # before a loss is called high
+_REMEMBERED = 10_000  # losses beyond the window: so far a run can go back and know what was usual
 _MOST_NAMED = 4
 
 
@@ -32,34 +36,15 @@ class RollBack(Exception):
         super().__init__(what)
         self.kind, self.what, self.step, self.skip = kind, what, step, skip
         self.consumed = 0  # samples trained on by then: who keeps count of them says so
-
-
-@dataclass(kw_only=True)
-class Faults:
-    """What went wrong in a run so far, for those who go on with it."""
-
-    events: list[tuple[LogKind, str]] = field(default_factory=list)  # not yet told
-    rollbacks: int = 0
-    consumed: int = 0  # samples that are left behind, where the checkpoint knows of fewer
-
-    def go_back(self, fault: RollBack) -> None:
-        self.events.append(("rollback", f"step {fault.step:,}: {fault.what}"))
-        self.rollbacks += 1
-        if fault.skip:
-            self.consumed = fault.consumed
-
-    def tell(self) -> list[tuple[LogKind, str]]:
-        """The events, once."""
-        told, self.events = self.events, []
-        return told
+        self.saved: int | None = None  # the step of the newest checkpoint by then, likewise
 
 
 class Guard:
-    """Watches the numbers of one session, step by step."""
+    """Watches the numbers of a run, step by step, and remembers them when it goes back."""
 
     def __init__(self, config: GuardConfig):
         self._config = config
-        self._losses: deque[float] = deque(maxlen=config.spike_window)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _REMEMBERED)
 
     def check(self, step: int, loss: float, corrupt: np.ndarray) -> None:
         """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float [P, D, T]
@@ -70,18 +55,21 @@ class Guard:
                 f"masters or moments changed between two steps on {name_devices(corrupt > 0)}",
                 step=step, skip=False,
             )  # fmt: skip
-        most = self._config.spike_nats
-        if most and len(self._losses) >= min(_LEAST_LOSSES, self._config.spike_window):
-            usual = statistics.median(self._losses)
+        while self._losses and self._losses[-1][0] >= step:  # the run has gone back
+            self._losses.pop()
+        most, window = self._config.spike_nats, self._config.spike_window
+        last = [earlier for _, earlier in itertools.islice(reversed(self._losses), window)]
+        if most and len(last) >= min(_LEAST_LOSSES, window):
+            usual = statistics.median(last)
             if loss > usual + most:
                 raise RollBack(
                     "spike",
                     f"the loss is {loss:.3f}, more than {most} above {usual:.3f}, the median of "
-                    f"the last {len(self._losses)} steps",
+                    f"the last {len(last)} steps",
                     step=step, skip=True,
                 )  # fmt: skip
         if np.isfinite(loss):
-            self._losses.append(loss)
+            self._losses.append((step, loss))
 
     def compare(self, step: int, differences: Sequence[str]) -> None:
         """Raises RollBack where devices that hold the same differ."""
@@ -91,6 +79,33 @@ class Guard:
             raise RollBack(
                 "apart", named + (f"; and {more} more" if more > 0 else ""), step=step, skip=False
             )
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """What went wrong in a run so far, for those who go on with it."""
+
+    guard: Guard
+    events: list[tuple[LogKind, str]] = field(default_factory=list)  # not yet told
+    rollbacks: int = 0
+    consumed: int = 0  # samples that are left behind, where the checkpoint knows of fewer
+    _spiked_from: int | None = None  # the checkpoint that the last spike went back to
+
+    def go_back(self, fault: RollBack) -> bool:
+        """Whether the newest checkpoint is not to be trusted: it has led to two spikes."""
+        self.events.append(("rollback", f"step {fault.step:,}: {fault.what}"))
+        self.rollbacks += 1
+        if not fault.skip:
+            return False
+        self.consumed = fault.consumed
+        again = fault.saved is not None and fault.saved == self._spiked_from
+        self._spiked_from = fault.saved
+        return again
+
+    def tell(self) -> list[tuple[LogKind, str]]:
+        """The events, once."""
+        told, self.events = self.events, []
+        return told
 
 
 def name_devices(where: np.ndarray) -> str:

@@ -26,7 +26,7 @@ from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.plan.hardware import find_hardware
 from mtx.train.fit import refuse_if_too_large
-from mtx.train.guard import Faults, RollBack, refuse_to_go_back
+from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
 from mtx.train.log import Log
 from mtx.train.metrics import Meter, StepRecord
 from mtx.train.report import Report, header
@@ -56,18 +56,24 @@ def train(
     Several processes watch each other (`mtx.launch.watch`); with `watch`, one process watches
     itself, too. `startup` has the time from the launch up to here.
     """
-    startup, faults = startup or StartUp(), Faults()
+    startup, faults = startup or StartUp(), Faults(guard=Guard(run.guard))
     with Watch(watch) as watching:
         while True:
             try:
                 return _train(run, console, on_step, watching, startup, faults)
             except Damaged as error:  # found while it was restored: from the one before it, then
-                aside = Checkpoints(Path(run.out) / "checkpoints").set_aside(error)
+                checkpoints = Checkpoints(Path(run.out) / "checkpoints")
+                aside = checkpoints.set_aside(
+                    int(error.directory.name), f"is damaged: {error.what}"
+                )
                 faults.events.append(("damaged", aside))
             except RollBack as fault:
                 if faults.rollbacks >= run.guard.rollbacks:
                     raise refuse_to_go_back(fault, run.guard) from None
-                faults.go_back(fault)
+                checkpoints = Checkpoints(Path(run.out) / "checkpoints")
+                if faults.go_back(fault):
+                    if aside := checkpoints.distrust(fault.saved, "has led to two spikes"):
+                        faults.events.append(("rollback", aside))
                 run = replace(run, resume=True)
 
 

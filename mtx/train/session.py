@@ -23,7 +23,7 @@ from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch
 from mtx.plan.flops import parameters
 from mtx.train.audit import Audit
-from mtx.train.guard import Faults, Guard, RollBack
+from mtx.train.guard import Faults, RollBack
 from mtx.train.log import Log
 from mtx.train.memory import device_memory
 from mtx.train.metrics import Meter, StepRecord
@@ -171,7 +171,7 @@ class Session:
                     self._evaluate()
                 with self._going_on():
                     self.checkpoints.poll()
-                if self._due(run.guard.compare_every):
+                if self._due(run.guard.compare_every) and not self._due(run.save_every):
                     self._settle()
                     self._compare()
                 if self._due(run.save_every):
@@ -214,29 +214,25 @@ class Session:
             self.on_step(record)
         self.skipped += not record.finite
         with self._told_where():
-            self.guard.check(step, record.loss, metrics.corrupt)
+            self.faults.guard.check(step, record.loss, metrics.corrupt)
 
     def _compare(self) -> None:
-        """Whether devices that hold the same still do."""
+        """Raises RollBack where devices that hold the same no longer do."""
         with self._told_where():
-            self.guard.compare(self.step, self.audit.differences(self.state))
+            self.faults.guard.compare(self.step, self.audit.differences(self.state))
 
     @contextmanager
     def _told_where(self) -> Iterator[None]:
         try:
             yield
         except RollBack as fault:
-            fault.consumed = self.consumed
+            fault.consumed, fault.saved = self.consumed, self.saved
             raise
 
     @cached_property
     def profile(self) -> ProfileWindow:
         run = self.trainer.run
         return ProfileWindow(run.profile, Path(run.out) / "profile")
-
-    @cached_property
-    def guard(self) -> Guard:
-        return Guard(self.trainer.run.guard)
 
     @cached_property
     def audit(self) -> Audit:
@@ -253,6 +249,8 @@ class Session:
         self.report.line(f"step {self.step:>6,}  held-out loss {loss:.4f}")
 
     def _save(self) -> None:
+        if self.trainer.run.guard.compare_every:
+            self._compare()
         with self.watch.during("save"), self.clock("save") as seconds:
             path = self.checkpoints.save(
                 self.trainer,
