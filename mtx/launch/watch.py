@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -36,7 +37,8 @@ from mtx.launch.stragglers import Probe, Record, Stragglers, gather, make_device
 from mtx.launch.watch_options import WatchOptions
 
 _TICK_S = 0.1
-_BEAT, _VERDICT = "mtx/beat/", "mtx/verdict"
+_BEAT, _VERDICT, _ENDED = "mtx/beat/", "mtx/verdict", "mtx/ended/"
+_watches = itertools.count()  # all processes enter as many
 _SLOW_STEPS = 10  # a step of this many times the longest so far is a hang, if longer than hang_s
 # What JAX says where the other end of a connection has gone.
 _BROKEN = (
@@ -78,6 +80,7 @@ class Watch:
         self._leader_s = time.monotonic()  # since when
         self._clock_s = _clock_offset_s()
         self._stop, self._wake = threading.Event(), threading.Event()
+        self._ended, self._ended_key = threading.Event(), f"{_ENDED}{next(_watches)}"
         self._leaving = threading.Lock()
         self._status = StatusPipe.inherited()
         self._client = distributed.global_state.client if self._several else None
@@ -177,12 +180,16 @@ class Watch:
             self._fail(error)
         self._phase = "done"
         self._status.send(step=self._step, phase="done")
+        if self._several:
+            # Who is killed in its last moments is still missed: JAX would wait for it in vain.
+            self._wake.set()
+            self._ended.wait()
         self._stop.set()
         self._wake.set()
         faulthandler.cancel_dump_traceback_later()
         if self._several:
             on_abort(None)
-            self._threads[1].join(self._options.heartbeat_s)  # says that it is done
+            self._threads[1].join(self._options.heartbeat_s)
 
     def _fail(self, error: BaseException) -> None:
         """Ends this process because of `error`, after the others have been told."""
@@ -271,9 +278,7 @@ class Watch:
             silent_s=self._options.heartbeat_s, suspect_s=max(self._interval_s * 4, 2.0),
             processes=jax.process_count(),
         )  # fmt: skip
-        running = True
-        while running:
-            running = not self._stop.is_set()
+        while not self._stop.is_set():
             try:
                 self._client.key_value_set(
                     f"{_BEAT}{self._who.process}", self._beat().to_json(), allow_overwrite=True
@@ -283,12 +288,18 @@ class Watch:
                     self._judge(judge)
                 else:
                     self._see_leader(judge.begin_s)
+                    self._hear_of_the_end()
                 # Not a blocking get: at its end the interpreter cannot take a thread out of one.
                 self._leave(Verdict.from_json(self._client.key_value_try_get(_VERDICT)))
             except jax.errors.JaxRuntimeError:
                 pass  # no verdict; or no answer, and `_guard` knows since when
-            self._wake.wait(self._interval_s)
+            self._wake.wait(self._interval_s / (5 if self._phase == "done" else 1))
             self._wake.clear()
+
+    def _hear_of_the_end(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_try_get(self._ended_key)
+            self._ended.set()
 
     def _see_leader(self, begin_s: float) -> None:
         """Judges the judge: process 0 may hang while its coordination service, in C++, lives on."""
@@ -311,9 +322,13 @@ class Watch:
         for _, text in self._client.key_value_dir_get(_BEAT):
             beat = Beat.from_json(text)
             beats[beat.who.process] = beat
-        if not self._stop.is_set() and (verdict := judge.see(beats, time.monotonic())):
+        if verdict := judge.see(beats, time.monotonic()):
             self._publish(verdict)
             self._leave(verdict)
+        done = [beat for beat in beats.values() if beat.phase == "done"]
+        if self._phase == "done" and len(done) == judge.processes and not self._ended.is_set():
+            self._client.key_value_set(self._ended_key, "")
+            self._ended.set()
         probes = {process: beat.probe for process, beat in beats.items()}
         record = gather(probes, jax.process_count(), self._last_record)
         if record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,16 +26,18 @@ class Log:
 
     A run that goes on from a checkpoint repeats the steps after it: of two lines for one step, the
     later counts. Without a path nothing is written: only process 0 has one. Every line has "t_s",
-    the seconds since the log was opened, by a clock that nobody sets.
+    the seconds since the log was opened, by a clock that nobody sets. Lines that cannot be written,
+    as on a full disk, wait for the next one that can: no run ends because of its log.
     """
 
     def __init__(self, path: Path | None, trackers: Sequence[Tracker] = ()):
-        self._file = None
+        self._path, self._file = path, None
+        self._waiting = b""
         self._trackers = trackers
         self._began_s = time.monotonic()
         if path is not None:
             _drop_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Log:
         return self
@@ -42,6 +45,9 @@ class Log:
     def __exit__(self, *exception) -> None:
         if self._file is not None:
             self._file.close()
+            if self._waiting:
+                lines = self._waiting.count(b"\n")
+                print(f"mtx: the last {lines:,} lines are not in {self._path}", file=sys.stderr)
         for tracker in self._trackers:
             tracker.close()
 
@@ -51,10 +57,22 @@ class Log:
             return
         at = {"t_s": round(time.monotonic() - self._began_s, 3)}
         record = {"kind": kind} | _strict(values) | at
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
         for tracker in self._trackers:
             tracker.write(kind, record)
+
+    def _append(self, line: bytes) -> None:
+        waited, self._waiting = bool(self._waiting), self._waiting + line
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not waited:
+                print(
+                    f"mtx: {self._path} cannot be written ({error.strerror}); its lines are kept "
+                    "until it can",
+                    file=sys.stderr,
+                )
 
 
 def _drop_torn_line(path: Path) -> None:

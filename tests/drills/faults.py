@@ -168,6 +168,12 @@ class Drills:
         assert re.search(r"worker.py\", line \d+ in on_step", run.text()), "its stack"
         return "named, with the stack of the one that held the interpreter"
 
+    def drill_late(self) -> str:
+        """Killed when the last checkpoint is complete: the other does not wait for it."""
+        run = self.inside("late", r"lost process {rank} \(host \S+, pid \d+, stage {rank}\)")
+        assert f"already at step {STEPS}" in run.text()
+        return "named; nothing was left to do"
+
     def drill_no_progress(self) -> str:
         """The same exception again and again, before the first checkpoint."""
         own = ("--max-restarts", "1", "--backoff-s", "0.2")

@@ -1,9 +1,9 @@
 """`mtx train`, with a fault: python worker.py FAULT [--options of train].
 
 FAULT is KIND:PROCESS:STEP[:SECONDS], or none. After that step that process raises an exception
-(raise), refuses (refuse), waits for ever (hang), does so holding the interpreter (grip), or spends
-so many SECONDS more on each step (slow). Where DRILL_ONCE names a file, the fault comes once:
-it is not repeated when the run is started again.
+(raise), refuses (refuse), waits for ever (hang), does so holding the interpreter (grip), is killed
+when all is done and saved (late), or spends so many SECONDS more on each step (slow). Where
+DRILL_ONCE names a file, the fault comes once: it is not repeated when the run is started again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,27 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from mtx.cli import main
+
+
+def is_due() -> bool:
+    """Whether the fault has not come yet, or is to come again."""
+    once = os.environ.get("DRILL_ONCE")
+    if once and Path(once).exists():
+        return False
+    if once:
+        Path(once).touch()
+    return True
+
+
+def die_when_done(_, phase: str = "", **others) -> None:
+    if phase == "done":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fault(text: str):
@@ -26,17 +42,18 @@ def fault(text: str):
         import jax
 
         from mtx.errors import UserError
+        from mtx.launch.status import StatusPipe
 
         if jax.process_index() != int(process) or record.step < int(step):
             return
         if kind == "slow":
             time.sleep(float(seconds[0]))
             return
-        once = os.environ.get("DRILL_ONCE")
-        if once and Path(once).exists():
+        if not is_due():
             return
-        if once:
-            Path(once).touch()
+        if kind == "late":
+            StatusPipe.send = die_when_done
+            return
         if kind == "raise":
             raise RuntimeError("a drill's exception")
         if kind == "refuse":
