@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -77,3 +79,41 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch, capfd):
     with Log(None) as log:
         log.write("end", {"step": 1})
     assert not [*tmp_path.iterdir()] and capfd.readouterr() == ("", "")
+
+
+class SmallDisk:
+    """A file on a disk that has room for so many bytes."""
+
+    def __init__(self, file, room):
+        self._file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self):
+        self._file.close()
+
+
+def test_lines_wait_for_room_on_the_disk(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    with Log(path) as log:
+        log.write("eval", {"step": 0, "loss": 3.0})
+        disk = log._file = SmallDisk(log._file, room=10)
+        for step in range(1, 4):
+            log.write("eval", {"step": step, "loss": 3.0})
+        told = capsys.readouterr().err
+        assert told.count("log.jsonl cannot be written (No space left on device)") == 1
+        assert path.read_text().count("\n") == 1
+        disk.room = 1000
+        log.write("eval", {"step": 4, "loss": 3.0})
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(5)]
+        disk.room = 3
+        log.write("eval", {"step": 5, "loss": 3.0})
+    assert "the last line is not in" in capsys.readouterr().err
+    with Log(path) as log:  # cuts off what is left of that line
+        log.write("eval", {"step": 6, "loss": 3.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(5), 6]

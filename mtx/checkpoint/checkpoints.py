@@ -117,7 +117,7 @@ class Checkpoints:
                 "extra": extra or {},
             },
         )
-        with self._writing():
+        with self._writing(), _quiet_orbax():
             self._checkpointer.save(self._path(step), contents)
         self._finishing = self._thread.submit(self._finish)
         return self._path(step)
@@ -399,7 +399,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Without the traceback that Orbax logs of an error that it raises as well."""
+    """Without the tracebacks that Orbax logs: what it cannot write is told by `_writing`."""
     logger = logging.getLogger("absl")
     disabled, logger.disabled = logger.disabled, True
     try:

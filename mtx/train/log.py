@@ -47,7 +47,8 @@ class Log:
             self._file.close()
             if self._waiting:
                 lines = self._waiting.count(b"\n")
-                print(f"mtx: the last {lines:,} lines are not in {self._path}", file=sys.stderr)
+                which = "last line is" if lines == 1 else f"last {lines:,} lines are"
+                print(f"mtx: the {which} not in {self._path}", file=sys.stderr)
         for tracker in self._trackers:
             tracker.close()
 
