@@ -6,6 +6,7 @@ allocated on a device.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -177,13 +178,15 @@ def _local_rows(trainer: Trainer) -> np.ndarray:
 
 def _create(out: Path, run: RunConfig) -> None:
     """`out`, with the run's config in it."""
+    written = out / "run.json.tmp"
     try:
         out.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
-            written = out / "run.json.tmp"
             written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
             os.replace(written, out / "run.json")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
         raise UserError(f"out={out} cannot be written ({error.strerror}); use another") from error
 
 
