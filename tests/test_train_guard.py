@@ -174,8 +174,8 @@ def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp
     summary = train(run, console=Console(quiet=True))
     assert summary.rollbacks == 2
     went_back = [event["what"] for event in records_of(tmp_path, "rollback")]
-    assert len(went_back) == 3
-    assert went_back[2].endswith("8 has led to two spikes; it is now named 8.aside")
+    assert len(went_back) == 2 and "has led" not in went_back[0]
+    assert went_back[1].endswith("8 has led to two spikes; it is now named 8.aside")
     starts = [record["step"] for record in records_of(tmp_path, "start")]
     assert starts == [0, 8, 4]
     assert Checkpoints(tmp_path).steps() == [4, 8, 12][-2:]

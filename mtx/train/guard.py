@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,16 +91,19 @@ class Faults:
     consumed: int = 0  # samples that are left behind, where the checkpoint knows of fewer
     _spiked_from: int | None = None  # the checkpoint that the last spike went back to
 
-    def go_back(self, fault: RollBack) -> bool:
-        """Whether the newest checkpoint is not to be trusted: it has led to two spikes."""
-        self.events.append(("rollback", f"step {fault.step:,}: {fault.what}"))
+    def go_back(self, fault: RollBack, distrust: Callable[[int, str], str]) -> None:
+        """Counts it. A checkpoint that has led to two spikes is given to `distrust`, with why; what
+        that says is said with the fault."""
+        what = f"step {fault.step:,}: {fault.what}"
+        if fault.skip:
+            if fault.saved is not None and fault.saved == self._spiked_from:
+                what = f"{what}; {distrust(fault.saved, 'has led to two spikes')}".removesuffix(
+                    "; "
+                )
+            self._spiked_from = fault.saved
+            self.consumed = fault.consumed
+        self.events.append(("rollback", what))
         self.rollbacks += 1
-        if not fault.skip:
-            return False
-        self.consumed = fault.consumed
-        again = fault.saved is not None and fault.saved == self._spiked_from
-        self._spiked_from = fault.saved
-        return again
 
     def tell(self) -> list[tuple[LogKind, str]]:
         """The events, once."""

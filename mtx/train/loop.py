@@ -72,9 +72,7 @@ def train(
                 if faults.rollbacks >= run.guard.rollbacks:
                     raise refuse_to_go_back(fault, run.guard) from None
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
-                if faults.go_back(fault):
-                    if aside := checkpoints.distrust(fault.saved, "has led to two spikes"):
-                        faults.events.append(("rollback", aside))
+                faults.go_back(fault, checkpoints.distrust)
                 run = replace(run, resume=True)
 
 
