@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +116,25 @@ print(resident_mib() - before)
         for how in ("keep", "give back")
     )
     assert kept > 200 > 50 > given_back
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+    or not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="another C library, or a kernel without huge pages",
+)
+def test_the_heap_is_of_huge_pages():
+    """Those that the kernel may make huge have `hg` among their flags."""
+    code = r"""
+import re
+from mtx.launch.start import keep_freed_memory
+keep_freed_memory()
+maps = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
+print(sum(
+    int(re.search(r"Size: +(\d+) kB", text)[1])
+    for text in maps if "[heap]" in text and re.search("VmFlags:.* hg", text)
+))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) > 1_000_000  # kB

@@ -15,7 +15,9 @@ from mtx.errors import UserError
 from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
 from mtx.launch.exits import LostProcess
 
-_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # of mallopt(3)
+_MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -4, -1, -2, -8  # of mallopt(3)
+_HUGE, _HUGE_PAGE = 14, 2 << 20  # of madvise(2); bytes
+_HEAP_BYTES, _GROWS_BYTES = 1 << 30, 64 << 20  # of address space: none is taken before it is used
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # JAX's own watch over its processes is turned off, for all that counts (see `mtx.launch.watch` for
 # ours): it goes by the time of day, and a clock set forward by more than its patience ends the run.
@@ -51,18 +53,30 @@ def use_virtual_devices(count: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep what is freed, in one heap, for the next that asks; glibc only.
+    """Has the C library keep what is freed, in one heap of huge pages, for the next that asks;
+    glibc on Linux only.
 
     XLA's CPU client frees a step's temporary buffers at its end. glibc gives blocks of that size
     back to the system, and the next step pays a page fault for every 4 KiB that it writes: with
-    bench-s on four devices, 0.25 s of the system's time a step and 7 % of all CPU time.
+    bench-s on four devices, 0.25 s of the system's time a step and 7 % of all CPU time. In pages of
+    2 MiB, which are looked up more quickly, a step took 4 to 19 % less again, in three pairs.
     """
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        mallopt, sbrk, madvise = libc.mallopt, libc.sbrk, libc.madvise
     except (AttributeError, OSError, TypeError):  # another C library, or none that can be opened
         return
-    for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
+    settings = (
+        (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1), (_TOP_PAD, _HEAP_BYTES),
+    )  # fmt: skip
+    for option, value in settings:
         mallopt(option, value)
+    sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+    end = sbrk(0)
+    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(_GROWS_BYTES))))
+    first = -(-end // _HUGE_PAGE) * _HUGE_PAGE
+    if (size := sbrk(0) - first) > 0:
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _HUGE)
 
 
 def _started_jax() -> bool:
