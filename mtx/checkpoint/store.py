@@ -247,11 +247,13 @@ class Store:
         """Reads what lies in `regions` of an array, each block once. Raises Damaged, and what has
         been read by then is not to be used."""
         info = self.catalog[name]
-        missing = sum(region.target.size for region in regions)
+        missing = [region.target.size for region in regions]
         for block in _touching(info.blocks, regions):
-            missing -= self._read(block, info.dtype, regions)
-        if missing:
-            raise Damaged(self.directory, f"{missing:,} values of {name} are in no file")
+            for place, region in enumerate(regions):
+                missing[place] -= _overlap(block.start, block.shape, region)[1].size
+            self._read(block, info.dtype, regions)
+        if any(missing):
+            raise Damaged(self.directory, f"{sum(missing):,} values of {name} are in no file")
 
     def check_files(self) -> None:
         """Raises Damaged where a file is not there or too short; reads nothing."""
@@ -275,10 +277,10 @@ class Store:
             self._read(block, info.dtype)
             yield math.prod(block.shape) * info.dtype.itemsize
 
-    def _read(self, block: Block, dtype: np.dtype, regions: Sequence[Region] = ()) -> int:
-        """Reads a block and checks it; how many values of it lie in `regions`. These go there
-        piece by piece, while a core's cache holds them, or are read into their place at once."""
-        digest, offset, placed = 0, block.offset, 0
+    def _read(self, block: Block, dtype: np.dtype, regions: Sequence[Region] = ()) -> None:
+        """Reads a block and checks it. Its values that lie in `regions` go there piece by piece,
+        while a cache holds them, or are read into their place at once."""
+        digest, offset = 0, block.offset
         memory = np.empty(min(_AT_A_TIME_BYTES, math.prod(block.shape) * dtype.itemsize), np.uint8)
         for start, shape in _cuts(block.start, block.shape, _AT_A_TIME_BYTES // dtype.itemsize):
             found = [_overlap(start, shape, region) for region in regions]
@@ -289,12 +291,10 @@ class Store:
             digest = (digest + fingerprint(values, start)) % MODULUS
             offset += values.nbytes
             for source, target in found:
-                placed += target.size
                 if target is not values and target.size:
                     target[...] = values[source]
         if digest != block.fingerprint:
             raise self._damaged(block, "these are not the bytes that were written")
-        return placed
 
     def _read_all(self, block: Block, values: np.ndarray, offset: int) -> None:
         left = memoryview(values.reshape(-1).view(np.uint8))
