@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtx.errors import UserError
-from mtx.launch.start import use_virtual_devices
+from mtx.launch.start import usable_cores, use_virtual_devices
 
 WIDTH = 100  # columns of what is printed
 LOSS_TOLERANCE = 1e-5  # relative, between two ways to compute the same step
@@ -39,7 +39,7 @@ def describe_machine(*packages: str) -> dict:
             continue
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": cores(),
+        "cores": usable_cores(),
         "load_at_start": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -72,13 +72,6 @@ def on_virtual_devices(
     show(result)
     write_json(path, result)
     return 0
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def measured_on(machine: dict) -> str:

@@ -36,6 +36,7 @@ import mtx
 from mtx.cli import exit_status, parse
 from mtx.config import Layout, to_dict
 from mtx.errors import UserError
+from mtx.launch.start import usable_cores
 from mtx.presets import preset
 
 _HERE = Path(__file__).resolve()
@@ -129,7 +130,7 @@ def train_ours(options: OurOptions) -> dict:
     return {
         "trainer": f"mtx {options.ours}",
         "processes": 1,
-        "threads": bench.cores(),
+        "threads": usable_cores(),
         "layout": to_dict(run.layout),
         "step_s": step_s,
         "median_s": statistics.median(step_s),

@@ -129,8 +129,8 @@ class Pipeline:
             arrived, inboxes, weights, past, outputs = carry
             op, microbatch = row
             weights = run.weights.fetch(weights, op.fetch, op.forward.chunk)
-            inboxes, x_BsD = run.receive(inboxes, arrived, op.inboxes)
-            x_BsD = run.enter(x_BsD, op)
+            inboxes = run.deliver(inboxes, arrived, op.inboxes)
+            x_BsD = run.input(op, run.embed(op), inboxes, arrived)
             y_BsD, past = lax.cond(
                 op.forward.busy,
                 compute,
@@ -284,24 +284,24 @@ class _Run:
         """(carry, y_BsD)"""
         weights = self.weights.fetch(carry.weights[0], op.fetch, op.forward.chunk)
         with jax.named_scope("F"):
-            inboxes, x_BsD = self.receive(carry.inboxes, carry.arrived, op.inboxes)
-            x_BsD = self.enter(x_BsD, op)
-            stash, keep = carry.stash, self.stage.forward
-            if self.layout.stash == "inputs":
-                stash = write(stash, x_BsD, op.forward.slot)
+            inboxes = self.deliver(carry.inboxes, carry.arrived, op.inboxes)
+            entered = self.embed(op)
 
-                def keep(op, weights, x_BsD, stash, cache):
-                    y_BsD, cache = self.stage.forward_only(op, weights, x_BsD, cache)
+            def compute(forward, weights, stash, cache):
+                x_BsD = self.input(op, entered, inboxes, carry.arrived)
+                if self.layout.stash == "inputs":
+                    stash = write(stash, x_BsD, forward.slot)
+                    y_BsD, cache = self.stage.forward_only(forward, weights, x_BsD, cache)
                     return y_BsD, stash, cache
+                return self.stage.forward(forward, weights, x_BsD, stash, cache)
 
             y_BsD, stash, cache = self._unless_idle(
                 op.forward,
-                keep,
-                lambda op, weights, *kept: kept,
+                compute,
+                lambda forward, weights, *kept: (self.x_zeros(), *kept),
                 op.forward,
                 self.weights.at_hand(weights),
-                x_BsD,
-                stash,
+                carry.stash,
                 carry.cache,
             )
         with jax.named_scope("send_x"):
@@ -322,10 +322,9 @@ class _Run:
         with jax.named_scope("head"):
             carry, dy_BsD = self.head(carry, op, y_BsD)
         with jax.named_scope("B"):
-            inboxes, dx_BsD = self.receive(carry.gradient_inboxes, arrived, op.gradient_inboxes)
-            is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
+            inboxes = self.deliver(carry.gradient_inboxes, arrived, op.gradient_inboxes)
             carry = carry._replace(gradient_inboxes=inboxes)
-            carry, dx_BsD = self.backward_op(carry, op, jnp.where(is_output, dy_BsD, dx_BsD))
+            carry, dx_BsD = self.backward_op(carry, op, arrived, dy_BsD)
         with jax.named_scope("embed_backward"):
             return carry._replace(dx_BsD=dx_BsD, ends=self.embed_backward(carry.ends, op, dx_BsD))
 
@@ -342,24 +341,28 @@ class _Run:
             for route in routes
         )
 
-    def receive(self, boxes, arrived, letters: tuple[Letter, ...]):
-        """(mailboxes with what has arrived, the value that this tick uses)"""
-        if not arrived:  # one piece: there is nobody to receive from
-            return boxes, self.x_zeros()
-        kept, values = [], []
-        for box, x_BsD, letter in zip(boxes, arrived, letters, strict=True):
-            if box.shape[0]:
-                box = write(box, x_BsD, letter.arrives)
-                x_BsD = box[letter.uses]
-            kept.append(box)
-            values.append(x_BsD)
-        value = values[0]
-        for other, letter in zip(values[1:], letters[1:]):
-            value = jnp.where(letter.used, other, value)
-        return tuple(kept), value
+    def deliver(self, boxes, arrived, letters: tuple[Letter, ...]):
+        """The mailboxes with what has arrived."""
+        mail = zip(boxes, arrived, letters, strict=True)
+        return tuple(
+            write(box, x_BsD, letter.arrives) if box.shape[0] else box
+            for box, x_BsD, letter in mail
+        )
 
-    def enter(self, x_BsD, op: Tick):
-        """The input of F: the embedding on piece 0, what has arrived elsewhere."""
+    def take(self, boxes, arrived, letters: tuple[Letter, ...]):
+        """What this tick uses, out of a mailbox or as it has just arrived."""
+        if not arrived:  # one piece: there is nobody to receive from
+            return self.x_zeros()
+        mail = zip(boxes, arrived, letters, strict=True)
+        value, *others = (
+            box[letter.uses] if box.shape[0] else x_BsD for box, x_BsD, letter in mail
+        )
+        for other, letter in zip(others, letters[1:]):
+            value = jnp.where(letter.used, other, value)
+        return value
+
+    def embed(self, op: Tick):
+        """The embedding of the microbatch that enters piece 0 in this tick, on every stage."""
 
         def embed(item):
             return self.model.embed(
@@ -367,8 +370,12 @@ class _Run:
             )
 
         with jax.named_scope("embed"):
-            entered = lax.cond(op.embed != IDLE, embed, lambda _: self.x_zeros(), op.embed)
-        return jnp.where(self.holds_first & (op.forward.chunk == self.first_chunk), entered, x_BsD)
+            return lax.cond(op.embed != IDLE, embed, lambda _: self.x_zeros(), op.embed)
+
+    def input(self, op: Tick, entered_BsD, inboxes, arrived):
+        """The input of F: the embedding on piece 0, what has arrived elsewhere."""
+        is_input = self.holds_first & (op.forward.chunk == self.first_chunk)
+        return jnp.where(is_input, entered_BsD, self.take(inboxes, arrived, op.inboxes))
 
     def head(self, carry: Carry, op: Tick, y_BsD):
         """(carry with the loss and the gradients of the ends added, dy_BsD)"""
@@ -388,24 +395,27 @@ class _Run:
         loss, ends, dy_BsD = lax.cond(op.head != IDLE, compute, idle, carry.loss, carry.ends, y_BsD)
         return carry._replace(loss=loss, ends=ends), dy_BsD
 
-    def backward_op(self, carry: Carry, tick: Tick, dy_BsD) -> tuple[Carry, jax.Array]:
-        """(carry, dx_BsD)"""
+    def backward_op(self, carry: Carry, tick: Tick, arrived, dy_BsD) -> tuple[Carry, jax.Array]:
+        """(carry, dx_BsD). dy_BsD: that of the last piece, from the head."""
 
-        def compute(op, weights, dy_BsD, stash, cache, kept):
+        def compute(op, weights, stash, cache, kept):
+            is_output = self.holds_last & (op.chunk == self.last_chunk)
+            dx_BsD = self.take(carry.gradient_inboxes, arrived, tick.gradient_inboxes)
+            dy = jnp.where(is_output, dy_BsD, dx_BsD)
+            if self.layout.idle != "skip":  # an idle B computes, with a gradient of zero
+                dy *= op.busy.astype(dy.dtype)
             if self.layout.stash == "inputs":
                 one = op._replace(slot=jnp.zeros((), jnp.int32))
                 x_BsD, ring = stash[op.slot], self.stage.stash(1)
                 _, stash, _ = self.stage.forward(one, weights, x_BsD, ring, cache, extend=False)
                 op = one
-            return self.stage.backward(op, weights, dy_BsD, stash, cache, kept)
+            return self.stage.backward(op, weights, dy, stash, cache, kept)
 
-        def idle(op, weights, dy_BsD, stash, cache, kept):
-            return jnp.zeros_like(dy_BsD), kept
+        def idle(op, weights, stash, cache, kept):
+            return self.x_zeros(), kept
 
         op = tick.backward
         weights = self.weights.fetch(carry.weights[1], tick.fetch_back, op.chunk)
-        if self.layout.idle != "skip":  # an idle B computes, with a gradient of zero
-            dy_BsD *= op.busy.astype(dy_BsD.dtype)
         kept = Kept(carry.early, carry.deferred, carry.dcache)
         dx_BsD, kept = self._unless_idle(
             op,
@@ -413,7 +423,6 @@ class _Run:
             idle,
             op,
             self.weights.at_hand(weights),
-            dy_BsD,
             carry.stash,
             carry.cache,
             kept,

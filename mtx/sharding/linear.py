@@ -47,8 +47,15 @@ def _input_gradient(dy, w, inputs: int):
     return lax.dot_general(dy, w, (contract, ((), ())))
 
 
-def _weight_gradient(x_BSD, dy):
-    return lax.dot_general(x_BSD, dy, (((0, 1), (0, 1)), ((), ())))
+def _weight_gradient(x, dy):
+    """x[B, S, inputs...] and dy[B, S, outputs...] give w[inputs..., outputs...]."""
+    rows = ((0, 1), (0, 1)), ((), ())
+    if dy.size >= x.size:
+        return lax.dot_general(x, dy, rows)
+    # Matmuls on CPUs transpose their first operand: let it be the small one, also for XLA.
+    dw = lax.optimization_barrier(lax.dot_general(dy, x, rows))
+    outputs = dy.ndim - 2
+    return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
