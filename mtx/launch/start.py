@@ -44,8 +44,8 @@ def use_virtual_devices(count: int) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # The size of XLA's thread pools. A collective blocks one thread per device: with too few of
     # them, those that wait keep those that are waited for from running, and the program hangs. Each
-    # operation is cut up among all threads: with 32 on two cores a step of bench-s took 11 to 28 %
-    # longer than with 8.
+    # operation is cut up among all threads: with 32 on two cores a step of bench-s took 2 to 40 %
+    # longer than with 8, in five pairs of runs.
     os.environ.setdefault("NPROC", str(count + max(count, usable_cores())))
     if "jax" in sys.modules and not _started_jax():
         import jax  # it has read this variable already, when it was imported
