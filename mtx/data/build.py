@@ -25,7 +25,6 @@ from mtx.data.subwords import MOST_CHARACTERS
 from mtx.data.tokenizer import Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
-from mtx.launch.start import usable_cores
 
 Level = Literal["document", "sentence"]
 
@@ -97,7 +96,7 @@ def build_dataset(
     in this process, None has one for each CPU. `report` is called after each chunk.
     Raises UserError for inputs that cannot be read or hold no text; then nothing is written.
     """
-    processes = usable_cores() if processes is None else processes
+    processes = _cpus() if processes is None else processes
     if processes < 1:
         raise UserError(f"processes={processes} must be at least 1")
     tokenizer = load_tokenizer(recipe.tokenizer, eod=_eod_of(recipe))
@@ -130,6 +129,13 @@ def build_dataset(
         prefix=prefix, identity=tokenizer.identity, dtype=dtype, documents=writer.documents,
         sequences=writer.sequences, tokens=tokens, empty=empty, text_bytes=text_bytes,
     )  # fmt: skip
+
+
+def _cpus() -> int:
+    """Those that this process may use, where the system says so."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def split_sentences(text: str) -> list[str]:

@@ -123,16 +123,16 @@ class _Mask(NamedTuple):
     queries_Bb: jax.Array | None  # segments; None: all of a row's positions are of one
     keys_BT: jax.Array | None
 
-    def seen(self, queries: int, keys: int):
-        """bool [B or 1, b, T]; None: all is seen."""
-        seen_BbT = None
+    def __call__(self, scores_BgRbT):
+        seen = None
         if self.first is not None:
-            positions = [lax.broadcasted_iota(jnp.int32, (1, queries, keys), n) for n in (1, 2)]
-            seen_BbT = self.first + positions[0] >= positions[1]
+            query = self.first + lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 3)
+            seen = query >= lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 4)
         if self.queries_Bb is not None:
             same_BbT = self.queries_Bb[:, :, None] == self.keys_BT[:, None, :]
-            seen_BbT = same_BbT if seen_BbT is None else seen_BbT & same_BbT
-        return seen_BbT
+            same = same_BbT[:, None, None]
+            seen = same if seen is None else seen & same
+        return scores_BgRbT if seen is None else jnp.where(seen, scores_BgRbT, -jnp.inf)
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -140,22 +140,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 def _scores(q_BgRbK, k_BgTK, mask: _Mask):
     """Scaled and masked scores [B, g, R, b, T], float32."""
-    scores_BgRbT = _product("BgRbK,BgTK->BgRbT", q_BgRbK, k_BgTK) / math.sqrt(q_BgRbK.shape[-1])
-    seen_BbT = mask.seen(*scores_BgRbT.shape[3:])
-    return scores_BgRbT if seen_BbT is None else _where(seen_BbT[:, None, None], scores_BgRbT)
-
-
-def _scores_of_keys(k_BgTK, q_BgRbK, mask: _Mask):
-    """The same with the keys first: [B, g, T, R, b]."""
-    scores_BgTRb = _product("BgTK,BgRbK->BgTRb", k_BgTK, q_BgRbK) / math.sqrt(q_BgRbK.shape[-1])
-    seen_BbT = mask.seen(q_BgRbK.shape[3], k_BgTK.shape[2])
-    if seen_BbT is None:
-        return scores_BgTRb
-    return _where(jnp.swapaxes(seen_BbT, 1, 2)[:, None, :, None], scores_BgTRb)
-
-
-def _where(seen, scores):
-    return jnp.where(seen, scores, -jnp.inf)
+    return mask(_product("BgRbK,BgTK->BgRbT", q_BgRbK, k_BgTK) / math.sqrt(q_BgRbK.shape[-1]))
 
 
 def _attend(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask):
@@ -169,19 +154,16 @@ def _attend(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask):
 
 
 def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along_BgRb, do_BgRbK):
-    """Float32 gradients (dq_BgRbK, dk_BgTK, dv_BgTK); `along`: the sum over K of do times o.
-
-    With the keys first, so that one of the five products has an operand to transpose, not two.
-    """
+    """Float32 gradients (dq_BgRbK, dk_BgTK, dv_BgTK); `along`: the sum over K of do times o."""
     dtype, scale = q_BgRbK.dtype, 1 / math.sqrt(q_BgRbK.shape[-1])
-    scores_BgTRb = _scores_of_keys(k_BgTK, q_BgRbK, mask) - logsumexp_BgRb[:, :, None]
+    scores_BgRbT = _scores(q_BgRbK, k_BgTK, mask) - logsumexp_BgRb[..., None]
     # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
-    p_BgTRb = jnp.exp(jnp.minimum(scores_BgTRb, 0))
-    dp_BgTRb = _product("BgTK,BgRbK->BgTRb", v_BgTK, do_BgRbK)
-    ds_BgTRb = (p_BgTRb * (dp_BgTRb - along_BgRb[:, :, None]) * scale).astype(dtype)
-    dq_BgRbK = _product("BgTRb,BgTK->BgRbK", ds_BgTRb, k_BgTK)
-    dk_BgTK = _product("BgTRb,BgRbK->BgTK", ds_BgTRb, q_BgRbK)
-    dv_BgTK = _product("BgTRb,BgRbK->BgTK", p_BgTRb.astype(dtype), do_BgRbK)
+    p_BgRbT = jnp.exp(jnp.minimum(scores_BgRbT, 0))
+    dp_BgRbT = _product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK)
+    ds_BgRbT = (p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * scale).astype(dtype)
+    dq_BgRbK = _product("BgRbT,BgTK->BgRbK", ds_BgRbT, k_BgTK)
+    dk_BgTK = _product("BgRbT,BgRbK->BgTK", ds_BgRbT, q_BgRbK)
+    dv_BgTK = _product("BgRbT,BgRbK->BgTK", p_BgRbT.astype(dtype), do_BgRbK)
     return dq_BgRbK, dk_BgTK, dv_BgTK
 
 
