@@ -52,7 +52,8 @@ def _weight_gradient(x, dy):
     rows = ((0, 1), (0, 1)), ((), ())
     if dy.size >= x.size:
         return lax.dot_general(x, dy, rows)
-    # Matmuls on CPUs transpose their first operand: let it be the small one, also for XLA.
+    # Matmuls on CPUs transpose their first operand: let it be the small one. The barrier keeps XLA
+    # from swapping them back.
     dw = lax.optimization_barrier(lax.dot_general(dy, x, rows))
     outputs = dy.ndim - 2
     return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
