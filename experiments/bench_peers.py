@@ -69,12 +69,13 @@ class Options:
     rounds: int = 3  # each starts every trainer once
     steps: int = 4  # timed, in every round
     warmup: int = 2  # steps before them
+    stages: int = 4  # of the pipelines; with as many as there are cores, each has one to itself
     torch: tuple[TorchSchedule, ...] = ("none", "1f1b", "interleaved", "interleaved_zb", "zbv")
     timeout_s: int = 600  # for one trainer in one round
     json: str = ""  # FILE for everything that was measured
 
     def __post_init__(self):
-        for name in ("rounds", "steps", "warmup", "timeout_s"):
+        for name in ("rounds", "steps", "warmup", "stages", "timeout_s"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -108,19 +109,20 @@ class OurOptions:
     """The process that this script starts for a row of ours: prints a line of JSON."""
 
     ours: OurRow
+    stages: int
     steps: int
     warmup: int
 
 
-def our_layout(name: str) -> Layout:
-    return replace(preset("bench-s").layout, **OURS[name])
+def our_layout(name: str, stages: int) -> Layout:
+    return replace(preset("bench-s").layout, **{"pipe": stages} | OURS[name])
 
 
 def train_ours(options: OurOptions) -> dict:
     """Trains on virtual devices; the record has the fields of torch_pipeline.py's."""
     from bench_pipeline import Training, random_batch
 
-    run = replace(preset("bench-s"), layout=our_layout(options.ours))
+    run = replace(preset("bench-s"), layout=our_layout(options.ours, options.stages))
     mtx.use_virtual_devices(run.layout.devices)
     trainer = mtx.Trainer(run)
     batch = trainer.place(random_batch(run.model, run.global_batch))
@@ -144,7 +146,10 @@ def train_ours(options: OurOptions) -> dict:
 
 def trainers(options: Options, *, torch: bool) -> list[Trained]:
     """Who takes part, ours and torch's in turn; without `torch` only ours."""
-    counts = ["--steps", f"{options.steps}", "--warmup", f"{options.warmup}"]
+    counts = [
+        *("--stages", f"{options.stages}"),
+        *("--steps", f"{options.steps}", "--warmup", f"{options.warmup}"),
+    ]
     limit = ["--timeout-s", f"{options.timeout_s}"]
     ours = [
         Trained(side="mtx", schedule=name, command=[f"{_HERE}", "--ours", name, *counts])
@@ -274,7 +279,7 @@ def table_of(result: dict) -> Table:
 def title_of(result: dict) -> str:
     options = result["options"]
     return (
-        f"bench-s, 4 stages, m=8, {options['rounds']} rounds of {options['steps']} steps: "
+        f"bench-s, {options['stages']} stages, m=8, {options['rounds']} rounds of {options['steps']} steps: "
         f"{bench.measured_on(result['machine'])}"
     )
 
@@ -295,7 +300,7 @@ def notes_of(result: dict) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     if "--ours" in arguments:
-        ours = OurOptions(ours="1f1b", steps=1, warmup=1)
+        ours = OurOptions(ours="1f1b", stages=4, steps=1, warmup=1)
         print(json.dumps(train_ours(parse(list(arguments), ours, prog="bench_peers.py"))))
         return 0
     options = parse(list(arguments), Options(), prog="bench_peers.py")

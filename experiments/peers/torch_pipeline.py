@@ -26,7 +26,7 @@ import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from mtx.config import ModelConfig, OptimizerConfig, RunConfig
@@ -268,13 +268,17 @@ def launch(run: RunConfig, options: argparse.Namespace, count: int) -> tuple[lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b")
+    parser.add_argument("--stages", type=int, default=4, help="processes of the pipeline")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--threads", type=int, default=0, help="each; 0: the cores, shared out")
     parser.add_argument("--timeout-s", type=int, default=300, help="for everything")
     options = parser.parse_args()
+    if options.stages < 1:
+        parser.error(f"--stages {options.stages} must be at least 1")
     run, schedule = preset("bench-s"), SCHEDULES[options.schedule]
-    count = run.layout.pipe if schedule else 1
+    run = replace(run, layout=replace(run.layout, pipe=options.stages))
+    count = options.stages if schedule else 1
     if min(options.steps, options.timeout_s) < 1 or min(options.warmup, options.threads) < 0:
         parser.error("--steps and --timeout-s must be at least 1, --warmup and --threads 0")
     options.threads = options.threads or max(1, torch.get_num_threads() // count)

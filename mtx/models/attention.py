@@ -103,8 +103,9 @@ def _in_a_row(a_BgR):
     return a_BgR.reshape(a_BgR.shape[0], -1, *a_BgR.shape[3:])
 
 
-def _projected_like(projected: Projected, dq_BgRSK, dk_BgSK, dv_BgSK) -> Projected:
+def _projected_like(projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS) -> Projected:
     """Gradients in the order and type of what was projected."""
+    dk_BgSK, dv_BgSK = jnp.swapaxes(dk_BgKS, 2, 3), jnp.swapaxes(dv_BgKS, 2, 3)
     if len(projected) == 1:
         dqkv_nBhSK = jnp.stack([dq_BgRSK[:, :, 0], dk_BgSK, dv_BgSK])
         return (jnp.transpose(dqkv_nBhSK.astype(projected[0].dtype), (1, 3, 0, 2, 4)),)
@@ -154,7 +155,7 @@ def _attend(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask):
 
 
 def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along_BgRb, do_BgRbK):
-    """Float32 gradients (dq_BgRbK, dk_BgTK, dv_BgTK); `along`: the sum over K of do times o."""
+    """Float32 gradients (dq_BgRbK, dk_BgKT, dv_BgKT); `along`: the sum over K of do times o."""
     dtype, scale = q_BgRbK.dtype, 1 / math.sqrt(q_BgRbK.shape[-1])
     scores_BgRbT = _scores(q_BgRbK, k_BgTK, mask) - logsumexp_BgRb[..., None]
     # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
@@ -162,9 +163,11 @@ def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along
     dp_BgRbT = _product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK)
     ds_BgRbT = (p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * scale).astype(dtype)
     dq_BgRbK = _product("BgRbT,BgTK->BgRbK", ds_BgRbT, k_BgTK)
-    dk_BgTK = _product("BgRbT,BgRbK->BgTK", ds_BgRbT, q_BgRbK)
-    dv_BgTK = _product("BgRbT,BgRbK->BgTK", p_BgRbT.astype(dtype), do_BgRbK)
-    return dq_BgRbK, dk_BgTK, dv_BgTK
+    # Keys last, and a barrier to keep them there: matmuls on CPUs transpose their first operand,
+    # which is to be a small one, and not the probabilities.
+    dk_BgKT = _product("BgRbK,BgRbT->BgKT", q_BgRbK, ds_BgRbT)
+    dv_BgKT = _product("BgRbK,BgRbT->BgKT", do_BgRbK, p_BgRbT.astype(dtype))
+    return dq_BgRbK, *lax.optimization_barrier((dk_BgKT, dv_BgKT))
 
 
 def _going_back(do_BShK, o_BShK, groups: int):
@@ -210,17 +213,17 @@ def _blocked_backward(causal, saved, do_BShK):
     q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
     sequence = k_BgSK.shape[2]
     do_BgRSK, along_BgRS = _going_back(do_BShK, o_BShK, k_BgSK.shape[1])
-    dq, dk_BgSK, dv_BgSK = [], 0.0, 0.0
+    dq, dk_BgKS, dv_BgKS = [], 0.0, 0.0
     for queries, keys, mask in _blocks(sequence, segments_BS, causal):
-        dq_BgRbK, dk_BgTK, dv_BgTK = _attend_backward(
+        dq_BgRbK, dk_BgKT, dv_BgKT = _attend_backward(
             q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask,
             logsumexp_BgRS[..., queries], along_BgRS[..., queries], do_BgRSK[:, :, :, queries],
         )  # fmt: skip
-        after = ((0, 0), (0, 0), (0, sequence - keys.stop), (0, 0))  # keys that the block hides
+        after = ((0, 0), (0, 0), (0, 0), (0, sequence - keys.stop))  # keys that the block hides
         dq.append(dq_BgRbK)
-        dk_BgSK += jnp.pad(dk_BgTK, after)
-        dv_BgSK += jnp.pad(dv_BgTK, after)
-    return _projected_like(projected, jnp.concatenate(dq, axis=3), dk_BgSK, dv_BgSK), None
+        dk_BgKS += jnp.pad(dk_BgKT, after)
+        dv_BgKS += jnp.pad(dv_BgKT, after)
+    return _projected_like(projected, jnp.concatenate(dq, axis=3), dk_BgKS, dv_BgKS), None
 
 
 blocked_attention.defvjp(_blocked_forward, _blocked_backward)
@@ -271,10 +274,10 @@ def _slice_backward(slices, saved, do_BbhK):
         q, k, v, mask = _slice_keys(projected, cache_BSngK, part)
         dq, dk, dv = _attend_backward(q, k, v, mask, logsumexp_BgRb, along_BgRb, do_BgRbK)
         first = part * q.shape[3]
-        own = _projected_like(projected, dq, dk[:, :, first:], dv[:, :, first:])
-        earlier = jnp.stack([dk[:, :, :first], dv[:, :, :first]])
-        after = ((0, 0),) * 3 + ((0, cache_BSngK.shape[1] - first), (0, 0))
-        dcache_BSngK = jnp.transpose(jnp.pad(earlier, after), (1, 3, 0, 2, 4))
+        own = _projected_like(projected, dq, dk[..., first:], dv[..., first:])
+        earlier = jnp.stack([dk[..., :first], dv[..., :first]])
+        after = ((0, 0),) * 4 + ((0, cache_BSngK.shape[1] - first),)
+        dcache_BSngK = jnp.transpose(jnp.pad(earlier, after), (1, 4, 0, 2, 3))
         return own, dcache_BSngK.astype(cache_BSngK.dtype)
 
     branches = [partial(attend, part) for part in range(slices)]
