@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from mtx.config import ModelConfig, RunConfig
+from mtx.errors import UserError
 from mtx.plan.hlo import read_program
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
@@ -191,6 +192,18 @@ def test_peers_are_started_in_turn(peers):
     alone[1].records[0]["loss_last"] = 4.51
     with pytest.raises(peers.bench.LossesDiffer, match="mtx 1f1b"):
         peers.check_losses(alone, MODEL.vocab)
+
+
+def test_both_sides_have_as_many_stages_as_asked(peers):
+    options = peers.Options(torch=("1f1b",), stages=2)
+    for row in peers.trainers(options, torch=True):
+        assert row.command[row.command.index("--stages") + 1] == "2"
+    layouts = {name: peers.our_layout(name, options.stages) for name in peers.OURS}
+    assert {name: layout.pipe for name, layout in layouts.items()} == {
+        "none": 1, "1f1b": 2, "interleaved": 2, "interleaved_selective": 2,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="stages=3 must be 2 or 4"):
+        peers.Options(stages=3)
 
 
 def test_peers_are_compared_round_by_round(peers):
