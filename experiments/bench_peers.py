@@ -286,8 +286,7 @@ def title_of(result: dict) -> str:
     options = result["options"]
     return (
         f"bench-s, {options['stages']} stages, m=8, {options['rounds']} rounds of "
-        f"{options['steps']} steps: "
-        f"{bench.measured_on(result['machine'])}"
+        f"{options['steps']} steps: {bench.measured_on(result['machine'])}"
     )
 
 
