@@ -15,9 +15,9 @@ from mtx.errors import UserError
 from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
 from mtx.launch.exits import LostProcess
 
-_MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -4, -1, -2, -8  # of mallopt(3)
+_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # of mallopt(3)
 _HUGE, _HUGE_PAGE = 14, 2 << 20  # of madvise(2); bytes
-_HEAP_BYTES, _GROWS_BYTES = 1 << 30, 64 << 20  # of address space: none is taken before it is used
+_HEAP_BYTES = 8 << 30  # of address space: no memory is taken before it is used
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # JAX's own watch over its processes is turned off, for all that counts (see `mtx.launch.watch` for
 # ours): it goes by the time of day, and a clock set forward by more than its patience ends the run.
@@ -42,11 +42,13 @@ def use_virtual_devices(count: int) -> None:
     if _DEVICE_COUNT not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_COUNT}={count}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # The size of XLA's thread pools. A collective blocks one thread per device: with too few of
-    # them, those that wait keep those that are waited for from running, and the program hangs. Each
-    # operation is cut up among all threads: with 32 on two cores a step of bench-s took 2 to 40 %
-    # longer than with 8, in five pairs of runs.
-    os.environ.setdefault("NPROC", str(count + max(count, usable_cores())))
+    # The size of XLA's thread pools. A collective blocks a thread of each device, and never two,
+    # since a device's collectives run in order: with no more threads than devices, those that wait
+    # can keep those that are waited for from running, and the program hangs. The rest compute, one
+    # for each core: an operation is cut up among all threads, and smaller pieces take longer. With
+    # 8 threads in place of 6, for four devices on two cores, a step of bench-s took 12 to 25 %
+    # longer, in three pairs of runs.
+    os.environ.setdefault("NPROC", str(count + usable_cores()))
     if "jax" in sys.modules and not _started_jax():
         import jax  # it has read this variable already, when it was imported
 
@@ -68,14 +70,14 @@ def keep_freed_memory() -> None:
         mallopt, sbrk, madvise = libc.mallopt, libc.sbrk, libc.madvise
     except (AttributeError, OSError, TypeError):  # another C library, or none that can be opened
         return
-    settings = (
-        (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1), (_TOP_PAD, _HEAP_BYTES),
-    )  # fmt: skip
-    for option, value in settings:
+    for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         mallopt(option, value)
     sbrk.restype = libc.malloc.restype = ctypes.c_void_p
     end = sbrk(0)
-    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(_GROWS_BYTES))))
+    size = _HEAP_BYTES
+    while size and not (block := libc.malloc(ctypes.c_size_t(size))):
+        size //= 2
+    libc.free(ctypes.c_void_p(block))
     first = -(-end // _HUGE_PAGE) * _HUGE_PAGE
     if (size := sbrk(0) - first) > 0:
         madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _HUGE)
