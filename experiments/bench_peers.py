@@ -1,13 +1,14 @@
-"""Our pipeline against PyTorch's: the same model on the same cores, each side in its own processes.
+"""Our pipeline against PyTorch's and Megatron's: the same model on the same cores, in turn.
 
     python experiments/bench_peers.py
 
 trains preset bench-s (float32, m = 8, four stages or --stages of them) in rounds. In each, every
-trainer is started anew, ours and torch.distributed.pipelining's in turn, takes two steps that do
-not count and then the timed ones, and ends before the next begins. Nothing else should run: on a
-busy machine the ratios mean little. Without PyTorch only our own rows are measured.
+trainer is started anew, in processes of its own: ours, torch.distributed.pipelining's and
+Megatron-Core's. It takes two steps that do not count and then the timed ones, and ends before the
+next begins. Nothing else should run: on a busy machine the ratios mean little. Trainers that are
+not installed are left out.
 
-Expected time: twelve minutes on two idle cores; with --rounds 1 --torch 1f1b two and a half.
+Expected time: fifteen minutes on two idle cores; with --rounds 1 --torch 1f1b two and a half.
 Expected result: with more stages than cores the sides are level, within the machine's noise, since
 the bubble of one process is another's time; with a core for each stage (--stages 2 on two cores)
 ours are ahead.
@@ -25,7 +26,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -41,11 +43,16 @@ from mtx.launch.start import usable_cores
 from mtx.presets import preset
 
 _HERE = Path(__file__).resolve()
-_TORCH_SCRIPT = _HERE.parent / "peers" / "torch_pipeline.py"
+_SCRIPTS = {
+    "torch": _HERE.parent / "peers" / "torch_pipeline.py",
+    "megatron": _HERE.parent / "peers" / "megatron_pipeline.py",
+}
 BASELINE = "torch 1f1b"
 TorchSchedule = Literal[
     "none", "1f1b", "gpipe", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev"
 ]
+MegatronSchedule = Literal["1f1b", "interleaved"]
+Side = Literal["mtx", "torch", "megatron"]
 OurRow = Literal["none", "1f1b", "interleaved", "interleaved_selective"]
 OURS: dict[OurRow, dict] = {  # changes of the preset's layout
     "none": {"pipe": 1},
@@ -54,24 +61,27 @@ OURS: dict[OurRow, dict] = {  # changes of the preset's layout
     "interleaved_selective": {"virtual": 2, "recompute": "selective"},
 }
 _NOTES = (
-    "Both sides: the same sizes, microbatches, AdamW and clipping, float32, nothing recomputed but "
+    "All: the same sizes, microbatches, AdamW and clipping, float32, nothing recomputed but "
     "where a row says so, one fixed random batch. 'none' adds up gradients without a pipeline.",
     "mtx: one process, XLA's threads on all cores; tied output layer, sharded over the stages.",
     "torch: one process a stage and the cores shared out among them; a stage owns its parameters, "
     "so the output layer is untied (2.1 million parameters more for AdamW) and lies on the last "
     "one. Eager: the zero-bubble schedules refuse torch.compile.",
+    "megatron: as torch, with Megatron-Core's layers and optimizer; without Transformer Engine its "
+    "attention is not fused. The output layer is tied, and copied to the last stage.",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Times our pipeline and torch.distributed.pipelining in turn."""
+    """Times our pipeline, torch.distributed.pipelining and Megatron-Core in turn."""
 
     rounds: int = 3  # each starts every trainer once
     steps: int = 4  # timed, in every round
     warmup: int = 2  # steps before them
     stages: int = 4  # of the pipelines; with as many as there are cores, each has one to itself
     torch: tuple[TorchSchedule, ...] = ("none", "1f1b", "interleaved", "interleaved_zb", "zbv")
+    megatron: tuple[MegatronSchedule, ...] = ("1f1b", "interleaved")
     timeout_s: int = 600  # for one trainer in one round
     json: str = ""  # FILE for everything that was measured
 
@@ -90,7 +100,7 @@ class Options:
 class Trained:
     """One trainer, and what its processes printed, a record a round."""
 
-    side: Literal["mtx", "torch"]
+    side: Side
     schedule: str
     command: list[str]
     records: list[dict] = field(default_factory=list)
@@ -150,26 +160,28 @@ def train_ours(options: OurOptions) -> dict:
 # --- the rounds -----------------------------------------------------------------------------------
 
 
-def trainers(options: Options, *, torch: bool) -> list[Trained]:
-    """Who takes part, ours and torch's in turn; without `torch` only ours."""
+def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
+    """Who takes part, in turn: ours, and of the others those that are installed."""
     counts = [
         *("--stages", f"{options.stages}"),
         *("--steps", f"{options.steps}", "--warmup", f"{options.warmup}"),
     ]
     limit = ["--timeout-s", f"{options.timeout_s}"]
-    ours = [
+    sides = [[
         Trained(side="mtx", schedule=name, command=[f"{_HERE}", "--ours", name, *counts])
         for name in OURS
-    ]
-    theirs = [
-        Trained(
-            side="torch",
-            schedule=name,
-            command=[f"{_TORCH_SCRIPT}", "--schedule", name, *counts, *limit],
-        )
-        for name in (options.torch if torch else ())
-    ]
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(ours, theirs))
+    ]]  # fmt: skip
+    for side, names in (("torch", options.torch), ("megatron", options.megatron)):
+        if side in installed:
+            sides.append([
+                Trained(
+                    side=side,
+                    schedule=name,
+                    command=[f"{_SCRIPTS[side]}", "--schedule", name, *counts, *limit],
+                )
+                for name in names
+            ])  # fmt: skip
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*sides))
     return [trainer for trainer in in_turn if trainer]
 
 
@@ -191,8 +203,8 @@ def run_once(command: list[str], timeout_s: float) -> dict:
 
 
 def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
-    """Fills in the rows' records. Returns those that failed, with the reason: a torch schedule
-    that this version does not run is left out. TrainerFailed where one of ours fails."""
+    """Fills in the rows' records. Returns those that failed, with the reason: a peer's schedule
+    that its version does not run is left out. TrainerFailed where one of ours fails."""
     failed: dict[str, str] = {}
     with bench.Work(options.rounds * len(rows)) as work:
         for number in range(1, options.rounds + 1):
@@ -213,7 +225,7 @@ def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
 def check_losses(rows: Sequence[Trained], vocab: int) -> None:
     """LossesDiffer unless each side's rows agree with each other, and all begin near ln V. The
     first step's loss cannot agree between the sides: each has its own initial values and batch."""
-    for side in ("mtx", "torch"):
+    for side in typing.get_args(Side):
         records = {row.name: row.records[0] for row in rows if row.side == side}
         for when in ("loss_first", "loss_last"):
             losses = {name: record[when] for name, record in records.items()}
@@ -269,7 +281,8 @@ def table_of(result: dict) -> Table:
         "loss of\nfirst step", "\nlast",
     ):  # fmt: skip
         table.add_column(header, justify="right", overflow="fold")
-    for row in sorted(result["rows"], key=lambda row: row["side"]):  # ours first
+    sides = typing.get_args(Side)  # ours first
+    for row in sorted(result["rows"], key=lambda row: sides.index(row["side"])):
         table.add_row(
             row["name"],
             f"{row['processes']} x {row['threads']}",
@@ -299,8 +312,9 @@ def notes_of(result: dict) -> list[str]:
         *(f"{name} is left out: {reason}" for name, reason in result["failed"].items()),
         *bench.load_notes(result["machine"]),
     ]
-    if not any(row["side"] == "torch" for row in result["rows"]):
-        notes.append("PyTorch is not here, so only ours was measured: pip install 'mtx[peers]'")
+    measured = {row["side"] for row in result["rows"]}
+    if missing := [side for side in _SCRIPTS if side not in measured]:
+        notes.append(f"Not measured: {' and '.join(missing)}. pip install 'mtx[peers]'")
     return notes
 
 
@@ -311,8 +325,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = parse(list(arguments), Options(), prog="bench_peers.py")
     bench.check_path(options.json)
-    machine = bench.describe_machine("jax", "jaxlib", "torch")
-    rows = trainers(options, torch=importlib.util.find_spec("torch") is not None)
+    machine = bench.describe_machine("jax", "jaxlib", "torch", "megatron-core")
+    rows = trainers(options, [side for side in _SCRIPTS if importlib.util.find_spec(side)])
     try:
         failed = run_rounds(rows, options)
         rows = [row for row in rows if row.name not in failed]

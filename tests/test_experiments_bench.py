@@ -4,6 +4,9 @@ import importlib
 import importlib.util
 import io
 import json
+import re
+import subprocess
+import sys
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -177,16 +180,17 @@ def record(loss):
 
 def test_peers_are_started_in_turn(peers):
     options = peers.Options(torch=("1f1b", "zbv"))
-    names = [row.name for row in peers.trainers(options, torch=True)]
-    assert names[:4] == ["mtx none", "torch 1f1b", "mtx 1f1b", "torch zbv"]
-    alone = peers.trainers(options, torch=False)
+    names = [row.name for row in peers.trainers(options, ["torch", "megatron"])]
+    assert names[:3] == ["mtx none", "torch 1f1b", "megatron 1f1b"]
+    assert names[3:6] == ["mtx 1f1b", "torch zbv", "megatron interleaved"]
+    alone = peers.trainers(options, [])
     assert [row.name for row in alone] == [f"mtx {name}" for name in peers.OURS]
     for row in alone:
         row.records += [record(4.5), record(4.5)]
     peers.check_losses(alone, MODEL.vocab)
     result = peers.result_of(alone, {}, options=options, machine=MACHINE)
     assert json.loads(json.dumps(result))["rows"][0]["speed_up"] is None
-    assert "pip install" in peers.notes_of(result)[-1]
+    assert "torch and megatron. pip install" in peers.notes_of(result)[-1]
     lines = printed(peers, result)
     assert len(lines) == len(alone) + 3 and max(map(len, lines)) <= 100
     alone[1].records[0]["loss_last"] = 4.51
@@ -196,7 +200,7 @@ def test_peers_are_started_in_turn(peers):
 
 def test_both_sides_have_as_many_stages_as_asked(peers):
     options = peers.Options(torch=("1f1b",), stages=2)
-    for row in peers.trainers(options, torch=True):
+    for row in peers.trainers(options, ["torch", "megatron"]):
         assert row.command[row.command.index("--stages") + 1] == "2"
     layouts = {name: peers.our_layout(name, options.stages) for name in peers.OURS}
     assert {name: layout.pipe for name, layout in layouts.items()} == {
@@ -207,7 +211,7 @@ def test_both_sides_have_as_many_stages_as_asked(peers):
 
 
 def test_peers_are_compared_round_by_round(peers):
-    rows = peers.trainers(peers.Options(torch=("1f1b",)), torch=True)
+    rows = peers.trainers(peers.Options(torch=("1f1b",)), ["torch"])
     for row in rows:
         row.records += [record(4.5), record(4.5)]
         if row.side == "torch":
@@ -223,12 +227,19 @@ def test_what_a_process_says_is_passed_on(peers):
         peers.run_once(["-c", "import sys; print('gone', file=sys.stderr); sys.exit(3)"], 60)
 
 
-def test_every_schedule_of_the_peer_can_be_named(peers):
+def test_every_schedule_of_the_peers_can_be_named(peers):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch: pip install 'mtx[peers]'")
     theirs = importlib.import_module("peers.torch_pipeline")
     assert set(typing.get_args(peers.TorchSchedule)) == set(theirs.SCHEDULES)
     assert set(typing.get_args(peers.OurRow)) == set(peers.OURS)
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("needs Megatron-Core: pip install 'mtx[peers]'")
+    command = [sys.executable, f"{peers._SCRIPTS['megatron']}", "--schedule", "?"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    known = re.findall(r"\w+", refused.stderr.split("choose from")[1])
+    assert known == list(typing.get_args(peers.MegatronSchedule))
 
 
 def test_the_scripts_explain_themselves(peers, pipeline, capsys):

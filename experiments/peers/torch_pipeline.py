@@ -26,6 +26,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -146,16 +147,34 @@ def make_batch(run: RunConfig) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-class AccumulatedTraining:
-    """Forward and backward passes of one batch in one process, a microbatch after the other."""
+class Training:
+    """Steps on one batch, with AdamW and a limit on the norm of the gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig):
+        self.parameters, self.clip = parameters, config.clip
+        self.optimizer = make_optimizer(parameters, config)
+
+    def accumulate_gradients(self) -> list[Tensor]:
+        """The microbatches' losses, where this process has them; sets `.grad`."""
+        raise NotImplementedError
+
+    def step(self) -> list[Tensor]:
+        losses = self.accumulate_gradients()
+        clip_gradients(self.parameters, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+
+class AccumulatedTraining(Training):
+    """A batch in one process, a microbatch after the other."""
 
     def __init__(self, run: RunConfig):
         self.model = build_chunk(run.model, 0, 1)
-        self.parameters = list(self.model.parameters())
+        super().__init__(list(self.model.parameters()), run.optimizer)
         self.batch = [tensor.chunk(run.microbatches) for tensor in make_batch(run)]
 
     def accumulate_gradients(self) -> list[Tensor]:
-        """The microbatches' losses; gradients of their mean are added to `.grad`."""
         losses = []
         for tokens_BS, targets_BS in zip(*self.batch, strict=True):
             loss = mean_loss(self.model(tokens_BS), targets_BS)
@@ -164,14 +183,14 @@ class AccumulatedTraining:
         return losses
 
 
-class PipelinedTraining:
-    """This process's share of the forward and backward passes of one batch."""
+class PipelinedTraining(Training):
+    """This process's share of a batch: the losses are with the last chunk."""
 
     def __init__(self, run: RunConfig, schedule: PeerSchedule):
         count = run.layout.pipe * schedule.chunks
         held = schedule.chunks_of(dist.get_rank(), run.layout.pipe)
         models = [build_chunk(run.model, chunk, count) for chunk in held]
-        self.parameters = [p for model in models for p in model.parameters()]
+        super().__init__([p for model in models for p in model.parameters()], run.optimizer)
         cpu = torch.device("cpu")
         stages = [PipelineStage(m, c, count, cpu) for m, c in zip(models, held, strict=True)]
         self.schedule = get_schedule_class(schedule.torch_name)(
@@ -182,7 +201,6 @@ class PipelinedTraining:
         self.targets = targets_BS if count - 1 in held else None
 
     def accumulate_gradients(self) -> list[Tensor]:
-        """The microbatches' losses, empty but on the last chunk's process; sets `.grad`."""
         losses = []
         # The outputs are the logits: merging them would copy the largest tensor of the step.
         self.schedule.step(*self.inputs, target=self.targets, losses=losses, return_outputs=False)
@@ -205,7 +223,20 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
     nn.utils.clip_grads_with_norm_(parameters, limit, squared_norm.sqrt(), foreach=True)
 
 
-def run_rank(rank: int, run: RunConfig, options, count: int, port: int, results) -> None:
+def make_training(run: RunConfig, name: str) -> Training:
+    schedule = SCHEDULES[name]
+    return PipelinedTraining(run, schedule) if schedule else AccumulatedTraining(run)
+
+
+# -- processes: of this script, and of megatron_pipeline.py ----------------------------------------
+
+# From the preset and a schedule's name to the training of a process that has joined the others.
+MakeTraining = Callable[[RunConfig, str], Training]
+
+
+def run_rank(
+    rank: int, make: MakeTraining, run: RunConfig, options, count: int, port: int, results
+) -> None:
     """One process: joins the others, trains, and on rank 0 puts what it measured into `results`."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     torch.set_num_threads(options.threads)
@@ -213,9 +244,7 @@ def run_rank(rank: int, run: RunConfig, options, count: int, port: int, results)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=options.timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=limit)
-    schedule = SCHEDULES[options.schedule]
-    training = PipelinedTraining(run, schedule) if schedule else AccumulatedTraining(run)
-    measured = train(training, run.optimizer, options.warmup + options.steps)
+    measured = train(make(run, options.schedule), options.warmup + options.steps)
     if rank == 0:
         results.put(measured)
     dist.destroy_process_group()
@@ -226,19 +255,13 @@ def _end_with_launcher() -> None:
     os._exit(1)
 
 
-def train(
-    training: AccumulatedTraining | PipelinedTraining, config: OptimizerConfig, steps: int
-) -> tuple[list[float], list[float]]:
+def train(training: Training, steps: int) -> tuple[list[float], list[float]]:
     """Seconds (in the slowest process) and mean loss of each of `steps` steps."""
-    optimizer = make_optimizer(training.parameters, config)
     seconds, means = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps)
     for step in range(steps):
         dist.barrier()
         start = time.perf_counter()
-        losses = training.accumulate_gradients()
-        clip_gradients(training.parameters, config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses = training.step()
         seconds[step] = time.perf_counter() - start
         if losses:
             means[step] = torch.stack(losses).mean()
@@ -247,12 +270,14 @@ def train(
     return seconds.tolist(), means.tolist()
 
 
-def launch(run: RunConfig, options: argparse.Namespace, count: int) -> tuple[list, list]:
+def launch(
+    make: MakeTraining, run: RunConfig, options: argparse.Namespace, count: int
+) -> tuple[list, list]:
     """What `train` measured in `count` processes; leaves none. TimeoutError where time is up."""
     deadline = time.monotonic() + options.timeout_s
     results = mp.get_context("spawn").SimpleQueue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
-    arguments = (run, options, count, store.port, results)
+    arguments = (make, run, options, count, store.port, results)
     ranks = mp.spawn(run_rank, arguments, nprocs=count, join=False, daemon=True)
     try:
         while not ranks.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
@@ -265,9 +290,11 @@ def launch(run: RunConfig, options: argparse.Namespace, count: int) -> tuple[lis
             process.join()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b")
+def main(make: MakeTraining, schedules: Collection[str], trainer: str, about: str) -> int:
+    """Trains as the command line says, and prints what was measured. "none" takes one process."""
+    script = os.path.basename(sys.argv[0])
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--schedule", choices=tuple(schedules), default="1f1b")
     parser.add_argument("--stages", type=int, default=4, help="processes of the pipeline")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
@@ -276,21 +303,21 @@ def main() -> int:
     options = parser.parse_args()
     if options.stages < 1:
         parser.error(f"--stages {options.stages} must be at least 1")
-    run, schedule = preset("bench-s"), SCHEDULES[options.schedule]
-    run = replace(run, layout=replace(run.layout, pipe=options.stages))
-    count = options.stages if schedule else 1
     if min(options.steps, options.timeout_s) < 1 or min(options.warmup, options.threads) < 0:
         parser.error("--steps and --timeout-s must be at least 1, --warmup and --threads 0")
+    run = preset("bench-s")
+    run = replace(run, layout=replace(run.layout, pipe=options.stages))
+    count = 1 if options.schedule == "none" else options.stages
     options.threads = options.threads or max(1, torch.get_num_threads() // count)
     try:
-        step_s, losses = launch(run, options, count)
+        step_s, losses = launch(make, run, options, count)
     except (TimeoutError, mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-        print(f"torch_pipeline.py: {error}", file=sys.stderr)
+        print(f"{script}: {error}", file=sys.stderr)
         return 1
     timed_s = [round(seconds, 4) for seconds in step_s[options.warmup :]]
     print(json.dumps({
-        "trainer": f"torch.distributed.pipelining {options.schedule}" if schedule else "torch",
-        "torch": torch.__version__, "processes": count, "threads": options.threads,
+        "trainer": f"{trainer} {options.schedule}", "torch": torch.__version__,
+        "processes": count, "threads": options.threads,
         "step_s": timed_s, "median_s": statistics.median(timed_s),
         "loss_first": losses[0], "loss_last": losses[-1],
     }))  # fmt: skip
@@ -298,4 +325,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(make_training, SCHEDULES, "torch.distributed.pipelining", __doc__))

@@ -46,8 +46,8 @@ def use_virtual_devices(count: int) -> None:
     # since a device's collectives run in order: with no more threads than devices, those that wait
     # can keep those that are waited for from running, and the program hangs. The rest compute, one
     # for each core: an operation is cut up among all threads, and smaller pieces take longer. With
-    # 8 threads in place of 6, for four devices on two cores, a step of bench-s took 12 to 25 %
-    # longer, in three pairs of runs.
+    # 8 threads in place of 6, for four devices on two cores, a step of bench-s took 1 % less to
+    # 25 % longer in six pairs of runs, 11 % longer at the median.
     os.environ.setdefault("NPROC", str(count + usable_cores()))
     if "jax" in sys.modules and not _started_jax():
         import jax  # it has read this variable already, when it was imported
@@ -63,7 +63,8 @@ def keep_freed_memory() -> None:
     XLA's CPU client frees a step's temporary buffers at its end. glibc gives blocks of that size
     back to the system, and the next step pays a page fault for every 4 KiB that it writes: with
     bench-s on four devices, 0.25 s of the system's time a step and 7 % of all CPU time. In pages of
-    2 MiB, which are looked up more quickly, a step took 4 to 19 % less again, in three pairs.
+    2 MiB, which are looked up more quickly, a step took 4 to 19 % less again, in three pairs. The
+    heap is larger than four devices' bench-s: what it grows by later is of small pages.
     """
     try:
         libc = ctypes.CDLL(None)
