@@ -9,9 +9,8 @@ next begins. Nothing else should run: on a busy machine the ratios mean little. 
 not installed are left out.
 
 Expected time: fifteen minutes on two idle cores; with --rounds 1 --torch 1f1b two and a half.
-Expected result: with more stages than cores the sides are level, within the machine's noise, since
-the bubble of one process is another's time; with a core for each stage (--stages 2 on two cores)
-ours are ahead.
+Expected result: torch and ours are level, within the machine's noise (10 to 30 %), and Megatron's
+behind. With more stages than cores no schedule gains: the bubble of one process is another's time.
 
     python experiments/bench_peers.py --rounds 5 --torch 1f1b interleaved --json peers.json
 """
