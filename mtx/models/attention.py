@@ -105,13 +105,12 @@ def _in_a_row(a_BgR):
 
 def _projected_like(projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS) -> Projected:
     """Gradients in the order and type of what was projected."""
-    dk_BgSK, dv_BgSK = jnp.swapaxes(dk_BgKS, 2, 3), jnp.swapaxes(dv_BgKS, 2, 3)
+    dtype = projected[0].dtype
+    dq_BShK = jnp.swapaxes(_in_a_row(dq_BgRSK), 1, 2).astype(dtype)
+    dk_BSgK, dv_BSgK = (jnp.transpose(d, (0, 3, 1, 2)).astype(dtype) for d in (dk_BgKS, dv_BgKS))
     if len(projected) == 1:
-        dqkv_nBhSK = jnp.stack([dq_BgRSK[:, :, 0], dk_BgSK, dv_BgSK])
-        return (jnp.transpose(dqkv_nBhSK.astype(projected[0].dtype), (1, 3, 0, 2, 4)),)
-    dkv_nBgSK = jnp.stack([dk_BgSK, dv_BgSK]).astype(projected[1].dtype)
-    dq_BShK = jnp.swapaxes(_in_a_row(dq_BgRSK), 1, 2).astype(projected[0].dtype)
-    return dq_BShK, jnp.transpose(dkv_nBgSK, (1, 3, 0, 2, 4))
+        return (jnp.stack([dq_BShK, dk_BSgK, dv_BSgK], axis=2),)
+    return dq_BShK, jnp.stack([dk_BSgK, dv_BSgK], axis=2)
 
 
 # -- a block of queries ----------------------------------------------------------------------------

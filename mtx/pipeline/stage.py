@@ -226,9 +226,11 @@ class Kept(NamedTuple):
 
 def write(array, value, *index):
     """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
-    value = value[(None,) * len(index)]
-    start = (*index, *(0 for _ in range(array.ndim - len(index))))
-    return lax.dynamic_update_slice(array, value, start)
+    return lax.dynamic_update_slice(array, value[(None,) * len(index)], _origin(array, index))
+
+
+def _origin(array, index):
+    return (*index, *(0 for _ in range(array.ndim - len(index))))
 
 
 def write_each(arrays, values, *index):
@@ -241,6 +243,8 @@ def _accumulate(totals, gradients, *index):
     def add(total, g):
         if total is None or g is None:
             return total
-        return write(total, total[index] + g.astype(total.dtype), *index)
+        # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
+        g, start = g[(None,) * len(index)].astype(total.dtype), _origin(total, index)
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, g.shape) + g, start)
 
     return jax.tree.map(add, totals, gradients, is_leaf=lambda a: a is None)

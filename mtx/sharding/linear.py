@@ -42,9 +42,10 @@ def _product(x, w, inputs: int):
 
 def _input_gradient(dy, w, inputs: int):
     """dy[..., outputs] times w[inputs..., outputs]."""
-    outputs = w.ndim - inputs
-    contract = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim))
-    return lax.dot_general(dy, w, (contract, ((), ())))
+    # One dim of outputs: with several, XLA transposes w for CPUs, in every backward pass.
+    rows = dy.shape[: dy.ndim - (w.ndim - inputs)]
+    dy, w = dy.reshape(*rows, -1), w.reshape(*w.shape[:inputs], -1)
+    return lax.dot_general(dy, w, (((len(rows),), (inputs,)), ((), ())))
 
 
 def _weight_gradient(x, dy):
@@ -132,6 +133,25 @@ def _column_products_backward(repeats, axes, saved, dys):
 column_products.defvjp(_column_products_forward, _column_products_backward)
 
 
+@jax.custom_vjp
+def add_bias(y, b):
+    """y[B, S, *outputs] + b[*outputs]"""
+    return y + b
+
+
+def _add_bias_forward(y, b):
+    return y + b, None
+
+
+def _add_bias_backward(_, dy):
+    # Summed as the matrix that the matmuls take: XLA would copy dy once more in the shape of b.
+    dy_NF = dy.reshape(dy.shape[0] * dy.shape[1], -1)
+    return dy, dy_NF.sum(axis=0).reshape(dy.shape[2:])
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
 class ColumnLinear(nnx.Module):
     """y = x W + b with W [inputs, *outputs], split over `tensor` along the output dim `split`."""
 
@@ -147,7 +167,7 @@ class ColumnLinear(nnx.Module):
     def __call__(self, x):
         """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs]"""
         (y,) = column_products(x, (self.w[...],), (None,), self.axes)
-        return checkpoint_name(y + self.b[...] if self.bias else y, MATMUL_OUTPUT)
+        return checkpoint_name(add_bias(y, self.b[...]) if self.bias else y, MATMUL_OUTPUT)
 
 
 class RowLinear(nnx.Module):
@@ -169,7 +189,7 @@ class RowLinear(nnx.Module):
             y = scatter_sequence(partial_BSD, self.axes.tensor)
         else:
             y = reduce_from(partial_BSD, self.axes.tensor)
-        return checkpoint_name(y + self.b[...] if self.bias else y, MATMUL_OUTPUT)
+        return checkpoint_name(add_bias(y, self.b[...]) if self.bias else y, MATMUL_OUTPUT)
 
 
 def output_std(init_std: float, layers: int) -> float:

@@ -20,11 +20,20 @@ from mtx.sharding.collectives import copy_to, gather_sequence, reduce_from, scat
 from mtx.sharding.mesh import Axes
 
 
-def _ids(table_vD, axes: Axes):
+def _first(rows: int, axes: Axes):
+    """The vocabulary id of the first of this device's rows."""
+    return lax.axis_index(axes.vocab) * rows if axes.vocab else 0
+
+
+def _ids(rows: int, axes: Axes):
     """int32 [v]: the vocabulary ids of this device's rows."""
-    rows = table_vD.shape[0]
-    first = lax.axis_index(axes.vocab) * rows if axes.vocab else 0
-    return first + jnp.arange(rows, dtype=jnp.int32)
+    return _first(rows, axes) + jnp.arange(rows, dtype=jnp.int32)
+
+
+def _rows(ids_BS, rows: int, axes: Axes):
+    """(where these ids stand among this device's rows, whether they are there at all)"""
+    local_BS = ids_BS - _first(rows, axes)
+    return jnp.clip(local_BS, 0, rows - 1), (local_BS >= 0) & (local_BS < rows)
 
 
 def embed_tokens(table_vD, tokens_BS, axes: Axes):
@@ -33,10 +42,8 @@ def embed_tokens(table_vD, tokens_BS, axes: Axes):
     Forward: all-reduce over `pipe`, reduce-scatter (all-reduce without sequence parallelism) over
     `tensor`. Backward: all-gather over `tensor`; expects the same gradient on every stage.
     """
-    rows = table_vD.shape[0]
-    local_BS = tokens_BS - _ids(table_vD, axes)[0]
-    mine_BS = (local_BS >= 0) & (local_BS < rows)
-    x_BSD = table_vD[jnp.clip(local_BS, 0, rows - 1)] * mine_BS[..., None].astype(table_vD.dtype)
+    rows_BS, mine_BS = _rows(tokens_BS, table_vD.shape[0], axes)
+    x_BSD = table_vD[rows_BS] * mine_BS[..., None].astype(table_vD.dtype)
     if axes.sequence_parallel:
         return reduce_from(scatter_sequence(x_BSD, axes.tensor), axes.pipe)
     return reduce_from(x_BSD, axes.vocab)
@@ -57,7 +64,10 @@ def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes, bias_v=None):
     )
     if bias_v is not None:
         logits_BSv += bias_v.astype(jnp.float32)
-    return jnp.where(_ids(table_vD, axes) < vocab, logits_BSv, -jnp.inf)
+    rows = table_vD.shape[0]
+    if rows * (lax.axis_size(axes.vocab) if axes.vocab else 1) == vocab:  # none is padded
+        return logits_BSv
+    return jnp.where(_ids(rows, axes) < vocab, logits_BSv, -jnp.inf)
 
 
 def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None):
@@ -76,22 +86,25 @@ def vocab_scores(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=Non
     vocabulary (the first of several). Not to be differentiated."""
     x_BSD = _enter_head(x_BsD, axes)
     logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v)
-    loss_BS, largest_BS, _ = _from_logits(logits_BSv, _ids(table_vD, axes), targets_BS, axes)
+    loss_BS, largest_BS, _ = _from_logits(logits_BSv, targets_BS, axes)
     is_largest_BSv = logits_BSv == largest_BS[..., None]
-    first_BS = jnp.where(is_largest_BSv, _ids(table_vD, axes), vocab).min(axis=-1)
+    first_BS = jnp.where(is_largest_BSv, _ids(table_vD.shape[0], axes), vocab).min(axis=-1)
     if axes.vocab:
         first_BS = lax.pmin(first_BS, axes.vocab)
     return loss_BS, (first_BS == targets_BS).astype(jnp.float32)
 
 
-def _from_logits(logits_BSv, ids_v, targets_BS, axes: Axes):
+def _from_logits(logits_BSv, targets_BS, axes: Axes):
     """(loss_BS, largest_BS, the gradient of each loss with respect to logits_BSv)"""
+    shard = logits_BSv.shape[-1]
     largest_BS = logits_BSv.max(axis=-1)
     if axes.vocab:
         largest_BS = lax.pmax(largest_BS, axes.vocab)
     shifted_BSv = logits_BSv - largest_BS[..., None]
-    is_target_BSv = ids_v == targets_BS[..., None]
-    target_BS = jnp.where(is_target_BSv, shifted_BSv, 0.0).sum(axis=-1)
+    rows_BS, mine_BS = _rows(targets_BS, shard, axes)
+    picked_BS = jnp.take_along_axis(logits_BSv, rows_BS[..., None], axis=-1)[..., 0] - largest_BS
+    target_BS = jnp.where(mine_BS, picked_BS, 0.0)
+    is_target_BSv = _ids(shard, axes) == targets_BS[..., None]
     total_BS = jnp.exp(shifted_BSv).sum(axis=-1)
     if axes.vocab:
         target_BS, total_BS = lax.psum((target_BS, total_BS), axes.vocab)
@@ -106,7 +119,7 @@ def _losses(x_BSD, table_vD, bias_v, targets_BS, vocab: int, axes: Axes):
 
 def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes):
     logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v)
-    loss_BS, _, error_BSv = _from_logits(logits_BSv, _ids(table_vD, axes), targets_BS, axes)
+    loss_BS, _, error_BSv = _from_logits(logits_BSv, targets_BS, axes)
     # The row's factor is still to come: it is applied to x and dx, [B, S, D].
     return loss_BS, (x_BSD, table_vD, bias_v, error_BSv.astype(x_BSD.dtype))
 
