@@ -3,6 +3,7 @@ table says so, and the state donated."""
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.models.gpt import GPT
 from mtx.pipeline.vjp import LayerVJP
+from mtx.plan.hlo import read_program
 from mtx.train.step import Trainer
 
 # Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.
@@ -106,6 +108,26 @@ def test_temporary_memory_is_flat_in_the_microbatches(layout):
     growth = memory(layout, many).temp_size_in_bytes - memory(layout, few).temp_size_in_bytes
     rows_bytes = 3 * 4 * MODEL.sequence  # tokens, targets, weights of a microbatch
     assert growth <= 2 * (many - few) * rows_bytes
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_gradients_are_added_to_in_place(schedule):
+    """No part of an accumulator, float32 [C, N, ...], is copied to be added to: the layers'
+    parameters have the same shapes, but are bfloat16 by then."""
+    layout = Layout(pipe=4, schedule=schedule, virtual=2)
+    model = replace(MODEL, compute_dtype="bfloat16")
+    trainer = Trainer(RunConfig(model=model, layout=layout, global_batch=MICROBATCHES))
+    last = [
+        list(computation.values())[-1]
+        for computation in read_program(trainer.compile_step().as_text()).computations.values()
+    ]
+    params = jax.eval_shape(functools.partial(GPT(model).init_block, 0), 0)
+    parts = {(1, 1, *a.shape) for a in jax.tree.leaves(params) if a.ndim > 1}
+    sliced = [i.shapes[0] for i in last if i.opcode == "dynamic-slice"]
+    assert not {shape for shape in sliced if shape.dims in parts and shape.dtype == "f32"}
+    updated = [i.shapes[0] for i in last if i.opcode == "dynamic-update-slice"]
+    wholes = {(2, *part[1:]) for part in parts}
+    assert wholes <= {shape.dims for shape in updated if shape.dtype == "f32"}
 
 
 def state_bytes(layout: Layout) -> int:

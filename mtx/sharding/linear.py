@@ -42,10 +42,11 @@ def _product(x, w, inputs: int):
 
 def _input_gradient(dy, w, inputs: int):
     """dy[..., outputs] times w[inputs..., outputs]."""
-    # One dim of outputs: with several, XLA transposes w for CPUs, in every backward pass.
-    rows = dy.shape[: dy.ndim - (w.ndim - inputs)]
-    dy, w = dy.reshape(*rows, -1), w.reshape(*w.shape[:inputs], -1)
-    return lax.dot_general(dy, w, (((len(rows),), (inputs,)), ((), ())))
+    # As matrices: of tensors, XLA transposes w for CPUs, in every backward pass.
+    rows, shape = dy.shape[: dy.ndim - (w.ndim - inputs)], w.shape[:inputs]
+    dy, w = dy.reshape(*rows, -1), w.reshape(math.prod(shape), -1)
+    dx = lax.dot_general(dy, w, (((len(rows),), (1,)), ((), ())))
+    return dx.reshape(*rows, *shape)
 
 
 def _weight_gradient(x, dy):
