@@ -42,11 +42,9 @@ def _product(x, w, inputs: int):
 
 def _input_gradient(dy, w, inputs: int):
     """dy[..., outputs] times w[inputs..., outputs]."""
-    # As matrices: of tensors, XLA transposes w for CPUs, in every backward pass.
-    rows, shape = dy.shape[: dy.ndim - (w.ndim - inputs)], w.shape[:inputs]
-    dy, w = dy.reshape(*rows, -1), w.reshape(math.prod(shape), -1)
-    dx = lax.dot_general(dy, w, (((len(rows),), (1,)), ((), ())))
-    return dx.reshape(*rows, *shape)
+    outputs = w.ndim - inputs
+    contract = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim))
+    return lax.dot_general(dy, w, (contract, ((), ())))
 
 
 def _weight_gradient(x, dy):
