@@ -29,6 +29,30 @@ def events(run: RunConfig, kind: str) -> list[dict]:
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
+@pytest.mark.parametrize("failing, kept", [(2, [3, 4]), (3, [2, 4])])
+def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, failing, kept):
+    """Even where the failure is not noticed before the next save is due."""
+    run = RunConfig(
+        model=MODEL, global_batch=4, steps=4, save_every=1, eval_every=0, eval_batches=1,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    write_parts, writes = commit.write_parts, []
+
+    def full_once(path, parts):
+        writes.append(path)
+        if len(writes) == failing:
+            raise OSError(28, "No space left on device")
+        return write_parts(path, parts)
+
+    monkeypatch.setattr(commit, "write_parts", full_once)
+    monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
+    _, text = printed(run)
+    assert f"NOT SAVED  step {failing}: no checkpoint can be written" in text
+    assert [event["step"] for event in events(run, "save_failed")] == [failing]
+    assert Checkpoints(run.out).steps() == kept
+    assert not caplog.records  # Orbax's traceback, for one
+
+
 def test_a_full_disk_and_a_flipped_bit(tmp_path, monkeypatch):
     run = RunConfig(
         model=MODEL, global_batch=4, steps=4, save_every=1, eval_every=0, eval_batches=1,

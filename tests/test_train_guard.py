@@ -10,6 +10,7 @@ import reference
 from rich.console import Console
 
 import mtx
+from mtx.checkpoint import commit
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import TokenCorpus
@@ -157,6 +158,35 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, monkeypatch
     assert steps == [*range(1, 9), *range(5, 13)]
     assert records_of(tmp_path, "end")[0]["rollbacks"] == 1
     assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
+
+
+def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch):
+    """That it has is noticed only when the run goes back."""
+    batch, write_parts, writes = TokenCorpus.batch, commit.write_parts, []
+
+    def poisoned(self, after, rows, local=None):
+        made = batch(self, after, rows, local)
+        if after == 7 * rows:
+            made["targets"][:] = 255
+        return made
+
+    def full_once(path, parts):
+        writes.append(path)
+        if len(writes) == 2:
+            raise OSError(28, "No space left on device")
+        return write_parts(path, parts)
+
+    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    monkeypatch.setattr(commit, "write_parts", full_once)
+    monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
+    run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
+    run = dataclasses.replace(run, save_every=3)
+    assert train(run, console=Console(quiet=True)).rollbacks == 1
+    assert [failed["step"] for failed in records_of(tmp_path, "save_failed")] == [6]
+    (event,) = records_of(tmp_path, "rollback")
+    assert event["step"] == 3
+    steps = [record["step"] for record in records_of(tmp_path, "step")]
+    assert steps == [*range(1, 9), *range(4, 13)]
 
 
 def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp_path, monkeypatch):

@@ -74,8 +74,10 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *exception) -> None:
-        self.wait()
+    def __exit__(self, kind, *exception) -> None:
+        told = contextlib.nullcontext() if kind is None else contextlib.suppress(UserError)
+        with told:  # the first fault is the one to tell
+            self.wait()
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class Checkpoints:
                 "extra": extra or {},
             },
         )
-        with self._writing(), _quiet_orbax():
+        with self._writing():
             self._checkpointer.save(self._path(step), contents)
         self._finishing = self._thread.submit(self._finish)
         return self._path(step)
@@ -139,6 +141,7 @@ class Checkpoints:
     @property
     def _checkpointer(self) -> ocp.AsyncCheckpointer:
         if self._writer is None:
+            logging.getLogger("absl").addFilter(_no_traceback)
             self._writer = ocp.AsyncCheckpointer(
                 Writer(timeout_s=_TIMEOUT_S),
                 async_options=ocp.AsyncOptions(
@@ -184,8 +187,7 @@ class Checkpoints:
 
     def _finish(self) -> None:
         """Waits for the save, in the background, and deletes what is too old."""
-        with _quiet_orbax():
-            self._checkpointer.wait_until_finished()
+        self._checkpointer.wait_until_finished()
         if jax.process_index():
             return
         sync_directory(self.directory)  # the rename
@@ -397,15 +399,9 @@ class Checkpoints:
         raise UserError(f"{self.directory} {what}; name the `out` of a training run that has saved")
 
 
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Without the tracebacks that Orbax logs: what it cannot write is told by `_writing`."""
-    logger = logging.getLogger("absl")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
+def _no_traceback(record: logging.LogRecord) -> bool:
+    """False for what Orbax's thread logs of a save that failed: `_writing` tells it in a line."""
+    return record.threadName != "async_save" or record.levelno < logging.ERROR
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ Everything is on the disk before the rename.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -79,7 +80,7 @@ class Writer(ocp.AsyncCheckpointHandler):
 
         decided = agree("save", said, complete, timeout_s=self._timeout_s)
         if decided:
-            raise OSError(decided.removeprefix(_FAILED))
+            raise OSError(errno.EIO, decided.removeprefix(_FAILED))
 
 
 @ocp.args.register_with_handler(Writer, for_save=True)

@@ -169,14 +169,14 @@ class Session:
                 if self._due(run.eval_every):
                     self._settle()
                     self._evaluate()
-                with self._going_on():
+                with self._going_on(self.saved):
                     self.checkpoints.poll()
                 if self._due(run.guard.compare_every) and not self._due(run.save_every):
                     self._settle()
                     self._compare()
                 if self._due(run.save_every):
                     self._settle()
-                    with self._going_on():
+                    with self._going_on(self.step):
                         self._save()
                 if self.watch.probe_due(self.step):
                     self._settle()
@@ -226,6 +226,8 @@ class Session:
         try:
             yield
         except RollBack as fault:
+            with self._going_on(self.saved):
+                self.checkpoints.wait()
             fault.consumed, fault.saved = self.consumed, self.saved
             raise
 
@@ -252,6 +254,8 @@ class Session:
         if self.trainer.run.guard.compare_every:
             self._compare()
         with self.watch.during("save"), self.clock("save") as seconds:
+            with self._going_on(self.saved):  # that the one before failed is no reason to skip this
+                self.checkpoints.wait()
             path = self.checkpoints.save(
                 self.trainer,
                 self.state,
@@ -266,14 +270,15 @@ class Session:
         self.log.write("save", saved | {"seconds": seconds()})
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """A save that fails on the way stops nothing: the state is whole, and the next is due."""
+    def _going_on(self, step: int | None) -> Iterator[None]:
+        """A save, of `step`, that fails on the way stops nothing: the state is whole, and the next
+        is due."""
         try:
             yield
         except UserError as error:
             self.saved = self.checkpoints.latest()
-            self.report.line(f"NOT SAVED  at step {self.step:,}: {error}")
-            self.log.write("save_failed", {"step": self.step, "what": str(error)})
+            self.report.line(f"NOT SAVED  step {step:,}: {error}")
+            self.log.write("save_failed", {"step": step, "what": str(error)})
 
     def _next_batch(self):
         with self.watch.during("batch"):
