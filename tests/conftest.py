@@ -1,7 +1,9 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
 import os
+import signal
 
+import pytest
 from hypothesis import settings
 
 from mtx.launch.start import use_virtual_devices
@@ -22,3 +24,11 @@ use_virtual_devices(8)
 
 settings.register_profile("mtx", deadline=None)
 settings.load_profile("mtx")
+
+
+@pytest.fixture
+def usual_interrupt():
+    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

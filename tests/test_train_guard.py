@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import numpy as np
@@ -158,6 +160,29 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, monkeypatch
     assert steps == [*range(1, 9), *range(5, 13)]
     assert records_of(tmp_path, "end")[0]["rollbacks"] == 1
     assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
+
+
+def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, monkeypatch, usual_interrupt):
+    batch = TokenCorpus.batch
+
+    def poisoned(self, after, rows, local=None):
+        made = batch(self, after, rows, local)
+        if after == 7 * rows:
+            made["targets"][:] = 255
+        return made
+
+    def ask(record):
+        if record.step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
+    with pytest.raises(KeyboardInterrupt):
+        train(run, console=Console(quiet=True), on_step=ask)
+    assert len(records_of(tmp_path, "start")) == 1
+    assert Checkpoints(tmp_path).steps() == [4]
+    assert not train(run, console=Console(quiet=True)).interrupted  # which goes on from there
+    assert [record["step"] for record in records_of(tmp_path, "start")] == [0, 4]
 
 
 def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch):

@@ -252,14 +252,6 @@ def test_out_that_cannot_be_written(tmp_path):
 # -- stopping --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def usual_interrupt():
-    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_a_second_request_has_its_usual_effect(usual_interrupt):
     with stop_requests() as stop:
         assert not stop(0)

@@ -32,6 +32,12 @@ class StopRequests:
         if self._several and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def leave(self) -> None:
+        """Gives the signal that has come, if one has, its usual effect: the run cannot end as it
+        was asked to. Several processes stop at the step that they have agreed on."""
+        if self._signal is not None and not self._several:
+            os.kill(os.getpid(), self._signal)
+
     @property
     def exit(self) -> Exit:
         """What a run that was stopped ends with, by the signal that this process got; one that

@@ -105,7 +105,11 @@ class Session:
         self._evaluate()
         self.startup.mark("held-out loss")
         with stop_requests() as stop:
-            self._train(train_step, stop)
+            try:
+                self._train(train_step, stop)
+            except RollBack:
+                stop.leave()
+                raise
             interrupted = self.step < self.trainer.run.steps
             self.exit = stop.exit if interrupted else Exit.FINISHED
             if not interrupted:
