@@ -32,3 +32,22 @@ def usual_interrupt():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """full_disk(2): the second save of this test finds no room."""
+    from mtx.checkpoint import commit
+
+    def on_save(failing):
+        write_parts, writes = commit.write_parts, []
+
+        def full_once(path, parts):
+            writes.append(path)
+            if len(writes) == failing:
+                raise OSError(28, "No space left on device")
+            return write_parts(path, parts)
+
+        monkeypatch.setattr(commit, "write_parts", full_once)
+
+    return on_save

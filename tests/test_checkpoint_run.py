@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mtx.checkpoint import commit
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import ModelConfig, RunConfig
 from mtx.errors import UserError
@@ -30,21 +29,13 @@ def events(run: RunConfig, kind: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("failing, kept", [(2, [3, 4]), (3, [2, 4])])
-def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, failing, kept):
+def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, full_disk, failing, kept):
     """Even where the failure is not noticed before the next save is due."""
     run = RunConfig(
         model=MODEL, global_batch=4, steps=4, save_every=1, eval_every=0, eval_batches=1,
         out=str(tmp_path / "run"),
     )  # fmt: skip
-    write_parts, writes = commit.write_parts, []
-
-    def full_once(path, parts):
-        writes.append(path)
-        if len(writes) == failing:
-            raise OSError(28, "No space left on device")
-        return write_parts(path, parts)
-
-    monkeypatch.setattr(commit, "write_parts", full_once)
+    full_disk(failing)
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
     _, text = printed(run)
     assert f"NOT SAVED  step {failing}: no checkpoint can be written" in text
@@ -53,20 +44,12 @@ def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, failing, ke
     assert not caplog.records  # Orbax's traceback, for one
 
 
-def test_a_full_disk_and_a_flipped_bit(tmp_path, monkeypatch):
+def test_a_full_disk_and_a_flipped_bit(tmp_path, full_disk):
     run = RunConfig(
         model=MODEL, global_batch=4, steps=4, save_every=1, eval_every=0, eval_batches=1,
         out=str(tmp_path / "run"),
     )  # fmt: skip
-    write_parts, writes = commit.write_parts, []
-
-    def full_at_step_2(path, parts):
-        writes.append(path)
-        if len(writes) == 2:
-            raise OSError(28, "No space left on device")
-        return write_parts(path, parts)
-
-    monkeypatch.setattr(commit, "write_parts", full_at_step_2)
+    full_disk(2)
     losses, text = printed(run)
     assert "NOT SAVED" in text and "process 0: No space left on device" in text
     assert len(events(run, "save_failed")) == 1

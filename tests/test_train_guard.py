@@ -12,7 +12,6 @@ import reference
 from rich.console import Console
 
 import mtx
-from mtx.checkpoint import commit
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import TokenCorpus
@@ -138,18 +137,21 @@ def records_of(out, kind):
     return [line for line in lines if line["kind"] == kind]
 
 
-def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, monkeypatch):
+@pytest.fixture
+def spike(monkeypatch):
     """The batch after seven steps is made of one token: its loss is far from the usual."""
-    batch, consumed = TokenCorpus.batch, []
+    batch = TokenCorpus.batch
 
     def poisoned(self, after, rows, local=None):
         made = batch(self, after, rows, local)
-        consumed.append(after)
         if after == 7 * rows:
             made["targets"][:] = 255
         return made
 
     monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+
+
+def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike):
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
     summary = train(run, console=Console(quiet=True))
     assert summary.rollbacks == 1
@@ -162,20 +164,11 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, monkeypatch
     assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
 
 
-def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, monkeypatch, usual_interrupt):
-    batch = TokenCorpus.batch
-
-    def poisoned(self, after, rows, local=None):
-        made = batch(self, after, rows, local)
-        if after == 7 * rows:
-            made["targets"][:] = 255
-        return made
-
+def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, spike, usual_interrupt):
     def ask(record):
         if record.step == 8:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
     with pytest.raises(KeyboardInterrupt):
         train(run, console=Console(quiet=True), on_step=ask)
@@ -185,24 +178,9 @@ def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, monkeypatch, us
     assert [record["step"] for record in records_of(tmp_path, "start")] == [0, 4]
 
 
-def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch):
+def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, spike, full_disk):
     """That it has is noticed only when the run goes back."""
-    batch, write_parts, writes = TokenCorpus.batch, commit.write_parts, []
-
-    def poisoned(self, after, rows, local=None):
-        made = batch(self, after, rows, local)
-        if after == 7 * rows:
-            made["targets"][:] = 255
-        return made
-
-    def full_once(path, parts):
-        writes.append(path)
-        if len(writes) == 2:
-            raise OSError(28, "No space left on device")
-        return write_parts(path, parts)
-
-    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
-    monkeypatch.setattr(commit, "write_parts", full_once)
+    full_disk(2)
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
     run = dataclasses.replace(run, save_every=3)
