@@ -16,6 +16,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import TokenCorpus
 from mtx.errors import UserError
+from mtx.launch.exits import Exit
 from mtx.train.audit import Audit
 from mtx.train.guard import Guard, RollBack, refuse_to_go_back
 from mtx.train.loop import train
@@ -164,18 +165,37 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike):
     assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
 
 
-def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, spike, usual_interrupt):
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_run_that_was_asked_to_stop_does_not_go_back(
+    tmp_path, spike, usual_interrupt, number, raised
+):
     def ask(record):
         if record.step == 8:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised) as left:
         train(run, console=Console(quiet=True), on_step=ask)
+    assert raised is KeyboardInterrupt or left.value.code == Exit.PREEMPTED
     assert len(records_of(tmp_path, "start")) == 1
     assert Checkpoints(tmp_path).steps() == [4]
     assert not train(run, console=Console(quiet=True)).interrupted  # which goes on from there
     assert [record["step"] for record in records_of(tmp_path, "start")] == [0, 4]
+
+
+def test_nor_where_replicas_are_found_apart_before_the_last_save(
+    tmp_path, monkeypatch, usual_interrupt
+):
+    def ask(record):
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Audit, "differences", lambda self, state: ["['params'] differs"])
+    with pytest.raises(KeyboardInterrupt):
+        train(run_of(tmp_path), console=Console(quiet=True), on_step=ask)
+    assert len(records_of(tmp_path, "start")) == 1 and not Checkpoints(tmp_path).steps()
 
 
 def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, spike, full_disk):

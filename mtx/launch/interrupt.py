@@ -33,10 +33,12 @@ class StopRequests:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def leave(self) -> None:
-        """Gives the signal that has come, if one has, its usual effect: the run cannot end as it
-        was asked to. Several processes stop at the step that they have agreed on."""
-        if self._signal is not None and not self._several:
-            os.kill(os.getpid(), self._signal)
+        """Ends the run here where a signal has come, since it cannot end as it was asked to:
+        KeyboardInterrupt, or SystemExit with `exit`. Several processes stop at the step that they
+        have agreed on."""
+        if self._signal is None or self._several:
+            return
+        raise KeyboardInterrupt if self._signal == signal.SIGINT else SystemExit(self.exit)
 
     @property
     def exit(self) -> Exit:

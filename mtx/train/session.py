@@ -18,7 +18,7 @@ from mtx.config import to_dict
 from mtx.data import TokenCorpus
 from mtx.errors import UserError
 from mtx.launch.exits import Exit
-from mtx.launch.interrupt import stop_requests
+from mtx.launch.interrupt import StopRequests, stop_requests
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch
 from mtx.plan.flops import parameters
@@ -106,21 +106,26 @@ class Session:
         self.startup.mark("held-out loss")
         with stop_requests() as stop:
             try:
-                self._train(train_step, stop)
+                interrupted = self._train_and_save(train_step, stop)
             except RollBack:
                 stop.leave()
                 raise
-            interrupted = self.step < self.trainer.run.steps
-            self.exit = stop.exit if interrupted else Exit.FINISHED
-            if not interrupted:
-                self._evaluate()
-            if self.saved != self.step:
-                self._save()
-            with self.watch.during("save"), self.clock("save"):
-                self.checkpoints.wait()
         return self._end(interrupted)
 
     # -- parts of a run ---------------------------------------------------------------------------
+
+    def _train_and_save(self, train_step: Callable, stop: StopRequests) -> bool:
+        """Whether it was stopped before the end."""
+        self._train(train_step, stop)
+        interrupted = self.step < self.trainer.run.steps
+        self.exit = stop.exit if interrupted else Exit.FINISHED
+        if not interrupted:
+            self._evaluate()
+        if self.saved != self.step:
+            self._save()
+        with self.watch.during("save"), self.clock("save"):
+            self.checkpoints.wait()
+        return interrupted
 
     def _compile(self, *, training: bool = True) -> Callable | None:
         """The compiled step, where there is training to do. With it all else that exchanges
