@@ -1,16 +1,19 @@
-"""Our pipeline against PyTorch's and Megatron's: the same model on the same cores, in turn.
+"""Our pipeline and PyTorch's, Megatron's, JaxPP's: the same model on the same cores, in turn.
 
     python experiments/bench_peers.py
 
 trains preset bench-s (float32, m = 8, four stages or --stages of them) in rounds. In each, every
-trainer is started anew, in processes of its own: ours, torch.distributed.pipelining's and
-Megatron-Core's. It takes two steps that do not count and then the timed ones, and ends before the
-next begins. Nothing else should run: on a busy machine the ratios mean little. Trainers that are
-not installed are left out.
+trainer is started anew, in processes of its own: ours, torch.distributed.pipelining's,
+Megatron-Core's and JaxPP's. It takes two steps that do not count and then the timed ones, and ends
+before the next begins. Nothing else should run: on a busy machine the ratios mean little. Trainers
+that are not installed are left out. JaxPP needs an older JAX than ours: --jaxpp-python names the
+interpreter of an environment that has both (peers/jaxpp_pipeline.py says which).
 
-Expected time: fifteen minutes on two idle cores; with --rounds 1 --torch 1f1b two and a half.
-Expected result: torch and ours are level, within the machine's noise (10 to 30 %), and Megatron's
-behind. With more stages than cores no schedule gains: the bubble of one process is another's time.
+Expected time: fifteen minutes on two idle cores, and with JaxPP, which compiles for long, twice as
+many; with --rounds 1 --torch 1f1b two and a half.
+Expected result: torch and ours are level, within the machine's noise (10 to 30 %), Megatron's and
+JaxPP's behind. With more stages than cores no schedule gains: the bubble of one process is
+another's time.
 
     python experiments/bench_peers.py --rounds 5 --torch 1f1b interleaved --json peers.json
 """
@@ -45,13 +48,15 @@ _HERE = Path(__file__).resolve()
 _SCRIPTS = {
     "torch": _HERE.parent / "peers" / "torch_pipeline.py",
     "megatron": _HERE.parent / "peers" / "megatron_pipeline.py",
+    "jaxpp": _HERE.parent / "peers" / "jaxpp_pipeline.py",
 }
 BASELINE = "torch 1f1b"
 TorchSchedule = Literal[
     "none", "1f1b", "gpipe", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev"
 ]
 MegatronSchedule = Literal["1f1b", "interleaved"]
-Side = Literal["mtx", "torch", "megatron"]
+JaxppSchedule = Literal["1f1b", "eager", "zero_bubble", "interleaved", "dualpipev"]
+Side = Literal["mtx", "torch", "megatron", "jaxpp"]
 OurRow = Literal["none", "1f1b", "interleaved", "interleaved_selective"]
 OURS: dict[OurRow, dict] = {  # changes of the preset's layout
     "none": {"pipe": 1},
@@ -68,12 +73,14 @@ _NOTES = (
     "one. Eager: the zero-bubble schedules refuse torch.compile.",
     "megatron: as torch, with Megatron-Core's layers and optimizer; without Transformer Engine its "
     "attention is not fused. The output layer is tied, and copied to the last stage.",
+    "jaxpp: one process, a device a stage, XLA's threads on all cores; our attention in blocks of "
+    "queries, untied output layer on the last stage, its own JAX.",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Times our pipeline, torch.distributed.pipelining and Megatron-Core in turn."""
+    """Times our pipeline, torch.distributed.pipelining, Megatron-Core and JaxPP in turn."""
 
     rounds: int = 3  # each starts every trainer once
     steps: int = 4  # timed, in every round
@@ -81,6 +88,8 @@ class Options:
     stages: int = 4  # of the pipelines; with as many as there are cores, each has one to itself
     torch: tuple[TorchSchedule, ...] = ("none", "1f1b", "interleaved", "interleaved_zb", "zbv")
     megatron: tuple[MegatronSchedule, ...] = ("1f1b", "interleaved")
+    jaxpp: tuple[JaxppSchedule, ...] = ("1f1b", "zero_bubble", "interleaved", "dualpipev")
+    jaxpp_python: str = ""  # the interpreter that has JaxPP; empty: this one
     timeout_s: int = 600  # for one trainer in one round
     json: str = ""  # FILE for everything that was measured
 
@@ -102,6 +111,7 @@ class Trained:
     side: Side
     schedule: str
     command: list[str]
+    python: str = sys.executable  # the interpreter that runs it
     records: list[dict] = field(default_factory=list)
 
     @property
@@ -159,6 +169,26 @@ def train_ours(options: OurOptions) -> dict:
 # --- the rounds -----------------------------------------------------------------------------------
 
 
+def interpreter_of(side: Side, options: Options) -> str:
+    """The Python that runs a side's trainers."""
+    return options.jaxpp_python if side == "jaxpp" and options.jaxpp_python else sys.executable
+
+
+def is_installed(side: Side, options: Options) -> bool:
+    """Whether a side's interpreter has its package. UserError for one named that has it not."""
+    python = interpreter_of(side, options)
+    if python == sys.executable:
+        return importlib.util.find_spec(side) is not None
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({side!r}) is None)"
+    try:
+        found = subprocess.run([python, "-c", look], capture_output=True, check=False).returncode
+    except OSError as error:
+        raise UserError(f"jaxpp_python={python} does not run: {error.strerror}") from None
+    if found:
+        raise UserError(f"jaxpp_python={python} has no package jaxpp: install it there")
+    return True
+
+
 def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
     """Who takes part, in turn: ours, and of the others those that are installed."""
     counts = [
@@ -170,13 +200,19 @@ def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
         Trained(side="mtx", schedule=name, command=[f"{_HERE}", "--ours", name, *counts])
         for name in OURS
     ]]  # fmt: skip
-    for side, names in (("torch", options.torch), ("megatron", options.megatron)):
+    schedules = {"torch": options.torch, "megatron": options.megatron, "jaxpp": options.jaxpp}
+    for side, names in schedules.items():
         if side in installed:
+            one_process = side == "jaxpp"  # the others are to end all of theirs in time
             sides.append([
                 Trained(
                     side=side,
                     schedule=name,
-                    command=[f"{_SCRIPTS[side]}", "--schedule", name, *counts, *limit],
+                    python=interpreter_of(side, options),
+                    command=[
+                        f"{_SCRIPTS[side]}", "--schedule", name, *counts,
+                        *([] if one_process else limit),
+                    ],
                 )
                 for name in names
             ])  # fmt: skip
@@ -184,13 +220,13 @@ def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
     return [trainer for trainer in in_turn if trainer]
 
 
-def run_once(command: list[str], timeout_s: float) -> dict:
+def run_once(command: list[str], timeout_s: float, python: str = sys.executable) -> dict:
     """The record that a trainer prints as its last line. TrainerFailed says what it said."""
     root = str(Path(mtx.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=timeout_s,
+            [python, *command], capture_output=True, text=True, timeout=timeout_s,
             env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -213,7 +249,8 @@ def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
                     continue
                 try:
                     # torch's own time limit comes first, since it ends all of its processes
-                    row.records.append(run_once(row.command, options.timeout_s + 30))
+                    record = run_once(row.command, options.timeout_s + 30, row.python)
+                    row.records.append(record)
                 except TrainerFailed as error:
                     if row.side == "mtx":
                         raise TrainerFailed(f"{row.name}: {error}") from None
@@ -313,7 +350,9 @@ def notes_of(result: dict) -> list[str]:
     ]
     measured = {row["side"] for row in result["rows"]}
     if missing := [side for side in _SCRIPTS if side not in measured]:
-        notes.append(f"Not measured: {' and '.join(missing)}. pip install 'mtx[peers]'")
+        notes.append(
+            f"Not measured: {', '.join(missing)}. pip install 'mtx[peers]'; jaxpp: --jaxpp-python"
+        )
     return notes
 
 
@@ -325,7 +364,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(list(arguments), Options(), prog="bench_peers.py")
     bench.check_path(options.json)
     machine = bench.describe_machine("jax", "jaxlib", "torch", "megatron-core")
-    rows = trainers(options, [side for side in _SCRIPTS if importlib.util.find_spec(side)])
+    rows = trainers(options, [side for side in _SCRIPTS if is_installed(side, options)])
     try:
         failed = run_rounds(rows, options)
         rows = [row for row in rows if row.name not in failed]

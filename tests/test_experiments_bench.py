@@ -1,5 +1,6 @@
 """The benchmarks: autodiff's pipeline computes what ours does, the tables say what was measured."""
 
+import ast
 import importlib
 import importlib.util
 import io
@@ -190,7 +191,7 @@ def test_peers_are_started_in_turn(peers):
     peers.check_losses(alone, MODEL.vocab)
     result = peers.result_of(alone, {}, options=options, machine=MACHINE)
     assert json.loads(json.dumps(result))["rows"][0]["speed_up"] is None
-    assert "torch and megatron. pip install" in peers.notes_of(result)[-1]
+    assert "torch, megatron, jaxpp. pip install" in peers.notes_of(result)[-1]
     lines = printed(peers, result)
     assert len(lines) == len(alone) + 3 and max(map(len, lines)) <= 100
     alone[1].records[0]["loss_last"] = 4.51
@@ -219,6 +220,34 @@ def test_peers_are_compared_round_by_round(peers):
     result = peers.result_of(rows, {}, options=peers.Options(), machine=MACHINE)
     speed_ups = {row["name"]: row["speed_up"] for row in result["rows"]}
     assert speed_ups["torch 1f1b"] == 1.0 and speed_ups["mtx 1f1b"] == 2.0  # of 1 and 3
+
+
+def test_jaxpp_runs_in_an_interpreter_of_its_own(peers):
+    options = peers.Options(jaxpp=("dualpipev",), jaxpp_python="/other/python")
+    (row,) = [row for row in peers.trainers(options, ["jaxpp"]) if row.side == "jaxpp"]
+    assert row.python == "/other/python" and row.command[1:3] == ["--schedule", "dualpipev"]
+    assert {row.python for row in peers.trainers(options, ["torch"])} == {sys.executable}
+    with pytest.raises(UserError, match="/other/python does not run: No such file"):
+        peers.is_installed("jaxpp", options)
+    tree = ast.parse(peers._SCRIPTS["jaxpp"].read_text())
+    (known,) = [
+        ast.literal_eval(line.value)
+        for line in tree.body
+        if isinstance(line, ast.Assign) and line.targets[0].id == "CHUNKS"
+    ]
+    assert set(typing.get_args(peers.JaxppSchedule)) == set(known)
+
+
+def test_jaxpp_is_asked_for_where_it_is_said_to_be(peers, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    options = peers.Options(jaxpp_python=f"{python}")
+    with pytest.raises(UserError, match="has no package jaxpp: install it there"):
+        peers.is_installed("jaxpp", options)
+    (tmp_path / "jaxpp").mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    assert peers.is_installed("jaxpp", options)
 
 
 def test_what_a_process_says_is_passed_on(peers):
