@@ -6,7 +6,7 @@ trains preset bench-s (float32, m = 8, four stages or --stages of them) in round
 trainer is started anew, in processes of its own: ours, torch.distributed.pipelining's,
 Megatron-Core's and JaxPP's. It takes two steps that do not count and then the timed ones, and ends
 before the next begins. Nothing else should run: on a busy machine the ratios mean little. Trainers
-that are not installed are left out. JaxPP needs an older JAX than ours: --jaxpp-python names the
+that are not installed are left out. JaxPP may need another JAX than ours: --jaxpp-python names the
 interpreter of an environment that has both (peers/jaxpp_pipeline.py says which).
 
 Expected time: fifteen minutes on two idle cores, and with JaxPP, which compiles for long, twice as

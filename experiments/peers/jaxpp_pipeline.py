@@ -4,14 +4,15 @@
 
 One process with a virtual device a stage trains our GPT with `jaxpp.treduce`; JaxPP compiles each
 stage's forward and backward as programs of their own, and sends by copies between the devices.
-Takes torch_pipeline.py's command line, and prints a line of JSON with the same fields.
+Its options are those of torch_pipeline.py that concern the schedule and the steps; it prints a line
+of JSON with the same fields, and `jax`, the version.
 
-JaxPP needs an older JAX than ours, hence an interpreter of its own: NVIDIA/jaxpp from its
-repository, with jax 0.8.1, optax and numpy (written for its commit cdadca7). Nothing else of mtx is
-imported than the configs, which need no JAX. What differs from ours: the output layer is untied and
-lies on the last stage, the learning rate is constant. What is the same: attention takes the queries
-in blocks, and activations are matrices, without which XLA transposes them for every weight
-gradient. Exit codes: 2 wrong arguments, 3 no JaxPP.
+Written for JaxPP's commit cdadca7 (github.com/NVIDIA/jaxpp), and run with jax 0.8.1, which is
+older than ours: hence an interpreter of its own, with optax and numpy. Of mtx it imports the
+configs alone, which need no JAX. What differs from ours: the output layer is untied and lies on the
+last stage, the learning rate is constant. What is the same: attention takes the queries in blocks,
+and activations are matrices, without which XLA transposes them for every weight gradient. Exit
+codes: 1 it failed, 2 wrong arguments, 3 no JaxPP.
 
 Shape letters: B rows · S sequence · R rows of a block · T keys · D hidden · H heads · K head size ·
 V vocabulary · M rows x sequence.
@@ -35,10 +36,9 @@ from mtx.presets import preset
 
 if importlib.util.find_spec("cupy") is None:
     # JaxPP imports it for sends between processes. One process makes none: empty modules do.
-    _nccl = types.ModuleType("cupy.cuda.nccl")
-    sys.modules["cupy.cuda"] = types.ModuleType("cupy.cuda")
-    sys.modules["cupy.cuda"].nccl = _nccl
     sys.modules["cupy"] = types.ModuleType("cupy")
+    sys.modules["cupy.cuda"] = types.ModuleType("cupy.cuda")
+    sys.modules["cupy.cuda"].nccl = types.ModuleType("cupy.cuda.nccl")
 
 try:
     import jax
@@ -49,7 +49,7 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or error.name not in ("jax", "jaxpp", "optax"):
         raise
-    print("needs JaxPP (github.com/NVIDIA/jaxpp), with an older JAX than ours", file=sys.stderr)
+    print("needs JaxPP (github.com/NVIDIA/jaxpp), with a JAX that it supports", file=sys.stderr)
     sys.exit(3)
 
 CHUNKS = {"1f1b": 1, "eager": 1, "zero_bubble": 1, "interleaved": 2, "dualpipev": 2}  # a stage
