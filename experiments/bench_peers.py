@@ -11,9 +11,9 @@ interpreter of an environment that has both (peers/jaxpp_pipeline.py says which)
 
 Expected time: fifteen minutes on two idle cores, and with JaxPP, which compiles for long, twice as
 many; with --rounds 1 --torch 1f1b two and a half.
-Expected result: torch and ours are level, within the machine's noise (10 to 30 %), Megatron's and
-JaxPP's behind. With more stages than cores no schedule gains: the bubble of one process is
-another's time.
+Expected result: torch, ours and JaxPP with our JAX are level, within the machine's noise (10 to
+30 %); Megatron, and JaxPP with an older JAX, are behind. With more stages than cores no schedule
+gains: the bubble of one process is another's time.
 
     python experiments/bench_peers.py --rounds 5 --torch 1f1b interleaved --json peers.json
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -197,6 +198,33 @@ def test_the_newest_are_kept(saved, copied):
     assert checkpoints.steps() == [4, 6, 7]
     assert sorted(p.name for p in copied.iterdir()) == ["4", "6", "7"]
     assert_same(canonical(saved.trainer, checkpoints.restore(saved.trainer, 6)), saved.arrays)
+
+
+def test_an_old_one_that_cannot_be_deleted(saved, copied, monkeypatch):
+    """The new one is whole, one line tells of the old one, and the next save deletes it."""
+    state = saved.checkpoints.restore(saved.trainer)
+    lines = []
+    checkpoints = Checkpoints(copied, keep=1, say=lines.append)
+
+    def save(step: int) -> None:
+        numbered = state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
+        checkpoints.save(saved.trainer, numbered, tokenizer=ByteTokenizer())
+        checkpoints.wait()
+
+    def refuse(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mtx.checkpoint.checkpoints.discard", refuse)
+        save(4)
+    assert checkpoints.steps() == [3, 4]
+    assert lines == [
+        f"checkpoints beyond keep=1 cannot be deleted in {copied} (No space left on device); the "
+        "next save tries again"
+    ]
+    assert_same(canonical(saved.trainer, checkpoints.restore(saved.trainer, 4)), saved.arrays)
+    save(5)
+    assert checkpoints.steps() == [5] and len(lines) == 1
 
 
 # -- what is refused -------------------------------------------------------------------------------

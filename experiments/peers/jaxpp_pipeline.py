@@ -8,11 +8,12 @@ Its options are those of torch_pipeline.py that concern the schedule and the ste
 of JSON with the same fields, and `jax`, the version.
 
 Written for JaxPP's commit cdadca7 (github.com/NVIDIA/jaxpp), and run with jax 0.8.1, which is
-older than ours: hence an interpreter of its own, with optax and numpy. Of mtx it imports the
-configs alone, which need no JAX. What differs from ours: the output layer is untied and lies on the
-last stage, the learning rate is constant. What is the same: attention takes the queries in blocks,
-and activations are matrices, without which XLA transposes them for every weight gradient. Exit
-codes: 1 it failed, 2 wrong arguments, 3 no JaxPP.
+older than ours: hence an interpreter of its own, with optax and numpy. It ran with jax 0.10.2,
+too, and gave the same losses, on a copy whose uses of JAX's internals were brought up to date. Of
+mtx it imports the configs alone, which need no JAX. What differs from ours: the output layer is
+untied and lies on the last stage, the learning rate is constant. What is the same: attention takes
+the queries in blocks, and activations are matrices, without which XLA transposes them for every
+weight gradient. Exit codes: 1 it failed, 2 wrong arguments, 3 no JaxPP.
 
 Shape letters: B rows · S sequence · R rows of a block · T keys · D hidden · H heads · K head size ·
 V vocabulary · M rows x sequence.

@@ -57,14 +57,22 @@ class Checkpoints:
 
     `directory` may also be the run's own, which holds one named "checkpoints". It is created by
     the first `save`. The newest `keep` are kept, and those whose step is a multiple of
-    `keep_every`. Use it as a context, or call `wait` at the end.
+    `keep_every`; where an older one cannot be deleted, `say` is told in a line, and the next save
+    tries again. Use it as a context, or call `wait` at the end.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 2, keep_every: int = 0):
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        say: Callable[[str], None] = print,
+    ):
         directory = Path(directory).absolute()
         inner = directory / "checkpoints"
         self.directory = inner if inner.is_dir() else directory
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._say = keep, keep_every, say
         self._preparing: threading.Thread | None = None
         self._thread = ThreadPoolExecutor(1, "mtx_finish")  # starts when it is first used
         self._finishing: Future | None = None  # a save, and the deletions after it
@@ -134,9 +142,12 @@ class Checkpoints:
         """Returns when what is being saved is complete, and what is too old is gone. Raises
         UserError where it cannot be written; what was there before is left as it was."""
         finishing, self._finishing = self._finishing, None
-        if finishing is not None:
-            with self._writing():
-                finishing.result()
+        if finishing is None:
+            return
+        with self._writing():
+            undeleted = finishing.result()
+        if undeleted:
+            self._say(undeleted)
 
     @property
     def _checkpointer(self) -> ocp.AsyncCheckpointer:
@@ -185,16 +196,24 @@ class Checkpoints:
                 "saved before are whole"
             ) from error
 
-    def _finish(self) -> None:
-        """Waits for the save, in the background, and deletes what is too old."""
+    def _finish(self) -> str:
+        """Waits for the save, in the background, and deletes what is too old. A line where that
+        cannot be deleted: the save is whole all the same."""
         self._checkpointer.wait_until_finished()
         if jax.process_index():
-            return
+            return ""
         sync_directory(self.directory)  # the rename
-        for step in self.steps()[: -self._keep]:
-            if not (self._keep_every and step % self._keep_every == 0):
-                discard(self._path(step))
+        try:
+            for step in self.steps()[: -self._keep]:
+                if not (self._keep_every and step % self._keep_every == 0):
+                    discard(self._path(step))
+        except OSError as error:
+            return (
+                f"checkpoints beyond keep={self._keep} cannot be deleted in {self.directory} "
+                f"({_reason(error)}); the next save tries again"
+            )
         shutil.rmtree(self.directory / DISCARDED, ignore_errors=True)
+        return ""
 
     def _discard_unfinished(self) -> None:
         """Deletes what interrupted saves and deletions have left."""

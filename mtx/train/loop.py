@@ -93,7 +93,10 @@ def _train(
     out = Path(run.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"out={out} is a file; use another")
-    checkpoints = Checkpoints(out / "checkpoints", keep=run.keep, keep_every=run.keep_every)
+    report = Report(console)
+    checkpoints = Checkpoints(
+        out / "checkpoints", keep=run.keep, keep_every=run.keep_every, say=report.line
+    )
     latest = _latest(run, checkpoints, lambda line: faults.events.append(("damaged", line)))
     start = latest or 0  # a converted checkpoint is of step 0
     consumed = max(_consumed(run, checkpoints, latest), faults.consumed)
@@ -112,7 +115,6 @@ def _train(
     _create(out, run)
     startup.mark("data")
     watch.started(start)
-    report = Report(console)
     report.lines(header(trainer, data.describe(), out))
     leader = jax.process_index() == 0
     trackers = make_trackers(run) if leader else ()
