@@ -139,8 +139,8 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when what is being saved is complete, and what is too old is gone. Raises
-        UserError where it cannot be written; what was there before is left as it was."""
+        """Returns when what is being saved is complete, and what is too old is gone, where it can
+        be. Raises UserError where it cannot be written; what was there before is left as it was."""
         finishing, self._finishing = self._finishing, None
         if finishing is None:
             return
