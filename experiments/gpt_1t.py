@@ -74,6 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     from mtx.evaluate.generate import generate
+    from mtx.launch.startup import StartUp
     from mtx.train.loop import train
 
     def say(*lines: str) -> None:
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     say(f"At hand: {len(devices):,} x {devices[0].device_kind}", "")
     if run.layout == start.run.layout and not as_given:
         run = replace(run, layout=layout_for(len(devices)))
-    summary = train(run)
+    summary = train(run, startup=StartUp.of_process())
     if summary.interrupted:
         return summary.exit
 

@@ -23,7 +23,7 @@ def clock(monkeypatch):
 
 
 def test_parts_add_up_to_the_whole(clock):
-    parts = StartUp()
+    parts = StartUp.of_process()
     parts.mark("python")
     for part, seconds in (("compile", 5.0), ("data", 0.5), ("compile", 2.0)):
         clock[0] += seconds
@@ -37,6 +37,13 @@ def test_parts_add_up_to_the_whole(clock):
     assert parts.describe() == (
         "10.8 s from launch to the first step: python 3.0, compile 7.0, data 0.5, first step 0.2"
     )
+
+
+def test_what_begins_later_counts_from_there(clock):
+    parts = StartUp("the fault")
+    clock[0] += 1.5
+    assert parts.end("restore")
+    assert parts.describe() == "1.5 s from the fault to the first step: restore 1.5"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another system does not say")

@@ -17,9 +17,12 @@ from mtx.config import GuardConfig, Layout, ModelConfig, OptimizerConfig, RunCon
 from mtx.data import TokenCorpus
 from mtx.errors import UserError
 from mtx.launch.exits import Exit
+from mtx.launch.startup import StartUp
 from mtx.train.audit import Audit
+from mtx.train.goodput import measure_goodput, read_log
 from mtx.train.guard import Guard, RollBack, refuse_to_go_back
 from mtx.train.loop import train
+from mtx.train.programs import Programs
 
 MODEL = ModelConfig(
     layers=2, hidden=32, heads=4, sequence=16, vocab=96, compute_dtype="float32", vocab_multiple=8
@@ -152,10 +155,23 @@ def spike(monkeypatch):
     monkeypatch.setattr(TokenCorpus, "batch", poisoned)
 
 
-def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike):
+def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike, monkeypatch):
+    compiled, held, compile, restore = [], [], Programs.compile, Checkpoints.restore
+
+    def compile_counted(self, *args, **kwargs):
+        compiled.append(self)
+        compile(self, *args, **kwargs)
+
+    def restore_watched(self, *args):
+        held.extend(a for a in jax.live_arrays() if a.nbytes > 1000)
+        return restore(self, *args)
+
+    monkeypatch.setattr(Programs, "compile", compile_counted)
+    monkeypatch.setattr(Checkpoints, "restore", restore_watched)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
-    summary = train(run, console=Console(quiet=True))
-    assert summary.rollbacks == 1
+    summary = train(run, console=Console(quiet=True), startup=StartUp("launch", ago_s=100))
+    assert summary.rollbacks == 1 and len(compiled) == 1
+    assert not held  # the state that is left has been freed by then
     (event,) = records_of(tmp_path, "rollback")
     assert event["what"].startswith("step 8: the loss is ")
     assert event["step"] == 4  # the checkpoint
@@ -163,6 +179,9 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike):
     assert steps == [*range(1, 9), *range(5, 13)]
     assert records_of(tmp_path, "end")[0]["rollbacks"] == 1
     assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
+    goodput = measure_goodput(read_log(tmp_path / "log.jsonl"))
+    assert (goodput.sessions, goodput.lost_steps, goodput.clock_jumps) == (2, 4, 0)
+    assert 100 < goodput.parts["start"] < 150  # there was one launch
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def train_command(arguments: list[str]) -> int | None:
     SIGTERM and 130 by Ctrl-C, both with a checkpoint; 69 another process was lost, 70 an exception,
     124 no step finished for --watch.hang-s.
     """
-    startup = StartUp()
+    startup = StartUp.of_process()
     name, rest = split_name(arguments)
     run = load_run(name) if name and is_plan_file(name) else preset(name or "miniature")
     prog = "mtx train [PRESET | PLAN]"

@@ -1,5 +1,5 @@
-"""From the launch of a process to its first finished step: where the time goes, and a cache that
-shortens it."""
+"""From a launch, or another beginning, to the first finished step: where the time goes, and a cache
+that shortens it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
 class StartUp:
-    """Seconds by part, each up to its `mark`, the first from the process's own beginning."""
+    """Seconds by part, each up to its `mark`, the first from `origin`: now, or `ago_s` before."""
 
-    def __init__(self):
+    def __init__(self, origin: str, *, ago_s: float = 0.0):
         self.parts: dict[str, float] = {}
-        self._last_s = time.monotonic() - process_age_s()
+        self._origin = origin
+        self._last_s = time.monotonic() - ago_s
         self._open = True
+
+    @classmethod
+    def of_process(cls) -> StartUp:
+        """From this process's own beginning."""
+        return cls("launch", ago_s=process_age_s())
 
     def mark(self, part: str) -> None:
         """What was done since the last mark was `part`."""
@@ -40,7 +46,7 @@ class StartUp:
 
     def describe(self) -> str:
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
-        return f"{self.total_s:.1f} s from launch to the first step: {parts}"
+        return f"{self.total_s:.1f} s from {self._origin} to the first step: {parts}"
 
 
 def process_age_s() -> float:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -30,6 +29,7 @@ from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
 from mtx.train.log import Log
 from mtx.train.metrics import Meter, StepRecord
+from mtx.train.programs import Programs
 from mtx.train.report import Report, header
 from mtx.train.session import Session, Summary
 from mtx.train.step import Trainer
@@ -57,11 +57,15 @@ def train(
     Several processes watch each other (`mtx.launch.watch`); with `watch`, one process watches
     itself, too. `startup` has the time from the launch up to here.
     """
-    startup, faults = startup or StartUp(), Faults(guard=Guard(run.guard))
+    startup, faults = startup or StartUp("the call"), Faults(guard=Guard(run.guard))
     with Watch(watch) as watching:
+        startup.mark("imports")
+        programs = Programs(Trainer(run))
+        run = programs.trainer.run  # its schedule chosen, where that was left open
+        refuse_if_too_large(run, jax.devices())
         while True:
             try:
-                return _train(run, console, on_step, watching, startup, faults)
+                return _train(programs, console, on_step, watching, startup, faults)
             except Damaged as error:  # found while it was restored: from the one before it, then
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
                 aside = checkpoints.set_aside(
@@ -73,11 +77,11 @@ def train(
                     raise refuse_to_go_back(fault, run.guard) from None
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
                 faults.go_back(fault, checkpoints.distrust)
-                run = replace(run, resume=True)
+                startup = StartUp("the fault")
 
 
 def _train(
-    run: RunConfig,
+    programs: Programs,
     console: Console | None,
     on_step: Callable[[StepRecord], None] | None,
     watch: Watch,
@@ -85,10 +89,8 @@ def _train(
     faults: Faults,
 ) -> Summary:
     """One attempt, after what went wrong in those before it."""
-    startup.mark("imports")
-    trainer = Trainer(run)
-    run = trainer.run  # its schedule chosen, where that was left open
-    refuse_if_too_large(run, jax.devices())
+    trainer = programs.trainer
+    run = trainer.run
     watch.place(trainer.mesh)  # which refuses a layout of more devices than there are
     out = Path(run.out)
     if out.exists() and not out.is_dir():
@@ -97,7 +99,12 @@ def _train(
     checkpoints = Checkpoints(
         out / "checkpoints", keep=run.keep, keep_every=run.keep_every, say=report.line
     )
-    latest = _latest(run, checkpoints, lambda line: faults.events.append(("damaged", line)))
+    latest = checkpoints.find(lambda line: faults.events.append(("damaged", line)))
+    if latest is not None and not (run.resume or faults.rollbacks):
+        raise UserError(
+            f"{checkpoints.directory} has a checkpoint of step {latest}, and resume=False starts "
+            "anew; use another out, or delete that directory"
+        )
     start = latest or 0  # a converted checkpoint is of step 0
     consumed = max(_consumed(run, checkpoints, latest), faults.consumed)
     left = max(0, run.steps - start) * run.global_batch
@@ -130,7 +137,7 @@ def _train(
             report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
             state = checkpoints.restore(trainer, latest)
         session = Session(
-            trainer=trainer,
+            programs=programs,
             data=data,
             batches=batches,
             local=local,
@@ -149,17 +156,6 @@ def _train(
         )
         startup.mark("init" if latest is None else "restore")
         return session.run()
-
-
-def _latest(run: RunConfig, checkpoints: Checkpoints, say: Callable[[str], None]) -> int | None:
-    """The step of the checkpoint to go on from, if any. `say` is told of damaged ones."""
-    latest = checkpoints.find(say)
-    if latest is not None and not run.resume:
-        raise UserError(
-            f"{checkpoints.directory} has a checkpoint of step {latest}, and resume=False starts "
-            "anew; use another out, or delete that directory"
-        )
-    return latest
 
 
 def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int:

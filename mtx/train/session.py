@@ -22,12 +22,12 @@ from mtx.launch.interrupt import StopRequests, stop_requests
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch
 from mtx.plan.flops import parameters
-from mtx.train.audit import Audit
 from mtx.train.guard import Faults, RollBack
 from mtx.train.log import Log
 from mtx.train.memory import device_memory
 from mtx.train.metrics import Meter, StepRecord
 from mtx.train.profile import ProfileWindow
+from mtx.train.programs import Programs
 from mtx.train.report import Report
 from mtx.train.step import Metrics, Trainer, TrainState
 
@@ -67,7 +67,7 @@ class Summary:
 class Session:
     """One call of `train`, after all checks."""
 
-    trainer: Trainer
+    programs: Programs  # those that an attempt before this one has compiled, or none
     data: TokenCorpus
     batches: Iterator[dict[str, np.ndarray]]  # those after the first `consumed` samples
     local: np.ndarray  # the rows of a global batch that this process reads
@@ -90,6 +90,10 @@ class Session:
     in_flight: tuple[int, Metrics, float] | None = None  # a step, its metrics, its start
     clock: _Clock = field(default_factory=lambda: _Clock())
 
+    @property
+    def trainer(self) -> Trainer:
+        return self.programs.trainer
+
     def run(self) -> Summary:
         self._log_start()
         for kind, what in self.faults.tell():
@@ -100,13 +104,13 @@ class Session:
             self._compile(training=False)
             self._evaluate()
             return self._summary(interrupted=False)
-        train_step = self._compile()
+        self._compile()
         self.startup.mark("compile")
         self._evaluate()
         self.startup.mark("held-out loss")
         with stop_requests() as stop:
             try:
-                interrupted = self._train_and_save(train_step, stop)
+                interrupted = self._train_and_save(stop)
             except RollBack:
                 stop.leave()
                 raise
@@ -114,9 +118,9 @@ class Session:
 
     # -- parts of a run ---------------------------------------------------------------------------
 
-    def _train_and_save(self, train_step: Callable, stop: StopRequests) -> bool:
+    def _train_and_save(self, stop: StopRequests) -> bool:
         """Whether it was stopped before the end."""
-        self._train(train_step, stop)
+        self._train(stop)
         interrupted = self.step < self.trainer.run.steps
         self.exit = stop.exit if interrupted else Exit.FINISHED
         if not interrupted:
@@ -127,38 +131,29 @@ class Session:
             self.checkpoints.wait()
         return interrupted
 
-    def _compile(self, *, training: bool = True) -> Callable | None:
-        """The compiled step, where there is training to do. With it all else that exchanges
-        anything: the first use of a collective has a deadline, and one process may take longer than
-        that to compile it after another has. So they all compile first, and then meet."""
+    def _compile(self, *, training: bool = True) -> None:
+        """Compiles the step, where there is training to do, and all else that exchanges anything:
+        the first use of a collective has a deadline, and one process may take longer than that to
+        compile it after another has. So they all compile first, and then meet."""
+        is_new = self.programs.evaluate is None
         with self.watch.during("compile"), self.clock("compile"):
-            step = self._compiled_step() if training else None
-            _ = self.evaluate
-            if training and self.trainer.run.guard.compare_every:
-                self.audit.compile(self.state)
-            meet = ocp.multihost.get_barrier_sync_fn()  # one of the coordination service
-            meet(key=f"mtx_compiled_{self.step}", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
-        if step is not None:
+            if training:
+                self.checkpoints.prepare(self.trainer)
+            if is_new:
+                place, rows = self.trainer.place, self.trainer.run.global_batch
+                batch = place(self.data.batch(self.consumed, rows, self.local))
+                held_out = place(next(self._held_out_batches()))
+                self.programs.compile(self.state, batch, held_out, training=training)
+                meet = ocp.multihost.get_barrier_sync_fn()  # one of the coordination service
+                meet(key=f"mtx_compiled_{self.step}", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
+        if is_new and training:
             compile_s = self.clock.seconds["compile"]
             self.report.line(f"compiled   in {compile_s:.1f} s")
             self.log.write("compile", {"step": self.step, "seconds": compile_s})
-            memory = device_memory(step.memory_analysis())
+            memory = device_memory(self.programs.train_step.memory_analysis())
             self.log.write("memory", {"step": self.step, **memory})
-        return step
 
-    def _compiled_step(self):
-        self.checkpoints.prepare(self.trainer)
-        rows = self.trainer.run.global_batch
-        batch = self.trainer.place(self.data.batch(self.consumed, rows, self.local))
-        return self.trainer.train_step.lower(self.state, batch).compile()
-
-    @cached_property
-    def evaluate(self):
-        """`Trainer.evaluate`, compiled."""
-        batch = self.trainer.place(next(self._held_out_batches()))
-        return self.trainer.evaluate.lower(self.state, batch).compile()
-
-    def _train(self, train_step: Callable, stop: Callable[[int], bool]) -> None:
+    def _train(self, stop: Callable[[int], bool]) -> None:
         """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
         run = self.trainer.run
         ahead = _runs_ahead(self.trainer.mesh.devices.flat[0])
@@ -168,7 +163,7 @@ class Session:
                 start_s = time.perf_counter()
                 batch = self._next_batch()
                 with self.watch.during("step"):
-                    self.state, metrics = train_step(self.state, batch)
+                    self.state, metrics = self.programs.train_step(self.state, batch)
                 self.step += 1
                 self.consumed += run.global_batch
                 self._settle()  # the step before this one, while this one runs
@@ -228,7 +223,7 @@ class Session:
     def _compare(self) -> None:
         """Raises RollBack where devices that hold the same no longer do."""
         with self._told_where():
-            self.faults.guard.compare(self.step, self.audit.differences(self.state))
+            self.faults.guard.compare(self.step, self.programs.audit.differences(self.state))
 
     @contextmanager
     def _told_where(self) -> Iterator[None]:
@@ -244,10 +239,6 @@ class Session:
     def profile(self) -> ProfileWindow:
         run = self.trainer.run
         return ProfileWindow(run.profile, Path(run.out) / "profile")
-
-    @cached_property
-    def audit(self) -> Audit:
-        return Audit(self.trainer)
 
     def _evaluate(self) -> None:
         with self.watch.during("eval"), self.clock("eval") as seconds:
@@ -296,7 +287,7 @@ class Session:
     def _held_out_sums(self) -> Iterator[tuple[float, float]]:
         """(sum of losses, tokens) of each held-out batch, one after the other."""
         for batch in self._held_out_batches():
-            loss, tokens = self.evaluate(self.state, self.trainer.place(batch))
+            loss, tokens = self.programs.evaluate(self.state, self.trainer.place(batch))
             yield float(loss), float(tokens)
 
     def _held_out_batches(self) -> Iterator[dict[str, np.ndarray]]:

@@ -1,0 +1,29 @@
+"""What a run executes, compiled once: one that goes back to a checkpoint does not compile again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mtx.train.audit import Audit
+from mtx.train.step import Trainer, TrainState
+
+Tree = Any
+
+
+class Programs:
+    """The programs of a trainer; None until `compile`."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.train_step: Callable | None = None  # as `Trainer.train_step`
+        self.evaluate: Callable | None = None  # as `Trainer.evaluate`
+        self.audit = Audit(trainer)
+
+    def compile(self, state: TrainState, batch: Tree, held_out: Tree, *, training: bool) -> None:
+        """For a state and batches like these; without `training`, only what evaluates."""
+        if training:
+            self.train_step = self.trainer.train_step.lower(state, batch).compile()
+        self.evaluate = self.trainer.evaluate.lower(state, held_out).compile()
+        if training and self.trainer.run.guard.compare_every:
+            self.audit.compile(state)
