@@ -12,12 +12,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
 # What a test reads in a compiled program must have been compiled; and nothing is left in a home.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
-# The tests compile hundreds of programs and run each once: LLVM's optimisations, and jax 0.10's new
-# fusion emitters, cost more than they give. They come after everything that the tests read in a
-# compiled program.
+# The tests compile hundreds of programs and run each once: LLVM's optimisations, jax 0.10's new
+# fusion emitters and code cut up for several threads cost more than they give. They come after
+# everything that the tests read in a compiled program.
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 ])  # fmt: skip
 use_virtual_devices(8)

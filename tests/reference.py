@@ -19,6 +19,11 @@ def random_batch(model, rows, seed=0):
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
 
 
+def padded(batch, rows):
+    """The batch and rows of weight 0 after it: batches of many sizes, one compiled program."""
+    return {k: np.pad(a, [(0, rows - len(a)), (0, 0)]) for k, a in batch.items()}
+
+
 def assert_same(got, want, *, loss=LOSS, gradient=GRADIENT):
     """Losses and gradients (loss, tree) are equal within these relative errors, leaf by leaf."""
     assert float(got[0]) == pytest.approx(float(want[0]), rel=loss)
@@ -80,21 +85,24 @@ def loss_and_gradients(params, batch):
 def adamw_steps(params, batches, *, rate, b1, b2, epsilon, decay, clip):
     """Losses of AdamW with a constant rate, by the formulas of Loshchilov and Hutter 2019."""
     undecayed = {"b", "bias", "scale"}
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    first, second, losses = zeros, zeros, []
-    for step, batch in enumerate(batches, start=1):
-        value, gradients = loss_and_gradients(params, batch)
-        losses.append(float(value))
+
+    @jax.jit
+    def update(params, first, second, gradients, step):
         norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
-        gradients = jax.tree.map(
-            lambda g, n=norm: g * jnp.minimum(1.0, clip / (n + 1e-6)), gradients
-        )
+        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), gradients)
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradients)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, second, gradients)
 
-        def update(path, p, m, v, step=step):
+        def change(path, p, m, v):
             direction = (m / (1 - b1**step)) / (jnp.sqrt(v / (1 - b2**step)) + epsilon)
             return p - rate * (direction + (0 if path[-1].key in undecayed else decay) * p)
 
-        params = jax.tree.map_with_path(update, params, first, second)
+        return jax.tree.map_with_path(change, params, first, second), first, second
+
+    first = second = jax.tree.map(jnp.zeros_like, params)
+    losses = []
+    for step, batch in enumerate(batches, start=1):
+        value, gradients = loss_and_gradients(params, batch)
+        losses.append(float(value))
+        params, first, second = update(params, first, second, gradients, step)
     return losses

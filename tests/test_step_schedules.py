@@ -22,25 +22,27 @@ SMALL = dict(layers=8, hidden=32, heads=8, sequence=16, vocab=101, vocab_multipl
 TIED = ModelConfig(**SMALL, compute_dtype="float32")
 UNTIED = ModelConfig(**SMALL, compute_dtype="float32", tied=False)
 DROPOUT = ModelConfig(**SMALL, compute_dtype="float32", dropout=0.1)
-ROWS = 24  # of the reference's batch: the most of any case, the others leave rows without weight
+ROWS = 24  # the most of any case
 
 params_of = functools.cache(mtx.init_params)
 
 
-def batch_of(model, rows):
-    return jax.tree.map(lambda a: a[:rows], reference.random_batch(model, ROWS))
+batch_of = reference.random_batch
+
+
+@functools.cache
+def unsharded(model):
+    return mtx.trainer_for(model, Layout(microbatch=ROWS), global_batch=ROWS)
 
 
 @functools.cache
 def wanted(model, rows):
-    """(loss, gradients) of the first rows; all cases of a model share one compiled reference."""
-    batch = reference.random_batch(model, ROWS)
-    batch["weights"][rows:] = 0
+    """(loss, gradients); all cases of a model share one compiled reference."""
+    batch, params = reference.padded(batch_of(model, rows), ROWS), params_of(model)
     if model.dropout:
-        return mtx.loss_and_gradients(
-            model, Layout(microbatch=ROWS), batch, params=params_of(model)
-        )
-    return jax.device_get(reference.loss_and_gradients(params_of(model), batch))
+        trainer = unsharded(model)
+        return trainer.loss_and_gradients(trainer.state_from(params), batch)
+    return jax.device_get(reference.loss_and_gradients(params, batch))
 
 
 def check(model, layout, microbatches, *, schedule=None, **tolerance):
