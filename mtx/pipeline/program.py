@@ -30,7 +30,8 @@ from jax import lax
 from mtx.config import Layout
 from mtx.pipeline.partition import Placement
 from mtx.pipeline.schedule import IDLE, Route, Schedule, by_tick
-from mtx.pipeline.stage import Kept, Stage, write
+from mtx.pipeline.slots import read, read_each, write
+from mtx.pipeline.stage import Kept, Stage
 from mtx.pipeline.ticks import Letter, Op, Tick, ticks_of
 from mtx.pipeline.weights import Weights
 from mtx.sharding.collectives import (
@@ -176,8 +177,8 @@ class _Run:
         )
         self.stage = Stage(
             model=self.model, layer_params=self.weights.layer, placement=placement,
-            layer_CN=jnp.asarray(placement.layer)[self.index],
-            count_C=jnp.asarray(placement.count)[self.index], place=self.place,
+            layer_CN=read(jnp.asarray(placement.layer), self.index),
+            count_C=read(jnp.asarray(placement.count), self.index), place=self.place,
             x_BsD=self.x_shape, slices=self.schedule.slices, split=self.schedule.split,
         )  # fmt: skip
 
@@ -186,7 +187,7 @@ class _Run:
     def batch_of(self, item):
         """Leaves [B, S], or a slice of S."""
         slices = self.schedule.slices
-        rows = jax.tree.map(lambda a: a[item // slices], self.batch)
+        rows = read_each(self.batch, self._microbatch(item))
         if slices == 1:
             return rows
 
@@ -196,11 +197,14 @@ class _Run:
 
         return jax.tree.map(cut, rows)
 
+    def _microbatch(self, item):
+        return item if self.schedule.slices == 1 else item // self.schedule.slices
+
     def place(self, item, layer):
         """The model's third argument: where its input stands; None where it does not matter."""
-        slices = self.schedule.slices
+        slices, samples_MB = self.schedule.slices, self.samples_MB
         part = item % slices if slices > 1 else 0
-        samples_B = None if self.samples_MB is None else self.samples_MB[item // slices]
+        samples_B = None if samples_MB is None else read(samples_MB, self._microbatch(item))
         return self.model.place(layer, self.batch_of(item), samples_B, self.key, part)
 
     def x_zeros(self):
@@ -318,7 +322,7 @@ class _Run:
         with jax.named_scope("send_dx"):
             arrived = self.send(carry.dx_BsD, self.schedule.gradient_inboxes)
         if self.schedule.outbox.slots:
-            y_BsD = carry.outbox[op.head_input]
+            y_BsD = read(carry.outbox, op.head_input)
         with jax.named_scope("head"):
             carry, dy_BsD = self.head(carry, op, y_BsD)
         with jax.named_scope("B"):
@@ -355,7 +359,7 @@ class _Run:
             return self.x_zeros()
         mail = zip(boxes, arrived, letters, strict=True)
         value, *others = (
-            box[letter.uses] if box.shape[0] else x_BsD for box, x_BsD, letter in mail
+            read(box, letter.uses) if box.shape[0] else x_BsD for box, x_BsD, letter in mail
         )
         for other, letter in zip(others, letters[1:]):
             value = jnp.where(letter.used, other, value)
@@ -406,7 +410,7 @@ class _Run:
                 dy *= op.busy.astype(dy.dtype)
             if self.layout.stash == "inputs":
                 one = op._replace(slot=jnp.zeros((), jnp.int32))
-                x_BsD, ring = stash[op.slot], self.stage.stash(1)
+                x_BsD, ring = read(stash, op.slot), self.stage.stash(1)
                 _, stash, _ = self.stage.forward(one, weights, x_BsD, ring, cache, extend=False)
                 op = one
             return self.stage.backward(op, weights, dy, stash, cache, kept)

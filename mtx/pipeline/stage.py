@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtx.pipeline import slots
 from mtx.pipeline.partition import Placement
+from mtx.pipeline.slots import read, read_each, write, write_each
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.vjp import LayerVJP
 
@@ -138,13 +140,13 @@ class Stage:
     def backward(self, op: Op, params, dy_BsD, ring, cache, kept: Kept) -> tuple[jax.Array, Kept]:
         """(dx_BsD, `kept` with this op's part): gradients added at [held, n] or, where W is split,
         what those of the weights need written at [deferred, n]."""
-        last = self.count_C[op.chunk] - 1
+        last = read(self.count_C, op.chunk) - 1
 
         def layer(i, carry):
             dy_BsD, kept = carry
             n = last - i
             layer_params, given = self._layer(op, params, n, cache)
-            residuals = tuple(r[op.slot, n] for r in ring)
+            residuals = read_each(ring, op.slot, n)
             dy = dy_BsD if cache is None else (dy_BsD, self._own(kept.dcache, op, n))
             deferred = kept.deferred
             if self.split:
@@ -167,7 +169,7 @@ class Stage:
         """The gradients, with those of the weights that have waited added at [held, n]."""
 
         def layer(n, gradients):
-            dparams = self.layer_vjp.cut.then(tuple(r[op.slot, n] for r in deferred))
+            dparams = self.layer_vjp.cut.then(read_each(deferred, op.slot, n))
             return _accumulate(gradients, dparams, op.held, n)
 
         return self._layers(op, layer, gradients)
@@ -183,14 +185,14 @@ class Stage:
     def _layers(self, op: Op, body: Callable, start):
         """body(n, carry) over the layers of the op's chunk; a plain call where there is one."""
         if not self.placement.even:
-            return lax.fori_loop(0, self.count_C[op.chunk], body, start)
+            return lax.fori_loop(0, read(self.count_C, op.chunk), body, start)
         return body(0, start) if self.places == 1 else lax.fori_loop(0, self.places, body, start)
 
     def _layer(self, op: Op, params, n, cache):
         """(parameters, what else is given) of layer n of the op's chunk"""
-        params = jax.tree.map(lambda a: a[op.held, n], params)
-        place = self.place(op.item, self.layer_CN[op.chunk, n])
-        return params, (place,) if cache is None else (place, cache[op.cache, n])
+        place = self.place(op.item, read(self.layer_CN, op.chunk, n))
+        given = (place,) if cache is None else (place, read(cache, op.cache, n))
+        return read_each(params, op.held, n), given
 
     # -- keys and values of slices ----------------------------------------------------------------
 
@@ -204,7 +206,7 @@ class Stage:
 
     def _own(self, dcache, op: Op, n):
         """What the slices after this one have added to the gradients of its keys and values."""
-        whole = dcache[op.cache_gradient, n]
+        whole = read(dcache, op.cache_gradient, n)
         own = whole.shape[1] // self.slices
         is_last = op.item % self.slices == self.slices - 1
         part = lax.dynamic_slice_in_dim(whole, self._start(op, own), own, 1)
@@ -212,7 +214,7 @@ class Stage:
 
     def _add_to_cache(self, dcache, gradient, op: Op, n):
         is_last = op.item % self.slices == self.slices - 1
-        total = jnp.where(is_last, 0, dcache[op.cache_gradient, n]) + gradient
+        total = jnp.where(is_last, 0, read(dcache, op.cache_gradient, n)) + gradient
         return write(dcache, total.astype(dcache.dtype), op.cache_gradient, n)
 
 
@@ -224,27 +226,10 @@ class Kept(NamedTuple):
     dcache: jax.Array | None  # [R, N, B, S, ...]
 
 
-def write(array, value, *index):
-    """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
-    return lax.dynamic_update_slice(array, value[(None,) * len(index)], _origin(array, index))
-
-
-def _origin(array, index):
-    return (*index, *(0 for _ in range(array.ndim - len(index))))
-
-
-def write_each(arrays, values, *index):
-    return tuple(write(a, v, *index) for a, v in zip(arrays, values, strict=True))
-
-
 def _accumulate(totals, gradients, *index):
     """Adds the gradients that there are at that index."""
 
     def add(total, g):
-        if total is None or g is None:
-            return total
-        # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
-        g, start = g[(None,) * len(index)].astype(total.dtype), _origin(total, index)
-        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, g.shape) + g, start)
+        return total if total is None or g is None else slots.add(total, g, *index)
 
     return jax.tree.map(add, totals, gradients, is_leaf=lambda a: a is None)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtx.pipeline.schedule import IDLE, Half, Route, Schedule
+from mtx.pipeline.slots import read
 
 
 class Op(NamedTuple):
@@ -64,7 +65,7 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
     """
 
     def column(table):
-        return None if table is None else jnp.asarray(table)[:, stage]
+        return None if table is None else read(jnp.asarray(table.T), stage)
 
     def op(half: Half, deferred=None, cache=None, cache_gradient=None) -> Op:
         held = np.zeros_like(half.chunk) if one_chunk else half.chunk

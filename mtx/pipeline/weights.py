@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.pipeline.stage import write
+from mtx.pipeline import slots
 
 Tree = Any
 
@@ -53,7 +53,7 @@ class Weights:
 
     def _gather(self, chunk) -> Tree:
         def gather(a, shard):
-            return shard.gather(a[chunk], a.dtype)[None]
+            return shard.gather(slots.read(a, chunk), a.dtype)[None]
 
         return jax.tree.map(gather, self.block, self.shards)
 
@@ -71,7 +71,7 @@ class Weights:
             def add(gradient, total, shard):
                 if gradient is None:
                     return total
-                return write(total, total[chunk] + shard.reduce_scatter(gradient[0]), chunk)
+                return slots.add(total, shard.reduce_scatter(gradient[0]), chunk)
 
             is_none = lambda a: a is None  # noqa: E731
             added = jax.tree.map(add, gradients, sums, self.shards, is_leaf=is_none)
