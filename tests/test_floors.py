@@ -24,6 +24,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.plan.compile": PARTS,
     "mtx.pipeline": GROUND,
     "mtx.pipeline.program": PROGRAM,
+    "mtx.pipeline.slots": PROGRAM,
     "mtx.pipeline.stage": PROGRAM,
     "mtx.pipeline.ticks": PROGRAM,
     "mtx.pipeline.vjp": PROGRAM,
