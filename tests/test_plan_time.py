@@ -46,7 +46,7 @@ def name_of(run):
     return f"{run.where} {run.series} {run.x}"
 
 
-def predict(model=GPT3, *, batch=96, machine=A100, zero=1, calibration=None, **layout):
+def predict(model=GPT3, *, batch=96, machine=A100, zero=None, calibration=None, **layout):
     layout = Layout(**({"sequence_parallel": False, "recompute": "full"} | layout))
     return predict_step(model, layout, batch, machine, zero=zero, calibration=calibration)
 
@@ -176,6 +176,14 @@ def test_parts_add_up():
 def test_what_is_not_there_takes_no_time():
     time = predict(ModelConfig(layers=2, hidden=512, heads=8, vocab=1024), batch=4)
     assert time.tensor_comm_s == time.pipeline_comm_s == time.bubble_s == time.data_comm_s == 0
+
+
+def test_what_is_sharded_over_data_is_what_the_layout_says():
+    shape = {"pipe": 12, "tensor": 8, "data": 8}
+    assert predict() == predict(zero=1)
+    three = Layout(zero=3, recompute="full", sequence_parallel=False, **shape)
+    time = predict_step(GPT3, three, 96, A100)
+    assert time == predict(zero=3, **shape) != predict(**shape)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -64,19 +64,21 @@ def predict_step(
     global_batch: int,
     hardware: Hardware,
     *,
-    zero: Zero = 1,
+    zero: Zero | None = None,
     scatter_gather: bool = True,
     calibration: Calibration | None = None,
 ) -> StepTime:
     """The time of one step of `global_batch` sequences.
 
-    zero: 0, gradients all-reduced and the optimizer on every replica; 1, gradients scattered, the
-    optimizer sharded over `data`, parameters gathered; 3, parameters sharded too, and gathered for
-    every F and B. scatter_gather: a message between stages is cut over `tensor` and gathered on
-    arrival (SC'21, section 4.1); of no account with sequence parallelism, where it is cut anyway.
+    zero: None, what the layout says; 0, gradients all-reduced and the optimizer on every replica;
+    1, gradients scattered, the optimizer sharded over `data`, parameters gathered; 3, parameters
+    sharded too, and gathered for every F and B. scatter_gather: a message between stages is cut
+    over `tensor` and gathered on arrival (SC'21, section 4.1); of no account with sequence
+    parallelism, where it is cut anyway.
     calibration: None, what `calibration_of` says of the hardware and the family.
     UserError where the model cannot be laid out, or the batch divided.
     """
+    zero = layout.zero if zero is None else zero
     if zero not in (0, 1, 3):
         raise UserError(f"zero={zero} must be 0, 1 or 3")
     calibration = calibration or calibration_of(hardware, family=model.family)
