@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.pipeline.choose import settle
 from mtx.pipeline.makers import MAKERS, make
 from mtx.pipeline.search import choose, search_schedules
 from mtx.pipeline.shape import Times
@@ -179,3 +181,31 @@ def test_no_choice_says_what_would_be_needed():
         choose(8, 4, layers=6)
     with pytest.raises(UserError, match="must each hold a number to try"):
         choose(8, 4, virtuals=())
+
+
+# --- the schedule of a layout ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layers, stage_layers, virtual, settled",
+    [
+        (8, "even", 1, 2),
+        (8, "balanced", 1, 2),  # the same
+        (10, "balanced", 1, 1),
+        (10, "balanced", 2, 2),
+        (8, (3, 2, 2, 1), 1, 1),  # four pieces it is
+        (8, (1, 1, 2, 1, 0, 1, 1, 1), 2, 2),
+        (2, (1, 0, 0, 1), 1, 1),
+    ],
+)
+def test_what_auto_settles_on_can_place_the_layers(layers, stage_layers, virtual, settled):
+    layout = Layout(pipe=4, virtual=virtual, schedule="auto", stage_layers=stage_layers)
+    model = ModelConfig(layers=layers)
+    found, reason = settle(layout, model, 8)
+    found.check(model)
+    assert found.virtual == settled and reason.startswith(f"schedule {found.schedule}")
+
+
+def test_even_stages_that_are_none_are_not_settled():
+    with pytest.raises(UserError, match="layers=10 cannot be divided over stages"):
+        settle(Layout(pipe=4, schedule="auto"), ModelConfig(layers=10), 8)

@@ -52,8 +52,9 @@ def settle(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layou
     """(the layout with schedule="auto" chosen, why it was); any other layout as it is, and "".
 
     The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
-    again, and a send a hundredth of the three. A layout of virtual > 1 keeps its number of chunks;
-    else every number that divides the layers of a stage is tried.
+    again, and a send a hundredth of the three. A layout of virtual > 1, or with a tuple of
+    stage_layers, keeps its number of chunks; else every number is tried that gives each chunk the
+    same layers, and 1, where stage_layers="balanced" may give more to some.
     """
     if layout.schedule != "auto":
         return layout, ""
@@ -67,9 +68,12 @@ def _choose(layout: Layout, layers: int, microbatches: int) -> Candidate:
     again = layout.recompute == "full" or layout.stash == "inputs"
     work = 4.0 if again else 3.0
     times = Times(forward=1.0, backward=work - 2.0, weight=1.0, comm=_SEND * work)
-    share = layers // layout.pipe
-    chunks = [v for v in range(1, share + 1) if share % v == 0] or [1]
+    even = layout.stage_layers == "even"
+    virtuals = [layout.virtual]
+    if layout.virtual == 1 and isinstance(layout.stage_layers, str):
+        tried = range(2, layers // layout.pipe + 1)
+        virtuals += [v for v in tried if layers % (layout.pipe * v) == 0]
     return choose(
-        microbatches, layout.pipe, times=times, layers=layers, slices=[layout.slices],
-        virtuals=[layout.virtual] if layout.virtual > 1 else chunks,
+        microbatches, layout.pipe, times=times, layers=layers if even else None,
+        slices=[layout.slices], virtuals=virtuals,
     )  # fmt: skip
