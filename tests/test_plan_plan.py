@@ -49,6 +49,21 @@ def test_every_preset_has_all_numbers_in_json(name):
     assert ("published" in numbers) == (name in {"gpt-1.7b", *NAMES[1:10]})
 
 
+def test_a_schedule_that_is_to_be_chosen_is_chosen_and_said(tmp_path):
+    run = preset("miniature")
+    run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, schedule="auto"))
+    plan = make_plan(run, chosen=("the rest",))
+    assert plan.run.layout.schedule not in ("auto", "1f1b")
+    assert plan.chosen[0] == "the rest"
+    assert plan.chosen[1].startswith(f"schedule {plan.run.layout.schedule}")
+    assert plan == make_plan(plan.run, chosen=plan.chosen)
+    save_plan(plan, tmp_path / "plan.toml")
+    text = (tmp_path / "plan.toml").read_text()
+    open_ = text.replace(f'"{plan.run.layout.schedule}"', '"auto"')
+    (tmp_path / "open.toml").write_text(open_)
+    assert load_plan(tmp_path / "open.toml").run == plan.run
+
+
 def test_the_memory_fraction_is_named_where_the_default_will_not_do():
     shares = {}
     for gib in (20, 40, 80):

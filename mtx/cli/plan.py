@@ -119,7 +119,6 @@ def _check(options: PlanOptions) -> None:
 
 def _plan(name: str | None, options: PlanOptions) -> tuple[Plan, Found | None]:
     """The plan that is asked for, and the search, where the layout was open."""
-    from mtx.pipeline.choose import settle
     from mtx.plan.plan import is_plan_file, load_plan, make_plan
 
     if name is None and any(getattr(options, size) is not None for size in _SIZES):
@@ -135,11 +134,10 @@ def _plan(name: str | None, options: PlanOptions) -> tuple[Plan, Found | None]:
     if options.search or _is_open(run, options):
         return _search(resized.model, options, known=run)
     batch = options.global_batch or run.global_batch
-    layout, why = settle(_changed(run.layout, options), resized.model, batch)
-    run = replace(resized, layout=layout, global_batch=batch)
+    run = replace(resized, layout=_changed(run.layout, options), global_batch=batch)
     plan = make_plan(
         run, target=options.target or "a100-80gb",
-        zero=options.zero, scatter_gather=options.scatter_gather, chosen=(why,) if why else (),
+        zero=options.zero, scatter_gather=options.scatter_gather,
     )  # fmt: skip
     return plan, None
 

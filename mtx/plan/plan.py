@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
+from mtx.pipeline.choose import settle
 from mtx.plan import flops
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import load_hardware
@@ -70,14 +71,16 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan of `run` on `target`: a name in `mtx.plan.hardware`, or a TOML file's path.
 
-    zero: None, the layout's own; another takes its place, and 0 is only priced.
+    zero: None, the layout's own; another takes its place, and 0 is only priced. chosen: what nobody
+    asked for, to be said; of schedule="auto" the plan says itself what was chosen and why.
     """
     zero = run.layout.zero if zero is None else zero
     if zero not in (0, 1, 3):
         raise UserError(f"zero={zero} must be 0 (nothing), 1 (optimizer) or 3 (parameters too)")
-    run = replace(run, layout=with_zero(run.layout, zero))
     device = load_hardware(target)
     device.peak_flops(run.model.compute_dtype)  # where there is none, say so first
+    layout, why = settle(with_zero(run.layout, zero), run.model, run.global_batch)
+    run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(
         run=run, target=target, hardware=device, zero=zero, scatter_gather=scatter_gather,
@@ -85,7 +88,7 @@ def make_plan(
             model, layout, batch, device, zero=zero, scatter_gather=scatter_gather
         ),
         memory=predict_memory(model, layout, batch, backend=device.backend, zero=zero),
-        chosen=chosen, compiled=compiled,
+        chosen=(*chosen, *([why] if why else [])), compiled=compiled,
     )  # fmt: skip
 
 
