@@ -13,7 +13,7 @@ from mtx.errors import UserError
 from mtx.pipeline.makers import MAKERS, make
 from mtx.pipeline.orders import B, BadOp, F, Op, Orders, W
 from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.shape import Times
+from mtx.pipeline.shape import Shape, Times
 from mtx.pipeline.simulate import simulate
 
 quick = settings(max_examples=80, deadline=None)
@@ -69,7 +69,7 @@ def known_schedules(draw) -> Schedule:
     )  # fmt: skip
 
 
-booleans = st.booleans()
+booleans, counts = st.booleans(), st.integers(1, 3)
 schedules = st.one_of(known_schedules(), random_orders())
 
 
@@ -332,6 +332,28 @@ def test_a_short_f_warms_up_in_flight_of_the_closed_form():
     assert simulate(schedule).in_flight.tolist() == [4, 3, 2, 1]
     assert simulate(schedule, model="lockstep").in_flight.tolist() == [7, 5, 3, 1]
     assert simulate(schedule, model="lockstep").peak_memory.tolist() == [7, 5, 3, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MAKERS)), st.integers(1, 10), st.integers(1, 4))
+def test_a_closed_form_of_the_bubble_holds_or_is_none(data, name, microbatches, stages):
+    """As ticks run in lock-step or as a program per stage does: which of the two, each says."""
+    known = MAKERS[name]
+    shape = Shape(
+        microbatches=microbatches, stages=stages, virtual=known.virtual or data.draw(counts),
+        slices=data.draw(counts) if known.sliced else 1, times=data.draw(any_times(stages)),
+    )  # fmt: skip
+    if (claimed := known.bubble_over_ideal(shape)) is not None:
+        runs = [simulate(known.make(shape), shape.times, model=model) for model in MODELS]
+        assert any(run.bubble_over_ideal == pytest.approx(claimed) for run in runs)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "breadth_first", "seq1f1b", "terapipe"])
+@pytest.mark.parametrize("times", [Times(comm=0.5), Times(stage_factors=(1.0, 1.0, 2.0, 1.0))])
+def test_where_sends_take_time_or_stages_differ_there_is_none(name, times):
+    for virtual in (1, 2):
+        shape = Shape(microbatches=8, stages=4, virtual=virtual, times=times)
+        assert MAKERS[name].bubble_over_ideal(shape) is None
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -38,8 +38,12 @@ def breadth_first_ticks(items: int, virtual: int, stages: int) -> tuple[np.ndarr
     return forward, 2 * forward.max() - forward
 
 
-def bubble_over_ideal(shape: Shape) -> float:
-    """(idle + busy) / busy - 1 of any stage; cut sequences count as so many more microbatches."""
+def bubble_over_ideal(shape: Shape) -> float | None:
+    """(idle + busy) / busy - 1 of any stage; cut sequences count as so many more microbatches. None
+    where sends take time or stages differ.
+    """
+    if not shape.times.only_ops:
+        return None
     items = shape.microbatches * shape.slices
     ops = (shape.virtual - 1) * max(items, shape.stages) + items + shape.stages - 1
     return ops / (items * shape.virtual) - 1

@@ -69,7 +69,7 @@ def _megatron_orders(shape: Shape) -> Orders:
 
 
 def _looped_bubble(shape: Shape) -> float | None:
-    if shape.microbatches % shape.stages and shape.virtual > 1:
+    if not shape.times.only_ops or (shape.microbatches % shape.stages and shape.virtual > 1):
         return None
     return (shape.stages - 1) / (shape.virtual * shape.microbatches)
 

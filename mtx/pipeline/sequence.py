@@ -90,7 +90,7 @@ def _groups_are_full(shape: Shape) -> bool:
 
 
 def _seq1f1b_bubble(shape: Shape) -> float | None:
-    if not _groups_are_full(shape):
+    if not shape.times.only_ops or not _groups_are_full(shape):
         return None
     return (shape.stages - 1) / (shape.virtual * shape.slices * shape.microbatches)
 

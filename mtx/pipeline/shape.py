@@ -52,6 +52,11 @@ class Times:
         """F + B + W: one microbatch on one stage."""
         return self.forward + self.backward + self.weight
 
+    @property
+    def only_ops(self) -> bool:
+        """Whether stages are equal and sends take no time, as most closed forms have it."""
+        return self.comm == 0 and len(set(self.stage_factors or (1.0,))) == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -62,8 +67,8 @@ class Shape:
     virtual: int = 1
     slices: int = 1  # of each microbatch's sequences
     times: Times = Times()
-    memory_limit: float | None = None
     # stashes of a whole stage: 1.0 is what one microbatch keeps on one stage, all chunks together
+    memory_limit: float | None = None
     weight_share: float = WEIGHT_SHARE
 
     def __post_init__(self):

@@ -79,8 +79,7 @@ def min_memory(stages: int) -> int:
 
 def is_even(times: Times) -> bool:
     """Whether every op takes one slot, as in the papers' pictures."""
-    same = times.forward == times.backward == times.weight
-    return same and times.comm == 0 and len(set(times.stage_factors or (1.0,))) == 1
+    return times.forward == times.backward == times.weight and times.only_ops
 
 
 def _half_block(stages: int) -> np.ndarray:
