@@ -278,7 +278,7 @@ class OptimizerConfig:
     rate: Rates = "cosine"
     warmup_steps: int = 0
     decay_steps: int | None = None  # the step at which min_lr is reached; None: the run's steps
-    wsd_decay_fraction: float = 0.1  # rate="wsd": the share of decay_steps spent decaying
+    wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
     b1: float = 0.9
     b2: float = 0.95
     epsilon: float = 1e-8
@@ -295,6 +295,11 @@ class OptimizerConfig:
         _require_positive(self, "loss_scale_window")
         if self.decay_steps is not None:
             _require_positive(self, "decay_steps")
+            if self.rate != "constant" and self.warmup_steps >= self.decay_steps:
+                raise UserError(
+                    f"warmup_steps={self.warmup_steps} leave nothing of decay_steps="
+                    f"{self.decay_steps} to decay in; use fewer, or a larger decay_steps"
+                )
         if not 0.0 <= self.min_lr <= self.lr:
             raise UserError(f"min_lr={self.min_lr} must lie in [0, lr={self.lr}]")
         if not 0.0 < self.wsd_decay_fraction <= 1.0:

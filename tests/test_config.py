@@ -82,6 +82,11 @@ def test_a_choice_like_nothing_known_is_listed_without_a_guess():
         (OptimizerConfig, {"lr": 1e-3, "min_lr": 0.1}, "min_lr=0.1 must lie in [0, lr=0.001]"),
         (OptimizerConfig, {"min_lr": -1.0}, "min_lr=-1.0 must lie in [0, lr=0.00015]"),
         (OptimizerConfig, {"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
+        (
+            OptimizerConfig,
+            {"warmup_steps": 10, "decay_steps": 10},
+            "warmup_steps=10 leave nothing of decay_steps=10 to decay in; use fewer, or a larger",
+        ),
         (OptimizerConfig, {"clip": -1.0}, "clip=-1.0 must be at least 0 (0 turns clipping off)"),
         (OptimizerConfig, {"b1": 1.0}, "b1=1.0 must lie in [0, 1)"),
         (OptimizerConfig, {"b2": -0.5}, "b2=-0.5 must lie in [0, 1)"),

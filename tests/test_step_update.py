@@ -36,6 +36,26 @@ def test_warmup_stable_decay():
     np.testing.assert_allclose(values[[90, 100]], [0.55, 0.1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("warmup", [0, 1, 50, 95, 99])
+@pytest.mark.parametrize("rate", ["cosine", "linear", "wsd"])
+def test_the_least_rate_is_reached_at_the_last_step(rate, warmup, fraction):
+    values = rates(rate=rate, warmup_steps=warmup, wsd_decay_fraction=fraction)
+    assert values[warmup] == 1.0 and values[100] == pytest.approx(0.1)
+    assert values[99] > 0.1 and (np.diff(values[warmup:]) <= 0).all()
+    if rate == "wsd":  # Megatron-LM's formula, with a decay that the warm-up leaves room for
+        decaying = min(round(100 * fraction), 100 - warmup)
+        part = np.clip((np.arange(101) - (100 - decaying)) / decaying, 0, 1)
+        np.testing.assert_allclose(values[warmup:], (1 - 0.9 * part)[warmup:], rtol=1e-5)
+
+
+def test_a_run_may_end_within_its_warmup():
+    values = rates(warmup_steps=200)
+    np.testing.assert_allclose(values, np.arange(1, 102) / 200, rtol=1e-6)
+    constant = rates(rate="constant", warmup_steps=50, decay_steps=10)  # which it has none of
+    np.testing.assert_allclose(constant[49:], 1.0)
+
+
 def trainer_in(dtype: str, **optimizer) -> mtx.Trainer:
     model = ModelConfig(compute_dtype=dtype, **TINY)
     layout = Layout(data=2, pipe=2, tensor=2)

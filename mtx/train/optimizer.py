@@ -14,7 +14,13 @@ _NOT_DECAYED = {"b", "bias", "scale"}  # biases and norms, as in Megatron-LM
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """step -> rate: linear warm-up from 0, then the decay to `min_lr` at `decay_steps`."""
+    """step, counted from 0 -> rate: a linear warm-up from lr / warmup_steps in step 0 to lr in step
+    warmup_steps - 1, and from lr in step warmup_steps the decay to `min_lr` in step `decay_steps`.
+
+    After the warm-up that is Megatron-LM's OptimizerParamScheduler, but that a "wsd" decay longer
+    than what the warm-up leaves is shortened to it: there it would begin below lr. Megatron's
+    warm-up is a step behind ours: its step 0 has the rate 0.
+    """
     end = config.decay_steps or steps
     warmup, after = config.warmup_steps, max(end - config.warmup_steps, 1)
     floor = config.min_lr / config.lr
@@ -23,8 +29,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     elif config.rate == "linear":
         decay = optax.linear_schedule(config.lr, config.min_lr, after)
     elif config.rate == "wsd":
-        decaying = max(round(config.wsd_decay_fraction * end), 1)
-        decay = optax.linear_schedule(config.lr, config.min_lr, decaying, max(after - decaying, 0))
+        decaying = min(max(round(config.wsd_decay_fraction * end), 1), after)
+        decay = optax.linear_schedule(config.lr, config.min_lr, decaying, after - decaying)
     else:
         decay = optax.constant_schedule(config.lr)
     if not warmup:
@@ -57,6 +63,7 @@ class LossScale(NamedTuple):
 
     @classmethod
     def start(cls, config: OptimizerConfig, compute_dtype: str):
+        """The first scale: `config.loss_scale` in float16, 1 in other types."""
         scale = config.loss_scale if compute_dtype == "float16" else 1.0
         return cls(jnp.float32(scale), jnp.int32(0))
 
