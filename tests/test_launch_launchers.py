@@ -11,11 +11,14 @@ import pytest
 import yaml
 
 from mtx.cli import main
+from mtx.cli.options import parse
+from mtx.cli.train import TrainOptions
 from mtx.launch.cluster import find_cluster
 from mtx.launch.exits import Exit
-from mtx.presets import NAMES
+from mtx.presets import NAMES, preset
 
-LAUNCH = Path(__file__).parent.parent / "launch"
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "openmpi.sh", "environment.sh"])
@@ -63,6 +66,33 @@ def test_environment_script_says_who_it_is(tmp_path):
     assert command == "train gpt-1.7b"
 
 
+def devices_of(arguments: list[str]) -> int:
+    """How many the layout of `mtx train ARGUMENTS` is for. UserError where it cannot be."""
+    start = TrainOptions(run=preset(arguments[0]))
+    return parse(arguments[1:], start, prog="mtx train").run.layout.devices
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "devices"),
+    [
+        ("README.md", "mtx launch -n 2 --devices-per-process 4 -- train", 2 * 4),
+        ("README.md", "sbatch --nodes 64 launch/slurm.sbatch", 64 * 8),
+        ("launch/README.md", "mtx launch -n 2 --devices-per-process 4 -- train", 2 * 4),
+        ("launch/README.md", "sbatch --nodes 64 launch/slurm.sbatch", 64 * 8),
+        ("launch/README.md", "launch/openmpi.sh -n 4 --map-by ppr:1:node --", 4 * 8),
+        ("launch/README.md", "--nnodes 2 --nproc-per-node 8 ... -m mtx train", 2 * 8),
+        ("launch/README.md", "launch/environment.sh host0:1234 2 0", 2 * 8),
+        ("launch/openmpi.sh", "launch/openmpi.sh -n 4 --map-by ppr:1:node --", 4 * 8),
+        ("launch/slurm.sbatch", "sbatch --nodes 64 launch/slurm.sbatch", 64 * 8),
+        ("mtx/cli/launch.py", "mtx launch -n 4 --devices-per-process 2 -- train", 4 * 2),
+    ],
+)
+def test_examples_have_a_layout_for_their_devices(file, before, devices):
+    """With eight GPUs a node."""
+    (rest,) = re.findall(rf"{re.escape(before)} ([^`#\n:]+)", (ROOT / file).read_text())
+    assert devices_of(rest.split()) == devices
+
+
 def test_jobset_is_one():
     """By what jobset.x-k8s.io/v1alpha2 and batch/v1 ask for."""
     manifest = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
@@ -80,6 +110,8 @@ def test_jobset_is_one():
     (container,) = pod["containers"]
     assert container["name"] == on_exit["onExitCodes"]["containerName"]
     assert container["command"][:2] == ["mtx", "train"] and container["command"][2] in NAMES
+    nodes, gpus = job["parallelism"], container["resources"]["limits"]["nvidia.com/gpu"]
+    assert devices_of(container["command"][2:]) == nodes * gpus
     variables = {v["name"]: v["value"] for v in container["env"]}
     cluster = find_cluster(variables | {"JOB_COMPLETION_INDEX": "1"})
     assert (cluster.process, cluster.processes) == (1, job["completions"])

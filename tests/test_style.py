@@ -1,11 +1,18 @@
 """The whole tree is clean by ruff, and every README example runs."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+
+from mtx.cli import main
+from mtx.cli.options import parse
+from mtx.cli.train import TrainOptions
+from mtx.pipeline.choose import check_shape, schedule_for
+from mtx.presets import preset
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,3 +32,17 @@ def test_the_examples_of_the_readme_run():
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert np.isfinite(names["loss"]) and np.isfinite(float(names["metrics"].loss))
+
+
+def test_the_table_that_the_readme_makes_fits_the_run_that_it_trains(tmp_path, monkeypatch):
+    commands = {}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if line.startswith(".venv/bin/mtx ") and " zb.csv" in line:
+            _, name, *arguments = shlex.split(line, comments=True)
+            commands[name] = arguments
+    monkeypatch.chdir(tmp_path)
+    assert main(["schedule", *commands["schedule"]]) == 0
+    preset_name, *options = commands["train"]
+    run = parse(options, TrainOptions(run=preset(preset_name)), prog="mtx train").run
+    check_shape(schedule_for(run.layout, run.microbatches), run.layout, run.microbatches)
+    assert run.layout.schedule == "zb.csv"
