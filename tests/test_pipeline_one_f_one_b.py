@@ -28,6 +28,13 @@ def test_1f1b_closed_forms(groups, p, v):
     assert schedule.mailbox_slots == 0
 
 
+@quick
+@given(st.integers(1, 20), stage_counts, virtuals)
+def test_a_short_last_group_leaves_idle_ticks(m, p, v):
+    schedule = make("1f1b", microbatches=m, stages=p, virtual=v)
+    assert schedule.ticks == m * v + (v + 1) * p - 2 + (v - 1) * (-m % p)
+
+
 def test_1f1b_slots_do_not_grow_with_microbatches():
     slots = {m: make("1f1b", microbatches=m, stages=4, virtual=2).slots for m in (8, 32, 128)}
     assert slots == {8: 11, 32: 11, 128: 11}

@@ -13,7 +13,8 @@ def one_f_one_b(shape: Shape) -> Schedule:
     """1F1B, interleaved where virtual > 1 (Narayanan et al., SC'21, section 2.2).
 
     Microbatches go in groups of P through chunk after chunk. Ticks: m v + (v+1) p - 2 where p
-    divides m, and fewer ops than that leave gaps where it does not. Bubble over ideal time:
+    divides m or v = 1; else the last group is short by -m mod p, and each chunk but the last leaves
+    so many idle ticks, in all (v-1) (-m mod p) more. Bubble over ideal time, but for those:
     (p-1)/(v m). In flight on stage s: 2(p-1-s) + (v-1) p + 1, Megatron's interleaved count. At v=1
     that is 2(p-1-s) + 1, against p - s in Megatron's own non-interleaved 1F1B, whose stages do not
     run F and B in the same tick: in full ticks those p - s would leave every second tick idle.

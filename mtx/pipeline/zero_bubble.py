@@ -1,10 +1,10 @@
 """Zero bubble: B is the gradient of the input alone, and W fills what would be idle.
 
-All but `aligned_zb` are from Qi et al., ICLR'24 (arXiv 2401.10241). They are orders for a runtime
-with a program per stage, in which one stage may run W while another runs F. Their tables hold the
-same orders, and so the same memory, in full ticks; there they save nothing: zb_h2 takes as long as
-1F1B, and zb_h1 far longer, as it has too few in flight to run F and B in every tick. In lock-step
-take `aligned_zb`.
+zb_h1, zb_h2, zb_1p and zb_2p are from Qi et al., ICLR'24 (arXiv 2401.10241). They are orders for a
+runtime with a program per stage, in which one stage may run W while another runs F. Their tables
+hold the same orders, and so the same memory, in full ticks; there they save nothing: zb_h2 takes as
+long as 1F1B, and zb_h1 far longer, as it has too few in flight to run F and B in every tick.
+`aligned_zb` and `deferred_zb` are ours, for lock-step: take `deferred_zb` there.
 
 Letters as in the paper: m microbatches · p stages · s this stage, from 0 · F, B, W, c times of an
 op and of a send
@@ -201,7 +201,8 @@ def _aligned_bubble(shape: Shape) -> float | None:
 
 
 def _deferred_bubble(shape: Shape) -> float | None:
-    """Lock-step, over ideal time; every tick sends but the last p, which are W alone."""
+    """Lock-step, over ideal time; every tick sends but the last p: the first stage's last B, and W
+    alone."""
     m, p, v, t = shape.microbatches, shape.stages, shape.virtual, shape.times
     if not _defers(shape):
         return _aligned_bubble(shape)
