@@ -267,9 +267,9 @@ class _Run:
     ):  # fmt: skip
         y_BsD = carry.dx_BsD
         if forward:
-            carry, y_BsD = self.forward_third(carry, op)
+            carry, y_BsD = self.forward_half(carry, op)
         if backward:
-            carry = self.backward_third(carry, op, y_BsD)
+            carry = self.backward_half(carry, op, y_BsD)
         if weight and op.weight is not None:
             with jax.named_scope("W"):
                 late = self._unless_idle(
@@ -284,7 +284,7 @@ class _Run:
             carry = carry._replace(late=late, reduced=reduced)
         return carry, None
 
-    def forward_third(self, carry: Carry, op: Tick):
+    def forward_half(self, carry: Carry, op: Tick):
         """(carry, y_BsD)"""
         weights = self.weights.fetch(carry.weights[0], op.fetch, op.forward.chunk)
         with jax.named_scope("F"):
@@ -318,7 +318,7 @@ class _Run:
             carry = carry._replace(outbox=write(carry.outbox, y_BsD, op.output))
         return carry, y_BsD
 
-    def backward_third(self, carry: Carry, op: Tick, y_BsD) -> Carry:
+    def backward_half(self, carry: Carry, op: Tick, y_BsD) -> Carry:
         with jax.named_scope("send_dx"):
             arrived = self.send(carry.dx_BsD, self.schedule.gradient_inboxes)
         if self.schedule.outbox.slots:

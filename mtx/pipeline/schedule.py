@@ -52,7 +52,10 @@ def vee_pieces(stages: int, virtual: int = 2) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Half:
-    """One kind of op (F, B or W) of every tick; all arrays are int32 [T, P]."""
+    """One kind of op (F, B or W) of every tick, which has two, or three where W is split.
+
+    All arrays are int32 [T, P].
+    """
 
     item: np.ndarray  # IDLE where the stage sits it out
     chunk: np.ndarray  # 0 where idle

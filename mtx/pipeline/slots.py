@@ -1,7 +1,13 @@
 """Parts of arrays, by indices that a table or a loop gives: read, written, added to.
 
-No index may be negative. JAX would ask each whether it is, of each array: more than half of what is
-traced for a step was that. An index beyond the end gives the last part, as for any dynamic slice.
+Indices count from the front, and none is asked whether it is negative: JAX would ask each, of each
+array, and more than half of what is traced for a step was that. As in any dynamic slice, what lies
+outside stands for the nearest part: an index below 0 for the first, one beyond the end for the
+last.
+
+One caller relies on it: with idle="phases" and "masked" a stage computes what it sits out as well,
+with item IDLE, -1. `_Run.batch_of` and `_Run.place` then read the first microbatch's tokens, and
+what comes of them is never used. Nothing is written at an index below 0.
 """
 
 from __future__ import annotations
