@@ -158,11 +158,3 @@ def test_hardware_flops_of_a_cluster_do_not_depend_on_how_it_is_cut():
 )
 def test_which_attention_runs(changes, backend, name):
     assert attention_of(gpt(**changes), backend).name == name
-
-
-def test_query_blocks_are_those_of_the_model():
-    from mtx.models import attention
-    from mtx.plan.attention import query_blocks
-
-    for sequence in (1, 16, 60, 64, 66, 128, 2048):
-        assert query_blocks(sequence) == attention.query_blocks(sequence)

@@ -210,7 +210,7 @@ def test_schedules_without_a_closed_form_are_simulated(monkeypatch):
     layout, stages = Layout(pipe=4), [(1.0, 2.0, 0.0)] * 3 + [(1.5, 2.5, 0.0)]
     for m, hop_s in ((4, 0.0), (16, 0.0), (40, 0.0)):
         closed = pipeline_s(layout, stages, microbatches=m, hop_s=hop_s)
-        monkeypatch.setattr("mtx.plan.time._LOOPED", ())
+        monkeypatch.setattr("mtx.plan.time.LOOPED", ())
         assert pipeline_s(layout, stages, microbatches=m, hop_s=hop_s) == pytest.approx(
             closed, rel=0.05
         )

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtx.config import ModelConfig
+from mtx.plan.attention import cudnn_serves as cudnn_serves  # for who chooses the kernel
+from mtx.plan.attention import query_blocks
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
@@ -47,11 +48,6 @@ def attention(
     )
 
 
-def cudnn_serves(config: ModelConfig) -> bool:
-    """Whether cuDNN's fused attention takes this model's heads and compute type."""
-    return config.compute_dtype != "float32" and config.head_size <= 128
-
-
 def separate(projected: Projected):
     """(q_BShK, k_BSgK, v_BSgK)"""
     if len(projected) == 1:
@@ -63,11 +59,6 @@ def separate(projected: Projected):
 def keys_and_values(projected: Projected):
     """kv_BSngK, n = 2"""
     return projected[0][:, :, 1:] if len(projected) == 1 else projected[1]
-
-
-def query_blocks(sequence: int) -> int:
-    """The number of blocks into which `blocked_attention` cuts that many queries."""
-    return 4 if sequence % 4 == 0 and sequence >= 64 else 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

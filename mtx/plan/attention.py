@@ -53,7 +53,7 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
             selective_matmuls=0, full_matmuls=2, row_bytes=4, mask_bytes=0, softmax_bytes=0,
             output_survives=True,
         )  # fmt: skip
-    if backend == "cuda" and model.compute_dtype != "float32" and model.head_size <= 128:
+    if backend == "cuda" and cudnn_serves(model):
         return Attention(
             name="cudnn", square=1.0, at_once=0.0, backward_matmuls=5, selective_matmuls=2,
             full_matmuls=2, row_bytes=4, mask_bytes=0, softmax_bytes=0, output_survives=False,
@@ -65,6 +65,11 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
         at_once=1 / blocks, backward_matmuls=5, selective_matmuls=0, full_matmuls=1, row_bytes=4,
         mask_bytes=0, softmax_bytes=0, output_survives=True,
     )  # fmt: skip
+
+
+def cudnn_serves(model: ModelConfig) -> bool:
+    """Whether cuDNN's fused attention takes this model's heads and compute type."""
+    return model.compute_dtype != "float32" and model.head_size <= 128
 
 
 def query_blocks(sequence: int) -> int:

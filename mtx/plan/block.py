@@ -21,7 +21,7 @@ from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.plan.hardware import Hardware
 from mtx.plan.search import (
-    LOOPED,
     RECOMPUTE,
     Candidate,
     Fixed,
@@ -17,7 +16,7 @@ from mtx.plan.search import (
     settings,
     with_zero,
 )
-from mtx.plan.time import StepTime
+from mtx.plan.time import LOOPED, StepTime
 
 PART_NAMES = {
     "matmul_s": "matmuls",
@@ -64,7 +63,7 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
         what += " across nodes"
     elif name == "matmul_s" and mine.recompute != theirs.recompute:
         what += f" (recompute={mine.recompute} instead of {theirs.recompute})"
-    return f"{what} {_seconds(mine_s)} instead of {_seconds(theirs_s)}"
+    return f"{what} {seconds(mine_s)} instead of {seconds(theirs_s)}"
 
 
 def _crosses(layout: Layout, part: str, hardware: Hardware) -> bool:
@@ -73,7 +72,8 @@ def _crosses(layout: Layout, part: str, hardware: Hardware) -> bool:
     return reach > hardware.node_devices or hardware.node_devices % reach != 0
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """12.30 s, or 4.56 ms."""
     return f"{value:,.2f} s" if value >= 0.995 else f"{value * 1e3:.3g} ms"
 
 

@@ -25,10 +25,10 @@ from mtx.config import Layout, ModelConfig, Recompute
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import place_layers
 from mtx.plan.attention import Attention, Backend, attention_of
+from mtx.plan.block import ITEM_BYTES
 from mtx.plan.families import Array, ends_of, family_of, layer_of
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def conditionals_copy() -> bool:
 
 def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int, int]:
     """(parameters in the compute type, gradients in float32)"""
-    item, held = _ITEM_BYTES[model.compute_dtype], parameters_per_device(model, layout)
+    item, held = ITEM_BYTES[model.compute_dtype], parameters_per_device(model, layout)
     if zero == 3:
         chunk = _places(model, layout) * _layer_parameters(model, layout)
         blocks = layout.virtual * chunk
@@ -144,7 +144,7 @@ def layer_residual_bytes(
     bits), where Korthikanti's kernels keep 5.
     """
     layer, attention = layer_of(model), attention_of(model, backend)
-    item, tokens = _ITEM_BYTES[model.compute_dtype], _tokens(model, layout)
+    item, tokens = ITEM_BYTES[model.compute_dtype], _tokens(model, layout)
     again = {"attended"} if recompute == "selective" and not attention.output_survives else set()
     kept = sum(
         _array_bytes(array, model, layout)
@@ -171,7 +171,7 @@ def _array_bytes(array: Array, model: ModelConfig, layout: Layout) -> int:
     """Of one microbatch, or slice of one, on one device."""
     shards = _sequence_shards(layout) if array.over == "sequence" else array.parts(layout.tensor)
     elements = _tokens(model, layout) * array.width
-    return elements * _ITEM_BYTES[model.compute_dtype] // shards
+    return elements * ITEM_BYTES[model.compute_dtype] // shards
 
 
 def _tokens(model: ModelConfig, layout: Layout) -> int:
@@ -250,7 +250,7 @@ def _stash_bytes(
     waiting = _deferred_bytes(model, layout)
     if attention_of(model, backend).name == "dropout" and layout.recompute == "selective":
         scores = _tokens(model, layout) * model.heads // layout.tensor * model.sequence
-        waiting += _ITEM_BYTES[model.compute_dtype] * scores
+        waiting += ITEM_BYTES[model.compute_dtype] * scores
     return stash, slots.weight_stash * layers * waiting
 
 
@@ -258,7 +258,7 @@ def _cache_bytes(model: ModelConfig, layout: Layout) -> int:
     """Keys and values of one microbatch, its slices together, in one layer."""
     groups = model.groups // min(layout.tensor, model.groups)
     width = 2 * groups * model.head_size
-    return _ITEM_BYTES[model.compute_dtype] * layout.microbatch * model.sequence * width
+    return ITEM_BYTES[model.compute_dtype] * layout.microbatch * model.sequence * width
 
 
 def _deferred_bytes(model: ModelConfig, layout: Layout) -> int:
@@ -269,7 +269,7 @@ def _deferred_bytes(model: ModelConfig, layout: Layout) -> int:
     waiting = sum(_array_bytes(array, model, layout) for array in reads.values())
     for linear in linears:
         elements = _tokens(model, layout) * linear.makes.local_width(layout.tensor)
-        waiting += elements * _ITEM_BYTES[model.compute_dtype]
+        waiting += elements * ITEM_BYTES[model.compute_dtype]
     return waiting
 
 
@@ -286,7 +286,7 @@ def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
     computed again (with stash="inputs", of the whole chunk); four arrays of whole sequences, which
     are gathered or about to be scattered; and of attention's scores the part that stands at once.
     """
-    item = _ITEM_BYTES[model.compute_dtype]
+    item = ITEM_BYTES[model.compute_dtype]
     places = _places(model, layout)
     matrices = [each.held(layout.tensor)[0] for each in layer_of(model).linears]
     added_up = sum(matrices) if places == 1 else max(matrices)
@@ -305,7 +305,7 @@ def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
 def _scores_bytes(model: ModelConfig, layout: Layout, attention: Attention) -> int:
     """Scores of the largest block of queries, or the whole square, and of their gradients: two in
     float32 and one in the compute type. Fused kernels have none."""
-    item = _ITEM_BYTES[model.compute_dtype]
+    item = ITEM_BYTES[model.compute_dtype]
     square = _tokens(model, layout) * model.sequence * model.heads // layout.tensor
     return int((2 * 4 + item) * attention.at_once * square)
 
@@ -314,4 +314,4 @@ def _head_bytes(model: ModelConfig, layout: Layout) -> int:
     """Logits in float32, their gradient in the compute type, this device's part of both."""
     shards, tokens = layout.vocab_shards, _tokens(model, layout)
     rows = model.padded_vocab(shards) // shards
-    return (4 + _ITEM_BYTES[model.compute_dtype]) * tokens * rows
+    return (4 + ITEM_BYTES[model.compute_dtype]) * tokens * rows

@@ -11,8 +11,8 @@ from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory
 from mtx.plan.published import bubble
-from mtx.plan.search import LOOPED, MEMORY_AT_MOST
-from mtx.plan.time import StepTime, predict_step
+from mtx.plan.search import MEMORY_AT_MOST
+from mtx.plan.time import LOOPED, StepTime, predict_step
 
 GIB = 2**30
 DAY_S = 86400

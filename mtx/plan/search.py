@@ -29,11 +29,10 @@ from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual, maker
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
-from mtx.plan.time import StepTime, predict_step
+from mtx.plan.time import LOOPED, StepTime, predict_step
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
-LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # whose price is a closed form
 _SIMULATED = ("zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v", "v_half", "dualpipe_v")
 _SCHEDULES = ("1f1b",)
 _LEADERS, _MOST_OPS = 3, 4096  # of a search that is open: meshes, and F of a simulated table

@@ -16,13 +16,14 @@ from typing import Literal, NamedTuple
 from mtx.config import RunConfig
 from mtx.pipeline.choose import schedule_for
 from mtx.plan import flops
-from mtx.plan.compare import PART_NAMES
+from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
 from mtx.plan.families import family_of, parameters_by_part
 from mtx.plan.hardware import hardware
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, published_throughput, published_training_time
-from mtx.plan.search import LOOPED, MEMORY_AT_MOST
+from mtx.plan.search import MEMORY_AT_MOST
+from mtx.plan.time import LOOPED
 
 Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
@@ -303,10 +304,6 @@ def _published(plan: PricedRun, row: Throughput) -> list[Row]:
             Row(section, "by equation (4), 8TP/(nX)", f"{took_s / DAY_S:.1f} days", follows)
         )
     return rows
-
-
-def seconds(value: float) -> str:
-    return f"{value:,.2f} s" if value >= 0.995 else f"{value * 1e3:.3g} ms"
 
 
 def _size(value: float) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Literal
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
@@ -26,6 +25,7 @@ from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.families import layer_of
 from mtx.plan.hardware import Hardware
+from mtx.plan.memory import Zero
 from mtx.plan.network import (
     Group,
     all_reduce_s,
@@ -36,7 +36,7 @@ from mtx.plan.network import (
     send_s,
 )
 
-Zero = Literal[0, 1, 3]
+LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # whose price is a closed form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +137,11 @@ def pipeline_s(
     totals = [sum(seconds) for seconds in stages]
     if len(stages) == 1:
         return microbatches * totals[0]
-    if layout.schedule not in _LOOPED or layout.slices > 1:
+    if layout.schedule not in LOOPED or layout.slices > 1:
         return _simulated_s(layout, tuple(stages), microbatches, hop_s)
     slowest = max(totals)
     steady_s = microbatches * (slowest + 2 * layout.virtual * hop_s)
     return steady_s + (sum(totals) - slowest) / layout.virtual + 2 * hop_s * (len(stages) - 1)
-
-
-_LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")
 
 
 @lru_cache(maxsize=4096)

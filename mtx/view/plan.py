@@ -11,8 +11,9 @@ import numpy as np
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.shape import Times
 from mtx.pipeline.simulate import simulate
+from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
-from mtx.plan.summary import part_name, seconds, title
+from mtx.plan.summary import part_name, title
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
 from mtx.view.picture import (
