@@ -25,6 +25,8 @@ def test_speeds_follow_from_the_step():
     assert TRILLION.tokens_per_s == pytest.approx(3072 * 2048 / step_s)
     sc21 = sc21_flops(run.model, 3072) / step_s / 3072
     assert TRILLION.tflops_per_gpu_sc21 == pytest.approx(sc21 / 1e12)
+    assert TRILLION.tflops_per_gpu_sc21 > TRILLION.tflops_per_gpu_model
+    assert TRILLION.tflops_per_gpu_model == pytest.approx(312 * TRILLION.mfu)
     assert TRILLION.mfu == pytest.approx(model_flops(run.model, 3072) / step_s / 3072 / 312e12)
     assert TRILLION.bubble_over_ideal == pytest.approx(63 / 512)
 

@@ -16,9 +16,10 @@ from typing import Literal
 
 from mtx.config import Layout, ModelConfig
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.flops import sc21_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.published import TABLE_1
-from mtx.plan.time import StepTime, predict_step, sc21_tflops
+from mtx.plan.time import StepTime, predict_step
 from mtx.presets import preset
 
 MACHINE = "a100-80gb"
@@ -51,10 +52,10 @@ class PublishedRun:
 
     def predicted(self, calibration: Calibration | None = None) -> float:
         """In the unit of what was published."""
-        time = self.time(calibration)
+        step_s = self.time(calibration).step_s
         if self.unit == "seconds":
-            return time.step_s
-        return sc21_tflops(self.model, self.layout, self.global_batch, time)
+            return step_s
+        return sc21_flops(self.model, self.global_batch) / step_s / self.layout.devices / 1e12
 
     def error(self, calibration: Calibration | None = None) -> float:
         """Predicted over published, less 1."""

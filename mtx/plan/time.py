@@ -20,7 +20,6 @@ from mtx.pipeline.makers import MAKERS
 from mtx.pipeline.partition import place_layers
 from mtx.pipeline.shape import Times
 from mtx.pipeline.simulate import simulate
-from mtx.plan import flops
 from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.families import layer_of
@@ -272,29 +271,3 @@ def _zero3_s(
     ]
     traffic_s = microbatches * sum(each_s)
     return max(traffic_s - computed_s, shard.calibration.zero3_cores * traffic_s)
-
-
-# --- what a step's time means ---------------------------------------------------------------------
-
-
-def sequences_per_s(time: StepTime, global_batch: int) -> float:
-    """Sequences of the whole cluster in a second."""
-    return global_batch / time.step_s
-
-
-def sc21_tflops(model: ModelConfig, layout: Layout, global_batch: int, time: StepTime) -> float:
-    """TeraFLOP/s of each device in the unit of SC'21 (`mtx.plan.flops.sc21_flops`)."""
-    return flops.sc21_flops(model, global_batch) / time.step_s / layout.devices / 1e12
-
-
-def model_tflops(model: ModelConfig, layout: Layout, global_batch: int, time: StepTime) -> float:
-    """TeraFLOP/s of each device in today's unit (`mtx.plan.flops.model_flops`)."""
-    return flops.model_flops(model, global_batch) / time.step_s / layout.devices / 1e12
-
-
-def mfu(
-    model: ModelConfig, layout: Layout, global_batch: int, time: StepTime, hardware: Hardware
-) -> float:
-    """Model FLOPs utilization: the part of the peak that `model_tflops` is."""
-    tflops = model_tflops(model, layout, global_batch, time)
-    return tflops * 1e12 / hardware.peak_flops(model.compute_dtype)
