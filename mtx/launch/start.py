@@ -109,11 +109,11 @@ def join_cluster(options: ClusterOptions | None = None) -> str | None:
     """Connects this process with the others of its run, and says in one line what it found; does
     nothing, and says nothing, where there is one process.
 
-    To be called before JAX computes anything. Who this
-    process is, `find_cluster` says. Process 0 listens at the coordinator's address and nowhere
-    else (JAX_COORDINATOR_BIND_ADDRESS names another), and CPU collectives at the address with
-    which each process reaches the coordinator. Raises UserError for variables that contradict
-    themselves, and LostProcess where the processes do not come together.
+    To be called before JAX computes anything. Who this process is, `find_cluster` says. Process 0
+    listens at the coordinator's address and nowhere else (JAX_COORDINATOR_BIND_ADDRESS names
+    another), and CPU collectives at the address with which each process reaches the coordinator.
+    Raises UserError for variables that contradict themselves, and LostProcess where the processes
+    do not come together.
     """
     options = options or ClusterOptions()
     cluster = find_cluster(os.environ, options)

@@ -283,7 +283,12 @@ sliced_attention.defvjp(_slice_forward, _slice_backward)
 def attention_with_dropout(
     projected: Projected, segments_BS, *, causal: bool, rate: float, key, samples_B, first_head
 ):
-    """Attention with dropout on its probabilities, whose masks no layout changes."""
+    """`attention` with dropout on its probabilities -> [B, S, h, K], in the values' type.
+
+    All scores [B, h, S, T] are computed at once, in float32. segments_BS: int32 or None. A mask is
+    that of its sample and global head, on every layout: samples_B int32, first_head the global
+    number of this device's head 0, key as `mtx.sharding.random.dropout_heads` takes it.
+    """
     q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
     mask = _Mask(0 if causal else None, segments_BS, segments_BS)
     p_BgRST = jax.nn.softmax(_scores(q_BgRSK, k_BgSK, mask), axis=-1)

@@ -103,6 +103,7 @@ class Shard:
         return Group(size=self.tensor, stride=1)
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """`batch` products [m, k] x [k, n] in the compute type, by `mtx.plan.gemm.matmul_s`."""
         return matmul_s(
             m, n, k, batch=batch, hardware=self.hardware, calibration=self.calibration,
             dtype=self.model.compute_dtype, item_bytes=self.item_bytes,

@@ -205,6 +205,7 @@ class Ends:
 
 @lru_cache(maxsize=1024)
 def ends_of(model: ModelConfig) -> Ends:
+    """The ends of a model of this family, counted in elements."""
     family, hidden = family_of(model), model.hidden
     norm = family.norm_numbers * hidden
     tables = (0 if family.rotary else model.sequence) + family.types

@@ -103,6 +103,7 @@ class Question:
     scatter_gather: bool
 
     def price(self, layout: Layout, zero: int) -> Priced:
+        """The layout with its predicted step. UserError where it cannot be laid out."""
         time = predict_step(
             self.model, layout, self.global_batch, self.hardware, zero=zero,
             scatter_gather=self.scatter_gather,
@@ -110,11 +111,13 @@ class Question:
         return Priced(layout, zero, time)
 
     def memory(self, layout: Layout, zero: int) -> Memory:
+        """Predicted bytes of a device. UserError where it cannot be laid out."""
         return predict_memory(
             self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
         )
 
     def holds(self, size_bytes: int) -> bool:
+        """Whether a device has room for so much: MEMORY_AT_MOST of it is taken."""
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
 
@@ -285,6 +288,7 @@ def _leanest(question: Question, mesh: Layout) -> Layout:
 
 
 def is_allowed(question: Question, layout: Layout) -> bool:
+    """Whether the model can be laid out so, and the batch be divided."""
     try:
         layout.check(question.model)
         layout.microbatches(question.global_batch)
@@ -319,6 +323,8 @@ def _open(given, choices: tuple) -> tuple:
 
 
 def zeros(fixed: Fixed, mesh: Layout) -> tuple[int, ...]:
+    """The values of `zero` to try on a mesh: the one that is fixed, else those that this program
+    trains with; 3 is as 1 where there is one replica."""
     return _open(fixed.zero, _ZERO if mesh.data > 1 else _ZERO[:1])
 
 
