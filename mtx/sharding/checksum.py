@@ -19,10 +19,12 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by the bytes of an elem
 
 
 def checksum(tree: Tree):
-    """uint32 [] of the local arrays of a tree; a bit that flips changes it.
+    """uint32 [] of the local arrays of a tree; a bit that flips changes it, and any other change
+    leaves it as it was once in 2^32.
 
-    Every element's bits are multiplied by an odd number that follows from its place, and summed:
-    an odd factor loses no bit. Elements have at most four bytes.
+    Every element's bits are multiplied by an odd number that follows from its place, mixed, and
+    summed. Neither loses a bit; without the mixing, flips of high bits, such as signs, would cancel
+    in the sum. Elements have at most four bytes.
     """
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
@@ -37,7 +39,15 @@ def _weighed_sum(a):
         place = lax.broadcasted_iota(jnp.uint32, words.shape, dim) + jnp.uint32(dim << 24)
         mixed = place * jnp.uint32(0x85EBCA6B)
         factor = factor * ((mixed ^ (mixed >> 15)) | jnp.uint32(1))
-    return (words * factor).sum(dtype=jnp.uint32)
+    return _mix(words * factor).sum(dtype=jnp.uint32)
+
+
+def _mix(words):
+    """Each bit of a word changes about half of the others; one to one. The finalizer of
+    MurmurHash3 (Appleby, public domain)."""
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
 
 
 def on_each_device(value, sizes: Sequence[int]):
