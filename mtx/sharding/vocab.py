@@ -126,13 +126,19 @@ def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes):
 
 def _losses_backward(vocab, axes, saved, dloss_BS):
     x_BSD, table_vD, bias_v, error_BSv = saved
-    factor_BS1 = dloss_BS[..., None].astype(x_BSD.dtype)
-    dx_BSD = factor_BS1 * lax.dot_general(error_BSv, table_vD, (((2,), (0,)), ((), ())))
+    # In float32: all rows share one factor, 1 / tokens, and in bfloat16 a third would be 0.2 % too
+    # large for all of them alike.
+    factor_BS1 = dloss_BS[..., None]
+    dx_BSD = factor_BS1 * lax.dot_general(
+        error_BSv, table_vD, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
     # x is the small operand: it is the one to transpose, and the barrier keeps XLA from undoing it.
-    dtable_Dv = lax.dot_general(factor_BS1 * x_BSD, error_BSv, (((0, 1), (0, 1)), ((), ())))
+    weighed_BSD = (factor_BS1 * x_BSD).astype(x_BSD.dtype)
+    dtable_Dv = lax.dot_general(weighed_BSD, error_BSv, (((0, 1), (0, 1)), ((), ())))
     dbias_v = None
     if bias_v is not None:
         dbias_v = (factor_BS1 * error_BSv).sum(axis=(0, 1), dtype=jnp.float32).astype(bias_v.dtype)
+    dx_BSD = dx_BSD.astype(x_BSD.dtype)
     return dx_BSD, lax.optimization_barrier(dtable_Dv).T, dbias_v, None
 
 
