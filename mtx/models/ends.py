@@ -19,7 +19,7 @@ from mtx.sharding.random import dropout_rows, fold
 from mtx.sharding.vocab import embed_tokens, vocab_logits, vocab_losses, vocab_scores
 
 VOCAB = ("pipe", "tensor")  # the axes of a vocabulary-sharded dim
-EMBED_SITE = 3  # of dropout; a block's sites come before
+_EMBEDDING = 2**31 - 1  # of dropout's keys: its place among the layers, beyond any
 
 
 def token_table(config: ModelConfig, vocab_rows: int, key):
@@ -46,7 +46,7 @@ def drop_embedding(x_BsD, config: ModelConfig, axes: Axes, place: Place | None):
     """The embedding's dropout."""
     if place is None or place.key is None or not config.dropout:
         return x_BsD
-    first, key = first_position(x_BsD, axes, place), fold(place.key, EMBED_SITE)
+    first, key = first_position(x_BsD, axes, place), fold(place.key, _EMBEDDING)
     return dropout_rows(x_BsD, config.dropout, key, place.samples_B, first)
 
 

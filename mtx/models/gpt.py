@@ -28,7 +28,7 @@ from mtx.sharding.linear import ColumnLinear, RowLinear, output_std
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_rows, fold
 
-_ATTENTION_SITE, _MLP_SITE, _SCORES_SITE = range(3)  # of dropout, before that of the embedding
+_ATTENTION_SITE, _MLP_SITE, _SCORES_SITE = range(3)  # of dropout
 
 
 class Attention(nnx.Module):
