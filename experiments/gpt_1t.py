@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from mtx.evaluate.generate import generate
     from mtx.launch.startup import StartUp
-    from mtx.train.loop import train
+    from mtx.train.loop import run_training
 
     def say(*lines: str) -> None:
         if jax.process_index() == 0:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     say(f"At hand: {len(devices):,} x {devices[0].device_kind}", "")
     if run.layout == start.run.layout and not as_given:
         run = replace(run, layout=layout_for(len(devices)))
-    summary = train(run, startup=StartUp.of_process())
+    summary = run_training(run, startup=StartUp.of_process())
     if summary.interrupted:
         return summary.exit
 
@@ -103,13 +103,13 @@ def main(arguments: Sequence[str]) -> int:
         again += f" --virtual-devices {run.layout.devices}"
     say(
         f"Held-out loss  {fell if summary.losses else f'{last:.4f} nats a token'}",
-        f"Checkpoint     {summary.checkpoint}",
+        f"Checkpoint     {summary.checkpoint or 'none'}",
         f"Log            {summary.log}",
         f"More text      {again}",
         f"Full size      on {full_run.layout.devices:,} GPUs: "
         "srun python experiments/gpt_1t.py --full --data.path TEXT --out DIRECTORY",
     )
-    return 0
+    return summary.exit
 
 
 def layout_for(devices: int) -> Layout:

@@ -30,7 +30,7 @@ _HOMES = {
     "mtx.presets": ("preset",),
     "mtx.sharding.mesh": ("make_mesh",),
     "mtx.launch.start": ("use_virtual_devices",),
-    "mtx.train.loop": ("train",),
+    "mtx.train.loop": ("run_training",),
     "mtx.train.step": ("Trainer",),
     "mtx.view.mesh": ("draw_mesh", "mesh_text"),
     "mtx.view.schedule": ("draw_timeline", "show", "timeline_text"),

@@ -13,14 +13,15 @@ from rich.console import Console
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.train.loop import train
+from mtx.launch.exits import Exit
+from mtx.train.loop import run_training
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=16, vocab=256, compute_dtype="float32")
 
 
 def printed(run: RunConfig) -> tuple[list[float], str]:
     console = Console(file=io.StringIO(), width=200)
-    return train(run, console=console).losses, console.file.getvalue()
+    return run_training(run, console=console).losses, console.file.getvalue()
 
 
 def events(run: RunConfig, kind: str) -> list[dict]:
@@ -42,6 +43,27 @@ def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, full_disk, 
     assert [event["step"] for event in events(run, "save_failed")] == [failing]
     assert Checkpoints(run.out).steps() == kept
     assert not caplog.records  # Orbax's traceback, for one
+
+
+@pytest.mark.parametrize("save_every, kept", [(2, [2]), (0, [])])
+def test_a_last_save_that_fails_leaves_the_older_one_and_says_so(
+    tmp_path, full_disk, save_every, kept
+):
+    run = RunConfig(
+        model=MODEL, global_batch=4, steps=4, save_every=save_every, eval_every=0, eval_batches=1,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    full_disk(len(kept) + 1)
+    console = Console(file=io.StringIO(), width=300)
+    summary = run_training(run, console=console)
+    assert summary.exit == Exit.UNSAVED and not summary.interrupted and len(summary.losses) == 4
+    newest = Checkpoints(run.out).directory / "2" if kept else "none"
+    assert f"unsaved    step 4 of 4; the newest checkpoint is {newest}" in console.file.getvalue()
+    assert [event["step"] for event in events(run, "save_failed")] == [4]
+    assert Checkpoints(run.out).steps() == kept
+    again = run_training(run, console=Console(quiet=True))  # there is room now
+    assert again.exit == Exit.FINISHED and Checkpoints(run.out).steps() == [*kept, 4]
+    assert again.losses == summary.losses[-2 if kept else 0 :]
 
 
 def test_a_full_disk_and_a_flipped_bit(tmp_path, full_disk):
@@ -72,4 +94,4 @@ def test_a_full_disk_and_a_flipped_bit(tmp_path, full_disk):
     with pytest.raises(
         UserError, match="no checkpoint in .* is sound; put a copy back, or use ano"
     ):
-        train(replace(run, steps=6), console=Console(file=io.StringIO()))
+        run_training(replace(run, steps=6), console=Console(file=io.StringIO()))

@@ -12,7 +12,7 @@ from rich.console import Console
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.presets import preset
-from mtx.train.loop import train
+from mtx.train.loop import run_training
 
 TEXT = "\n".join(
     f"{n} is {'even' if n % 2 == 0 else 'odd'}, and the number after {n} is {n + 1}."
@@ -36,7 +36,7 @@ def run(tmp_path):
 
 
 def train_quietly(run):
-    return train(run, console=Console(file=io.StringIO()))
+    return run_training(run, console=Console(file=io.StringIO()))
 
 
 def test_it_learns(run, tmp_path):

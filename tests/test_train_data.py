@@ -21,7 +21,7 @@ from mtx.data import load_data, loader
 from mtx.data.subwords import SubwordTokenizer
 from mtx.errors import UserError
 from mtx.train import loop
-from mtx.train.loop import train
+from mtx.train.loop import run_training
 
 S = 16
 
@@ -140,6 +140,6 @@ def test_data_that_cannot_be_trained_on_leaves_nothing(folder, tmp_path, change,
     run = small_run(folder, tmp_path / "out")
     run = replace(run, data=replace(run.data, **change))
     with pytest.raises(UserError) as caught:
-        train(run, console=Console(quiet=True))
+        run_training(run, console=Console(quiet=True))
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from mtx.launch.startup import StartUp
 from mtx.train.audit import Audit
 from mtx.train.goodput import measure_goodput, read_log
 from mtx.train.guard import Guard, RollBack, refuse_to_go_back
-from mtx.train.loop import train
+from mtx.train.loop import run_training
 from mtx.train.programs import Programs
 
 MODEL = ModelConfig(
@@ -64,7 +64,7 @@ def sealing():
 
 def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(sealing):
     trainer, batch = sealing
-    state = trainer.sealed(trainer.init())
+    state = trainer.init()
     for _ in range(2):
         state, metrics = trainer.train_step(state, batch)
         assert not np.any(metrics.corrupt)
@@ -82,7 +82,8 @@ def test_seals_change_no_value(sealing):
     trainer, batch = sealing
     plain = trainer_of(LAYOUT)
     _, want = plain.train_step(plain.init(), batch)
-    _, got = trainer.train_step(trainer.sealed(trainer.init()), batch)
+    _, got = trainer.train_step(trainer.state_from(mtx.init_params(MODEL)), batch)
+    assert not np.any(got.corrupt)
     assert float(got.loss) == float(want.loss)
     assert float(got.gradient_norm) == float(want.gradient_norm)
 
@@ -171,7 +172,7 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike, monk
     monkeypatch.setattr(Programs, "compile", compile_counted)
     monkeypatch.setattr(Checkpoints, "restore", restore_watched)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
-    summary = train(run, console=Console(quiet=True), startup=StartUp("launch", ago_s=100))
+    summary = run_training(run, console=Console(quiet=True), startup=StartUp("launch", ago_s=100))
     assert summary.rollbacks == 1 and len(compiled) == 1
     assert not held  # the state that is left has been freed by then
     (event,) = records_of(tmp_path, "rollback")
@@ -198,11 +199,12 @@ def test_a_run_that_was_asked_to_stop_does_not_go_back(
 
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
     with pytest.raises(raised) as left:
-        train(run, console=Console(quiet=True), on_step=ask)
+        run_training(run, console=Console(quiet=True), on_step=ask)
     assert raised is KeyboardInterrupt or left.value.code == Exit.PREEMPTED
     assert len(records_of(tmp_path, "start")) == 1
     assert Checkpoints(tmp_path).steps() == [4]
-    assert not train(run, console=Console(quiet=True)).interrupted  # which goes on from there
+    summary = run_training(run, console=Console(quiet=True))  # which goes on from there
+    assert not summary.interrupted
     assert [record["step"] for record in records_of(tmp_path, "start")] == [0, 4]
 
 
@@ -215,7 +217,7 @@ def test_nor_where_replicas_are_found_apart_before_the_last_save(
 
     monkeypatch.setattr(Audit, "differences", lambda self, state: ["['params'] differs"])
     with pytest.raises(KeyboardInterrupt):
-        train(run_of(tmp_path), console=Console(quiet=True), on_step=ask)
+        run_training(run_of(tmp_path), console=Console(quiet=True), on_step=ask)
     assert len(records_of(tmp_path, "start")) == 1 and not Checkpoints(tmp_path).steps()
 
 
@@ -225,12 +227,18 @@ def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, 
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
     run = dataclasses.replace(run, save_every=3)
-    assert train(run, console=Console(quiet=True)).rollbacks == 1
+    summary = run_training(run, console=Console(quiet=True))
+    assert summary.rollbacks == 1
     assert [failed["step"] for failed in records_of(tmp_path, "save_failed")] == [6]
     (event,) = records_of(tmp_path, "rollback")
     assert event["step"] == 3
     steps = [record["step"] for record in records_of(tmp_path, "step")]
     assert steps == [*range(1, 9), *range(4, 13)]
+    records = records_of(tmp_path, "step")
+    losses = [record["loss"] for record in records]
+    assert summary.losses == losses[:3] + losses[8:]  # those that led to the state, once
+    assert summary.first_eval_loss == records_of(tmp_path, "eval")[0]["loss"]
+    assert summary.seconds.train >= 0.999 * sum(record["step_s"] for record in records)
 
 
 def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp_path, monkeypatch):
@@ -245,7 +253,7 @@ def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp
 
     monkeypatch.setattr(TokenCorpus, "batch", poisoned)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=1))
-    summary = train(run, console=Console(quiet=True))
+    summary = run_training(run, console=Console(quiet=True))
     assert summary.rollbacks == 2
     went_back = [event["what"] for event in records_of(tmp_path, "rollback")]
     assert len(went_back) == 2 and "has led" not in went_back[0]
@@ -260,7 +268,7 @@ def test_what_came_apart_is_never_saved(tmp_path, monkeypatch):
     found = iter([[], ["['params'] differs on pipe 0 data 0 tensor 1"], *[[]] * 9])
     monkeypatch.setattr(Audit, "differences", lambda self, state: next(found))
     run = run_of(tmp_path, guard=GuardConfig(compare_every=100))
-    assert train(run, console=Console(quiet=True)).rollbacks == 1
+    assert run_training(run, console=Console(quiet=True)).rollbacks == 1
     (event,) = records_of(tmp_path, "rollback")
     assert event["what"].startswith("step 8: ") and event["step"] == 4
     assert [record["step"] for record in records_of(tmp_path, "save")] == [4, 8, 12]
@@ -272,5 +280,5 @@ def test_a_run_that_goes_back_too_often_ends(tmp_path, monkeypatch):
     )
     run = run_of(tmp_path, guard=GuardConfig(compare_every=100, rollbacks=1))
     with pytest.raises(UserError, match=r"step 4: .*guard.rollbacks=1 times.*memory test"):
-        train(run, console=Console(quiet=True))
+        run_training(run, console=Console(quiet=True))
     assert len(records_of(tmp_path, "rollback")) == 1

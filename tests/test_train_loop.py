@@ -34,7 +34,7 @@ from mtx.errors import UserError
 from mtx.launch.interrupt import stop_requests
 from mtx.plan.flops import parameters
 from mtx.train import session
-from mtx.train.loop import train
+from mtx.train.loop import run_training
 from mtx.train.step import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def first(tmp_path_factory):
     """A run from its beginning to its end."""
     run = small_run(tmp_path_factory.mktemp("first"))
     printed, records = io.StringIO(), []
-    summary = train(run, console=Console(file=printed), on_step=records.append)
+    summary = run_training(run, console=Console(file=printed), on_step=records.append)
     return SimpleNamespace(
         run=run, summary=summary, records=records, printed=printed.getvalue(), out=Path(run.out)
     )
@@ -161,7 +161,7 @@ def test_ten_steps_are_five_and_five(first, half_way, monkeypatch):
     """Bit for bit, also with a step in flight as on devices that are not virtual."""
     monkeypatch.setattr(session, "_runs_ahead", lambda device: True)
     printed, records = io.StringIO(), []
-    summary = train(half_way, console=Console(file=printed), on_step=records.append)
+    summary = run_training(half_way, console=Console(file=printed), on_step=records.append)
     assert summary.losses == first.summary.losses[5:]
     assert [record.step for record in records] == [6, 7, 8, 9, 10]
     assert all(record.step_s > 0 for record in records)
@@ -173,7 +173,7 @@ def test_ten_steps_are_five_and_five(first, half_way, monkeypatch):
 def test_going_on_with_another_layout(first, half_way):
     run = replace(half_way, layout=Layout(microbatch=3), steps=7, eval_every=0, save_every=0)
     run = replace(run, optimizer=replace(run.optimizer, decay_steps=10))
-    summary = train(run, console=Console(quiet=True))
+    summary = run_training(run, console=Console(quiet=True))
     assert summary.losses == pytest.approx(first.summary.losses[5:7], rel=1e-5)
     assert Checkpoints(run.out).steps() == [5, 7]
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_step_0_is_where_a_run_begins(first, tmp_path):
     with Checkpoints(tmp_path / "out" / "checkpoints") as checkpoints:
         state = first.summary.state._replace(step=jax.numpy.int32(0))
         checkpoints.save(trainer, state, tokenizer=first.summary.data.tokenizer)
-    summary = train(run, console=Console(quiet=True))
+    summary = run_training(run, console=Console(quiet=True))
     assert summary.first_eval_loss == first.summary.last_eval_loss
     assert len(summary.losses) == 1
 
@@ -194,7 +194,7 @@ def test_what_is_finished_is_only_evaluated(first, tmp_path):
     out = shutil.copytree(first.out, tmp_path / "out")
     printed = io.StringIO()
     run = replace(first.run, out=str(out))
-    summary = train(run, console=Console(file=printed))
+    summary = run_training(run, console=Console(file=printed))
     assert summary.losses == [] and not summary.interrupted
     assert summary.first_eval_loss == summary.last_eval_loss == first.summary.last_eval_loss
     assert summary.checkpoint == out / "checkpoints" / "10"
@@ -225,19 +225,19 @@ def test_refused_before_anything_is_written(tmp_path, change, message):
     run = small_run(tmp_path)
     run = replace(run, **{name: replace(getattr(run, name), **c) for name, c in change.items()})
     with pytest.raises(UserError, match=message):
-        train(run, console=Console(quiet=True))
+        run_training(run, console=Console(quiet=True))
     assert not Path(run.out).exists()
 
 
 def test_another_model_or_tokenizer_is_refused(half_way):
     wider = replace(half_way, model=replace(half_way.model, hidden=64))
     with pytest.raises(UserError, match="5 is of another model: hidden=32 there and 64 here"):
-        train(wider)
+        run_training(wider)
     bpe = replace(half_way, data=replace(half_way.data, tokenizer="bpe", bpe_vocab=280))
     with pytest.raises(UserError, match="another tokenizer"):
-        train(bpe)
+        run_training(bpe)
     with pytest.raises(UserError, match="has a checkpoint of step 5, and resume=False starts anew"):
-        train(replace(half_way, resume=False))
+        run_training(replace(half_way, resume=False))
     assert [p.name for p in Path(half_way.out).iterdir()] == ["checkpoints"]
 
 
@@ -245,7 +245,7 @@ def test_out_that_cannot_be_written(tmp_path):
     run = small_run(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="out=.*/file is a file; use another"):
-        train(replace(run, out=str(tmp_path / "file")))
+        run_training(replace(run, out=str(tmp_path / "file")))
     assert (tmp_path / "file").read_text() == ""
 
 
@@ -273,8 +273,8 @@ from mtx.launch.start import join_cluster, use_virtual_devices
 use_virtual_devices(int(sys.argv[2]))
 print(join_cluster(), flush=True)
 from mtx.config import RunConfig, from_dict
-from mtx.train.loop import train
-summary = train(from_dict(RunConfig, json.loads(sys.argv[1])))
+from mtx.train.loop import run_training
+summary = run_training(from_dict(RunConfig, json.loads(sys.argv[1])))
 print("interrupted", summary.interrupted, "losses", summary.losses[0])
 """
 

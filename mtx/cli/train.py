@@ -41,6 +41,6 @@ def train_command(arguments: list[str]) -> int | None:
     start_devices(options.virtual_devices, options.cluster)
     use_compile_cache(options.compile_cache)
     startup.mark("devices")
-    from mtx.train.loop import train
+    from mtx.train.loop import run_training
 
-    return train(options.run, watch=options.watch, startup=startup).exit
+    return run_training(options.run, watch=options.watch, startup=startup).exit

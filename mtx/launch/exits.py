@@ -14,6 +14,7 @@ class Exit(IntEnum):
     MISTAKE = 2  # the user's: one line says what to change; starting again would not help
     LOST = 69  # another process died, failed or could not be reached: start all again
     FAILED = 70  # this process raised an exception: start all again, with a limit
+    UNSAVED = 74  # all went well but for the last checkpoint: start again when there is room
     PREEMPTED = 75  # SIGTERM: a checkpoint was saved; start again when there is room
     GAVE_UP = 79  # `mtx launch`: no restarts are left; somebody has to look
     HUNG = 124  # no step finished for too long; stacks are on stderr: start all again
@@ -37,6 +38,7 @@ def describe_exit(status: int) -> str:
         Exit.MISTAKE: "refused what it was asked for",
         Exit.LOST: "stopped, having lost another process",
         Exit.FAILED: "failed",
+        Exit.UNSAVED: "could not save its last step",
         Exit.PREEMPTED: "stopped as asked, with a checkpoint",
         Exit.HUNG: "hung",
         Exit.INTERRUPTED: "was interrupted",

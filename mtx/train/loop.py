@@ -27,6 +27,7 @@ from mtx.launch.watch import Watch, WatchOptions
 from mtx.plan.hardware import find_hardware
 from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
+from mtx.train.history import History
 from mtx.train.log import Log
 from mtx.train.metrics import Meter, StepRecord
 from mtx.train.programs import Programs
@@ -36,7 +37,7 @@ from mtx.train.step import Trainer
 from mtx.train.track import make_trackers
 
 
-def train(
+def run_training(
     run: RunConfig,
     *,
     console: Console | None = None,
@@ -58,6 +59,7 @@ def train(
     itself, too. `startup` has the time from the launch up to here.
     """
     startup, faults = startup or StartUp("the call"), Faults(guard=Guard(run.guard))
+    history = History()
     with Watch(watch) as watching:
         startup.mark("imports")
         programs = Programs(Trainer(run))
@@ -65,7 +67,7 @@ def train(
         refuse_if_too_large(run, jax.devices())
         while True:
             try:
-                return _train(programs, console, on_step, watching, startup, faults)
+                return _train(programs, console, on_step, watching, startup, faults, history)
             except Damaged as error:  # found while it was restored: from the one before it, then
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
                 aside = checkpoints.set_aside(
@@ -87,6 +89,7 @@ def _train(
     watch: Watch,
     startup: StartUp,
     faults: Faults,
+    history: History,
 ) -> Summary:
     """One attempt, after what went wrong in those before it."""
     trainer = programs.trainer
@@ -135,7 +138,8 @@ def _train(
             state = trainer.init()
         else:
             report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
-            state = checkpoints.restore(trainer, latest)
+            state = trainer.sealed(checkpoints.restore(trainer, latest))
+        history.start_from(start)
         session = Session(
             programs=programs,
             data=data,
@@ -147,12 +151,13 @@ def _train(
             log=log,
             meter=_meter(trainer),
             on_step=on_step,
-            state=trainer.sealed(state),
+            state=state,
             step=start,
             saved=latest,
             watch=watch,
             startup=startup,
             faults=faults,
+            history=history,
         )
         startup.mark("init" if latest is None else "restore")
         return session.run()

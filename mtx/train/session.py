@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch
 from mtx.plan.flops import parameters
 from mtx.train.guard import Faults, RollBack
+from mtx.train.history import Clock, History, Seconds
 from mtx.train.log import Log
 from mtx.train.memory import device_memory
 from mtx.train.metrics import Meter, StepRecord
@@ -34,38 +35,28 @@ from mtx.train.step import Metrics, Trainer, TrainState
 _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """Where the time of a run went."""
-
-    compile: float  # of the step, of the evaluation and of what compares replicas
-    train: float
-    eval: float
-    save: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Summary:
-    """What is left of a run."""
+    """What is left of a run, once `run_training` is done with it."""
 
     trainer: Trainer
     state: TrainState
     data: TokenCorpus
-    first_eval_loss: float  # on held-out text, before the first step of this session
+    first_eval_loss: float  # on held-out text, before the first step of this call
     last_eval_loss: float
-    losses: list[float]  # of this session's steps
-    skipped: int  # steps of this session whose gradients were not finite
-    rollbacks: int  # how often the run has gone back to a checkpoint before it
+    losses: list[float]  # of this call's steps; of those taken twice, after going back, the second
+    skipped: int  # of them, those whose gradients were not finite
+    rollbacks: int  # how often the run has gone back to a checkpoint
     interrupted: bool
-    exit: Exit  # what a command that ran it ends with: FINISHED, PREEMPTED or INTERRUPTED
-    checkpoint: Path | None  # the newest; None where none could be saved yet
+    exit: Exit  # what a command that ran it ends with: FINISHED, PREEMPTED, INTERRUPTED or UNSAVED
+    checkpoint: Path | None  # the newest; None where none could be saved
     log: Path
-    seconds: Seconds
+    seconds: Seconds  # of this call
 
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """One call of `train`, after all checks."""
+    """One attempt of `run_training`, after all checks."""
 
     programs: Programs  # those that an attempt before this one has compiled, or none
     data: TokenCorpus
@@ -82,13 +73,14 @@ class Session:
     saved: int | None  # the step of the newest checkpoint
     watch: Watch
     startup: StartUp
-    faults: Faults  # of the sessions before this one
-    skipped: int = 0  # steps whose gradients were not finite
+    faults: Faults  # of the attempts before this one
+    history: History  # of this attempt and of those before
     exit: Exit = Exit.FINISHED
-    eval_losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
-    losses: list[float] = field(default_factory=list)
     in_flight: tuple[int, Metrics, float] | None = None  # a step, its metrics, its start
-    clock: _Clock = field(default_factory=lambda: _Clock())
+
+    @property
+    def clock(self) -> Clock:
+        return self.history.clock
 
     @property
     def trainer(self) -> Trainer:
@@ -126,9 +118,12 @@ class Session:
         if not interrupted:
             self._evaluate()
         if self.saved != self.step:
-            self._save()
-        with self.watch.during("save"), self.clock("save"):
+            with self._going_on(self.step):
+                self._save()
+        with self.watch.during("save"), self.clock("save"), self._going_on(self.step):
             self.checkpoints.wait()
+        if self.saved != self.step:
+            self.exit = Exit.UNSAVED
         return interrupted
 
     def _compile(self, *, training: bool = True) -> None:
@@ -205,7 +200,7 @@ class Session:
         step_s = self.clock.step(start_s)
         record = self.meter.measure(step, metrics, step_s)
         self.watch.finished(step, step_s)
-        self.losses.append(record.loss)
+        self.history.add(step, record.loss, finite=record.finite)
         self.log.write("step", asdict(record))
         self.report.step(record)
         if self.startup.end("first step"):
@@ -216,7 +211,6 @@ class Session:
             self.report.lines(lines)
         if self.on_step is not None:
             self.on_step(record)
-        self.skipped += not record.finite
         with self._told_where():
             self.faults.guard.check(step, record.loss, metrics.corrupt)
 
@@ -244,7 +238,7 @@ class Session:
         with self.watch.during("eval"), self.clock("eval") as seconds:
             losses, tokens = zip(*self._held_out_sums())
         loss = sum(losses) / sum(tokens)
-        self.eval_losses.append((self.step, loss))
+        self.history.evaluations.append((self.step, loss))
         self.log.write("eval", {"step": self.step, "loss": loss, "seconds": seconds()})
         if memory := device_memory():
             self.log.write("memory", {"step": self.step, **memory})
@@ -262,7 +256,7 @@ class Session:
                 tokenizer=self.data.tokenizer,
                 extra={
                     "consumed": self.consumed,
-                    "held_out": dict(zip(("step", "loss"), self.eval_losses[-1])),
+                    "held_out": dict(zip(("step", "loss"), self.history.evaluations[-1])),
                 },
             )
         self.saved = self.step
@@ -321,7 +315,12 @@ class Session:
         summary = self._summary(interrupted=interrupted)
         steps = self.trainer.run.steps
         parts = ", ".join(f"{part} {s:.1f} s" for part, s in asdict(summary.seconds).items())
-        if interrupted:
+        if self.exit == Exit.UNSAVED:
+            self.report.line(
+                f"unsaved    step {self.step:,} of {steps:,}; the newest checkpoint is "
+                f"{summary.checkpoint or 'none'}: make room, and the same run goes on from there"
+            )
+        elif interrupted:
             self.report.line(
                 f"stopped    at step {self.step:,} of {steps:,}: {summary.checkpoint}; the same "
                 "run goes on from there (resume=True)"
@@ -349,41 +348,17 @@ class Session:
             trainer=self.trainer,
             state=self.state,
             data=self.data,
-            first_eval_loss=self.eval_losses[0][1],
-            last_eval_loss=self.eval_losses[-1][1],
-            losses=self.losses,
-            skipped=self.skipped,
+            first_eval_loss=self.history.evaluations[0][1],
+            last_eval_loss=self.history.evaluations[-1][1],
+            losses=list(self.history.losses.values()),
+            skipped=len(self.history.skipped),
             rollbacks=self.faults.rollbacks,
             interrupted=interrupted,
             exit=self.exit,
             checkpoint=self._checkpoint,
             log=Path(self.trainer.run.out) / "log.jsonl",
-            seconds=Seconds(**self.clock.seconds),
+            seconds=self.history.seconds,
         )
-
-
-class _Clock:
-    """Seconds by part."""
-
-    def __init__(self):
-        self.seconds = dict.fromkeys(("compile", "train", "eval", "save"), 0.0)
-        self._last_end_s = 0.0
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[Callable[[], float]]:
-        """Adds the time within to `part`; gives what it was, once it has ended."""
-        start_s, before_s = time.perf_counter(), self.seconds[part]
-        yield lambda: self.seconds[part] - before_s
-        self.seconds[part] += time.perf_counter() - start_s
-
-    def step(self, start_s: float) -> float:
-        """The time of a step that has just ended: since its start, or since the end of the step
-        before where that was later, as it is with a step in flight."""
-        now_s = time.perf_counter()
-        step_s = now_s - max(start_s, self._last_end_s)
-        self._last_end_s = now_s
-        self.seconds["train"] += step_s
-        return step_s
 
 
 def _runs_ahead(device: jax.Device) -> bool:

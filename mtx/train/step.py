@@ -9,8 +9,9 @@ mesh, a pure function of (state, batch):
 4. clip by the norm over all axes; skip the update where it is not finite;
 5. AdamW on each device's shard of the masters.
 
-It never asks which devices exist: it is written for an abstract mesh, runs on whatever mesh its
-state lies on, and compiles for devices that are not there.
+It is written for an abstract mesh, runs on whatever mesh its state lies on, and compiles for
+devices that are not there. Which ones are there is asked at one place only, where the layout leaves
+the kernel of attention open.
 
 Legend: G global batch · S sequence · M microbatches · B rows of one · P stages · C chunks ·
 N layers a chunk · L layers
@@ -31,6 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
+from mtx.errors import UserError
 from mtx.models.attention import AttentionKernel, cudnn_serves
 from mtx.models.families import FAMILIES
 from mtx.models.model import Model
@@ -47,7 +49,7 @@ from mtx.train.optimizer import LossScale, adamw, learning_rate
 
 Tree = Any
 _BATCH_SPEC = P("data")  # every array of a batch is [G, S], replicas along G
-_DROPOUT_STREAM = 1
+_DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
 
 
 class TrainState(NamedTuple):
@@ -124,10 +126,12 @@ class Trainer:
         return replace(self.pipeline, schedule=table)
 
     def _kernel(self) -> AttentionKernel:
-        """ "auto" asks the mesh; for devices that are not there cuDNN cannot be compiled."""
+        """ "auto" looks at a device, of the mesh that was given or of this machine; cuDNN cannot be
+        compiled for devices that are not there."""
         if self.run.layout.attention != "auto":
             return self.run.layout.attention
-        nvidia = "nvidia" in self.mesh.devices.flat[0].device_kind.lower()
+        devices = self._mesh.devices.flat if self._mesh else jax.devices()
+        nvidia = "nvidia" in devices[0].device_kind.lower()
         there = nvidia and jax.default_backend() == "gpu"
         return "cudnn" if there and cudnn_serves(self.run.model) else "blocked"
 
@@ -205,7 +209,8 @@ class Trainer:
     def init(self, seed: int | None = None) -> TrainState:
         """The first state, made shard by shard where it lies; the same values on every layout."""
         seed = self.run.seed if seed is None else seed
-        return jax.jit(self._init, out_shardings=self.shardings(self.state_specs))(seed)
+        init = jax.jit(self._init, out_shardings=self.shardings(self.state_specs))
+        return self.sealed(init(seed))
 
     def _init(self, seed) -> TrainState:
         params = self._init_params(seed)
@@ -217,7 +222,8 @@ class Trainer:
         def start(params):
             return self._state_of(self.from_canonical(params))
 
-        return jax.jit(start, out_shardings=self.shardings(self.state_specs))(params)
+        start = jax.jit(start, out_shardings=self.shardings(self.state_specs))
+        return self.sealed(start(params))
 
     def _state_of(self, masters) -> TrainState:
         start = LossScale.start(self.run.optimizer, self.run.model.compute_dtype)
@@ -250,7 +256,8 @@ class Trainer:
 
     def compile_step(self, mesh: Mesh | None = None):
         """The step, compiled for this trainer's mesh or another, from shapes alone: nothing is
-        allocated, and the devices of `mesh` need not be there."""
+        allocated, and the devices of `mesh` need not be there. Those of another kind need a layout
+        that names the kernel of attention."""
         shardings = self.shardings(self.state_specs, mesh)
         state = jax.tree.map(_abstract, self.state_shapes, shardings)
         rows = NamedSharding(mesh or self.mesh, _BATCH_SPEC)
@@ -355,8 +362,15 @@ class Trainer:
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def _split(self, batch):
-        """This replica's rows [G/d, S] as microbatches [M, B, S], weighed."""
+        """This replica's rows [G/d, S] as microbatches [M, B, S], weighed. Raises UserError where
+        they are not those of a global batch."""
         size = self.run.layout.microbatch
+        rows = self.run.layout.data * len(batch["tokens"])
+        if rows != self.run.global_batch:
+            raise UserError(
+                f"a batch of {rows} rows for a schedule of global_batch={self.run.global_batch}; "
+                "give it as many, or make a trainer with another global_batch"
+            )
         if "weights" in batch:
             batch = self.model.weigh(batch, _sum_over_data)
         return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)

@@ -37,7 +37,7 @@ def work(out: Path, steps: int, place: int | None) -> None:
     use_virtual_devices(DEVICES // int(os.environ.get("JAX_NUM_PROCESSES", "1")))
     join_cluster()
     from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
-    from mtx.train.loop import train
+    from mtx.train.loop import run_training
 
     layouts = [
         Layout(data=2, pipe=2, virtual=2), Layout(pipe=4), Layout(tensor=2, data=2, zero=3),
@@ -52,7 +52,7 @@ def work(out: Path, steps: int, place: int | None) -> None:
         optimizer=OptimizerConfig(lr=1e-3, loss_scale=2.0**24, loss_scale_window=5),
         out=str(out), eval_every=0, eval_batches=1, save_every=2,
     )  # fmt: skip
-    train(run)
+    run_training(run)
 
 
 def start(

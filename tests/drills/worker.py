@@ -72,5 +72,5 @@ if __name__ == "__main__":
         # `mtx train` imports it when it starts.
         from mtx.train import loop
 
-        loop.train = functools.partial(loop.train, on_step=fault(sys.argv[1]))
+        loop.run_training = functools.partial(loop.run_training, on_step=fault(sys.argv[1]))
     sys.exit(main(["train", *sys.argv[2:]]))
