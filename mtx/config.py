@@ -341,7 +341,9 @@ class DataConfig:
     def __post_init__(self):
         _require_choice(self, "order", Order)
         if not self.tokenizer:
-            raise UserError("data tokenizer='' must be bytes, bpe, or the path of a tokenizer")
+            raise UserError(
+                "data tokenizer='' must be bytes, bpe, wordpiece, or the path of a tokenizer"
+            )
         if not 0.0 < self.eval_fraction < 1.0:
             raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")
         if not 0 <= self.seed < 2**32:
@@ -395,6 +397,8 @@ class RunConfig:
 
     def __post_init__(self):
         _require_positive(self, "global_batch", "steps", "eval_batches", "keep")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed={self.seed} must lie between 0 and 2^31 - 1")
         for name in ("eval_every", "save_every", "keep_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 0")

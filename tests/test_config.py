@@ -51,6 +51,11 @@ def test_counts_must_be_positive(kind, name):
         assert message(kind, **{name: value}) == text
 
 
+@pytest.mark.parametrize("seed", [-1, 2**31])
+def test_a_seed_fits_31_bits(seed):
+    assert message(RunConfig, seed=seed) == f"seed={seed} must lie between 0 and 2^31 - 1"
+
+
 @pytest.mark.parametrize(
     "kind, name, value, nearest",
     [

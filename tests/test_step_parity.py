@@ -9,6 +9,7 @@ import reference
 
 import mtx
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.errors import UserError
 
 MODEL = ModelConfig(
     layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8
@@ -175,6 +176,20 @@ def test_ten_steps_give_the_losses_of_the_reference(layout, ten_steps):
     batches, want = ten_steps
     assert want[-1] < want[1]  # the same batch, eight steps later
     np.testing.assert_allclose(train_losses(layout, batches), want, rtol=2e-6)
+
+
+def test_a_batch_of_another_size_is_refused():
+    trainer = mtx.trainer_for(MODEL, Layout(data=2, pipe=2), global_batch=4)
+    state = trainer.init()
+    for rows in (2, 8):
+        with pytest.raises(UserError, match=f"{rows} rows for a schedule of global_batch=4"):
+            trainer.train_step(state, trainer.place(batch_of(rows)))
+
+
+def test_shapes_need_no_devices():
+    trainer = mtx.trainer_for(MODEL, Layout(data=64, tensor=8), global_batch=64)
+    assert trainer.param_shapes["ends"]["tokens"].shape[1] == MODEL.hidden
+    assert trainer.state_shapes.params["ends"]["tokens"].shape[1] == 64  # padded to the replicas
 
 
 def test_gradients_equal_the_reference_in_bfloat16():
