@@ -74,8 +74,12 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     from mtx.evaluate.generate import generate
+    from mtx.launch.exits import leave_at_once
     from mtx.launch.startup import StartUp
     from mtx.train.loop import run_training
+
+    if not jax.distributed.is_initialized():
+        leave_at_once()
 
     def say(*lines: str) -> None:
         if jax.process_index() == 0:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.errors import UserError
 from mtx.pipeline.schedule import Schedule
 from mtx.train.step import Trainer
 
@@ -55,8 +56,22 @@ def loss_and_gradients(
     which dropout follows too. schedule: a table of one's own. UserError where the batch or the
     model does not fit the layout.
     """
+    _check_batch(batch, model)
     trainer = trainer_for(
         model, layout, global_batch=len(batch["tokens"]), seed=seed, schedule=schedule
     )
     state = trainer.init() if params is None else trainer.state_from(params)
     return trainer.loss_and_gradients(state, batch)
+
+
+def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
+    rows, length = batch["tokens"].shape
+    if length > model.sequence:
+        raise UserError(f"a batch of {rows} x {length} tokens for sequence={model.sequence}")
+    for name in ("tokens", "targets"):
+        least, most = int(batch[name].min()), int(batch[name].max())
+        if least < 0 or most >= model.vocab:
+            raise UserError(
+                f"batch {name} from {least} to {most} must lie between 0 and vocab={model.vocab} "
+                "- 1"
+            )

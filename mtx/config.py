@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mtx.errors import UserError, unknown_name
+from mtx.fields import settle_types
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
@@ -22,7 +23,7 @@ from mtx.pipeline.partition import place_layers
 def _require_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if value < 1:
             raise UserError(f"{name}={value} must be a whole number of at least 1")
 
 
@@ -32,6 +33,15 @@ def _require_above(config: object, least: float, *names: str, inclusive: bool = 
         if not (value >= least if inclusive else value > least):  # NaN is neither
             bound = "at least" if inclusive else "above"
             raise UserError(f"{name}={value} must be {bound} {least}")
+        if math.isinf(value):
+            raise UserError(f"{name}={value} must be finite")
+
+
+def _require_int32(config: object, *names: str) -> None:
+    """Of steps: they are counted on the devices."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value >= 2**31:
+            raise UserError(f"{name}={value} must be less than 2^31")
 
 
 def _require_choice(config: object, name: str, annotation: object) -> None:
@@ -89,6 +99,7 @@ class ModelConfig:
     compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
 
     def __post_init__(self):
+        settle_types(self)
         _require_positive(
             self, "layers", "hidden", "heads", "sequence", "vocab", "ffn_multiple",
             "rotary_original", "vocab_multiple",
@@ -184,6 +195,7 @@ class Layout:
     # layers of each of the pipe*virtual model pieces, in model order
 
     def __post_init__(self):
+        settle_types(self)
         _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch", "slices")
         for name, annotation in (
             ("zero", Zero), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
@@ -288,9 +300,11 @@ class OptimizerConfig:
     loss_scale_window: int = 1000  # float16 only: finite steps before the scale doubles
 
     def __post_init__(self):
+        settle_types(self)
         _require_choice(self, "rate", Rates)
         _require_above(self, 0, "lr", "epsilon")
         _require_above(self, 0, "warmup_steps", "weight_decay", inclusive=True)
+        _require_int32(self, "warmup_steps", "decay_steps")
         _require_above(self, 1, "loss_scale", inclusive=True)
         _require_positive(self, "loss_scale_window")
         if self.decay_steps is not None:
@@ -339,7 +353,12 @@ class DataConfig:
     short_fraction: float = 0.1  # BERT: share of samples that are made shorter than a sequence
 
     def __post_init__(self):
+        settle_types(self)
         _require_choice(self, "order", Order)
+        if "" in self.path:
+            raise UserError(
+                "data path='' must be a file, a folder or a dataset; '.' is this folder"
+            )
         if not self.tokenizer:
             raise UserError(
                 "data tokenizer='' must be bytes, bpe, wordpiece, or the path of a tokenizer"
@@ -364,9 +383,11 @@ class GuardConfig:
     compare_every: int = 200  # steps between comparisons of what replicas hold; 0: never
     checksums: bool = False  # of masters and moments, from each step to the next
     rollbacks: int = 3  # at most, in one session
+    most_skipped: int = 50  # steps in a row whose gradients are not finite: then the run ends
 
     def __post_init__(self):
-        _require_positive(self, "spike_window")
+        settle_types(self)
+        _require_positive(self, "spike_window", "most_skipped")
         _require_above(self, 0, "spike_nats", "compare_every", "rollbacks", inclusive=True)
 
 
@@ -396,7 +417,11 @@ class RunConfig:
     profile: tuple[int, int] = (0, 0)  # the first and the last step of a profile; 0 0: none
 
     def __post_init__(self):
+        settle_types(self)
         _require_positive(self, "global_batch", "steps", "eval_batches", "keep")
+        _require_int32(self, "steps")
+        if not self.out:
+            raise UserError("out='' must be a folder; '.' is this one")
         if not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed} must lie between 0 and 2^31 - 1")
         for name in ("eval_every", "save_every", "keep_every"):
@@ -411,6 +436,8 @@ class RunConfig:
                 f"profile={first} {last} must be a first step of at least 1 and a last one from "
                 "there on; 0 0 turns it off"
             )
+        if first > self.steps:
+            raise UserError(f"profile={first} {last} lies beyond steps={self.steps}")
         self.layout.check(self.model)
         self.layout.microbatches(self.global_batch)
         self._check_data()

@@ -143,8 +143,15 @@ def test_what_is_only_priced_is_not_trained(tmp_path):
         ("plan.toml", "plan = 3", "plan.toml is no plan file"),
         ("field.toml", "step = 3", "unknown RunConfig field 'step': did you mean 'steps'"),
         ("value.toml", "steps = 0", "steps=0 must be a whole number of at least 1"),
-        ("type.toml", "[model]\nhidden = 'x'", "hidden=x must be a whole number"),
-        ("type2.toml", "eval_every = 'x'", "a value is of the wrong type"),
+        ("type.toml", "[model]\nhidden = 'x'", "hidden='x' must be a whole number"),
+        ("type2.toml", "eval_every = 1.5", "eval_every=1.5 must be a whole number"),
+        ("type3.toml", "resume = 'no'", "resume='no' must be True or False"),
+        (
+            "type4.toml",
+            "profile = [1]",
+            "profile=.* must be a list of 2 values, each a whole number",
+        ),
+        ("type5.toml", "[layout]\nschedule = 3", "schedule=3 must be text"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, text, message):

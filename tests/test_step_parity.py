@@ -186,6 +186,31 @@ def test_a_batch_of_another_size_is_refused():
             trainer.train_step(state, trainer.place(batch_of(rows)))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 101}, "tokens from .* to 101 must lie between 0 and vocab=101"),
+        ({"targets": -1}, "targets from -1 to"),
+        ({"tokens": None}, "2 x 32 tokens for sequence=16"),
+    ],
+)
+def test_a_batch_that_the_model_does_not_know_is_refused(change, message):
+    batch = {name: a.copy() for name, a in batch_of(2).items()}
+    for name, value in change.items():
+        if value is None:
+            batch = {name: np.tile(a, 2) for name, a in batch.items()}
+        else:
+            batch[name][1, 3] = value
+    with pytest.raises(UserError, match=message):
+        mtx.loss_and_gradients(MODEL, Layout(), batch)
+
+
+def test_cudnn_is_refused_where_there_is_no_such_gpu():
+    trainer = mtx.trainer_for(MODEL, Layout(attention="cudnn"), global_batch=1)
+    with pytest.raises(UserError, match="'cudnn' is for NVIDIA GPUs, not cpu; use auto"):
+        trainer.init()
+
+
 def test_shapes_need_no_devices():
     trainer = mtx.trainer_for(MODEL, Layout(data=64, tensor=8), global_batch=64)
     assert trainer.param_shapes["ends"]["tokens"].shape[1] == MODEL.hidden

@@ -106,6 +106,28 @@ def test_copies_that_differ_are_named(layout, leaf, device, words):
     assert not fault.value.skip
 
 
+def test_gradients_that_stay_infinite_end_the_run():
+    guard = Guard(GuardConfig(most_skipped=3))
+    for step, finite in enumerate([False, False, True, False, False]):
+        guard.check(step, 9.0, NOTHING, finite=finite)
+    assert guard.skipped == 2
+    with pytest.raises(UserError, match=r"step 5: the gradients of 3 steps in a row .* lower"):
+        guard.check(5, 9.0, NOTHING, finite=False)
+
+
+def test_a_run_that_diverges_keeps_its_sound_checkpoints(tmp_path):
+    """A rate so high that the parameters are of no use after one step."""
+    run = run_of(tmp_path)
+    run_training(dataclasses.replace(run, steps=4), console=Console(quiet=True))
+    worse = dataclasses.replace(
+        run, steps=40, save_every=1, optimizer=OptimizerConfig(lr=1e38, rate="constant"),
+        guard=GuardConfig(most_skipped=10),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="the gradients of 10 steps in a row were not finite"):
+        run_training(worse, console=Console(quiet=True))
+    assert 4 in Checkpoints(tmp_path).steps()
+
+
 def test_a_spike_goes_back_and_skips():
     guard = Guard(GuardConfig(spike_nats=0.5, spike_window=20))
     guard.check(1, 9.0, NOTHING)  # the first losses fall from far above: none is called high

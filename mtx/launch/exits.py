@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from enum import IntEnum
 
 
@@ -15,10 +17,25 @@ class Exit(IntEnum):
     LOST = 69  # another process died, failed or could not be reached: start all again
     FAILED = 70  # this process raised an exception: start all again, with a limit
     UNSAVED = 74  # all went well but for the last checkpoint: start again when there is room
-    PREEMPTED = 75  # SIGTERM: a checkpoint was saved; start again when there is room
+    PREEMPTED = 75  # SIGTERM: all that was done is saved; start again when there is room
     GAVE_UP = 79  # `mtx launch`: no restarts are left; somebody has to look
     HUNG = 124  # no step finished for too long; stacks are on stderr: start all again
-    INTERRUPTED = 130  # Ctrl-C: a checkpoint was saved
+    INTERRUPTED = 130  # Ctrl-C: all that was done is saved
+
+
+def leave_at_once() -> None:
+    """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. An exception
+    would be lost in a callback of the garbage collector, and JAX crashes where the interpreter ends
+    within a compilation. For the one process of a command: several tell each other."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, leave)
+
+
+def leave(number: int, frame: object) -> None:
+    """The handler of a signal that ends the process, at once."""
+    os.write(2, b"\nmtx: interrupted before the first step; nothing is lost\n")
+    os._exit(Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED)
 
 
 class LostProcess(Exception):

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 import jax
 from jax.experimental import multihost_utils
 
-from mtx.launch.exits import Exit
+from mtx.launch.exits import Exit, leave
+
+_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class StopRequests:
@@ -64,7 +66,8 @@ def stop_requests() -> Iterator[StopRequests]:
 
     def restore():
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            usual = _USUAL[number] if handler is leave else handler
+            signal.signal(number, signal.SIG_DFL if usual is None else usual)
 
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():  # no other may have handlers

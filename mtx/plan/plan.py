@@ -235,8 +235,6 @@ def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
         return from_dict(RunConfig, values), options
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except TypeError as error:  # a value of another type than the field's
-        raise UserError(f"{path}: a value is of the wrong type: {error}") from None
 
 
 def _check_plan_suffix(path: str | Path) -> None:

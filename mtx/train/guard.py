@@ -1,6 +1,7 @@
 """Numbers that go wrong while a run trains, and what is done about them.
 
 Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.train.step`).
+Many in a row, and the run ends: its parameters give no others; it saves none of them meanwhile.
 A loss that jumps: back to the newest checkpoint, and past the batches that led there (as for PaLM,
 Chowdhery et al. 2022, section 5.1); where that checkpoint leads to another jump, to the one before
 it. Memory that changed by itself, or replicas that came apart: back to the newest checkpoint, with
@@ -45,16 +46,25 @@ class Guard:
     def __init__(self, config: GuardConfig):
         self._config = config
         self._losses: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _REMEMBERED)
+        self.skipped = 0  # steps in a row whose gradients were not finite, up to now
 
-    def check(self, step: int, loss: float, corrupt: np.ndarray) -> None:
+    def check(self, step: int, loss: float, corrupt: np.ndarray, *, finite: bool = True) -> None:
         """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float [P, D, T]
-        or [], has a device whose masters or moments changed between two steps."""
+        or [], has a device whose masters or moments changed between two steps; UserError where the
+        gradients, `finite` or not, have not been for too long."""
         if np.any(corrupt):
             raise RollBack(
                 "corrupt",
                 f"masters or moments changed between two steps on {name_devices(corrupt > 0)}",
                 step=step, skip=False,
             )  # fmt: skip
+        self.skipped = 0 if finite else self.skipped + 1
+        if self.skipped >= self._config.most_skipped:
+            raise UserError(
+                f"step {step}: the gradients of {self.skipped} steps in a row were not finite "
+                "(guard.most_skipped); nothing was saved meanwhile; lower optimizer.lr, or begin "
+                "with a larger optimizer.warmup_steps"
+            )
         while self._losses and self._losses[-1][0] >= step:  # the run has gone back
             self._losses.pop()
         most, window = self._config.spike_nats, self._config.spike_window

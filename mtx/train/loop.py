@@ -7,10 +7,12 @@ allocated on a device.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -65,6 +67,7 @@ def run_training(
         programs = Programs(Trainer(run))
         run = programs.trainer.run  # its schedule chosen, where that was left open
         refuse_if_too_large(run, jax.devices())
+        _ = programs.trainer.model  # refuses a kernel of attention that these devices have not
         while True:
             try:
                 return _train(programs, console, on_step, watching, startup, faults, history)
@@ -122,7 +125,7 @@ def _train(
     local = _local_rows(trainer)
     if left:
         data.batch(consumed, run.global_batch, local)  # a token beyond the vocabulary is refused
-    _create(out, run)
+    lock = _create(out, run)
     startup.mark("data")
     watch.started(start)
     report.lines(header(trainer, data.describe(), out))
@@ -130,6 +133,7 @@ def _train(
     trackers = make_trackers(run) if leader else ()
     reading = read_ahead(data, consumed, run.global_batch, local=local)
     with (
+        lock,
         checkpoints,
         Log(out / "log.jsonl" if leader else None, trackers) as log,
         reading as batches,
@@ -177,18 +181,31 @@ def _local_rows(trainer: Trainer) -> np.ndarray:
     return np.unique(np.concatenate([rows[index] for index in held.values()]))
 
 
-def _create(out: Path, run: RunConfig) -> None:
-    """`out`, with the run's config in it."""
-    written = out / "run.json.tmp"
+def _create(out: Path, run: RunConfig) -> contextlib.AbstractContextManager:
+    """`out`, with the run's config in it; and a lock on it, for as long as this run lasts."""
+    written, lock = out / "run.json.tmp", contextlib.nullcontext()
     try:
         out.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
+            lock = (out / "run.lock").open("a")
+            _lock(lock, out)
             written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
             os.replace(written, out / "run.json")
+        return lock
     except OSError as error:
         with contextlib.suppress(OSError):
             written.unlink(missing_ok=True)
         raise UserError(f"out={out} cannot be written ({error.strerror}); use another") from error
+
+
+def _lock(file: TextIO, out: Path) -> None:
+    """Keeps others from `out` until the file is closed, or this process ends, however it does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"out={out} is in use by another run; use another, or stop that") from None
+    except OSError:  # a file system that knows no locks
+        pass
 
 
 def _meter(trainer: Trainer) -> Meter:

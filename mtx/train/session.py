@@ -77,6 +77,7 @@ class Session:
     history: History  # of this attempt and of those before
     exit: Exit = Exit.FINISHED
     in_flight: tuple[int, Metrics, float] | None = None  # a step, its metrics, its start
+    save_owed: bool = False  # a checkpoint is due
 
     @property
     def clock(self) -> Clock:
@@ -173,10 +174,13 @@ class Session:
                 if self._due(run.guard.compare_every) and not self._due(run.save_every):
                     self._settle()
                     self._compare()
-                if self._due(run.save_every):
+                self.save_owed |= self._due(run.save_every)
+                if self.save_owed:
                     self._settle()
-                    with self._going_on(self.step):
-                        self._save()
+                    if not self.faults.guard.skipped:  # else as soon as one step is finite again
+                        self.save_owed = False
+                        with self._going_on(self.step):
+                            self._save()
                 if self.watch.probe_due(self.step):
                     self._settle()
                     self.watch.probe(self.step)
@@ -212,7 +216,7 @@ class Session:
         if self.on_step is not None:
             self.on_step(record)
         with self._told_where():
-            self.faults.guard.check(step, record.loss, metrics.corrupt)
+            self.faults.guard.check(step, record.loss, metrics.corrupt, finite=record.finite)
 
     def _compare(self) -> None:
         """Raises RollBack where devices that hold the same no longer do."""

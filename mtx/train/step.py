@@ -128,10 +128,17 @@ class Trainer:
     def _kernel(self) -> AttentionKernel:
         """ "auto" looks at a device, of the mesh that was given or of this machine; cuDNN cannot be
         compiled for devices that are not there."""
-        if self.run.layout.attention != "auto":
-            return self.run.layout.attention
+        wanted = self.run.layout.attention
+        if wanted == "blocked":
+            return wanted
         devices = self._mesh.devices.flat if self._mesh else jax.devices()
         nvidia = "nvidia" in devices[0].device_kind.lower()
+        if wanted == "cudnn":
+            if not nvidia:
+                raise UserError(
+                    f"attention='cudnn' is for NVIDIA GPUs, not {devices[0].device_kind}; use auto"
+                )
+            return wanted
         there = nvidia and jax.default_backend() == "gpu"
         return "cudnn" if there and cudnn_serves(self.run.model) else "blocked"
 
