@@ -60,18 +60,39 @@ def loss_and_gradients(
     trainer = trainer_for(
         model, layout, global_batch=len(batch["tokens"]), seed=seed, schedule=schedule
     )
+    if params is not None:
+        _check_params(params, trainer)
     state = trainer.init() if params is None else trainer.state_from(params)
     return trainer.loss_and_gradients(state, batch)
 
 
 def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
-    rows, length = batch["tokens"].shape
+    for name in ("tokens", "targets", "weights"):
+        if name not in batch:
+            raise UserError(f"a batch of {', '.join(batch)} has no {name}")
+    shapes = {name: np.shape(batch[name]) for name in ("tokens", "targets", "weights")}
+    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
+        raise UserError(f"a batch's arrays must all be [G, S], and these are {shapes}")
+    rows, length = shapes["tokens"]
     if length > model.sequence:
         raise UserError(f"a batch of {rows} x {length} tokens for sequence={model.sequence}")
     for name in ("tokens", "targets"):
-        least, most = int(batch[name].min()), int(batch[name].max())
+        least, most = int(np.min(batch[name])), int(np.max(batch[name]))
         if least < 0 or most >= model.vocab:
             raise UserError(
-                f"batch {name} from {least} to {most} must lie between 0 and vocab={model.vocab} "
-                "- 1"
+                f"batch {name} from {least} to {most} must lie below vocab={model.vocab}, from 0 on"
+            )
+
+
+def _check_params(params: Tree, trainer: Trainer) -> None:
+    wanted = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    shapes, wanted = (
+        {jax.tree_util.keystr(path): np.shape(a) for path, a in jax.tree.leaves_with_path(tree)}
+        for tree in (params, wanted)
+    )
+    for name in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(name) != wanted.get(name):
+            raise UserError(
+                f"params{name} is {shapes.get(name, 'not there')}, and the model's is "
+                f"{wanted.get(name, 'not there')}"
             )

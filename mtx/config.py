@@ -47,7 +47,7 @@ def _require_int32(config: object, *names: str) -> None:
 def _require_choice(config: object, name: str, annotation: object) -> None:
     choices, value = annotation.__args__, getattr(config, name)
     if value not in choices:
-        raise unknown_name(name, str(value), choices)
+        raise unknown_name(name, str(value), map(str, choices))
 
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]

@@ -65,6 +65,7 @@ def test_a_seed_fits_31_bits(seed):
         (Layout, "stash", "residual", "residuals"),
         (Layout, "recompute", "selectiv", "selective"),
         (Layout, "stage_layers", "balance", "balanced"),
+        (Layout, "zero", 11, "1"),
         (OptimizerConfig, "rate", "cosin", "cosine"),
     ],
 )

@@ -1,6 +1,7 @@
 """Every layout gives the loss, the gradients and the training of the unsharded reference."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -189,20 +190,39 @@ def test_a_batch_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": 101}, "tokens from .* to 101 must lie between 0 and vocab=101"),
+        ({"tokens": 101}, "tokens from .* to 101 must lie below vocab=101"),
         ({"targets": -1}, "targets from -1 to"),
-        ({"tokens": None}, "2 x 32 tokens for sequence=16"),
     ],
 )
-def test_a_batch_that_the_model_does_not_know_is_refused(change, message):
+def test_tokens_beyond_the_vocabulary_are_refused(change, message):
     batch = {name: a.copy() for name, a in batch_of(2).items()}
     for name, value in change.items():
-        if value is None:
-            batch = {name: np.tile(a, 2) for name, a in batch.items()}
-        else:
-            batch[name][1, 3] = value
+        batch[name][1, 3] = value
     with pytest.raises(UserError, match=message):
         mtx.loss_and_gradients(MODEL, Layout(), batch)
+
+
+def test_a_batch_of_another_shape_is_refused():
+    batch = batch_of(2)
+    for other, message in (
+        ({name: np.tile(a, 2) for name, a in batch.items()}, "2 x 32 tokens for sequence=16"),
+        (
+            batch | {"targets": batch["targets"][:1]},
+            r"must all be .*'targets': \(1, 16\)",
+        ),
+        ({"tokens": batch["tokens"], "targets": batch["targets"]}, "has no weights"),
+    ):
+        with pytest.raises(UserError, match=message):
+            mtx.loss_and_gradients(MODEL, Layout(), other)
+
+
+def test_parameters_of_another_model_are_refused():
+    for other, message in (
+        (replace(MODEL, hidden=64), r"is .*64.*, and the model's is .*32"),
+        (UNTIED, r"params\['ends'\]\['output'\].*, and the model's is not there"),
+    ):
+        with pytest.raises(UserError, match=message):
+            mtx.loss_and_gradients(MODEL, Layout(), batch_of(2), params=params_of(other))
 
 
 def test_cudnn_is_refused_where_there_is_no_such_gpu():

@@ -31,6 +31,7 @@ from mtx.config import (
     to_dict,
 )
 from mtx.errors import UserError
+from mtx.launch.exits import Exit, leave_at_once
 from mtx.launch.interrupt import stop_requests
 from mtx.plan.flops import parameters
 from mtx.train import session
@@ -249,7 +250,63 @@ def test_out_that_cannot_be_written(tmp_path):
     assert (tmp_path / "file").read_text() == ""
 
 
+@pytest.fixture
+def held(tmp_path):
+    """A folder that a run in another process has locked."""
+    code = f"import fcntl, os, time; folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
+    code += "fcntl.flock(folder, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        yield tmp_path
+        other.kill()
+
+
+def test_one_folder_is_for_one_run_at_a_time(held):
+    run = replace(small_run(held), out=str(held))
+    with pytest.raises(UserError, match=f"out={held} is in use by another run"):
+        run_training(run, console=Console(quiet=True))
+    assert not (held / "run.json").exists() and not (held / "log.jsonl").exists()
+
+
 # -- stopping --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.PREEMPTED)],
+)
+def test_before_the_first_step_a_signal_ends_the_process(number, status):
+    """Also where an exception would be lost."""
+    code = f"""
+import os
+from mtx.launch.exits import leave_at_once
+
+class Lost:
+    def __del__(self):
+        os.kill(os.getpid(), {int(number)})
+
+leave_at_once()
+Lost()
+print("goes on")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert "interrupted before the first step" in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_once_a_run_can_save_signals_have_their_usual_effect(number):
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        leave_at_once()
+        with stop_requests() as stop:
+            os.kill(os.getpid(), number)
+            assert stop(1)
+            assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
 
 
 def test_a_second_request_has_its_usual_effect(usual_interrupt):

@@ -10,9 +10,8 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 import jax
 import numpy as np
@@ -125,46 +124,45 @@ def _train(
     local = _local_rows(trainer)
     if left:
         data.batch(consumed, run.global_batch, local)  # a token beyond the vocabulary is refused
-    lock = _create(out, run)
-    startup.mark("data")
-    watch.started(start)
-    report.lines(header(trainer, data.describe(), out))
-    leader = jax.process_index() == 0
-    trackers = make_trackers(run) if leader else ()
-    reading = read_ahead(data, consumed, run.global_batch, local=local)
-    with (
-        lock,
-        checkpoints,
-        Log(out / "log.jsonl" if leader else None, trackers) as log,
-        reading as batches,
-    ):
-        if latest is None:
-            state = trainer.init()
-        else:
-            report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
-            state = trainer.sealed(checkpoints.restore(trainer, latest))
-        history.start_from(start)
-        session = Session(
-            programs=programs,
-            data=data,
-            batches=batches,
-            local=local,
-            consumed=consumed,
-            checkpoints=checkpoints,
-            report=report,
-            log=log,
-            meter=_meter(trainer),
-            on_step=on_step,
-            state=state,
-            step=start,
-            saved=latest,
-            watch=watch,
-            startup=startup,
-            faults=faults,
-            history=history,
-        )
-        startup.mark("init" if latest is None else "restore")
-        return session.run()
+    with _created(out, run):
+        startup.mark("data")
+        watch.started(start)
+        report.lines(header(trainer, data.describe(), out))
+        leader = jax.process_index() == 0
+        trackers = make_trackers(run) if leader else ()
+        reading = read_ahead(data, consumed, run.global_batch, local=local)
+        with (
+            checkpoints,
+            Log(out / "log.jsonl" if leader else None, trackers) as log,
+            reading as batches,
+        ):
+            if latest is None:
+                state = trainer.init()
+            else:
+                report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
+                state = trainer.sealed(checkpoints.restore(trainer, latest))
+            history.start_from(start)
+            session = Session(
+                programs=programs,
+                data=data,
+                batches=batches,
+                local=local,
+                consumed=consumed,
+                checkpoints=checkpoints,
+                report=report,
+                log=log,
+                meter=_meter(trainer),
+                on_step=on_step,
+                state=state,
+                step=start,
+                saved=latest,
+                watch=watch,
+                startup=startup,
+                faults=faults,
+                history=history,
+            )
+            startup.mark("init" if latest is None else "restore")
+            return session.run()
 
 
 def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int:
@@ -181,27 +179,32 @@ def _local_rows(trainer: Trainer) -> np.ndarray:
     return np.unique(np.concatenate([rows[index] for index in held.values()]))
 
 
-def _create(out: Path, run: RunConfig) -> contextlib.AbstractContextManager:
-    """`out`, with the run's config in it; and a lock on it, for as long as this run lasts."""
-    written, lock = out / "run.json.tmp", contextlib.nullcontext()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            lock = (out / "run.lock").open("a")
-            _lock(lock, out)
-            written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
-            os.replace(written, out / "run.json")
-        return lock
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            written.unlink(missing_ok=True)
-        raise UserError(f"out={out} cannot be written ({error.strerror}); use another") from error
+@contextlib.contextmanager
+def _created(out: Path, run: RunConfig) -> Iterator[None]:
+    """`out`, with the run's config in it, and with a lock on it, which others respect: until the
+    end of this, or of the process, however it ends."""
+    written = out / "run.json.tmp"
+    with contextlib.ExitStack() as held:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                folder = os.open(out, os.O_RDONLY)
+                held.callback(os.close, folder)
+                _lock(folder, out)
+                written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
+                os.replace(written, out / "run.json")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                written.unlink(missing_ok=True)
+            raise UserError(
+                f"out={out} cannot be written ({error.strerror}); use another"
+            ) from error
+        yield
 
 
-def _lock(file: TextIO, out: Path) -> None:
-    """Keeps others from `out` until the file is closed, or this process ends, however it does."""
+def _lock(folder: int, out: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"out={out} is in use by another run; use another, or stop that") from None
     except OSError:  # a file system that knows no locks
