@@ -12,36 +12,47 @@ matrix product on all devices is timed alone and while a checkpoint is written.
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mtx.cli import exit_status, parse
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
+from mtx.errors import UserError
 from mtx.launch.start import use_virtual_devices
 
 _SLICE_BYTES = 16 << 20  # of the plain write and read
 _REST_S = 0.5  # for memory that is given back in the background
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default=None, help="where to write; the system's default")
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
-    parser.add_argument(
-        "--rounds", type=int, default=6,
-        help="orders of writing and of reading: a multiple of 6 is fair to all",
-    )  # fmt: skip
-    parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices, where no GPU")
-    options = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Checkpoints against the disk: saving and restoring next to a plain write and read."""
+
+    directory: str = tempfile.gettempdir()  # where to write
+    gb: float = 1.0  # size of the state
+    rounds: int = 6  # orders of writing and of reading: a multiple of 6 is fair to all
+    devices: int = 4  # virtual CPU devices, where no GPU
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(list(arguments), Options(), prog="bench_checkpoint.py")
+    for name in ("gb", "rounds"):
+        if not getattr(options, name) > 0:
+            raise UserError(f"{name}={getattr(options, name)} must be above 0")
+    if not Path(options.directory).is_dir():
+        raise UserError(f"directory={options.directory} is not there; make it first")
     use_virtual_devices(options.devices)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         measure(Path(folder), options.gb * 1e9, options.rounds)
+    return 0
 
 
 def measure(folder: Path, state_bytes: float, rounds: int) -> None:
@@ -173,4 +184,4 @@ def drop(*paths: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

@@ -24,7 +24,7 @@ from typing import Annotated
 
 import tyro
 
-from mtx.cli import exit_status
+from mtx.cli import exit_status, parse
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.plan.compile import compile_plan
@@ -161,7 +161,7 @@ def _parts(memory: Memory) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = tyro.cli(Options, args=list(arguments), prog="memory_grid.py")
+    options = parse(list(arguments), Options(), prog="memory_grid.py")
     rows = {name: run for name, run in grid().items() if options.only in name}
     if not rows:
         raise UserError(f"no row's name contains {options.only!r}; there are {', '.join(grid())}")

@@ -241,17 +241,18 @@ class Layout:
         place_layers(
             model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
         )
+        groups = model.groups
+        common = math.gcd(model.heads, model.ffn_hidden, groups)
         for name, value in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden)):
             if value % self.tensor:
                 raise UserError(
                     f"{name}={value} cannot be divided over tensor={self.tensor}; "
-                    f"use tensor={_nearest_divisors(value, self.tensor)}"
+                    f"use tensor={_nearest_divisors(common, self.tensor)}"
                 )
-        groups = model.groups
         if groups % self.tensor and self.tensor % groups:
             raise UserError(
                 f"kv_heads={groups} can neither be divided over tensor={self.tensor} nor be "
-                f"repeated on it; use tensor={_nearest_divisors(groups, self.tensor)}"
+                f"repeated on it; use tensor={_nearest_divisors(common, self.tensor)}"
             )
         if self.slices > 1 and not model.causal:
             raise UserError(

@@ -226,6 +226,7 @@ MISTAKES = {
     "--csv - --json": "only one of --csv -, --text - and --json can be printed at a time",
     "--csv a.csv --beside gpipe": "--csv and --text write one schedule: leave out --beside",
     "--orders": "--orders says what --csv or --text hold: give one of them",
+    "compare --model asynchronous": "compare shows both models: leave out --model asynchronous",
     "compare --draw a.svg": "--draw goes with one schedule: name it instead of compare",
     "missing.csv": "cannot read schedule 'missing.csv': No such file or directory",
     "table.csv": "table.csv: row 2, column 2 (1X0): expected piece",

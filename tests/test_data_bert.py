@@ -60,7 +60,8 @@ def folder(tmp_path_factory, wordpiece):
 def run_of(folder, *path: str, **changes) -> RunConfig:
     data = DataConfig(
         path=tuple(str(folder / name) if name[0].isalpha() else name for name in path),
-        tokenizer=str(folder / "tokenizer.json"), split="7,3", **changes,
+        tokenizer=str(folder / "tokenizer.json"), **changes,
+        **({} if path == ("texts",) else {"split": "7,3"}),
     )  # fmt: skip
     model = ModelConfig(family="bert", layers=1, hidden=8, heads=1, sequence=S, vocab=100)
     return RunConfig(model=model, data=data, global_batch=4, steps=10, eval_batches=2)
@@ -181,7 +182,7 @@ def test_other_orders(folder, order):
 
 
 def test_mistakes_are_named(folder, tmp_path):
-    run = run_of(folder, "texts")
+    run = run_of(folder, "a")
 
     def refusal(**changes) -> str:
         with pytest.raises(UserError) as caught:

@@ -41,7 +41,7 @@ def write(tmp_path):
 
 def run_of(*path: str, **changes) -> RunConfig:
     model = ModelConfig(layers=1, hidden=8, heads=1, sequence=S, compute_dtype="float32")
-    data = DataConfig(path=path, split="8,2", **changes)
+    data = DataConfig(path=path, **{"split": "8,2", **changes})
     return RunConfig(model=model, data=data, global_batch=4, steps=10, eval_batches=2)
 
 
@@ -123,7 +123,8 @@ def test_packed_documents_have_segments_and_positions_of_their_own(write):
 def test_text_is_packed_too(tmp_path):
     for index in range(20):
         (tmp_path / f"{index}.txt").write_text("many words " * (3 + index))
-    corpus = load_data(run_of(str(tmp_path), packed=True, eval_fraction=0.2))
+    run = run_of(str(tmp_path), packed=True, eval_fraction=0.2, split=DataConfig().split)
+    corpus = load_data(run)
     batch = corpus.batch(0, 130)
     assert_equal(
         {"segments": batch["segments"], "positions": batch["positions"]},
@@ -289,6 +290,12 @@ def test_a_dataset_names_the_end_of_its_documents(write, tmp_path):
 
 
 # --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_field_that_is_for_text_is_refused_for_datasets(write):
+    assert refusal(load_data, run_of(write(), eval_fraction=0.2)) == (
+        "data eval_fraction=0.2 is for text; datasets are divided by split; leave it out"
+    )
 
 
 @pytest.mark.parametrize(

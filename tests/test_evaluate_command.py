@@ -99,6 +99,8 @@ def test_lambada_and_race_read_their_files(evaluate):
         (["run", "--path", "none.txt"], "'none.txt' does not exist"),
         (["run", "--path", "plain.txt", "--task", "lambda"], "invalid choice 'lambda'"),
         (["run", "--path", "plain.txt", "--task", "lambada"], "plain.txt, line 1 is not JSON"),
+        (["run", "--path", "a.txt", "--task", "race", "--stride", "8"], "stride=8 is for the"),
+        (["run", "--path", "plain.txt", "--mask-run", "2"], "mask_run=2 is for the task mlm, not"),
         (["run", "--path", "plain.txt", "--stride", "17"], "stride=17 must be between 1 and"),
         (["run", "--path", "plain.txt", "--step", "7"], "has no checkpoint of step 7"),
         (["run", "--path", "plain.txt", "--batch", "-1"], "batch=-1 must be at least 0"),

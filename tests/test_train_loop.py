@@ -174,8 +174,11 @@ def test_ten_steps_are_five_and_five(first, half_way, monkeypatch):
 def test_going_on_with_another_layout(first, half_way):
     run = replace(half_way, layout=Layout(microbatch=3), steps=7, eval_every=0, save_every=0)
     run = replace(run, optimizer=replace(run.optimizer, decay_steps=10))
-    summary = run_training(run, console=Console(quiet=True))
+    printed = io.StringIO()
+    summary = run_training(run, console=Console(file=printed))
     assert summary.losses == pytest.approx(first.summary.losses[5:7], rel=1e-5)
+    assert "changed    layout." in printed.getvalue()
+    assert "optimizer.decay_steps None -> 10, " in printed.getvalue()
     assert Checkpoints(run.out).steps() == [5, 7]
 
 

@@ -113,7 +113,17 @@ def arguments_of(arguments: list[str], *names: str) -> list[str]:
     return found
 
 
+_OF_TASKS = {  # options that change nothing but what these measure
+    "stride": "perplexity", "wikitext": "perplexity", "strict": "lambada", "mask_fraction": "mlm",
+    "mask_run": "mlm", "seed": "mlm",
+}  # fmt: skip
+
+
 def _check(options: EvaluateOptions) -> None:
+    for name, task in _OF_TASKS.items():
+        value = getattr(options, name)
+        if options.task != task and value != getattr(EvaluateOptions(), name):
+            raise UserError(f"{name}={value} is for the task {task}, not {options.task}")
     if not options.path:
         raise UserError("--path is missing: it names the files to evaluate on")
     if options.batch < 0:

@@ -112,8 +112,10 @@ def _unknown(unknown: list[str], known: list[str]) -> UserError:
             "takes no value (--resume, --no-resume)"
         )
     name = options[0].partition("=")[0].replace("_", "-")
+    switch = re.sub(r"^--no-(.*)\.", r"--\1.no-", name)  # --no-model.tied is --model.no-tied
     same_end = [option for option in known if option.rpartition(".")[2] == name.lstrip("-")]
-    near = same_end or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    exactly = [option for option in known if option == switch]
+    near = exactly or same_end or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return UserError(
         f"unknown option {name}: " + (f"did you mean {near[0]}?" if near else "see --help")
     )

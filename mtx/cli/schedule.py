@@ -328,6 +328,8 @@ def _compare(options: ScheduleOptions, times: Times) -> None:
     for field in ("csv", "text", "draw", "trace", "beside", "orders"):
         if getattr(options, field):
             raise UserError(f"--{field} goes with one schedule: name it instead of compare")
+    if options.model != ScheduleOptions.model:
+        raise UserError(f"compare shows both models: leave out --model {options.model}")
     stages, microbatches = _sizes(options)
     found = search_schedules(
         microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,

@@ -38,12 +38,15 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
                 "of a .bin and .idx (mtx data build --out corpus makes corpus_text_document)"
             )
         load = load_sentences if run.model.family == "bert" else load_text
-        return load(config, sequence=sequence)
+        corpus = load(config, sequence=sequence)  # a dataset that is not there is no text either
+        _refuse(config, ("split", "cache"), "is for datasets; text is held out by eval_fraction")
+        return corpus
     if not all(found):
         raise UserError(
             f"{prefixes[found.index(True)]} is a dataset and {prefixes[found.index(False)]} is "
             "not; name datasets alone, or text alone"
         )
+    _refuse(config, ("eval_fraction",), "is for text; datasets are divided by split")
     wanted = {
         "samples": run.steps * run.global_batch if samples is None else samples,
         "eval_samples": run.eval_batches * run.global_batch,
@@ -127,6 +130,14 @@ def _open_parts(config, datasets, weights, *, samples, **options):
         )
         for part in ("train", "valid")
     ]  # fmt: skip
+
+
+def _refuse(config: DataConfig, names: tuple[str, ...], why: str) -> None:
+    """UserError where one of these fields has been set, which would change nothing."""
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(DataConfig(), name):
+            raise UserError(f"data {name}={value!r} {why}; leave it out")
 
 
 def _names_dataset(name: str) -> bool:

@@ -34,7 +34,7 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
             raise UserError(
-                f"temperature={self.temperature} must be at least 0 (0: the most likely token)"
+                f"temperature={self.temperature} must be a number from 0 (the most likely token) up"
             )
         if self.top_k < 0:
             raise UserError(f"top_k={self.top_k} must be at least 0 (0: all tokens)")

@@ -36,7 +36,8 @@ def check_virtual(name: str, virtual: int, slices: int) -> None:
     known = maker(name)
     if known.virtual is not None and virtual != known.virtual:
         raise UserError(
-            f"schedule {name!r} is made for virtual={known.virtual}, not virtual={virtual}"
+            f"schedule {name!r} is made for virtual={known.virtual}, not virtual={virtual}; use "
+            f"virtual={known.virtual}, or another schedule"
         )
     if slices != 1 and not known.sliced:
         sliced = [other for other, row in MAKERS.items() if row.sliced]

@@ -46,7 +46,7 @@ def automatic_kinds(
     from B to W.
     """
     costs = _Costs.of(shape)
-    most = math.floor(memory_limit + 1e-9)
+    most = math.floor(min(memory_limit, shape.microbatches) + 1e-9)
     kinds = None
     tried: list[tuple[list[int], dict[str, bool]]] = []  # with the rules that made a difference
     for delay_backward in (False, True):

@@ -57,7 +57,9 @@ def read_log(path: str | Path) -> list[Record]:
             record = json.loads(line)
             record["kind"]
         except (ValueError, TypeError, KeyError):
-            raise UserError(f"{path}, line {number} is no record of a run's log") from None
+            raise UserError(
+                f"{path}, line {number} is no record of a run's log; take that line out"
+            ) from None
         records.append(record)
     if not any(record["kind"] == "start" for record in records):
         raise UserError(f"{path} has no session of a run in it")

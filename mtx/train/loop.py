@@ -32,7 +32,7 @@ from mtx.train.history import History
 from mtx.train.log import Log
 from mtx.train.metrics import Meter, StepRecord
 from mtx.train.programs import Programs
-from mtx.train.report import Report, header
+from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
 from mtx.train.step import Trainer
 from mtx.train.track import make_trackers
@@ -98,8 +98,10 @@ def _train(
     run = trainer.run
     watch.place(trainer.mesh)  # which refuses a layout of more devices than there are
     out = Path(run.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out={out} is a file; use another")
+    file = next((path for path in (out, *out.parents) if path.is_file()), None)
+    if file is not None:
+        below = "" if file == out else f"lies below {file}, which "
+        raise UserError(f"out={out} {below}is a file; use another")
     report = Report(console)
     checkpoints = Checkpoints(
         out / "checkpoints", keep=run.keep, keep_every=run.keep_every, say=report.line
@@ -140,6 +142,7 @@ def _train(
                 state = trainer.init()
             else:
                 report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
+                report.lines(changes(checkpoints.run(latest), run))
                 state = trainer.sealed(checkpoints.restore(trainer, latest))
             history.start_from(start)
             session = Session(

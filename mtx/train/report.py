@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import jax
+from flax.traverse_util import flatten_dict
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from mtx.config import RunConfig, to_dict
 from mtx.pipeline.simulate import simulate
 from mtx.plan.flops import parameters
 from mtx.train.metrics import StepRecord
@@ -119,6 +121,17 @@ def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
         f"data       {data}",
         f"out        {out}",
     ]
+
+
+def changes(before: RunConfig, now: RunConfig) -> list[str]:
+    """What a run that goes on does otherwise than the one that wrote its checkpoint."""
+    old, new = (flatten_dict(to_dict(run), sep=".") for run in (before, now))
+    changed = [
+        f"{name} {old[name]} -> {value}"
+        for name, value in new.items()
+        if value != old[name] and name not in ("out", "resume")
+    ]
+    return [f"changed    {', '.join(changed)}"] if changed else []
 
 
 def _schedule_text(trainer: Trainer) -> str:
