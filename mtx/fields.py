@@ -17,8 +17,10 @@ def settle_types(config: Any) -> None:
     """Raises UserError where a field of a frozen dataclass has not the type that it says. What
     means the same is put in its place: a tuple for a list or for one text alone, Python's numbers
     for NumPy's, text for a path. Choices (Literal) only have to be of the type of one."""
-    for name, kind in _kinds(type(config)).items():
+    for name, (kind, settled_types) in _kinds(type(config)).items():
         value = getattr(config, name)
+        if type(value) in settled_types:  # a search over layouts makes thousands of configs
+            continue
         try:
             settled = _settle(value, kind)
         except TypeError:
@@ -28,8 +30,20 @@ def settle_types(config: Any) -> None:
 
 
 @functools.cache
-def _kinds(config: type) -> dict[str, Any]:
-    return typing.get_type_hints(config)
+def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type]]]:
+    """By field: what it says, and the types whose values are that as they are."""
+    hints = typing.get_type_hints(config)
+    return {name: (kind, frozenset(_settled_types(kind))) for name, kind in hints.items()}
+
+
+def _settled_types(kind: Any) -> list[type]:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        found = [_settled_types(part) for part in parts]
+        return sum(found, []) if all(found) else []
+    if origin is Literal:
+        return [type(parts[0])]
+    return [] if origin is tuple else [kind]
 
 
 def _settle(value: Any, kind: Any) -> Any:

@@ -208,7 +208,7 @@ MISTAKES = {
     "gpt-1t --schedule 2f2b": "unknown schedule '2f2b'",
     "gpt-1t --search --schedule 2f2b": "unknown schedule '2f2b'",
     "gpt-1t --hidden 100 --heads 7": "hidden=100 cannot be divided over heads=7; use hidden=98 or",
-    "gpt-1t --ffn 1001": "ffn_hidden=1001 cannot be divided over tensor=8; use tensor=7 or 11",
+    "gpt-1t --ffn 1001": "ffn_hidden=1001 cannot be divided over tensor=8; use tensor=1",
     "gpt-1t --family llama": "family=llama is not the model's, gpt; leave out --family, or the PRE",
     "gpt-1t --kv-heads 8": "kv_heads=8 is not of family='gpt', but of llama; leave it out",
     "llama-2-7b --kv-heads 5": "heads=32 cannot be divided over kv_heads=5; use kv_heads=4 or 8",

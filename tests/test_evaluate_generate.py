@@ -296,8 +296,8 @@ def test_a_stop_may_stand_across_tokens():
     "wrong, message",
     [
         ({"tokens": 0}, "tokens=0 must be at least 1"),
-        ({"temperature": -0.1}, "temperature=-0.1 must be at least 0"),
-        ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be a number from 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be a number from 0"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"top_k": -1}, "top_k=-1 must be at least 0"),
         ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),

@@ -33,14 +33,9 @@ CASES = {  # changes of the model, and the layout
     "inputs": ({}, dict(pipe=2, stash="inputs")),
     "inputs, one-layer chunks": ({}, dict(pipe=2, virtual=2, stash="inputs", idle="phases")),
     "split": ({}, dict(pipe=2, tensor=2, schedule="zb_h1")),
-    "split, full": ({}, dict(pipe=2, schedule="aligned_zb", recompute="full", idle="masked")),
     "split, vee": ({}, dict(pipe=2, virtual=2, schedule="zb_v", idle="phases")),
     "sliced": ({}, dict(pipe=2, slices=4, schedule="seq1f1b")),
-    "sliced, selective": (
-        {"dropout": 0.1},
-        dict(pipe=2, slices=2, schedule="terapipe", recompute="selective"),
-    ),
-    "sliced, full": ({}, dict(pipe=2, slices=4, schedule="seq1f1b", recompute="full")),
+    "sliced, full": ({}, dict(pipe=2, slices=4, schedule="terapipe", recompute="full")),
     "sliced, inputs": (
         {},
         dict(pipe=2, slices=2, schedule="seq1f1b", stash="inputs", idle="phases"),

@@ -125,15 +125,16 @@ def test_a_packed_gpt_equals_its_documents_one_by_one():
     )
 
 
-@pytest.mark.parametrize("model", [BERT, POST], ids=["pre", "post"])
 @pytest.mark.parametrize(
-    "layout",
+    ("model", "layout"),
     [
-        Layout(microbatch=3),
-        Layout(data=2, pipe=2, tensor=2, virtual=2),
-        Layout(pipe=2, tensor=4, sequence_parallel=False, schedule="zb_h1"),
-        Layout(data=3, tensor=2, recompute="selective", zero=3, schedule="breadth_first"),
-        Layout(pipe=8, stash="inputs", idle="phases"),
+        (BERT, Layout(microbatch=3)),
+        (POST, Layout(microbatch=3)),
+        (BERT, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (POST, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (POST, Layout(pipe=2, tensor=4, sequence_parallel=False, schedule="zb_h1")),
+        (BERT, Layout(data=3, tensor=2, recompute="selective", zero=3, schedule="breadth_first")),
+        (POST, Layout(pipe=8, stash="inputs", idle="phases")),
     ],
 )
 def test_bert_equals_the_reference(model, layout):

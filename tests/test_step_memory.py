@@ -71,10 +71,9 @@ def constant_bytes() -> int:
     [
         Layout(pipe=4, schedule="gpipe"),
         Layout(pipe=4, schedule="interleaved_1f1b", virtual=2, idle="phases"),
-        Layout(pipe=4, schedule="breadth_first", virtual=2),
         Layout(pipe=4, schedule="zb_h1"),
         Layout(pipe=4, schedule="zb_h2"),
-        Layout(pipe=4, schedule="aligned_zb", idle="phases"),
+        Layout(pipe=4, schedule="aligned_zb"),
         Layout(pipe=4, schedule="zb_v", virtual=2),
         Layout(pipe=4, schedule="seq1f1b", slices=2),
     ],

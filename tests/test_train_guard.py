@@ -6,6 +6,7 @@ import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
@@ -53,6 +54,7 @@ def leaf_of(trainer, name):
     return paths.index(name)
 
 
+copied = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 LAYOUT = Layout(data=2, pipe=2, tensor=2)
 
 
@@ -69,7 +71,7 @@ def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(sealing):
         state, metrics = trainer.train_step(state, batch)
         assert not np.any(metrics.corrupt)
     for leaf, device in ((0, 5), (3, 2)):
-        damaged = flip_bit(jax.tree.map(lambda a: a.copy(), state), leaf, device)
+        damaged = flip_bit(copied(state), leaf, device)
         _, metrics = trainer.train_step(damaged, batch)
         want = np.zeros((2, 2, 2))
         want.reshape(-1)[device] = 1
@@ -115,17 +117,21 @@ def test_gradients_that_stay_infinite_end_the_run():
         guard.check(5, 9.0, NOTHING, finite=False)
 
 
-def test_a_run_that_diverges_keeps_its_sound_checkpoints(tmp_path):
-    """A rate so high that the parameters are of no use after one step."""
-    run = run_of(tmp_path)
-    run_training(dataclasses.replace(run, steps=4), console=Console(quiet=True))
-    worse = dataclasses.replace(
-        run, steps=40, save_every=1, optimizer=OptimizerConfig(lr=1e38, rate="constant"),
-        guard=GuardConfig(most_skipped=10),
-    )  # fmt: skip
-    with pytest.raises(UserError, match="the gradients of 10 steps in a row were not finite"):
-        run_training(worse, console=Console(quiet=True))
-    assert 4 in Checkpoints(tmp_path).steps()
+def test_a_run_that_only_skips_steps_keeps_its_sound_checkpoints(tmp_path, monkeypatch):
+    batch = TokenCorpus.batch
+
+    def poisoned(self, after, rows, local=None):
+        made = batch(self, after, rows, local)
+        if after >= 5 * rows:
+            made["weights"][:] = np.inf
+        return made
+
+    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    run = run_of(tmp_path, guard=GuardConfig(most_skipped=10))
+    run = dataclasses.replace(run, steps=40, save_every=1)
+    with pytest.raises(UserError, match="step 15: the gradients of 10 steps in a row were not fin"):
+        run_training(run, console=Console(quiet=True))
+    assert Checkpoints(tmp_path).steps() == [4, 5]
 
 
 def test_a_spike_goes_back_and_skips():
@@ -209,20 +215,15 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike, monk
     assert 100 < goodput.parts["start"] < 150  # there was one launch
 
 
-@pytest.mark.parametrize(
-    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
-)
-def test_a_run_that_was_asked_to_stop_does_not_go_back(
-    tmp_path, spike, usual_interrupt, number, raised
-):
+def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, spike):
     def ask(record):
         if record.step == 8:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
-    with pytest.raises(raised) as left:
+    with pytest.raises(SystemExit) as left:
         run_training(run, console=Console(quiet=True), on_step=ask)
-    assert raised is KeyboardInterrupt or left.value.code == Exit.PREEMPTED
+    assert left.value.code == Exit.PREEMPTED
     assert len(records_of(tmp_path, "start")) == 1
     assert Checkpoints(tmp_path).steps() == [4]
     summary = run_training(run, console=Console(quiet=True))  # which goes on from there
