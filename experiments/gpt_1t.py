@@ -43,6 +43,7 @@ from mtx.train.fit import fit_layout
 
 VIRTUAL_DEVICES = 8
 PROMPTS = ("The ", "A class ", "If an object ")
+TOKENS = 160  # that follow each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         return summary.exit
 
     texts = generate(
-        summary.trainer, summary.state, summary.data.tokenizer, PROMPTS, tokens=160, seed=run.seed
+        summary.trainer, summary.state, summary.data.tokenizer, PROMPTS, tokens=TOKENS, seed=run.seed
     )
     say("", "What it writes:", *(f"  | {line}" for text in texts for line in shown(text)), "")
 

@@ -27,9 +27,10 @@ def gpt_1t():
 
 def test_it_learns_writes_and_says_where_things_are(gpt_1t, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpt_1t, "TOKENS", 24)
     arguments = [
-        "--steps", "30", "--seed", "3", "--out", "run", "--eval-batches", "2",
-        "--optimizer.warmup-steps", "5", "--model.sequence", "64",
+        "--steps", "20", "--seed", "3", "--out", "run", "--eval-batches", "2",
+        "--optimizer.warmup-steps", "5", "--model.sequence", "32",
     ]  # fmt: skip
     assert gpt_1t.main(arguments) == 0
     out = capsys.readouterr().out
@@ -54,7 +55,7 @@ def test_it_learns_writes_and_says_where_things_are(gpt_1t, tmp_path, monkeypatc
     # Where everything lies
     checkpoint = re.search(r"^Checkpoint +(\S+)$", out, re.M)[1]
     log = re.search(r"^Log +(\S+)$", out, re.M)[1]
-    assert Path(checkpoint).is_dir() and checkpoint.endswith("run/checkpoints/30")
+    assert Path(checkpoint).is_dir() and checkpoint.endswith("run/checkpoints/20")
     assert Path(log).is_file()
     assert "mtx generate run --prompt 'The ' --virtual-devices 8" in out
     assert "gpt_1t.py --full" in out
