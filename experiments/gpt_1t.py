@@ -97,8 +97,9 @@ def main(arguments: Sequence[str]) -> int:
         return summary.exit
 
     texts = generate(
-        summary.trainer, summary.state, summary.data.tokenizer, PROMPTS, tokens=TOKENS, seed=run.seed
-    )
+        summary.trainer, summary.state, summary.data.tokenizer, PROMPTS, tokens=TOKENS,
+        seed=run.seed,
+    )  # fmt: skip
     say("", "What it writes:", *(f"  | {line}" for text in texts for line in shown(text)), "")
 
     first, last = summary.first_eval_loss, summary.last_eval_loss

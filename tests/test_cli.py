@@ -171,6 +171,7 @@ MISTAKES = {
     "generate . --prompt-file missing.jsonl": "missing.jsonl",
     "generate . --prompt-file empty": "prompt_file=empty is empty",
     "generate . --json no/folder": "json=no/folder lies in no folder that is there; make it first",
+    "launch -- finetun a": "finetun is no command of mtx that computes, and no program here",
     "presets all": "unexpected argument 'all'",
 }
 
@@ -248,6 +249,17 @@ def test_presets_are_listed(capsys):
 
 
 # --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "finetune", "generate", "evaluate"])
+def test_what_computes_can_be_launched(command, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "mtx.cli.launch.supervise", lambda command, options: started.append((command, options))
+    )
+    assert run("launch", "-n", "3", "--", command, "a") == 0
+    [(argv, options)] = started
+    assert argv == [sys.executable, "-m", "mtx", command, "a"] and options.processes == 3
 
 
 def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):

@@ -8,7 +8,7 @@ from mtx.cli.options import parse
 from mtx.errors import UserError
 from mtx.launch.supervisor import LaunchOptions, supervise
 
-_OWN = ("train", "generate", "evaluate")  # commands of mtx that compute
+_OWN = ("train", "finetune", "generate", "evaluate")  # commands of mtx that compute
 
 
 def launch_command(arguments: list[str]) -> int:

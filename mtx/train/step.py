@@ -184,6 +184,7 @@ class Trainer:
 
     @cached_property
     def state_specs(self) -> TrainState:
+        """The PartitionSpec of every array of the state; of the masters, with ZeRO's shards."""
         params = jax.tree.map(lambda shard: shard.spec, self.shards)
         moments = optax.tree_utils.tree_map_params(
             self.optimizer, lambda _, spec: spec, self.state_shapes.moments, params,
