@@ -1,5 +1,7 @@
 """The update: learning rates, the loss scale of float16, and steps that are not finite."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -137,3 +139,17 @@ def test_padded_vocabulary_is_neither_predicted_nor_trained():
     rows = {"tokens": jax.device_get(batch["tokens"]), "last": last}
     logits = jax.device_get(trainer.predict(state, trainer.place(rows)))
     assert np.isneginf(logits[:, 30:]).all() and np.isfinite(logits[:, :30]).all()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gathered_parameters_lie_row_major(zero):
+    """Left to itself XLA:GPU would put the gathered dim before the layers, and each layer's weights
+    would be copied out of their stack."""
+    layout = Layout(data=2, microbatch=2, zero=zero)
+    trainer = mtx.Trainer(RunConfig(model=ModelConfig(**TINY), layout=layout, global_batch=8))
+    text = trainer.train_step.lower(trainer.state_shapes, trainer.model.batch_fields(8)).as_text()
+    layouts = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[?([\d, ]+)", text)
+    assert len(layouts) >= sum(s.dim is not None for s in jax.tree.leaves(trainer.shards))
+    for axes in layouts:
+        minor_to_major = [int(axis) for axis in axes.split(",")]
+        assert minor_to_major == sorted(minor_to_major, reverse=True)

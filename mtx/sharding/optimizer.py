@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 
@@ -53,7 +54,10 @@ class DataShard:
         local = master.astype(dtype)
         if self.dim is None:
             return local
-        return self.unpad(lax.all_gather(local, "data", axis=self.dim, tiled=True))
+        whole = self.unpad(lax.all_gather(local, "data", axis=self.dim, tiled=True))
+        # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
+        # read one layer's weights would be a copy, in place of an offset into the stack.
+        return with_layout_constraint(whole, Layout(major_to_minor=tuple(range(whole.ndim))))
 
     def reduce_scatter(self, gradient):
         """This device's shard of the sum over `data` of a gradient. In `shard_map`."""
