@@ -326,11 +326,8 @@ def test_the_command_learns_which_option_is_right(folder, monkeypatch, capsys):
     how = ["--epochs", "3", "--batch", "16", "--lr", "3e-3", "--dropout", "0"]
     assert main(["finetune", "run", *given, *how]) == 0
     results = json.loads((folder / "out/finetune.json").read_text())
-    assert results["accuracy"] > 0.9 and [epoch["epoch"] for epoch in results["epochs"]] == [
-        1,
-        2,
-        3,
-    ]
+    assert results["accuracy"] > 0.9
+    assert [epoch["epoch"] for epoch in results["epochs"]] == [1, 2, 3]
     assert results["epochs"][0]["train_loss"] > results["epochs"][2]["train_loss"]
     assert "accuracy" in capsys.readouterr().out
     asked = ["evaluate", "out", "--task", "race", "--path", "valid.jsonl", "--json", "judged.json"]
@@ -345,6 +342,26 @@ def test_the_command_learns_which_option_is_right(folder, monkeypatch, capsys):
         assert f"fine-tuned for the task race, not {task}" in capsys.readouterr().err
     assert main(["finetune", "run", *given]) == 2
     assert "has a checkpoint already" in capsys.readouterr().err
+
+
+def test_an_end_in_the_midst_keeps_the_epochs_before_it(folder, monkeypatch, tmp_path):
+    judge, judged = FinetuneTrainer.judge, []
+
+    def judge_twice(trainer, state, examples):
+        if len(judged) == 2:
+            raise KeyboardInterrupt
+        judged.append(judge(trainer, state, examples))
+        return judged[-1]
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(FinetuneTrainer, "judge", judge_twice)
+    given = ["--task", "race", "--train", "valid.jsonl", "--valid", "valid.jsonl", "--batch", "8"]
+    assert main(["finetune", "run", *given, "--out", str(tmp_path / "out")]) == 130
+    monkeypatch.setattr(FinetuneTrainer, "judge", judge)
+    trainer, state, _ = load_finetuned(tmp_path / "out")
+    assert int(state.step) == 10 and trainer.run.steps == 15
+    extra = Checkpoints(tmp_path / "out").extra()
+    assert [epoch["epoch"] for epoch in extra["epochs"]] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,7 +51,7 @@ def finetune_command(arguments: list[str]) -> None:
 
     RUN_DIR is the --out of a BERT's training run. A new head stands on its pooled output: for
     classes, one output for each label; for race, one for each option of a question. The model with
-    the head, its accuracy and how it came about lie in --out.
+    the head, saved after each epoch, its accuracy and how it came about lie in --out.
     """
     directory, rest = split_name(arguments)
     prog = "mtx finetune RUN_DIR --task TASK --train FILE... --valid FILE..."
@@ -85,23 +86,29 @@ def finetune_command(arguments: list[str]) -> None:
     how = Finetuning(**{name: getattr(options, name) for name in to_dict(Finetuning())})
     run = finetune_run(pretrained, options.layout, task, how, examples=len(examples["train"]))
     run = replace(run, out=options.out)
-    out = Checkpoints(Path(options.out) / "checkpoints")
+    out = Checkpoints(Path(options.out) / "checkpoints", keep=1)
     if out.steps():
         raise UserError(f"{out.directory} has a checkpoint already; use another out")
     trainer = FinetuneTrainer(run, task)
+    state = start_from(trainer, checkpoints, first.step)
     try:
         Path(options.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"out={options.out} cannot be made ({error.strerror}); use another"
         ) from None
-    state = start_from(trainer, checkpoints, first.step)
-    state, epochs = _train(trainer, state, examples)
+    described = {"labels": list(task.labels), "options": task.options}
+
+    def save(state, epochs: list[dict]) -> None:
+        out.save(trainer, state, tokenizer=tokenizer, extra=described | {"epochs": list(epochs)})
+
     with out:
-        described = {"labels": list(task.labels), "options": task.options, "epochs": epochs}
-        out.save(trainer, state, tokenizer=tokenizer, extra=described)
+        epochs = _train(trainer, state, examples, save)
     if jax.process_index() == 0:
-        results = {"task": options.task, **epochs[-1], **described, "run": to_dict(trainer.run)}
+        results = {
+            "task": options.task, **epochs[-1], **described, "epochs": epochs,
+            "run": to_dict(trainer.run),
+        }  # fmt: skip
         write_json(Path(options.out) / "finetune.json", results)
         print(f"finished   accuracy {epochs[-1]['accuracy']:.2%}: {out.directory}")
 
@@ -136,8 +143,8 @@ def _layout(layout: Layout, devices: int, options: int) -> Layout:
     return replace(layout, microbatch=-(-layout.microbatch // options) * options)
 
 
-def _train(trainer, state, examples: dict):
-    """(the last state, what it reached after each epoch)"""
+def _train(trainer, state, examples: dict, save: Callable) -> list[dict]:
+    """What was reached after each epoch; `save` gets the state and these, epoch by epoch."""
     import jax
 
     from mtx.train.finetune import finetune
@@ -156,6 +163,7 @@ def _train(trainer, state, examples: dict):
                 f"{k.replace('_', ' ')} {v:.4f}" for k, v in epochs[-1].items() if k != "epoch"
             )
             print(f"epoch {epoch:>4}  {said}", flush=True)
+        save(state, epochs)
 
     with progress_bar("training", silent=silent) as report:
 
@@ -163,7 +171,5 @@ def _train(trainer, state, examples: dict):
             losses.append(loss)
             report(step, trainer.run.steps)
 
-        state = finetune(
-            trainer, state, examples["train"], on_step=end_of_step, on_epoch=end_of_epoch
-        )
-    return state, epochs
+        finetune(trainer, state, examples["train"], on_step=end_of_step, on_epoch=end_of_epoch)
+    return epochs
