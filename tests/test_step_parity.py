@@ -216,6 +216,11 @@ def test_a_batch_of_another_shape_is_refused():
             mtx.loss_and_gradients(MODEL, Layout(), other)
 
 
+def test_a_schedules_name_in_the_place_of_a_table_is_refused():
+    with pytest.raises(UserError, match="schedule='gpipe' is not a table"):
+        mtx.loss_and_gradients(MODEL, Layout(), batch_of(2), schedule="gpipe")
+
+
 def test_parameters_of_another_model_are_refused():
     for other, message in (
         (replace(MODEL, hidden=64), r"is .*64.*, and the model's is .*32"),

@@ -34,7 +34,13 @@ def schedule_for(layout: Layout, microbatches: int) -> Schedule:
 
 
 def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
-    """UserError where a table is made for another number of stages, chunks or microbatches."""
+    """UserError where a table is made for another number of stages, chunks or microbatches, or is a
+    name."""
+    if not isinstance(table, Schedule):
+        raise UserError(
+            f"schedule={table!r} is not a table; a schedule's name stands in the layout, "
+            'Layout(schedule="1f1b"), a table in a Schedule'
+        )
     for name, has, wants in (
         ("stages", table.stages, f"layout.pipe={layout.pipe}"),
         ("chunks a stage", table.virtual, f"layout.virtual={layout.virtual}"),
