@@ -15,7 +15,7 @@ from mtx.errors import UserError
 from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
 from mtx.launch.exits import LostProcess
 
-_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # of mallopt(3)
+_MMAP_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -4, -3, -1, -8  # of mallopt(3)
 _HUGE, _HUGE_PAGE = 14, 2 << 20  # of madvise(2); bytes
 _HEAP_BYTES = 8 << 30  # of address space: no memory is taken before it is used
 _MOST_VIRTUAL = 8192  # 4,096 take JAX ten seconds to make, twice as many four times that
@@ -70,14 +70,16 @@ def keep_freed_memory() -> None:
     bench-s on four devices, 0.25 s of the system's time a step and 7 % of all CPU time. In pages of
     2 MiB, which are looked up more quickly, a step took 4 to 19 % less again, in three pairs. The
     heap is larger than four devices' bench-s: what it grows by later is of small pages.
+
+    It costs memory: glibc 2.36 seldom puts an aligned block where one of its size has been, and
+    within some ten steps the heap grows to 3.5 times the temporary buffers of all devices (bench-s
+    with 560 and 1,580 MB of them). See `give_freed_memory_back`.
     """
-    try:
-        libc = ctypes.CDLL(None)
-        mallopt, sbrk, madvise = libc.mallopt, libc.sbrk, libc.madvise
-    except (AttributeError, OSError, TypeError):  # another C library, or none that can be opened
+    if (libc := _glibc()) is None:
         return
     for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
-        mallopt(option, value)
+        libc.mallopt(option, value)
+    sbrk, madvise = libc.sbrk, libc.madvise
     sbrk.restype = libc.malloc.restype = ctypes.c_void_p
     end = sbrk(0)
     size = _HEAP_BYTES
@@ -87,6 +89,23 @@ def keep_freed_memory() -> None:
     first = -(-end // _HUGE_PAGE) * _HUGE_PAGE
     if (size := sbrk(0) - first) > 0:
         madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _HUGE)
+
+
+def give_freed_memory_back() -> None:
+    """Undoes `keep_freed_memory` for what is allocated from now on, for programs too large for it:
+    blocks of 1 MiB and more go back to the system when they are freed."""
+    if (libc := _glibc()) is not None:
+        for option, value in ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 1 << 20)):
+            libc.mallopt(option, value)
+        libc.malloc_trim(ctypes.c_size_t(0))  # the end of the heap, which would serve them first
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None)
+        return libc if libc.mallopt and libc.sbrk and libc.madvise else None
+    except (AttributeError, OSError, TypeError):  # another C library, or none that can be opened
+        return None
 
 
 def usable_cores() -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
+
+from mtx.launch.start import give_freed_memory_back
+
+_HEAP_GROWTH = 3.5  # of a process that keeps what it frees, over its devices' temporary buffers
 
 
 def device_memory(compiled: Any = None) -> dict:
@@ -28,3 +33,15 @@ def device_memory(compiled: Any = None) -> dict:
         if known
     ]
     return found | ({"devices": devices} if devices else {})
+
+
+def spare_memory(compiled: Any) -> bool:
+    """Has a process of virtual devices give back what it frees, where keeping it could take more
+    than half of the machine's memory; says whether it could."""
+    if jax.default_backend() != "cpu":
+        return False
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    temporary = compiled.temp_size_in_bytes * jax.local_device_count()
+    if too_large := _HEAP_GROWTH * temporary > machine / 2:
+        give_freed_memory_back()
+    return too_large

@@ -25,7 +25,7 @@ from mtx.plan.flops import parameters
 from mtx.train.guard import Faults, RollBack
 from mtx.train.history import Clock, History, Seconds
 from mtx.train.log import Log
-from mtx.train.memory import device_memory
+from mtx.train.memory import device_memory, spare_memory
 from mtx.train.metrics import Meter, StepRecord
 from mtx.train.profile import ProfileWindow
 from mtx.train.programs import Programs
@@ -146,7 +146,9 @@ class Session:
             compile_s = self.clock.seconds["compile"]
             self.report.line(f"compiled   in {compile_s:.1f} s")
             self.log.write("compile", {"step": self.step, "seconds": compile_s})
-            memory = device_memory(self.programs.train_step.memory_analysis())
+            compiled = self.programs.train_step.memory_analysis()
+            spare_memory(compiled)
+            memory = device_memory(compiled)
             self.log.write("memory", {"step": self.step, **memory})
 
     def _train(self, stop: Callable[[int], bool]) -> None:
