@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ from mtx.plan.attention import Backend
 from mtx.plan.flops import parameters
 from mtx.plan.memory import predict_memory
 from mtx.presets import NAMES, preset
+from mtx.train.memory import machine_bytes
 
 _GIB = 2**30
 
@@ -55,7 +55,7 @@ class _Room:
         local = [d for d in devices if d.process_index == d.client.process_index()]
         shared = all(device.platform == "cpu" for device in local)
         if shared:
-            size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            size = machine_bytes()
         else:
             limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
             if not all(limits):

@@ -35,13 +35,17 @@ def device_memory(compiled: Any = None) -> dict:
     return found | ({"devices": devices} if devices else {})
 
 
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def spare_memory(compiled: Any) -> bool:
     """Has a process of virtual devices give back what it frees, where keeping it could take more
     than half of the machine's memory; says whether it could."""
     if jax.default_backend() != "cpu":
         return False
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     temporary = compiled.temp_size_in_bytes * jax.local_device_count()
-    if too_large := _HEAP_GROWTH * temporary > machine / 2:
+    if too_large := _HEAP_GROWTH * temporary > machine_bytes() / 2:
         give_freed_memory_back()
     return too_large
