@@ -167,7 +167,7 @@ MISTAKES = {
     "generate . --tokens few": "--tokens takes INT, not 'few'",
     "generate . --top-p 0": "top_p=0.0 must lie above 0 and be at most 1",
     "generate . --prompt a --prompt-file b": "--prompt and --prompt-file both say what to begin",
-    "generate . --prompt-file missing.txt": "prompt_file=missing.txt cannot be read: No such file",
+    "generate . --prompt-file missing.txt": "cannot read prompt_file missing.txt: No such file",
     "generate . --prompt-file missing.jsonl": "missing.jsonl",
     "generate . --prompt-file empty": "prompt_file=empty is empty",
     "generate . --json no/folder": "json=no/folder lies in no folder that is there; make it first",

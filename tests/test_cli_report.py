@@ -62,7 +62,7 @@ def test_it_draws(run, name):
 def test_mistakes_are_one_line(run, capsys):
     for arguments, words in (
         ([], "name the directory"),
-        ([str(run / "none")], "cannot be read"),
+        ([str(run / "none")], "cannot read"),
         ([str(run), "--out", "report.doc"], "must end in .html"),
     ):
         assert main(["report", *arguments]) == 2

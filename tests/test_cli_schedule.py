@@ -228,7 +228,7 @@ MISTAKES = {
     "--orders": "--orders says what --csv or --text hold: give one of them",
     "compare --model asynchronous": "compare shows both models: leave out --model asynchronous",
     "compare --draw a.svg": "--draw goes with one schedule: name it instead of compare",
-    "missing.csv": "cannot read schedule 'missing.csv': No such file or directory",
+    "missing.csv": "cannot read schedule missing.csv: No such file or directory",
     "table.csv": "table.csv: row 2, column 2 (1X0): expected piece",
     "table.csv --csv table.csv": "table.csv: row 2, column 2 (1X0): expected piece",
     "sound.csv --stages 2": "sound.csv is a table with stages=1, not stages=2",

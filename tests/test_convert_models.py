@@ -302,7 +302,7 @@ def test_pickles_are_refused_with_the_remedy(tmp_path):
 @pytest.mark.parametrize(
     ("index", "what"),
     [
-        ("{", "cannot be read as JSON"),
+        ("{", "is not JSON"),
         ("[]", "holds no table but a list"),
         ('{"weight_map": 1}', "must name files of the same directory, not None"),
         ('{"weight_map": {"a": "../../etc/passwd"}}', "not '../../etc/passwd'"),

@@ -123,7 +123,7 @@ def test_like_another_with_a_slower_network(toml):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("memory_gib = ", "is not a TOML file"),
+        ("memory_gib = ", "is not TOML: "),
         ("", "peak_tflops is missing: give it, or like = one of a100-40gb"),
         (WHOLE.replace("memory_gib = 96", ""), "memory_gib is missing: give it, or like = one of"),
         (WHOLE.replace("bfloat16 = 800", ""), r"peak_tflops={} must be a table \[peak_tflops\]"),
@@ -159,5 +159,5 @@ def test_files_that_cannot_be_read(tmp_path):
         with pytest.raises(UserError, match=f"cannot read hardware {missing}: No such file"):
             load_hardware(str(missing))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not a TOML file"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         load_hardware(str(tmp_path / "bytes.toml"))

@@ -137,8 +137,8 @@ def test_what_is_only_priced_is_not_trained(tmp_path):
     [
         ("missing.toml", None, "cannot read plan file .*missing.toml: No such file"),
         ("plan.txt", "", "must end with one of .toml, .json"),
-        ("bad.toml", "steps = ", "bad.toml is no TOML file: "),
-        ("bad.json", "{", "bad.json is no JSON file: "),
+        ("bad.toml", "steps = ", "bad.toml is not TOML: "),
+        ("bad.json", "{", "bad.json is not JSON: "),
         ("list.json", "[]", "list.json is no plan file; `mtx plan PRESET --save FILE` writes one"),
         ("plan.toml", "plan = 3", "plan.toml is no plan file"),
         ("field.toml", "step = 3", "unknown RunConfig field 'step': did you mean 'steps'"),
@@ -164,7 +164,7 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, text, message):
 
 def test_a_file_that_is_not_text(tmp_path):
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="it is not text"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         load_run(tmp_path / "plan.toml")
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.checkpoint.store import Catalog, Damaged, catalog_from_json, catalog_to_json, unreadable
+from mtx.errors import UserError
+from mtx.files import parse_json
 
 MANIFEST = "checkpoint.json"
 _FORMAT = 1
@@ -60,7 +62,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Raises Damaged where it is not what was written, FileNotFoundError where there is none."""
     text = _read(directory / MANIFEST)
     try:
-        whole = json.loads(text)
+        whole = parse_json(text, MANIFEST)
         values = whole["manifest"]
         if _digest(_canonical(values)) != whole["sha256"]:
             raise ValueError("its checksum is another")
@@ -83,7 +85,10 @@ def read_document(directory: Path, manifest: Manifest, name: str) -> dict:
         raise Damaged(directory, f"it has no {path.name}") from error
     if hashlib.sha256(text).hexdigest() != manifest.documents.get(name):
         raise Damaged(directory, f"{path.name} is not what was written")
-    return json.loads(text)
+    try:
+        return parse_json(text, path.name)
+    except UserError as error:
+        raise Damaged(directory, str(error)) from error
 
 
 def is_ours(directory: Path) -> bool:

@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from mtx.cli.options import parse
 from mtx.errors import UserError
+from mtx.files import user_path
 
 if TYPE_CHECKING:
     from mtx.convert.convert import Converted
@@ -60,7 +60,7 @@ def convert_command(arguments: list[str]) -> None:
     from mtx.convert.convert import is_huggingface, to_checkpoint, to_huggingface
 
     source, target = names
-    theirs = is_huggingface(Path(source))
+    theirs = is_huggingface(user_path(source))
     _refuse_others(options, _OF_THEIR_SIDE if theirs else _OF_OUR_SIDE, theirs)
     with _progress_bar() as report:
         if theirs:

@@ -19,6 +19,7 @@ import tyro
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
+from mtx.files import user_path
 
 if TYPE_CHECKING:
     from mtx.data import Tokenizer
@@ -99,7 +100,7 @@ def evaluate_command(arguments: list[str]) -> None:
     }
     _print_table(results, trainer)
     if options.json is not None:
-        write_json(Path(options.json), results)
+        write_json(user_path(options.json), results)
 
 
 def arguments_of(arguments: list[str], *names: str) -> list[str]:
@@ -131,7 +132,7 @@ def _check(options: EvaluateOptions) -> None:
             f"batch={options.batch} must be at least 0 (0: about as many as in training)"
         )
     if options.json is not None:
-        path = Path(options.json).expanduser()
+        path = user_path(options.json)
         if path.is_dir():
             raise UserError(f"json={options.json} is a folder; name a file in it")
         if not path.parent.is_dir():
@@ -284,7 +285,6 @@ def _number(name: str, value: float) -> str:
 
 def write_json(path: Path, results: dict) -> None:
     """All of it, or nothing."""
-    path = path.expanduser()
     written = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

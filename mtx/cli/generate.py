@@ -17,6 +17,7 @@ import tyro
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout
 from mtx.errors import UserError
+from mtx.files import read_text, user_path
 
 if TYPE_CHECKING:
     from mtx.evaluate.generate import Completion, Progress
@@ -87,7 +88,7 @@ def generate_command(arguments: list[str]) -> None:
         if options.json is None:
             print("\n\n".join(each.prompt + each.text for each in completions))
         else:
-            _write_lines(Path(options.json), completions)
+            _write_lines(user_path(options.json), completions)
 
 
 def _prompts(options: GenerateOptions) -> Sequence[str]:
@@ -95,17 +96,12 @@ def _prompts(options: GenerateOptions) -> Sequence[str]:
         return options.prompt or ("",)
     if options.prompt:
         raise UserError("--prompt and --prompt-file both say what to begin with; give one of them")
-    path = Path(options.prompt_file).expanduser()
+    path = user_path(options.prompt_file)
     if path.suffix in (".jsonl", ".ndjson"):
         from mtx.evaluate.files import read_records, text_field
 
         return [text_field(record, "prompt", where) for where, record in read_records([str(path)])]
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"prompt_file={path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompt_file={path} is not UTF-8: byte {error.start + 1}") from None
+    lines = read_text(path, "prompt_file").splitlines()
     if not lines:
         raise UserError(f"prompt_file={path} is empty; write one prompt on each of its lines")
     return lines
@@ -115,7 +111,7 @@ def _check_writable(name: str | None) -> None:
     """UserError before anything is computed where the file cannot be made."""
     if name is None:
         return
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         raise UserError(f"json={name} is a folder; name a file in it")
     if not path.parent.is_dir():
@@ -124,7 +120,6 @@ def _check_writable(name: str | None) -> None:
 
 def _write_lines(path: Path, completions: Sequence[Completion]) -> None:
     """All of them, or nothing."""
-    path = path.expanduser()
     written = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with written.open("w", encoding="utf-8") as file:

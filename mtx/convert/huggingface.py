@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mtx import files
 from mtx.config import ModelConfig
 from mtx.convert.configs import KINDS, Json, Kind, config_of, kind_of, model_of, model_type_of
 from mtx.convert.names import Names, Shape, Weight
@@ -26,7 +27,6 @@ CONFIG = "config.json"
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
-_MOST_JSON_BYTES = 64 << 20
 PART_BYTES = 64 << 20  # of a table at a time
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -384,15 +384,7 @@ def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
 
 def read_json(path: Path) -> Json:
     """The table in a JSON file; UserError where there is none."""
-    try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
-            raise UserError(f"{path} is larger than {_MOST_JSON_BYTES >> 20} MiB: no such file")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        what = str(error).partition("\n")[0]
-        raise UserError(f"{path} cannot be read as JSON: {what}") from error
+    values = files.read_json(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no table but a {type(values).__name__}")
     return values

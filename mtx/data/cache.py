@@ -19,6 +19,7 @@ import numpy as np
 
 from mtx.data.indexed import sync_folder
 from mtx.errors import UserError
+from mtx.files import read_json, user_path
 
 Arrays = dict[str, np.ndarray]
 
@@ -38,7 +39,7 @@ def cached_arrays(
     """
     if folder is None:
         return build()
-    entry = Path(folder).expanduser() / hash_of(description)
+    entry = user_path(folder) / hash_of(description)
     if not entry.exists():
         try:
             _write(entry, description, build())
@@ -84,7 +85,7 @@ def _write_file(path: Path, write: Callable) -> None:
 
 def _read(entry: Path, description: dict) -> Arrays:
     try:
-        said = json.loads((entry / "description.json").read_text())
+        said = read_json(entry / "description.json")
         arrays = {}
         for name, (dtype, *shape) in said["arrays"].items():
             array = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mtx.data.samples import shuffled
 from mtx.errors import UserError
+from mtx.files import user_path
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
 _BYTE_ORDER_MARK = "\ufeff"
@@ -54,7 +55,7 @@ def read_documents(paths: Sequence[str]) -> Documents:
         return _python_topics()
     read: dict[str, str] = {}
     for name in paths:
-        path = Path(name).expanduser()
+        path = user_path(name)
         if not os.path.exists(path):
             raise UserError(
                 f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "

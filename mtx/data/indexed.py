@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.files import read_json
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"
@@ -362,15 +363,12 @@ def require_new(prefix: str) -> None:
 
 def read_identity(prefix: str) -> TokenizerIdentity | None:
     """What `<prefix>.json` says of the tokenizer; None where there is no such file."""
-    try:
-        text = Path(f"{prefix}.json").read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not os.path.lexists(f"{prefix}.json"):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {prefix}.json: {error}") from None
+    said = read_json(f"{prefix}.json")
     kinds = {"name": str, "sha256": str, "vocab": int, "eod": int | None}
     try:
-        identity = TokenizerIdentity(**json.loads(text)["tokenizer"])
+        identity = TokenizerIdentity(**said["tokenizer"])
         if all(isinstance(getattr(identity, f.name), kinds[f.name]) for f in fields(identity)):
             return identity
     except (ValueError, KeyError, TypeError):

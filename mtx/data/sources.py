@@ -6,18 +6,17 @@ A chunk is what one worker encodes at a time. JSON lines and texts may be compre
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mtx.data.documents import TEXT_SUFFIXES
 from mtx.errors import UserError
+from mtx.files import open_file, parse_json, user_path
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -59,7 +58,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
     """
     files = []
     for name in names:
-        path = Path(name).expanduser()
+        path = user_path(name)
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
             files += [p for p in inside if not _is_hidden(p.relative_to(path))]
@@ -139,10 +138,7 @@ def read_texts(
 
 
 def _field_of(line: str, field: str, where: str) -> Text:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}; one line is one document") from None
+    record = parse_json(line, where)
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
@@ -243,7 +239,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, place:
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """(block, bytes read from the file for it): the file's content, unpacked."""
     suffix = path.suffix.lower()
-    with _file_errors(path), open(path, "rb") as file:
+    with open_file(path) as file:
         blocks = iter(lambda: file.read(_READ_BYTES.get(suffix, _CHUNK_BYTES)), b"")
         if suffix == ".gz":
             yield from _unpacked(path, blocks, lambda: zlib.decompressobj(wbits=31))
@@ -319,11 +315,3 @@ def _pyarrow():
     except ImportError:
         raise UserError(".parquet files need the package pyarrow; install mtx[data]") from None
     return pyarrow, pyarrow.parquet
-
-
-@contextmanager
-def _file_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None

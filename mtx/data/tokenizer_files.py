@@ -17,6 +17,7 @@ from mtx.data.sentencepiece import read_sentencepiece
 from mtx.data.subwords import Eod, SubwordTokenizer
 from mtx.data.tokenizer import ByteTokenizer, Tokenizer
 from mtx.errors import UserError
+from mtx.files import read_bytes, read_json, read_text, user_path
 
 # What a folder may hold, the first of them that is there.
 _IN_FOLDERS = (
@@ -27,6 +28,7 @@ _FORMS = (
     "bytes, a tokenizer.json, a vocab.json beside its merges.txt, a SentencePiece .model, a "
     "vocab.txt, or a folder that holds one of these"
 )
+_WHAT = "the tokenizer"  # that cannot be read
 
 
 def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
@@ -40,14 +42,14 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
         if eod not in ("auto", "0", 0, "none", None):
             raise UserError(f"eod={eod!r} does not go with bytes; use 0, the NUL byte, or none")
         return ByteTokenizer(eod=None if eod in ("none", None) else 0)
-    path = _find(Path(name).expanduser())
+    path = _find(user_path(name))
     if path.name.endswith("vocab.json") or path.name.endswith("merges.txt"):
         return _read_vocab_and_merges(path, eod)
     if path.suffix == ".model":
-        return read_sentencepiece(_read_bytes(path), name=str(path), eod=eod)
+        return read_sentencepiece(read_bytes(path, _WHAT), name=str(path), eod=eod)
     if path.suffix == ".txt":
         return _read_wordpiece(path, eod)
-    described = _read_json(path)
+    described = read_json(path, _WHAT)
     if not isinstance(described, dict) or "model" not in described:
         raise UserError(f"{path} is no tokenizer.json: it holds no model")
     return SubwordTokenizer(described, name=path.name, eod=_end(path, eod))
@@ -55,7 +57,7 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
 
 def require_new_file(path: str | os.PathLike) -> Path:
     """The path; UserError where it exists."""
-    path = Path(path).expanduser()
+    path = user_path(path)
     if os.path.lexists(path):
         raise UserError(f"{path} exists; remove it, or choose another name")
     return path
@@ -96,10 +98,10 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
     """GPT-2's: any names that end so, as gpt2-vocab.json and gpt2-merges.txt do."""
     stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
     vocab_path, merges_path = (path.with_name(stem + end) for end in ("vocab.json", "merges.txt"))
-    vocab = _read_json(vocab_path)
+    vocab = read_json(vocab_path, _WHAT)
     if not _is_vocab(vocab):
         raise UserError(f"{vocab_path} is no vocabulary: it does not map tokens to their numbers")
-    lines = _read_text(merges_path).split("\n")
+    lines = read_text(merges_path, _WHAT).split("\n")
     first = 1 if lines[0].startswith("#version") else 0
     merges = []
     for number, line in enumerate(lines[first:], first + 1):
@@ -128,7 +130,7 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
 
 def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
     """BERT's: a token a line."""
-    tokens = _read_text(path).removesuffix("\n").split("\n")
+    tokens = read_text(path, _WHAT).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or "[UNK]" not in vocab:
         raise UserError(
@@ -178,29 +180,6 @@ def _config(path: Path) -> dict:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         beside = path.with_name(name)
         if beside.is_file():
-            read = _read_json(beside)
+            read = read_json(beside)
             merged |= read if isinstance(read, dict) else {}
     return merged
-
-
-def _read_json(path: Path) -> object:
-    try:
-        return json.loads(_read_text(path))
-    except ValueError:
-        raise UserError(f"{path} is not JSON; copy it again") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text, at byte {error.start}; copy it again") from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"cannot read the tokenizer {path}: {error.strerror}; name {_FORMS}"
-        ) from None

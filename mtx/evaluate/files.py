@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtx.errors import UserError
+from mtx.files import open_file, parse_json, user_path
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
 _MOST_BYTES = 2**26  # of one object
@@ -49,7 +49,7 @@ def require_text(value: object, what: str) -> str:
 
 def _files(names: Sequence[str]) -> Iterator[Path]:
     for name in names:
-        path = Path(name).expanduser()
+        path = user_path(name)
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
             if not inside:
@@ -63,23 +63,20 @@ def _files(names: Sequence[str]) -> Iterator[Path]:
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """(where, text) of each line that is not blank, or of the whole file if that is one object."""
-    try:
-        with open(path, "rb") as file:
-            whole = file.read(_MOST_BYTES + 1)
-            if len(whole) <= _MOST_BYTES and _is_one_object(whole):
-                yield str(path), _decoded(str(path), whole)
-                return
-            file.seek(0)
-            number = 0
-            while line := file.readline(_MOST_BYTES + 1):
-                number += 1
-                where = f"{path}, line {number}"
-                if len(line) > _MOST_BYTES:
-                    raise UserError(f"{where} has more than {_MOST_BYTES:,} bytes; cut it")
-                if line.strip():
-                    yield where, _decoded(where, line)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    with open_file(path) as file:
+        whole = file.read(_MOST_BYTES + 1)
+        if len(whole) <= _MOST_BYTES and _is_one_object(whole):
+            yield str(path), _decoded(str(path), whole)
+            return
+        file.seek(0)
+        number = 0
+        while line := file.readline(_MOST_BYTES + 1):
+            number += 1
+            where = f"{path}, line {number}"
+            if len(line) > _MOST_BYTES:
+                raise UserError(f"{where} has more than {_MOST_BYTES:,} bytes; cut it")
+            if line.strip():
+                yield where, _decoded(where, line)
 
 
 def _is_one_object(text: bytes) -> bool:
@@ -88,13 +85,13 @@ def _is_one_object(text: bytes) -> bool:
     if len(lines) == 1 or not lines[1].strip():
         return False  # one line: an object, or a mistake that is best named by its line
     try:
-        json.loads(lines[0])
+        parse_json(lines[0], "the first line")
         return False
-    except (ValueError, RecursionError):
+    except UserError:
         pass
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(text, "the file"), dict)
+    except UserError:
         return False
 
 
@@ -109,10 +106,7 @@ def _decoded(where: str, line: bytes) -> str:
 
 
 def _object(where: str, text: str) -> dict:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
+    record = parse_json(text, where)
     if not isinstance(record, dict):
         raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
     return record

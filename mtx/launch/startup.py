@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from mtx.errors import UserError
+from mtx.files import user_path
 
 _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
@@ -78,7 +79,7 @@ def use_compile_cache(directory: str) -> Path | None:
     if directory == "auto":
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = os.environ.get(_CACHE_VARIABLE) or f"{home}/mtx/compiled"
-    path = Path(directory).expanduser()
+    path = user_path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

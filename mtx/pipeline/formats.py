@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtx.errors import UserError
+from mtx.files import read_bytes
 from mtx.pipeline.cells import misplaced, shorten
 from mtx.pipeline.formats_csv import from_csv, to_csv
 from mtx.pipeline.formats_text import (
@@ -47,13 +48,7 @@ def read_schedule(path: str | Path) -> Schedule:
     readers = {".csv": from_csv, ".txt": from_text, ".json": from_json}
     if path.suffix.lower() not in readers:
         raise UserError(f"schedule file {str(path)!r} must end with one of {', '.join(SUFFIXES)}")
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"cannot read schedule {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
-        raise UserError(f"cannot read schedule {str(path)!r}: {error}") from None
+    data = read_bytes(path, "schedule", most=MOST_BYTES)
     try:
         return readers[path.suffix.lower()](_decode(data), path.stem)
     except UserError as error:
@@ -61,8 +56,6 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _decode(data: bytes) -> str:
-    if len(data) > MOST_BYTES:
-        raise UserError(f"row 1, column 1: the file is larger than {MOST_BYTES >> 20} MiB")
     at = data.find(b"\0")
     try:
         text = data.decode("utf-8-sig")

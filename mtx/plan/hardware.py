@@ -7,13 +7,13 @@ user's own machine is a TOML file: see `load_hardware`.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 
 from mtx.errors import UserError, unknown_name
+from mtx.files import read_toml
 from mtx.plan.attention import Backend
 
 
@@ -184,12 +184,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     path = Path(name_or_path)
     if path.suffix != ".toml" and len(path.parts) < 2:
         return hardware(name_or_path)
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read hardware {name_or_path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{name_or_path} is not a TOML file: {error}") from None
+    given = read_toml(name_or_path, "hardware")
     try:
         return _from_toml(given, default_name=path.stem)
     except UserError as error:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
+from mtx.files import read_json, read_toml
 from mtx.pipeline.choose import settle
 from mtx.plan import flops
 from mtx.plan.compiled import Compiled
@@ -218,16 +218,8 @@ def load_run(path: str | Path) -> RunConfig:
 
 def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
     _check_plan_suffix(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read plan file {path}: {why}") from error
-    toml = Path(path).suffix.lower() == ".toml"
-    try:
-        values = tomllib.loads(text) if toml else json.loads(text)
-    except ValueError as error:  # of both readers
-        raise UserError(f"{path} is no {'TOML' if toml else 'JSON'} file: {error}") from None
+    read = read_toml if Path(path).suffix.lower() == ".toml" else read_json
+    values = read(path, "plan file")
     if not isinstance(values, dict) or not isinstance(values.get("plan", {}), dict):
         raise UserError(f"{path} is no plan file; `mtx plan PRESET --save FILE` writes one")
     options = values.pop("plan", {})

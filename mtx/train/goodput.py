@@ -7,12 +7,12 @@ gradients were not finite.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.errors import UserError
+from mtx.files import parse_json, read_text
 
 Record = dict
 
@@ -43,18 +43,14 @@ def read_log(path: str | Path) -> list[Record]:
 
     Raises UserError for a file that is missing or is no such log.
     """
-    path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(
-            f"{path} cannot be read ({reason}); name the directory of a training run (its --out)"
-        ) from None
+        lines = read_text(path).split("\n")
+    except UserError as error:
+        raise UserError(f"{error}; name the directory of a training run (its --out)") from None
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn
         try:
-            record = json.loads(line)
+            record = parse_json(line, f"line {number}")
             record["kind"]
         except (ValueError, TypeError, KeyError):
             raise UserError(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtx.errors import UserError
+from mtx.files import user_path
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     Where writing fails nothing is left behind and what was at `path` stays; where it fails because
     it cannot be done, UserError says why. What is no file, such as /dev/null, is written to itself.
     """
-    path = Path(path)
+    path = user_path(path)
     try:
         if path.exists() and not path.is_file():
             yield path

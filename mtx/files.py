@@ -1,0 +1,117 @@
+"""A user's files: opened, and read as text, JSON or TOML. What is wrong with one is a UserError."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mtx.errors import UserError
+
+MOST_BYTES = 2**28  # of a file that is read whole: ten times the largest tokenizers
+_MOST_TOML_BYTES = 2**20
+_MOST_LEVELS = 64  # of tables and lists within each other
+# A key such as a.b.c takes the square of its parts in time.
+_LONG_KEY = re.compile(rf"(?:[^\s.,=]{{1,64}} ?\. ?){{{_MOST_LEVELS}}}")
+
+Name = str | os.PathLike
+
+
+def user_path(name: Name) -> Path:
+    """The path of that name, which need not exist, with ~ expanded; UserError where it cannot be
+    reached, so that Path's own questions (`is_dir`) get answers."""
+    path = Path(os.path.expanduser(name))
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise UserError(f"{os.fspath(name)!r} cannot be reached: {why}; use another name") from None
+    return path
+
+
+@contextmanager
+def open_file(path: Name, what: str = "") -> Iterator[BinaryIO]:
+    """The file, to read its bytes; in errors `what` stands before its name: "plan file", perhaps.
+
+    UserError where it cannot be opened or read, as a pipe or a device, which may have no end.
+    """
+    name = f"{what} {path}".lstrip()
+    try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise UserError(f"cannot read {name}: it is a pipe or a device; name a file")
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror or error}") from None
+    except ValueError as error:
+        if "\0" not in os.fspath(path):  # else it is the name that is wrong
+            raise
+        raise UserError(f"cannot read {name!r}: {error}") from None
+
+
+def read_bytes(path: Name, what: str = "", *, most: int = MOST_BYTES) -> bytes:
+    """All of a file. UserError as for `open_file`, and where it has more than `most` bytes."""
+    with open_file(path, what) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise UserError(f"{path} has {size:,} bytes, more than {most:,}: it is something else")
+        return file.read()
+
+
+def read_text(path: Name, what: str = "", *, most: int = MOST_BYTES) -> str:
+    """All of a file in UTF-8. UserError as for `read_bytes`, and where it is something else."""
+    try:
+        return read_bytes(path, what, most=most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text, at byte {error.start + 1}") from None
+
+
+def read_json(path: Name, what: str = "") -> Any:
+    """What a file holds as JSON. UserError as for `read_text` and `parse_json`."""
+    return parse_json(read_text(path, what), str(path))
+
+
+def read_toml(path: Name, what: str = "") -> dict[str, Any]:
+    """What a file holds as TOML. UserError as for `read_json`."""
+    text = read_text(path, what, most=_MOST_TOML_BYTES)
+    if _LONG_KEY.search(text):
+        raise UserError(f"{path} is not TOML: it has a key of more than {_MOST_LEVELS} parts")
+    try:
+        return _shallow(tomllib.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not TOML: {_reason(error)}") from None
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """What `text` says; UserError, which begins with `where`, where it is not JSON, or nested so
+    deeply that it could be read, but not written."""
+    try:
+        return _shallow(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"more than {_MOST_LEVELS} lists and tables within each other"
+    return str(error).partition("; use sys.")[0]  # of a number with thousands of digits
+
+
+def _shallow(value: Any) -> Any:
+    """`value`; RecursionError where it is not."""
+    level = [[value]]
+    for _ in range(_MOST_LEVELS + 1):
+        tables = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [part for table in tables for part in table if isinstance(part, dict | list)]
+        if not level:
+            return value
+    raise RecursionError
