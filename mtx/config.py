@@ -11,37 +11,37 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mtx.errors import UserError, unknown_name
-from mtx.fields import settle_types
+from mtx.fields import Between, settle, settle_types
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
+from mtx.sizes import (
+    DataSeed,
+    Devices,
+    Ffn,
+    Interval,
+    Layers,
+    NotNegative,
+    Seed,
+    Sequences,
+    Slices,
+    StageLayers,
+    Stages,
+    Step,
+    Tokens,
+    TrainedVocab,
+    Vocab,
+    Width,
+)
 
 
-def _require_positive(config: object, *names: str) -> None:
+def _require_above(config: object, least: float, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if value < 1:
-            raise UserError(f"{name}={value} must be a whole number of at least 1")
-
-
-def _require_above(config: object, least: float, *names: str, inclusive: bool = False) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not (value >= least if inclusive else value > least):  # NaN is neither
-            bound = "at least" if inclusive else "above"
-            raise UserError(f"{name}={value} must be {bound} {least}")
-        if math.isinf(value):
-            raise UserError(f"{name}={value} must be finite")
-
-
-def _require_int32(config: object, *names: str) -> None:
-    """Of steps: they are counted on the devices."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value >= 2**31:
-            raise UserError(f"{name}={value} must be less than 2^31")
+        if not (value := getattr(config, name)) > least:
+            raise UserError(f"{name}={value} must be above {least}")
 
 
 def _require_choice(config: object, name: str, annotation: object) -> None:
@@ -74,14 +74,14 @@ class ModelConfig:
     """
 
     family: Family = "gpt"
-    layers: int = 8  # L
-    hidden: int = 256  # D
-    heads: int = 8  # H
-    kv_heads: int | None = None  # G, heads of keys and values; None: as many as heads
-    sequence: int = 256  # S
-    vocab: int = 256  # V, before padding
-    ffn_multiple: int = 4  # F / D
-    ffn: int | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
+    layers: Layers = 8  # L
+    hidden: Width = 256  # D
+    heads: Width = 8  # H
+    kv_heads: Width | None = None  # G, heads of keys and values; None: as many as heads
+    sequence: Tokens = 256  # S
+    vocab: Vocab = 256  # V, before padding
+    ffn_multiple: Annotated[int, Between(1, 2**10)] = 4  # F / D
+    ffn: Ffn | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
     tied: bool = True  # the output layer shares the embedding's weight
     dropout: float = 0.0  # on the embedding and before each residual addition
     attention_dropout: float = 0.0  # on the attention probabilities
@@ -91,29 +91,21 @@ class ModelConfig:
     gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
     rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
     rotary_scaling: RotaryScaling = "none"  # of a model that was first trained on shorter texts
-    rotary_factor: float = 1.0  # how much longer they are now
+    rotary_factor: Annotated[float, Between(1, 2**20)] = 1.0  # how much longer they are now
     rotary_low: float = 1.0  # "llama3": wavelengths above rotary_original / this are all scaled,
     rotary_high: float = 4.0  # those below rotary_original / this not at all
-    rotary_original: int = 8192  # "llama3": the sequence of the first training
-    vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this times its shards
+    rotary_original: Tokens = 8192  # "llama3": the sequence of the first training
+    vocab_multiple: Width = 128  # the vocabulary is padded to a multiple of this times its shards
     compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
 
     def __post_init__(self):
         settle_types(self)
-        _require_positive(
-            self, "layers", "hidden", "heads", "sequence", "vocab", "ffn_multiple",
-            "rotary_original", "vocab_multiple",
-        )  # fmt: skip
-        for name in ("kv_heads", "ffn"):
-            if getattr(self, name) is not None:
-                _require_positive(self, name)
         for name, annotation in (
             ("family", Family), ("compute_dtype", ComputeDtype), ("gelu", Gelu),
             ("norm_placement", NormPlacement), ("rotary_scaling", RotaryScaling),
         ):  # fmt: skip
             _require_choice(self, name, annotation)
         _require_above(self, 0, "init_std", "norm_epsilon", "rotary_base", "rotary_low")
-        _require_above(self, 1, "rotary_factor", inclusive=True)
         _require_above(self, self.rotary_low, "rotary_high")
         for name, default in _defaults(ModelConfig, _FAMILIES_OF).items():
             if self.family not in _FAMILIES_OF[name] and getattr(self, name) != default:
@@ -178,12 +170,12 @@ Attention = Literal["auto", "blocked", "cudnn"]
 class Layout:
     """How a model is laid over a device mesh. Changes speed and memory, never the values."""
 
-    data: int = 1  # replicas (d)
-    pipe: int = 1  # pipeline stages (p)
-    tensor: int = 1  # tensor-parallel shards (t)
-    virtual: int = 1  # model chunks per stage (v): above 1, the schedule is interleaved
-    microbatch: int = 1  # sequences per microbatch and replica (b)
-    slices: int = 1  # parts into which the schedule cuts a microbatch's sequences
+    data: Devices = 1  # replicas (d)
+    pipe: Stages = 1  # pipeline stages (p)
+    tensor: Devices = 1  # tensor-parallel shards (t)
+    virtual: Layers = 1  # model chunks per stage (v): above 1, the schedule is interleaved
+    microbatch: Sequences = 1  # sequences per microbatch and replica (b)
+    slices: Slices = 1  # parts into which the schedule cuts a microbatch's sequences
     sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
     schedule: str = "1f1b"  # see `mtx schedule --help`; "auto"; or a table's .csv, .txt or .json
     idle: Idle = "skip"  # idle half ticks: a cond each, scans in phases, or computed and masked
@@ -191,12 +183,11 @@ class Layout:
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
-    stage_layers: tuple[int, ...] | Literal["even", "balanced"] = "even"
+    stage_layers: StageLayers = "even"
     # layers of each of the pipe*virtual model pieces, in model order
 
     def __post_init__(self):
         settle_types(self)
-        _require_positive(self, "data", "pipe", "tensor", "virtual", "microbatch", "slices")
         for name, annotation in (
             ("zero", Zero), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
             ("attention", Attention),
@@ -211,6 +202,8 @@ class Layout:
                 "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
                 "third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
+
+        settle("data*pipe*tensor", self.devices, Devices)
 
     @property
     def schedule_is_file(self) -> bool:
@@ -289,28 +282,23 @@ class OptimizerConfig:
     lr: float = 1.5e-4
     min_lr: float = 1e-5
     rate: Rates = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int | None = None  # the step at which min_lr is reached; None: the run's steps
+    warmup_steps: Interval = 0
+    decay_steps: Step | None = None  # the step at which min_lr is reached; None: the run's steps
     wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
     b1: float = 0.9
     b2: float = 0.95
     epsilon: float = 1e-8
-    weight_decay: float = 0.1  # not applied to biases and norms
+    weight_decay: NotNegative = 0.1  # not applied to biases and norms
     clip: float = 1.0  # global gradient norm; 0 turns it off
-    loss_scale: float = 2.0**16  # float16 only: the first scale
-    loss_scale_window: int = 1000  # float16 only: finite steps before the scale doubles
+    loss_scale: Annotated[float, Between(1, 2.0**127)] = 2.0**16  # float16 only: the first scale
+    loss_scale_window: Step = 1000  # float16 only: finite steps before the scale doubles
 
     def __post_init__(self):
         settle_types(self)
         _require_choice(self, "rate", Rates)
         _require_above(self, 0, "lr", "epsilon")
-        _require_above(self, 0, "warmup_steps", "weight_decay", inclusive=True)
-        _require_int32(self, "warmup_steps", "decay_steps")
-        _require_above(self, 1, "loss_scale", inclusive=True)
-        _require_positive(self, "loss_scale_window")
-        if self.decay_steps is not None:
-            _require_positive(self, "decay_steps")
-            if self.rate != "constant" and self.warmup_steps >= self.decay_steps:
+        if self.decay_steps is not None and self.rate != "constant":
+            if self.warmup_steps >= self.decay_steps:
                 raise UserError(
                     f"warmup_steps={self.warmup_steps} leave nothing of decay_steps="
                     f"{self.decay_steps} to decay in; use fewer, or a larger decay_steps"
@@ -342,15 +330,15 @@ class DataConfig:
     path: tuple[str, ...] = ()  # files, folders or datasets; empty: pydoc_data.topics, of Python
     tokenizer: str = "bytes"  # or "bpe" or "wordpiece", trained on the text; or a file or folder
     eod: str = "auto"  # its end-of-document token, by name or number; auto: the dataset's own
-    bpe_vocab: int = 2048  # "bpe" and "wordpiece": size of the vocabulary trained on the text
+    bpe_vocab: TrainedVocab = 2048  # "bpe" and "wordpiece": of the vocabulary trained on the text
     packed: bool = False  # documents of one sample do not see each other; positions restart
     eval_fraction: float = 0.05  # text files: share held out
     split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out
     cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
-    seed: int = 0  # order of documents and samples
+    seed: DataSeed = 0  # order of documents and samples
     order: Order = "sop"  # BERT's second text: swapped with the first, of another document, or none
     mask_fraction: float = 0.15  # BERT: share of the tokens that are to be predicted
-    mask_run: int = 3  # BERT: whole words that are masked together, at most
+    mask_run: Width = 3  # BERT: whole words that are masked together, at most
     short_fraction: float = 0.1  # BERT: share of samples that are made shorter than a sequence
 
     def __post_init__(self):
@@ -366,30 +354,21 @@ class DataConfig:
             )
         if not 0.0 < self.eval_fraction < 1.0:
             raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"data seed={self.seed} must lie between 0 and 2^32 - 1")
-        if self.bpe_vocab < 257:
-            raise UserError(
-                f"bpe_vocab={self.bpe_vocab} must be at least 257 (256 bytes and the end of "
-                "document)"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """What is watched for numbers that go wrong, and how often a run may go back because of it."""
 
-    spike_nats: float = 0.0  # a loss this far above the median of the window goes back; 0: off
-    spike_window: int = 50  # steps
-    compare_every: int = 200  # steps between comparisons of what replicas hold; 0: never
+    spike_nats: NotNegative = 0.0  # a loss this far above what is usual goes back; 0: off
+    spike_window: Annotated[int, Between(1, 10_000)] = 50  # steps
+    compare_every: Interval = 200  # steps between comparisons of what replicas hold; 0: never
     checksums: bool = False  # of masters and moments, from each step to the next
-    rollbacks: int = 3  # at most, in one session
-    most_skipped: int = 50  # steps in a row whose gradients are not finite: then the run ends
+    rollbacks: Interval = 3  # at most, in one session
+    most_skipped: Step = 50  # steps in a row whose gradients are not finite: then the run ends
 
     def __post_init__(self):
         settle_types(self)
-        _require_positive(self, "spike_window", "most_skipped")
-        _require_above(self, 0, "spike_nats", "compare_every", "rollbacks", inclusive=True)
 
 
 Track = Literal["tensorboard", "wandb"]
@@ -404,30 +383,23 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    global_batch: int = 16  # sequences a step, over all replicas
-    steps: int = 100
-    seed: int = 0  # initial values and dropout
+    global_batch: Sequences = 16  # sequences a step, over all replicas
+    steps: Step = 100
+    seed: Seed = 0  # initial values and dropout
     out: str = "runs/mtx"  # log, config and checkpoints
-    eval_every: int = 50  # steps; 0: only at the end
-    eval_batches: int = 4  # global batches of held-out text
-    save_every: int = 0  # steps; 0: only at the end
-    keep: int = 2  # the newest checkpoints that are kept
-    keep_every: int = 0  # steps; those saved at a multiple of it are kept as well; 0: none
+    eval_every: Interval = 50  # steps; 0: only at the end
+    eval_batches: Step = 4  # global batches of held-out text
+    save_every: Interval = 0  # steps; 0: only at the end
+    keep: Step = 2  # the newest checkpoints that are kept
+    keep_every: Interval = 0  # steps; those saved at a multiple of it are kept as well; 0: none
     resume: bool = True  # go on from the newest checkpoint in `out`, where there is one
     track: tuple[Track, ...] = ()  # beside log.jsonl: whoever else is told of each step
-    profile: tuple[int, int] = (0, 0)  # the first and the last step of a profile; 0 0: none
+    profile: tuple[Interval, Interval] = (0, 0)  # first and last step of a profile; 0 0: none
 
     def __post_init__(self):
         settle_types(self)
-        _require_positive(self, "global_batch", "steps", "eval_batches", "keep")
-        _require_int32(self, "steps")
         if not self.out:
             raise UserError("out='' must be a folder; '.' is this one")
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"seed={self.seed} must lie between 0 and 2^31 - 1")
-        for name in ("eval_every", "save_every", "keep_every"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 0")
         for name in self.track:
             if name not in Track.__args__:
                 raise unknown_name("track", str(name), Track.__args__)
@@ -502,6 +474,8 @@ def _nearest_multiples(value: int, unit: int) -> str:
 
 
 def _nearest_divisors(value: int, wanted: int) -> str:
-    below = max((n for n in range(1, wanted) if value % n == 0), default=1)
-    above = next((n for n in range(wanted + 1, value + 1) if value % n == 0), None)
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    divisors = {1, *small, *(value // n for n in small)}
+    below = max((n for n in divisors if n < wanted), default=1)
+    above = min((n for n in divisors if n > wanted), default=None)
     return f"{below} or {above}" if above else f"{below}"

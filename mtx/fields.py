@@ -1,4 +1,4 @@
-"""The types of a config's fields, for values that come from a file or a notebook."""
+"""The types and bounds of a config's fields, for values that come from a file or a notebook."""
 
 from __future__ import annotations
 
@@ -6,34 +6,57 @@ import functools
 import os
 import types
 import typing
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from mtx.errors import UserError
+from mtx.errors import UserError, shown
 
 
-def settle_types(config: Any) -> None:
-    """Raises UserError where a field of a frozen dataclass has not the type that it says. What
-    means the same is put in its place: a tuple for a list or for one text alone, Python's numbers
-    for NumPy's, text for a path. Choices (Literal) only have to be of the type of one."""
-    for name, (kind, settled_types) in _kinds(type(config)).items():
+@dataclass(frozen=True)
+class Between:
+    """The least and the most that a number may be: Annotated[int, Between(1, 8)]."""
+
+    least: float
+    most: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most  # NaN is not
+
+
+_BOUNDS = {int: Between(-(2**63), 2**63 - 1), float: Between(-(2.0**127), 2.0**127)}  # else
+
+
+def settle_types(config: Any, *, prefix: str = "") -> None:
+    """Raises UserError where a field of a frozen dataclass has not the type that it says, or is
+    outside of its bounds. What means the same is put in its place: a tuple for a list or for one
+    text alone, Python's numbers for NumPy's, text for a path. Choices (Literal) only have to be of
+    the type of one. `prefix` stands before the names in errors."""
+    for name, (kind, settled_types, bounds) in _kinds(type(config)).items():
         value = getattr(config, name)
-        if type(value) in settled_types:  # a search over layouts makes thousands of configs
-            continue
-        try:
-            settled = _settle(value, kind)
-        except TypeError:
-            raise UserError(f"{name}={value!r} must be {_describe(kind)}") from None
+        if type(value) in settled_types and (bounds is None or value is None or value in bounds):
+            continue  # a search over layouts makes thousands of configs
+        settled = settle(prefix + name, value, kind)
         if settled is not value:
             object.__setattr__(config, name, settled)
 
 
+def settle(name: str, value: Any, kind: Any) -> Any:
+    """The value of a field or an argument that says that it is of `kind`; UserError as above."""
+    try:
+        return _settle(name, value, kind)
+    except TypeError:
+        raise UserError(f"{name}={shown(value)} must be {_describe(kind)}") from None
+
+
 @functools.cache
-def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type]]]:
-    """By field: what it says, and the types whose values are that as they are."""
-    hints = typing.get_type_hints(config)
-    return {name: (kind, frozenset(_settled_types(kind))) for name, kind in hints.items()}
+def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type], Between | None]]:
+    """By field: what it says, the types whose values are that as they are, and their bounds."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return {
+        name: (kind, frozenset(_settled_types(kind)), _bounds(kind)) for name, kind in hints.items()
+    }
 
 
 def _settled_types(kind: Any) -> list[type]:
@@ -41,23 +64,38 @@ def _settled_types(kind: Any) -> list[type]:
     if origin in (types.UnionType, typing.Union):
         found = [_settled_types(part) for part in parts]
         return sum(found, []) if all(found) else []
+    if origin is Annotated:
+        return _settled_types(parts[0])
     if origin is Literal:
         return [type(parts[0])]
     return [] if origin is tuple else [kind]
 
 
-def _settle(value: Any, kind: Any) -> Any:
+def _bounds(kind: Any) -> Between | None:
+    """Of a number, or of one that may be None."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return next(filter(None, map(_bounds, parts)), None)
+    if origin is Annotated:
+        said = [part for part in parts[1:] if isinstance(part, Between)]
+        return said[0] if said else _bounds(parts[0])
+    return _bounds(type(parts[0])) if origin is Literal else _BOUNDS.get(kind)
+
+
+def _settle(name: str, value: Any, kind: Any) -> Any:
     """The value, or what means the same; TypeError where it is not of that kind."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         for part in parts:
             try:
-                return _settle(value, part)
+                return _settle(name, value, part)
             except TypeError:
                 continue
         raise TypeError
+    if origin is Annotated:
+        return _within(name, _settle(name, value, parts[0]), _bounds(kind))
     if origin is Literal:
-        return _settle(value, type(parts[0]))
+        return _settle(name, value, type(parts[0]))
     if origin is tuple:
         values = (value,) if isinstance(value, str) else value
         if not isinstance(values, (tuple, list)):
@@ -65,22 +103,32 @@ def _settle(value: Any, kind: Any) -> Any:
         each = parts[:1] * len(values) if parts[-1] is Ellipsis else parts
         if len(each) != len(values):
             raise TypeError
-        return tuple(_settle(*pair) for pair in zip(values, each, strict=True))
+        return tuple(_settle(name, *pair) for pair in zip(values, each, strict=True))
     if kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.generic):
         value = value.item()
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    right = (float, int) if kind is float else kind
+    if not isinstance(value, right) or (kind in _BOUNDS and isinstance(value, bool)):
         raise TypeError
-    return value
+    return _within(name, value, _BOUNDS.get(kind))
+
+
+def _within(name: str, value: Any, bounds: Between | None) -> Any:
+    if bounds is None or value is None or value in bounds:
+        return value
+    if bounds is _BOUNDS[float]:
+        raise UserError(f"{name}={shown(value)} must be finite, in float32 as well")
+    bound = f"at most {bounds.most:,}" if value > bounds.most else f"at least {bounds.least:,}"
+    raise UserError(f"{name}={shown(value)} must be {bound}")
 
 
 def _describe(kind: Any) -> str:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(dict.fromkeys(map(_describe, parts)))
+    if origin is Annotated:
+        return _describe(parts[0])
     if origin is Literal:
         return " or ".join(map(str, parts)) if isinstance(parts[0], str) else _describe(int)
     if origin is tuple:

@@ -1,5 +1,6 @@
 """The types of fields, whatever a file or a notebook gives for them."""
 
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -7,9 +8,27 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from mtx.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.cli.convert import ConvertOptions
+from mtx.cli.data import IndexOptions, TokenizerOptions
+from mtx.cli.evaluate import EvaluateOptions
+from mtx.cli.generate import GenerateOptions
+from mtx.cli.plan import PlanOptions
+from mtx.cli.schedule import ScheduleOptions
+from mtx.cli.train import TrainOptions
+from mtx.config import DataConfig, GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.convert.configs import model_of
+from mtx.data.build import build_dataset
+from mtx.data.tokenizer import train_bpe
+from mtx.data.wordpiece import train_wordpiece
 from mtx.errors import UserError
-from mtx.fields import settle_types
+from mtx.fields import Between, settle_types
+from mtx.launch.start import use_virtual_devices
+from mtx.launch.supervisor import LaunchOptions
+from mtx.launch.watch_options import WatchOptions
+from mtx.pipeline.makers import make
+from mtx.pipeline.shape import Shape
+from mtx.plan.search import search
+from mtx.train.finetune import Finetuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +102,11 @@ def test_anything_else_is_refused(name, value, words):
         (lambda: RunConfig(seed=1.5), "seed=1.5 must be a whole number"),
         (lambda: RunConfig(model="gpt"), "model='gpt' must be a ModelConfig"),
         (lambda: RunConfig(out=""), "out='' must be a folder"),
-        (lambda: RunConfig(steps=2**31), "steps=2147483648 must be less than 2"),
+        (lambda: RunConfig(steps=2**31), "steps=2147483648 must be at most 2,147,483,647"),
         (lambda: RunConfig(steps=6, profile=(100, 200)), "profile=100 200 lies beyond steps=6"),
         (lambda: DataConfig(path=("",)), "data path='' must be a file"),
         (lambda: OptimizerConfig(lr=float("inf")), "lr=inf must be finite"),
-        (lambda: OptimizerConfig(warmup_steps=2**40), "warmup_steps=.* must be less than 2"),
+        (lambda: OptimizerConfig(warmup_steps=2**40), "warmup_steps=.* must be at most"),
         (lambda: ModelConfig(init_std=float("inf")), "init_std=inf must be finite"),
     ],
 )
@@ -99,3 +118,60 @@ def test_configs_refuse_in_one_line(make, message):
 def test_one_path_alone_is_a_path():
     assert DataConfig(path="ct").path == ("ct",)
     assert Layout(pipe=2, stage_layers=[3, 5]).stage_layers == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ModelConfig, Layout, OptimizerConfig, DataConfig, GuardConfig, RunConfig, Shape, Finetuning,
+        LaunchOptions, WatchOptions, ScheduleOptions, PlanOptions, TrainOptions, GenerateOptions,
+        EvaluateOptions, TokenizerOptions, IndexOptions, ConvertOptions,
+    ],
+)  # fmt: skip
+def test_every_number_of_things_has_a_bound_of_its_own(kind):
+    """Below which nothing is made of it, so that no number can take all memory or time."""
+
+    def bounds(hint) -> list[Between]:
+        if isinstance(hint, Between):
+            return [hint]
+        parts = (*getattr(hint, "__metadata__", ()), *typing.get_args(hint))
+        return [found for part in parts for found in bounds(part)]
+
+    def whole(hint) -> bool:
+        if hint is int:
+            return True
+        return typing.get_origin(hint) is not Literal and any(map(whole, typing.get_args(hint)))
+
+    hints = typing.get_type_hints(kind, include_extras=True)
+    open_ones = {name for name, hint in hints.items() if whole(hint) and not bounds(hint)}
+    assert open_ones == ({"stop_token"} if kind is GenerateOptions else set())
+    for hint in hints.values():
+        assert all(each.most < 2**32 for each in bounds(hint) if whole(hint))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: ModelConfig(layers=10**9), "layers=1000000000 must be at most 16,384"),
+        (lambda: ModelConfig(vocab=10**5000), "vocab=a number of thousands of digits must be at"),
+        (lambda: Layout(data=2**20, tensor=2), r"data\*pipe\*tensor=2097152 must be at most"),
+        (lambda: Layout(stage_layers=(10**9,)), "stage_layers=1000000000 must be at most"),
+        (lambda: RunConfig(global_batch=10**12), "global_batch=1000000000000 must be at most"),
+        (lambda: OptimizerConfig(lr=10**400), "lr=.* must be finite"),
+        (lambda: OptimizerConfig(lr=float("nan")), "lr=nan must be finite"),
+        (lambda: make("1f1b", microbatches=10**9, stages=2), "microbatches=.* must be at most"),
+        (lambda: make("1f1b", microbatches=10**6, stages=8), "stages=8 .* is too large a table"),
+        (lambda: search(ModelConfig(), gpus=10**18, global_batch=8, hardware=None), "gpus=1000000"),
+        (lambda: use_virtual_devices(10**6), "virtual devices=1000000 must be at most 8,192"),
+        (lambda: train_bpe([], vocab=10**9), "vocab=1000000000 must be at most 1,048,576"),
+        (lambda: train_wordpiece([], vocab=10**9), "vocab=1000000000 must be at most 1,048,576"),
+        (lambda: build_dataset([], "x", None, processes=10**9), "processes=1000000000 must be at"),
+        (lambda: model_of({"model_type": "gpt2", "n_layer": 10**9}, "c"), "c: layers=1000000000"),
+        (lambda: Layout(schedule="x" * 10**6), r"unknown schedule 'x+\.\.\.x+': known are"),
+        (lambda: ModelConfig(layers="9" * 10**6), r"layers='9+\.\.\.9+' must be a whole number"),
+    ],
+)
+def test_sizes_out_of_all_bounds_are_refused_at_once(call, words):
+    with pytest.raises(UserError, match=f"^{words}[^\n]*$") as caught:
+        call()
+    assert len(str(caught.value)) < 400

@@ -20,6 +20,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.errors": GROUND,
     "mtx.fields": GROUND,
     "mtx.files": GROUND,
+    "mtx.sizes": GROUND,
     "mtx.presets": GROUND,
     "mtx.data": GROUND,
     "mtx.plan": GROUND,

@@ -61,7 +61,7 @@ def test_virtual_devices_keep_what_the_environment_sets(monkeypatch):
 def test_virtual_devices_need_a_number():
     with pytest.raises(UserError, match="virtual devices=0 must be at least 1"):
         use_virtual_devices(0)
-    with pytest.raises(UserError, match="virtual devices=100000 must be at most 8192; mtx plan"):
+    with pytest.raises(UserError, match="virtual devices=100000 must be at most 8,192"):
         use_virtual_devices(100000)
 
 

@@ -142,7 +142,7 @@ def test_what_is_only_priced_is_not_trained(tmp_path):
         ("list.json", "[]", "list.json is no plan file; `mtx plan PRESET --save FILE` writes one"),
         ("plan.toml", "plan = 3", "plan.toml is no plan file"),
         ("field.toml", "step = 3", "unknown RunConfig field 'step': did you mean 'steps'"),
-        ("value.toml", "steps = 0", "steps=0 must be a whole number of at least 1"),
+        ("value.toml", "steps = 0", "steps=0 must be at least 1"),
         ("type.toml", "[model]\nhidden = 'x'", "hidden='x' must be a whole number"),
         ("type2.toml", "eval_every = 1.5", "eval_every=1.5 must be a whole number"),
         ("type3.toml", "resume = 'no'", "resume='no' must be True or False"),

@@ -19,12 +19,13 @@ import tyro
 
 from mtx.cli.options import parse, split_name
 from mtx.errors import UserError
+from mtx.sizes import Interval
 
 if TYPE_CHECKING:
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.checkpoint.store import Damaged, Store
 
-_Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _EXPORT_ROWS_BYTES = 256 << 20  # of an array, in memory at a time

@@ -15,12 +15,15 @@ import tyro
 from mtx.cli.options import parse
 from mtx.errors import UserError
 from mtx.files import user_path
+from mtx.sizes import Interval, Tokens
 
 if TYPE_CHECKING:
     from mtx.convert.convert import Converted
     from mtx.convert.huggingface import Report
 
-_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_INT = tyro.conf.arg(metavar="INT")
+_Tokens = Annotated[Tokens | None, _INT]
+_Step = Annotated[Interval | None, _INT]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 
 
@@ -28,9 +31,9 @@ _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 class ConvertOptions:
     check: Literal["formulas", "transformers", "none"] = "formulas"
     # what the logits are compared with
-    sequence: _Count = None  # from Hugging Face, Llama: of the run; all it can take where not given
+    sequence: _Tokens = None  # from Hugging Face, Llama: of the run; else all it can take
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
-    step: _Count = None  # to Hugging Face: of the checkpoint; the newest where not given
+    step: _Step = None  # to Hugging Face: of the checkpoint; the newest where not given
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     # to Hugging Face; auto: as it was where nothing was trained since, else float32
     most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most

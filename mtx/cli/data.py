@@ -16,12 +16,20 @@ import tyro
 
 from mtx.cli.options import parse
 from mtx.errors import UserError
+from mtx.fields import Between
+from mtx.sizes import DataSeed, Processes, Step, Tokens, TrainedVocab, Vocab
 
 if TYPE_CHECKING:
     from mtx.data.build import Built, Progress
     from mtx.data.indexed import IndexedDataset
 
-_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_INT = tyro.conf.arg(metavar="INT")
+_Processes = Annotated[Processes | None, _INT]
+_Vocab = Annotated[Vocab | None, _INT]
+_Tokens = Annotated[Tokens | None, _INT]
+_Samples = Annotated[Step | None, _INT]
+_Count = Annotated[int | None, _INT]
+_Megabytes = Annotated[int | None, Between(1, 2**20), _INT]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -80,8 +88,8 @@ class BuildOptions:
     level: Literal["document", "sentence"] = "document"  # sentence: for BERT
     field: str = "text"  # of JSON lines and Parquet
     lines: _Flag = False  # a line of a text file is a document, instead of the file
-    max_line_mib: int = 64  # of lines
-    processes: _Count = None  # one for each CPU where not given
+    max_line_mib: Annotated[int, Between(1, 2**10)] = 64  # of lines
+    processes: _Processes = None  # one for each CPU where not given
     json: _Flag = False  # what was written, as JSON
 
 
@@ -98,8 +106,6 @@ def build_action(arguments: list[str]) -> None:
     from mtx.data.build import Recipe, build_dataset
     from mtx.data.sources import Reading
 
-    if options.max_line_mib < 1:
-        raise UserError(f"max_line_mib={options.max_line_mib} must be at least 1")
     reading = Reading(
         field=options.field, lines=options.lines, most_line_bytes=options.max_line_mib << 20
     )
@@ -164,7 +170,7 @@ class InspectOptions:
     document: _Count = None  # print the tokens of this one, from 0
     tokenizer: _Name = None  # check that this one made the dataset
     eod: str = "auto"  # of that tokenizer
-    vocab: _Count = None  # check that every token is below it
+    vocab: _Vocab = None  # check that every token is below it
     json: _Flag = False
 
 
@@ -279,12 +285,12 @@ def split_action(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
-    sequence: _Count = None  # model.sequence of the run
+    sequence: _Tokens = None  # model.sequence of the run
     split: str = "969,30,1"  # its data.split
-    seed: int = 0  # its data.seed
+    seed: DataSeed = 0  # its data.seed
     cache: _Name = None  # its data.cache; index_cache beside the first dataset where not given
-    samples: _Count = None  # of a blend by weights: its steps times global_batch
-    eval_samples: _Count = None  # of a blend by weights: its eval_batches times global_batch
+    samples: _Samples = None  # of a blend by weights: its steps times global_batch
+    eval_samples: _Samples = None  # of a blend by weights: its eval_batches times global_batch
 
 
 def index_action(arguments: list[str]) -> None:
@@ -324,11 +330,11 @@ def index_action(arguments: list[str]) -> None:
 class TokenizerOptions:
     out: _Name = None  # the tokenizer.json to write
     kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's marks
-    vocab: int = 32_000  # tokens, with 256 bytes and the end of document
+    vocab: TrainedVocab = 32_000  # tokens, with 256 bytes and the end of document
     end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
     field: str = "text"  # of JSON lines and Parquet
     lines: _Flag = False  # a line of a text file is a document, instead of the file
-    max_mb: _Count = None  # read so many MB of text, and no more
+    max_mb: _Megabytes = None  # read so many MB of text, and no more
 
 
 def tokenizer_action(arguments: list[str]) -> None:
@@ -347,10 +353,6 @@ def tokenizer_action(arguments: list[str]) -> None:
     from mtx.data.wordpiece import train_wordpiece
 
     out = _required(options.out, "--out")
-    if options.kind == "bpe" and options.vocab < 257:
-        raise UserError(f"vocab={options.vocab} must be at least 257: 256 bytes and the end")
-    if options.max_mb is not None and options.max_mb < 1:
-        raise UserError(f"max_mb={options.max_mb} must be at least 1")
     require_new_file(out)
     reading = Reading(field=options.field, lines=options.lines)
     start = time.perf_counter()

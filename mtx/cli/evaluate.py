@@ -19,7 +19,9 @@ import tyro
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
+from mtx.fields import Between
 from mtx.files import user_path
+from mtx.sizes import Interval, Seed, Tokens, VirtualDevices, Width
 
 if TYPE_CHECKING:
     from mtx.data import Tokenizer
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from mtx.train.step import Trainer, TrainState
 
 _Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
-_Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Batch = Annotated[int, Between(0, 2**24)]
+_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +39,22 @@ class EvaluateOptions:
     path: tuple[str, ...] = ()  # text files; lambada, race, classes: files or folders of JSON
     json: _Text = None  # a file for the results
     step: _Step = None  # of the checkpoint; the newest where not given
-    batch: int = 0  # sequences at a time; 0: about as many as in training, at least 16
-    stride: int = 32  # perplexity: tokens from one window to the next, of which each scores so many
+    batch: _Batch = 0  # sequences at a time; 0: about as many as in training, at least 16
+    stride: Tokens = 32  # perplexity: tokens from one window to the next; each scores so many
     wikitext: Literal["auto", "yes", "no"] = "auto"  # perplexity: detokenise WikiText's words
     strict: bool = True  # lambada: the whole last word, not the last token alone
     mask_fraction: float = 0.15  # mlm: of the tokens
-    mask_run: int = 3  # mlm: words masked together, at most
-    seed: int = 0  # mlm: of what is masked
+    mask_run: Width = 3  # mlm: words masked together, at most
+    seed: Seed = 0  # mlm: of what is masked
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
-    virtual_devices: int = 0  # CPU devices to make, for a machine without GPUs
+    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class _First:
     """What must be known before the other options can have their defaults."""
 
-    virtual_devices: int = 0
+    virtual_devices: VirtualDevices = 0
     step: _Step = None
 
 
@@ -127,10 +130,6 @@ def _check(options: EvaluateOptions) -> None:
             raise UserError(f"{name}={value} is for the task {task}, not {options.task}")
     if not options.path:
         raise UserError("--path is missing: it names the files to evaluate on")
-    if options.batch < 0:
-        raise UserError(
-            f"batch={options.batch} must be at least 0 (0: about as many as in training)"
-        )
     if options.json is not None:
         path = user_path(options.json)
         if path.is_dir():

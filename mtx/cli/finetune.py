@@ -13,8 +13,9 @@ from mtx.cli.evaluate import arguments_of, progress_bar, write_json
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout, to_dict
 from mtx.errors import UserError
+from mtx.sizes import Interval, Seed, Sequences, Step, VirtualDevices
 
-_Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +24,16 @@ class FinetuneOptions:
     train: tuple[str, ...] = ()  # JSON lines with "text", "text_pair" if any, "label"; RACE's files
     valid: tuple[str, ...] = ()  # the same, to judge the model by after each epoch
     out: str = "runs/finetuned"  # checkpoint and results
-    epochs: int = 3
-    batch: int = 32  # examples a step
+    epochs: Step = 3
+    batch: Sequences = 32  # examples a step
     lr: float = 2e-5
     warmup_fraction: float = 0.06  # of the steps; then the rate falls linearly to 0
     weight_decay: float = 0.01
     dropout: float = 0.1
-    seed: int = 0  # of the head, the order of the examples, and dropout
+    seed: Seed = 0  # of the head, the order of the examples, and dropout
     step: _Step = None  # of the pre-trained checkpoint; the newest where not given
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
-    virtual_devices: int = 0  # CPU devices to make, for a machine without GPUs
+    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class _First:
     task: Literal["classes", "race"] = "classes"
     train: tuple[str, ...] = ()
     valid: tuple[str, ...] = ()
-    virtual_devices: int = 0
+    virtual_devices: VirtualDevices = 0
     step: _Step = None
 
 

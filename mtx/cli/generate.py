@@ -18,30 +18,31 @@ from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.files import read_text, user_path
+from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
 
 if TYPE_CHECKING:
     from mtx.evaluate.generate import Completion, Progress
 
 _Name = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     prompt: tuple[str, ...] = ()  # one text or several; without one, a new document begins
     prompt_file: _Name = None  # one prompt a line; .jsonl: JSON objects with a "prompt"
-    tokens: int = 200  # at most, after each prompt
+    tokens: Tokens = 200  # at most, after each prompt
     temperature: float = 0.8  # 0: always the most likely token
-    top_k: int = 0  # of so many of the most likely tokens; 0: of all
+    top_k: Interval = 0  # of so many of the most likely tokens; 0: of all
     top_p: float = 1.0  # of as few of the most likely as have this probability together
     stop: tuple[str, ...] = ()  # a text ends before any of these strings
     stop_token: tuple[int, ...] = ()  # or tokens
-    seed: int = 0
-    batch: int = 64  # prompts at a time
+    seed: Seed = 0
+    batch: Sequences = 64  # prompts at a time
     json: _Name = None  # for the texts as JSON lines, which are then not printed
     step: _Step = None  # of the checkpoint; the newest where not given
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
-    virtual_devices: int = 0  # CPU devices to make, for a machine without GPUs
+    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
 
 
 def generate_command(arguments: list[str]) -> None:

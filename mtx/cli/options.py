@@ -18,10 +18,12 @@ from typing import TypeVar
 
 import tyro
 
-from mtx.errors import UserError
+from mtx.errors import UserError, shown
+from mtx.fields import settle_types
 from mtx.launch.cluster import ClusterOptions
 from mtx.launch.exits import Exit, LostProcess
 from mtx.launch.status import VIRTUAL_DEVICES
+from mtx.sizes import VirtualDevices
 
 Options = TypeVar("Options")
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
@@ -44,13 +46,11 @@ def exit_status(body: Callable[[], int | None]) -> int:
         return 141  # 128 + SIGPIPE, as the shell has it
 
 
-def start_devices(virtual: int, cluster: ClusterOptions | None = None) -> None:
+def start_devices(virtual: VirtualDevices, cluster: ClusterOptions | None = None) -> None:
     """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one:
     then each process says who it is."""
     from mtx.launch.start import join_cluster, use_virtual_devices
 
-    if virtual < 0:
-        raise UserError(f"virtual_devices={virtual} must be at least 0")
     virtual = virtual or int(os.environ.get(VIRTUAL_DEVICES, 0))
     if virtual:
         use_virtual_devices(virtual)
@@ -95,6 +95,7 @@ def parse(
         if not leaving.code:
             raise
         raise UserError(_one_line(printed.getvalue(), arguments)) from None
+    settle_types(options)
     if unknown:
         listing = io.StringIO()
         with contextlib.redirect_stdout(listing), contextlib.suppress(SystemExit):
@@ -128,7 +129,7 @@ def _one_line(box: str, arguments: list[str]) -> str:
     wrong_value = re.match(r"Error parsing (--\S+):", message)
     if wrong_value and "Argument helptext:" in rows:
         option, *form = rows[rows.index("Argument helptext:") + 1].split()
-        return f"{option} takes {' '.join(form)}, not {_given(option, arguments)!r}"
+        return f"{option} takes {' '.join(form)}, not {shown(_given(option, arguments))}"
     # A field's own check: "Error parsing run.model: hidden=130 cannot be divided ..."
     return re.sub(r"^Error parsing [\w.]*: ", "", message) or box
 

@@ -14,6 +14,7 @@ from mtx.cli.options import parse, split_name
 from mtx.config import ComputeDtype, Family, Layout, ModelConfig, Recompute, RunConfig
 from mtx.errors import UserError
 from mtx.presets import preset
+from mtx.sizes import Devices, Ffn, Layers, Sequences, Stages, Tokens, Vocab, Width
 
 if TYPE_CHECKING:
     from mtx.plan.plan import Plan
@@ -25,7 +26,15 @@ def _shown_as(form: str):
     return tyro.conf.arg(metavar=form, help_behavior_hint="")
 
 
-_Count = Annotated[int | None, _shown_as("INT")]
+_INT = _shown_as("INT")
+_Width = Annotated[Width | None, _INT]
+_Layers = Annotated[Layers | None, _INT]
+_Tokens = Annotated[Tokens | None, _INT]
+_Vocab = Annotated[Vocab | None, _INT]
+_Ffn = Annotated[Ffn | None, _INT]
+_Devices = Annotated[Devices | None, _INT]
+_Stages = Annotated[Stages | None, _INT]
+_Sequences = Annotated[Sequences | None, _INT]
 _Number = Annotated[float | None, _shown_as("FLOAT")]
 _Name = Annotated[str | None, _shown_as("NAME")]
 _File = Annotated[str | None, _shown_as("FILE")]
@@ -42,24 +51,24 @@ class PlanOptions:
 
     family: Annotated[Family | None, _shown_as("{gpt,llama,bert}")] = None
     # of a model without a PRESET; else gpt
-    hidden: _Count = None  # the model: size between the layers
-    layers: _Count = None
-    heads: _Count = None  # else of 128 each
-    kv_heads: _Count = None  # of keys and values, in a llama; else as many
-    sequence: _Count = None  # else 2048
-    vocab: _Count = None  # else 51200
-    ffn: _Count = None  # size inside of the MLP; else 4 times hidden
+    hidden: _Width = None  # the model: size between the layers
+    layers: _Layers = None
+    heads: _Width = None  # else of 128 each
+    kv_heads: _Width = None  # of keys and values, in a llama; else as many
+    sequence: _Tokens = None  # else 2048
+    vocab: _Vocab = None  # else 51200
+    ffn: _Ffn = None  # size inside of the MLP; else 4 times hidden
     precision: Annotated[ComputeDtype | None, _shown_as("{float32,bfloat16,float16}")] = None
     # of matmuls and activations
 
     target: _Name = None  # a100-80gb, h100, tpu-v5p, ..., or a TOML file of your own
-    gpus: _Count = None  # else the preset's, or as few as hold the model
-    data: _Count = None  # replicas
-    pipe: _Count = None  # stages
-    tensor: _Count = None  # tensor shards
-    virtual: _Count = None  # chunks a stage
-    microbatch: _Count = None  # sequences
-    global_batch: _Count = None  # sequences a step
+    gpus: _Devices = None  # else the preset's, or as few as hold the model
+    data: _Devices = None  # replicas
+    pipe: _Stages = None  # stages
+    tensor: _Devices = None  # tensor shards
+    virtual: _Layers = None  # chunks a stage
+    microbatch: _Sequences = None  # sequences
+    global_batch: _Sequences = None  # sequences a step
     schedule: _Name = None  # as in mtx schedule; "auto" chooses
     recompute: Annotated[Recompute | None, _shown_as("{none,selective,full}")] = None
     # within a block
@@ -104,11 +113,10 @@ def plan_command(arguments: list[str]) -> None:
 
 def _check(options: PlanOptions) -> None:
     """What can be said before anything is computed."""
-    for each in fields(options):
-        value = getattr(options, each.name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and each.name != "zero" and not 0 < value < math.inf:
-            raise UserError(f"{each.name}={value} must be above 0")
+    for name in ("tokens", "price"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise UserError(f"{name}={value} must be above 0")
     if options.sequence_parallel and options.no_sequence_parallel:
         raise UserError("--sequence-parallel and --no-sequence-parallel are both given; leave one")
     if options.draw:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import tyro
 from mtx.cli.options import parse, split_name
 from mtx.errors import UserError
 from mtx.pipeline.shape import WEIGHT_SHARE
+from mtx.sizes import Layers, Sequences, Slices, Stages
 
 if TYPE_CHECKING:
     from mtx.pipeline.schedule import Schedule
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
     from mtx.pipeline.shape import Times
     from mtx.pipeline.simulate import Simulation
 
-_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_INT = tyro.conf.arg(metavar="INT")
+_Stages = Annotated[Stages | None, _INT]
+_Microbatches = Annotated[Sequences | None, _INT]
+_Virtual = Annotated[Layers | None, _INT]
+_Slices = Annotated[Slices | None, _INT]
 _File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
 _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
-_MOST_OPS = 2_000_000  # F of all stages: ten times those of 64 stages of 4 chunks, 512 microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    stages: _Count = None  # p; 4 where not given
-    microbatches: _Count = None  # m, of one replica and step; 8 where not given
-    virtual: _Count = None  # v, model chunks per stage; else what the schedule needs or prefers
-    slices: _Count = None  # of each microbatch's sequences, where the schedule cuts them
+    stages: _Stages = None  # p; 4 where not given
+    microbatches: _Microbatches = None  # m, of one replica and step; 8 where not given
+    virtual: _Virtual = None  # v, model chunks per stage; else what the schedule needs or prefers
+    slices: _Slices = None  # of each microbatch's sequences, where the schedule cuts them
     # Of a microbatch on one stage, and of a send, in any unit; B lasts B + W where W is not split.
     times: Annotated[str, tyro.conf.arg(metavar="F,B,W,COMM")] = "1,1,1,0"
     # Of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare.
@@ -147,18 +150,7 @@ def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedu
 
 
 def _sizes(options: ScheduleOptions) -> tuple[int, int]:
-    stages = _STAGES if options.stages is None else options.stages
-    microbatches = _MICROBATCHES if options.microbatches is None else options.microbatches
-    chosen = {"stages": stages, "microbatches": microbatches}
-    chosen |= {"virtual": options.virtual or 1, "slices": options.slices or 1}
-    for field in chosen:
-        value = getattr(options, field)
-        if value is not None and value < 1:
-            raise UserError(f"{field}={value} must be at least 1")
-    if math.prod(chosen.values()) > _MOST_OPS:
-        product = " * ".join(f"{field}={value}" for field, value in chosen.items())
-        raise UserError(f"{product} is too large a table; use at most {_MOST_OPS:,} in all")
-    return stages, microbatches
+    return options.stages or _STAGES, options.microbatches or _MICROBATCHES
 
 
 def _virtuals(options: ScheduleOptions) -> tuple[int, ...]:

@@ -13,12 +13,13 @@ from mtx.launch.startup import StartUp, use_compile_cache
 from mtx.launch.watch_options import WatchOptions
 from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import preset
+from mtx.sizes import VirtualDevices
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     run: Annotated[RunConfig, OwnFields]
-    virtual_devices: int = 0  # CPU devices to make, for a machine without GPUs
+    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
     compile_cache: str = "auto"  # directory of compiled programs: in the user's cache; or "none"
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     watch: WatchOptions = field(default_factory=WatchOptions)

@@ -25,6 +25,8 @@ from mtx.data.subwords import MOST_CHARACTERS
 from mtx.data.tokenizer import Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
+from mtx.fields import settle
+from mtx.sizes import Processes
 
 Level = Literal["document", "sentence"]
 
@@ -96,9 +98,7 @@ def build_dataset(
     in this process, None has one for each CPU. `report` is called after each chunk.
     Raises UserError for inputs that cannot be read or hold no text; then nothing is written.
     """
-    processes = _cpus() if processes is None else processes
-    if processes < 1:
-        raise UserError(f"processes={processes} must be at least 1")
+    processes = settle("processes", _cpus() if processes is None else processes, Processes)
     tokenizer = load_tokenizer(recipe.tokenizer, eod=_eod_of(recipe))
     require_new(prefix)
     files = find_files(inputs)

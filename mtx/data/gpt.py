@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from mtx.data.indexed import IndexedDataset
 from mtx.data.indices import Indices, build_indices, parse_split, split_range
 from mtx.data.samples import place_in_epoch
 from mtx.errors import UserError
+from mtx.fields import Between, settle
+from mtx.sizes import DataSeed, Tokens
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 
@@ -221,12 +224,9 @@ def _within(index: int, length: int, what: str) -> int:
 
 
 def _check(*, sequence: int, samples: int | None, seed: int) -> None:
-    if sequence < 1:
-        raise UserError(f"sequence={sequence} must be at least 1")
-    if samples is not None and samples < 1:
-        raise UserError(f"samples={samples} must be at least 1")
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must lie between 0 and 2^32 - 1")
+    settle("sequence", sequence, Tokens)
+    settle("samples", samples, Annotated[int, Between(1, 2**40)] | None)
+    settle("seed", seed, DataSeed)
 
 
 def _shares(weights: Sequence[float], prefixes: Sequence) -> np.ndarray:

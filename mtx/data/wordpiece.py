@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtx.data.subwords import SubwordTokenizer, cut_text
 from mtx.data.tokenizer import BETWEEN_WORDS
-from mtx.errors import UserError
+from mtx.fields import Between, settle
 
 WORDPIECE = "wordpiece"  # its name, as DataConfig.tokenizer
 _MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -28,8 +29,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab: int) -> SubwordTokenizer:
     many tokens gives fewer: read the result's `vocab`. Raises UserError for a vocabulary too small
     to hold letters.
     """
-    if vocab < _LEAST_VOCAB:
-        raise UserError(f"a WordPiece of {vocab} tokens is too small; use {_LEAST_VOCAB} or more")
+    settle("vocab", vocab, Annotated[int, Between(_LEAST_VOCAB, 2**20)])
     trained = _untrained(models.WordPiece(unk_token="[UNK]"))
     letters = _letters(texts, trained, most=min(_MOST_LETTERS, vocab // 4))
     # The trainer numbers "##a" when it comes upon it, in an order that changes from run to run. It

@@ -17,6 +17,8 @@ from mtx.errors import UserError
 from mtx.evaluate.decoder import Choices, Decoder, check_generates
 from mtx.evaluate.sampling import Sampling
 from mtx.evaluate.stops import Stops
+from mtx.fields import settle
+from mtx.sizes import Seed, Sequences, Tokens
 from mtx.train.step import Trainer, TrainState
 
 Ended = Literal["eod", "stop", "length"]
@@ -103,9 +105,9 @@ class Generator:
 def check_asked(model: ModelConfig, *, tokens: int = 1, seed: int = 0, batch: int = 1) -> None:
     """Raises UserError, before anything is computed, for what a `Generator` would refuse."""
     check_generates(model)
-    for name, value, least in (("tokens", tokens, 1), ("seed", seed, 0), ("batch", batch, 1)):
-        if value < least:
-            raise UserError(f"{name}={value} must be at least {least}")
+    settle("tokens", tokens, Tokens)
+    settle("seed", seed, Seed)
+    settle("batch", batch, Sequences)
 
 
 def generate(

@@ -18,6 +18,8 @@ from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
 from mtx.errors import UserError
 from mtx.evaluate.score import Report, score_batch
+from mtx.fields import settle
+from mtx.sizes import Seed
 from mtx.train.step import Trainer, TrainState
 
 _EVALUATION = 5  # in the key of a row's draws, where training has other numbers
@@ -64,8 +66,7 @@ def masked_perplexity(
         )
     if model.sequence < 3:
         raise UserError(f"sequence={model.sequence} has no room for a token between two marks")
-    if seed < 0:
-        raise UserError(f"seed={seed} must be at least 0")
+    settle("seed", seed, Seed)
     if not texts:
         raise UserError("there is no text to mask tokens of; name at least one")
     rows = _Rows(tokenizer, texts, pieces or find_pieces(tokenizer), model.sequence, masking, seed)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from mtx.errors import UserError
+from mtx.fields import Between, settle_types
+from mtx.sizes import Devices
 
 # Ports that the operating system hands out last; jobs that share a node differ by their ids.
 _FIRST_PORT, _PORTS = 61440, 4096
@@ -18,20 +21,19 @@ class ClusterOptions:
     """What a launcher's variables would say, said by hand; and how long to wait for others."""
 
     coordinator: str | None = None  # host:port at which process 0 listens
-    processes: int | None = None
-    process: int | None = None  # this one, from 0
+    processes: Devices | None = None
+    process: Annotated[int, Between(0, 2**20)] | None = None  # this one, from 0
     local_devices: tuple[int, ...] | None = None  # GPUs of this node that are its own
-    connect_s: int = 300  # for all processes to arrive
+    connect_s: Annotated[int, Between(1, 10**7)] = 300  # for all processes to arrive
 
     def __post_init__(self):
+        settle_types(self, prefix="cluster.")
         given = self.coordinator, self.processes, self.process
         if None in given and given != (None, None, None):
             raise UserError(
                 f"cluster.coordinator={self.coordinator}, cluster.processes={self.processes} and "
                 f"cluster.process={self.process} go together; set all three, or none"
             )
-        if self.connect_s < 1:
-            raise UserError(f"cluster.connect_s={self.connect_s} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,17 @@ import functools
 import os
 import socket
 import sys
+from typing import Annotated
 
 from mtx.errors import UserError
+from mtx.fields import Between, settle
 from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
 from mtx.launch.exits import LostProcess
+from mtx.sizes import MOST_VIRTUAL
 
 _MMAP_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -4, -3, -1, -8  # of mallopt(3)
 _HUGE, _HUGE_PAGE = 14, 2 << 20  # of madvise(2); bytes
 _HEAP_BYTES = 8 << 30  # of address space: no memory is taken before it is used
-_MOST_VIRTUAL = 8192  # 4,096 take JAX ten seconds to make, twice as many four times that
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # JAX's own watch over its processes is turned off, for all that counts (see `mtx.launch.watch` for
 # ours): it goes by the time of day, and a clock set forward by more than its patience ends the run.
@@ -32,12 +34,7 @@ def use_virtual_devices(count: int) -> None:
     To be called before JAX starts. What the environment already sets is kept: XLA's flag,
     JAX_PLATFORMS and NPROC. Raises UserError where JAX has already started with fewer devices.
     """
-    if count < 1:
-        raise UserError(f"virtual devices={count} must be at least 1")
-    if count > _MOST_VIRTUAL:
-        raise UserError(
-            f"virtual devices={count} must be at most {_MOST_VIRTUAL}; mtx plan does without them"
-        )
+    settle("virtual devices", count, Annotated[int, Between(1, MOST_VIRTUAL)])
     if _started_jax() and _device_count() < count:
         raise UserError(
             f"JAX has already started with {_device_count()} devices, too few for {count}; ask for "

@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtx.errors import UserError
+from mtx.fields import settle_types
 from mtx.launch.exits import Exit, describe_exit
 from mtx.launch.status import STATUS_FD, VIRTUAL_DEVICES
+from mtx.sizes import Devices, Interval, Patience, Processes, Seconds
 
 # What each process does first: PR_SET_PDEATHSIG is 1, and outlives the exec.
 _DIE_WITH_SUPERVISOR = """
@@ -45,23 +47,16 @@ _FLIGHT_S = 3.0  # between the first and the last that leaves for one reason
 class LaunchOptions:
     """How many processes, with which devices, and how often again."""
 
-    processes: int = 1
-    devices_per_process: int = 1  # GPUs, or virtual CPU devices where there are none
+    processes: Processes = 1
+    devices_per_process: Devices = 1  # GPUs, or virtual CPU devices where there are none
     cpu: bool = False  # virtual devices, also where there are GPUs
-    max_restarts: int = 3  # in a row without progress: a later checkpoint to start from
-    backoff_s: float = 1.0  # before the first restart, and twice as much before each further one
-    grace_s: float = 12.0  # for the others to leave by themselves, once one has failed
-    silent_s: float = 30.0  # without a sign of life, a process is taken for frozen
+    max_restarts: Interval = 3  # in a row without progress: a later checkpoint to start from
+    backoff_s: Seconds = 1.0  # before the first restart, and twice as much before each further one
+    grace_s: Seconds = 12.0  # for the others to leave by themselves, once one has failed
+    silent_s: Patience = 30.0  # without a sign of life, a process is taken for frozen
 
     def __post_init__(self):
-        for name in ("processes", "devices_per_process"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_restarts", "backoff_s", "grace_s"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 0")
-        if not self.silent_s >= 1:
-            raise UserError(f"silent_s={self.silent_s} must be at least 1")
+        settle_types(self)
 
 
 def supervise(command: Sequence[str], options: LaunchOptions) -> Exit:

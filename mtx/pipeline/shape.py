@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.fields import settle_types
+from mtx.sizes import Layers, Sequences, Slices, Stages
 
 if TYPE_CHECKING:
     from mtx.pipeline.schedule import Schedule
@@ -58,24 +60,28 @@ class Times:
         return self.comm == 0 and len(set(self.stage_factors or (1.0,))) == 1
 
 
+MOST_OPS = 2_000_000  # F of all stages: ten times those of 64 stages of 4 chunks, 512 microbatches
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a maker is given."""
 
-    microbatches: int
-    stages: int
-    virtual: int = 1
-    slices: int = 1  # of each microbatch's sequences
+    microbatches: Sequences
+    stages: Stages
+    virtual: Layers = 1
+    slices: Slices = 1  # of each microbatch's sequences
     times: Times = Times()
     # stashes of a whole stage: 1.0 is what one microbatch keeps on one stage, all chunks together
     memory_limit: float | None = None
     weight_share: float = WEIGHT_SHARE
 
     def __post_init__(self):
-        for name in ("microbatches", "stages", "virtual", "slices"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name}={value} must be a whole number of at least 1")
+        settle_types(self)
+        sizes = ("stages", "microbatches", "virtual", "slices")
+        product = " * ".join(f"{name}={getattr(self, name)}" for name in sizes)
+        if math.prod(getattr(self, name) for name in sizes) > MOST_OPS:
+            raise UserError(f"{product} is too large a table; use at most {MOST_OPS:,} in all")
         if self.memory_limit is not None and not self.memory_limit > 0:
             raise UserError(f"memory_limit={self.memory_limit} must be above 0")
         if not 0 <= self.weight_share <= 1:

@@ -25,11 +25,13 @@ from typing import NamedTuple
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.fields import settle
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual, maker
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.time import LOOPED, StepTime, predict_step
+from mtx.sizes import Devices, Sequences
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
@@ -137,7 +139,8 @@ def search(
     is an open one. Raises UserError where the sizes allow no layout at all, and where none fits.
     """
     question = Question(
-        model=model, gpus=gpus, global_batch=global_batch, hardware=hardware,
+        model=model, gpus=settle("gpus", gpus, Devices),
+        global_batch=settle("global_batch", global_batch, Sequences), hardware=hardware,
         fixed=fixed or Fixed(), scatter_gather=scatter_gather,
     )  # fmt: skip
     wanted = question.fixed.schedule

@@ -21,8 +21,10 @@ from mtx.data import Tokenizer
 from mtx.data.marks import find_marks
 from mtx.errors import UserError
 from mtx.evaluate.score import Report, fetch
+from mtx.fields import settle_types
 from mtx.models.classifier import Classifier
 from mtx.models.model import Model
+from mtx.sizes import Seed, Sequences, Step
 from mtx.train.examples import Example, Task, make_batch, training_batch
 from mtx.train.step import Trainer, TrainState
 
@@ -31,22 +33,18 @@ from mtx.train.step import Trainer, TrainState
 class Finetuning:
     """How long and how fast. AdamW, linear warm-up and linear decay to 0."""
 
-    epochs: int = 3
-    batch: int = 32  # examples a step
+    epochs: Step = 3
+    batch: Sequences = 32  # examples a step
     lr: float = 2e-5
     warmup_fraction: float = 0.06  # of the steps
     weight_decay: float = 0.01
     dropout: float = 0.1  # in the model and on its pooled output
-    seed: int = 0  # of the head, the order of the examples, and dropout
+    seed: Seed = 0  # of the head, the order of the examples, and dropout
 
     def __post_init__(self):
-        for name in ("epochs", "batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        settle_types(self)
         if not 0 <= self.warmup_fraction < 1:
             raise UserError(f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed} must be at least 0")
 
     def steps(self, examples: int) -> int:
         return math.ceil(self.epochs * examples / self.batch)

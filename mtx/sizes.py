@@ -1,0 +1,31 @@
+"""What the numbers of a config or an option may be: far above what anybody builds, and so small
+that to plan it, or to refuse it for its memory, takes moments."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from mtx.fields import Between
+
+MOST_VIRTUAL = 8192  # devices: 4,096 take JAX ten seconds to make, twice as many four times that
+
+Layers = Annotated[int, Between(1, 2**14)]
+Width = Annotated[int, Between(1, 2**20)]  # of the hidden state; also the heads
+Ffn = Annotated[int, Between(1, 2**24)]
+Tokens = Annotated[int, Between(1, 2**27)]  # of a sequence
+Vocab = Annotated[int, Between(1, 2**24)]
+TrainedVocab = Annotated[int, Between(257, 2**20)]  # 256 bytes and the end of a document, at least
+Devices = Annotated[int, Between(1, 2**20)]
+VirtualDevices = Annotated[int, Between(0, MOST_VIRTUAL)]  # 0: the machine's own
+Stages = Annotated[int, Between(1, 2**10)]
+StageLayers = tuple[Annotated[int, Between(0, 2**14)], ...] | Literal["even", "balanced"]
+Slices = Annotated[int, Between(1, 2**16)]  # of a sequence
+Sequences = Annotated[int, Between(1, 2**24)]  # of a batch
+Processes = Annotated[int, Between(1, 2**10)]  # of one machine
+Step = Annotated[int, Between(1, 2**31 - 1)]  # they are counted on the devices
+Interval = Annotated[int, Between(0, 2**31 - 1)]  # of steps; 0: never, or none
+Seed = Annotated[int, Between(0, 2**31 - 1)]
+DataSeed = Annotated[int, Between(0, 2**32 - 1)]
+Seconds = Annotated[float, Between(0, 10.0**7)]  # four months
+Patience = Annotated[float, Between(1, 10.0**7)]  # in seconds
+NotNegative = Annotated[float, Between(0, 2.0**127)]
