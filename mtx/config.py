@@ -204,6 +204,7 @@ class Layout:
             )
 
         settle("data*pipe*tensor", self.devices, Devices)
+        settle("pipe*virtual", self.pipe * self.virtual, Layers)
 
     @property
     def schedule_is_file(self) -> bool:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from mtx.pipeline.formats import to_csv
+from mtx.pipeline.formats import from_csv, to_csv
 from mtx.pipeline.makers import make
 from mtx.pipeline.schedule import Schedule
 
@@ -40,19 +40,22 @@ ORDERS = [
 ]  # fmt: skip
 
 
-def their_orders(name: str, p: int, m: int, v: int, *, split: bool) -> list[list[str]]:
-    """Each rank's ops, such as 2F0. Idle cells and gradient reductions are ignored, two ops that
-    overlap are taken one by one, and a B in a table with W stands for I and W."""
+def their_table(name: str, p: int, m: int, v: int) -> list[list]:
+    """Each rank's actions, None where it idles."""
     multiple = issubclass(peer.get_schedule_class(name), peer.PipelineScheduleMulti)
     if multiple and v == 1:  # which get_schedule_ops does not let through
         stage = mock.create_autospec(PipelineStage, instance=True)
         stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p, None
         table = peer.get_schedule_class(name)([stage], m).pipeline_order
-        rows = [table[rank] for rank in range(p)]
-    else:
-        rows = get_schedule_ops(name, p, m, num_stages_per_rank=v)
+        return [table[rank] for rank in range(p)]
+    return get_schedule_ops(name, p, m, num_stages_per_rank=v)
+
+
+def their_orders(name: str, p: int, m: int, v: int, *, split: bool) -> list[list[str]]:
+    """Each rank's ops, such as 2F0. Idle cells and gradient reductions are ignored, two ops that
+    overlap are taken one by one, and a B in a table with W stands for I and W."""
     orders: list[list[str]] = []
-    for row in rows:
+    for row in their_table(name, p, m, v):
         orders.append([])
         for cell in row:
             for action in getattr(cell, "sub_actions", None) or [cell]:
@@ -76,6 +79,16 @@ def our_orders(schedule: Schedule) -> list[list[str]]:
 @pytest.mark.parametrize("theirs, ours, p, m, v", ORDERS)
 def test_orders_are_those_of_torch(theirs, ours, p, m, v):
     schedule = make(ours, microbatches=m, stages=p, virtual=v)
+    assert our_orders(schedule) == their_orders(theirs, p, m, v, split=schedule.split)
+
+
+@pytest.mark.parametrize("theirs, ours, p, m, v", ORDERS)
+def test_their_own_tables_are_read_with_all_that_stands_in_them(theirs, ours, p, m, v):
+    """Gradients' reductions, idle cells and ops that overlap as well."""
+    rows = their_table(theirs, p, m, v)
+    text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
+    assert "REDUCE_GRAD" in text or theirs not in ("Interleaved1F1B", "DualPipeV")
+    schedule = from_csv(text, theirs)
     assert our_orders(schedule) == their_orders(theirs, p, m, v, split=schedule.split)
 
 

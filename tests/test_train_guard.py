@@ -22,6 +22,7 @@ from mtx.launch.startup import StartUp
 from mtx.train.audit import Audit
 from mtx.train.goodput import measure_goodput, read_log
 from mtx.train.guard import Guard, RollBack, refuse_to_go_back
+from mtx.train.history import MOST_STEPS, History
 from mtx.train.loop import run_training
 from mtx.train.programs import Programs
 
@@ -146,6 +147,65 @@ def test_a_spike_goes_back_and_skips():
     error = refuse_to_go_back(fault.value, GuardConfig(spike_nats=0.5, rollbacks=2))
     assert isinstance(error, UserError)
     assert "guard.rollbacks=2" in str(error)
+
+
+def test_bad_data_that_last_never_become_usual():
+    """Neither where the loss climbs in steps too small for a spike, nor across a restart."""
+    config = GuardConfig(spike_nats=1.0, spike_window=20)
+    guard = Guard(config)
+    assert guard.usual == np.inf
+    noise = np.random.default_rng(0).normal(0, 0.05, 400)
+    for step in range(100):
+        guard.check(step, 3.0 + noise[step], NOTHING)
+    for step in range(100, 200):
+        guard.check(step, 3.8 + noise[step], NOTHING)
+    assert guard.usual == pytest.approx(3.0, abs=0.05)
+    with pytest.raises(RollBack, match="the loss is 4.500, more than 1.0 above 3.0.*, the lowest"):
+        guard.check(200, 4.5, NOTHING)
+    guard.start_from(150)
+    assert guard.usual == pytest.approx(3.0, abs=0.05)
+    again = Guard(config)
+    again.start_from(150, guard.usual)
+    with pytest.raises(RollBack, match="the lowest median of 50 steps"):
+        again.check(151, 4.5, NOTHING)
+    guard.start_from(10)  # back before all that
+    for step in range(11, 100):
+        guard.check(step, 3.5 + noise[step], NOTHING)
+
+
+def test_what_was_usual_goes_with_the_checkpoint_as_long_as_the_data_stay(tmp_path, monkeypatch):
+    batch = TokenCorpus.batch
+
+    def poisoned(self, after, rows, local=None):
+        made = batch(self, after, rows, local)
+        if after >= 12 * rows:
+            made["targets"][:] = 255
+        return made
+
+    monkeypatch.setattr("mtx.train.guard._LEAST_WINDOW", 5)
+    guard = GuardConfig(spike_nats=0.5, spike_window=5, rollbacks=0)
+    run = run_of(tmp_path, guard=guard)
+    run_training(run, console=Console(quiet=True))
+    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    longer = dataclasses.replace(run, steps=14)
+    with pytest.raises(
+        UserError, match="step 13: the loss .*, the lowest median of 5 steps"
+    ):
+        run_training(longer, console=Console(quiet=True))
+    other = dataclasses.replace(longer, data=dataclasses.replace(run.data, seed=1))
+    assert run_training(other, console=Console(quiet=True)).rollbacks == 0
+
+
+def test_memory_of_steps_does_not_grow_with_them():
+    history = History()
+    for step in range(3 * MOST_STEPS):
+        history.add(step, float(step), finite=step % 10 > 0)
+        history.evaluated(step, float(step))
+    assert (len(history.losses), history.skipped) == (MOST_STEPS, 3 * MOST_STEPS // 10)
+    assert (history.first_evaluation[0], history.last_evaluation[0]) == (0, 3 * MOST_STEPS - 1)
+    history.start_from(3 * MOST_STEPS - 101)
+    assert history.losses[-1] == 3 * MOST_STEPS - 101
+    assert history.skipped == 3 * MOST_STEPS // 10 - 10
 
 
 def test_without_a_threshold_no_loss_is_a_spike():

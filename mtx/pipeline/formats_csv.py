@@ -11,6 +11,9 @@ column ends a tick that would otherwise go on; another one is a tick without wor
 Rows may also be **orders**, as in most of torch's own tables: where one column mixes kinds, or
 where no row leaves a cell empty before its last op. Each op then runs in the earliest tick that it
 can. A B among I and W is an I with its W behind it.
+
+Cells of communication (`0SEND_F3`, `0UNSHARD`, `0REDUCE_GRAD`) are read over: our step sends,
+gathers and reduces by itself, as the ops ask for it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ _KINDS = {"F": F, "B": B, "W": W, "I": B + 3}  # modulo 3: the kind
 _ENDED = W + 1  # in place of the kind of the column before: the tick that it was of has ended
 _OP = re.compile(r"([0-9]{1,6})([FIBW])([0-9]{1,6})(?:/([0-9]{1,6}))?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
+_COMMUNICATION = re.compile(
+    r"[0-9]{1,6}(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|(SEND|RECV)_[FB]))[0-9]{0,6}"
+)
 
 
 def to_csv(schedule: Schedule, *, orders: bool = False) -> str:
@@ -92,13 +97,15 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         raise misplaced(MOST_STAGES + 1, 1, f"more than {MOST_STAGES} rows; a row is a stage")
     found: list[tuple[int, ...]] = []  # stage, column, kind letter, piece, microbatch, slice
     texts: list[str] = []
+    read_over: list[tuple[int, int]] = []  # stage and column of communication
     for stage, line in enumerate(lines):
         before = len(found)
         for column, cell in enumerate(line.split(",")):
             if cell and (cell := cell.strip().strip('"').strip()):
-                for op in _ops(cell, stage, column):
-                    found.append((stage, column, *op))
-                    texts.append(cell)
+                ops = _ops(cell, stage, column)
+                found += [(stage, column, *op) for op in ops]
+                texts += [cell] * len(ops)
+                read_over += [] if ops else [(stage, column)]
         if len(found) == before:
             raise misplaced(stage + 1, 1, "the row holds no op; every row is a stage, with its ops")
     table = np.array(found, np.int64)
@@ -111,7 +118,14 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         )  # fmt: skip
     split = bool((letter >= W).any())
     whole = (letter == B) & split
-    tick = None if whole.any() else _ticks(stage, column, letter % 3)
+    if split and (letter != W).all() and not whole.any():
+        inputs = int((letter == _KINDS["I"]).argmax())
+        raise misplaced(
+            int(stage[inputs]) + 1, int(column[inputs]) + 1, "I is the gradient of a piece's input "
+            "alone, and no op is a W, the weights'; give each I its W, or write B for both",
+            text=texts[inputs],
+        )  # fmt: skip
+    tick = None if whole.any() else _ticks(stage, column, letter % 3, read_over)
     if whole.any():
         again = np.repeat(np.arange(len(table)), 1 + whole)
         table, texts = table[again], [texts[i] for i in again.tolist()]
@@ -126,21 +140,25 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _ops(cell: str, stage: int, column: int) -> list[tuple[int, int, int, int]]:
-    """(letter, piece, microbatch, slice) of a cell: of one op, or of those that torch overlaps."""
+    """(letter, piece, microbatch, slice) of a cell: of one op, of those that torch overlaps, or of
+    none, where it is communication."""
     if match := _OP.fullmatch(cell):
         piece, letter, microbatch, part = match.groups()
         part = WHOLE if part is None else int(part)
         return [(_KINDS[letter], int(piece), int(microbatch), part)]
     if match := _OVERLAP.fullmatch(cell):
         return [op for one in match[1].split(";") for op in _ops(one.strip(), stage, column)]
-    what = "expected piece, F, B, I or W, and microbatch, such as 0F3, or nothing where idle"
     if _COMMUNICATION.fullmatch(cell):
-        what = "this is communication, which follows from the ops: leave only F, B, I and W"
+        return []
+    what = "expected piece, F, B, I or W, and microbatch, such as 0F3, or nothing where idle"
     raise misplaced(stage + 1, column + 1, what, text=cell or "nothing between two ;")
 
 
-def _ticks(stage: np.ndarray, column: np.ndarray, kind: np.ndarray) -> np.ndarray | None:
-    """The tick of each cell, or None where rows are orders."""
+def _ticks(
+    stage: np.ndarray, column: np.ndarray, kind: np.ndarray, read_over: list[tuple[int, int]]
+) -> np.ndarray | None:
+    """The tick of each cell, or None where rows are orders. read_over: cells that are not empty,
+    and hold no op."""
     of_column = np.full(int(column.max()) + 1, -1)
     of_column[column] = kind
     if (of_column[column] != kind).any():
@@ -148,7 +166,9 @@ def _ticks(stage: np.ndarray, column: np.ndarray, kind: np.ndarray) -> np.ndarra
     stages = int(stage.max()) + 1
     last = np.zeros(stages, int)
     np.maximum.at(last, stage, column)
-    if stages > 1 and (np.bincount(stage) == last + 1).all():
+    filled = np.bincount(stage, minlength=stages)
+    np.add.at(filled, [s for s, c in read_over if c < last[s]], 1)
+    if stages > 1 and (filled == last + 1).all():
         return None  # in a first tick all stages but one would have no input yet
     ticks, tick, before = [], -1, _ENDED
     for this in of_column.tolist():

@@ -2,16 +2,19 @@
 
 Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.train.step`).
 Many in a row, and the run ends: its parameters give no others; it saves none of them meanwhile.
-A loss that jumps: back to the newest checkpoint, and past the batches that led there (as for PaLM,
-Chowdhery et al. 2022, section 5.1); where that checkpoint leads to another jump, to the one before
-it. Memory that changed by itself, or replicas that came apart: back to the newest checkpoint, with
-the same batches; replicas are compared before every save, so no checkpoint holds what came apart.
+A loss that is far above what is usual: back to the newest checkpoint, and past the batches that led
+there (as for PaLM, Chowdhery et al. 2022, section 5.1); where that checkpoint leads to another
+jump, to the one before it. Usual is the median of a window of steps, where it was lowest: so bad
+data never become usual, however long they last. Memory that changed by itself, or replicas that
+came apart: back to the newest checkpoint, with the same batches; replicas are compared before every
+save, so no checkpoint holds what came apart.
 All within a limit.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ from mtx.errors import UserError
 from mtx.train.log import LogKind
 
 _LEAST_LOSSES = 10  # before a loss is called high
+_LEAST_WINDOW = 50  # steps whose median may be called the lowest: that of few is low by chance
 _REMEMBERED = 10_000  # losses beyond the window: so far a run can go back and know what was usual
 _MOST_NAMED = 4
 
@@ -45,8 +49,24 @@ class Guard:
 
     def __init__(self, config: GuardConfig):
         self._config = config
-        self._losses: deque[tuple[int, float]] = deque(maxlen=config.spike_window + _REMEMBERED)
+        # Steps, losses, and what was usual by then.
+        self._losses: deque[tuple[int, float, float]] = deque(
+            maxlen=config.spike_window + _REMEMBERED
+        )
+        self._before = math.inf  # usual, before all of them
         self.skipped = 0  # steps in a row whose gradients were not finite, up to now
+
+    def start_from(self, step: int, usual: float = math.inf) -> None:
+        """The run goes on after `step`, by which so much was usual, as its checkpoint says."""
+        while self._losses and self._losses[-1][0] > step:
+            self._losses.pop()
+        if not self._losses:
+            self._before = usual
+
+    @property
+    def usual(self) -> float:
+        """The lowest median of a window so far; infinite where there has been no window."""
+        return self._losses[-1][2] if self._losses else self._before
 
     def check(self, step: int, loss: float, corrupt: np.ndarray, *, finite: bool = True) -> None:
         """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float [P, D, T]
@@ -65,21 +85,26 @@ class Guard:
                 "(guard.most_skipped); nothing was saved meanwhile; lower optimizer.lr, or begin "
                 "with a larger optimizer.warmup_steps"
             )
-        while self._losses and self._losses[-1][0] >= step:  # the run has gone back
-            self._losses.pop()
         most, window = self._config.spike_nats, self._config.spike_window
-        last = [earlier for _, earlier in itertools.islice(reversed(self._losses), window)]
-        if most and len(last) >= min(_LEAST_LOSSES, window):
-            usual = statistics.median(last)
-            if loss > usual + most:
+        lowest = self.usual
+        if most:
+            wide = max(window, _LEAST_WINDOW)
+            last = [before for _, before, _ in itertools.islice(reversed(self._losses), wide)]
+            median = math.inf
+            if len(last) >= min(_LEAST_LOSSES, window):
+                median = statistics.median(last[:window])
+            if len(last) == wide:
+                lowest = min(lowest, statistics.median(last))
+            if loss > min(median, lowest) + most:
+                what = f"{median:.3f}, the median of the last {len(last[:window])} steps"
+                if lowest < median:
+                    what = f"{lowest:.3f}, the lowest median of {wide} steps so far"
                 raise RollBack(
-                    "spike",
-                    f"the loss is {loss:.3f}, more than {most} above {usual:.3f}, the median of "
-                    f"the last {len(last)} steps",
-                    step=step, skip=True,
+                    "spike", f"the loss is {loss:.3f}, more than {most} above {what}", step=step,
+                    skip=True,
                 )  # fmt: skip
         if np.isfinite(loss):
-            self._losses.append((step, loss))
+            self._losses.append((step, loss, lowest))
 
     def compare(self, step: int, differences: Sequence[str]) -> None:
         """Raises RollBack where devices that hold the same differ."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+MOST_STEPS = 10_000  # that are remembered: a run of weeks takes no more memory than one of hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +48,34 @@ class Clock:
 @dataclass(kw_only=True)
 class History:
     """Over all attempts: a run that goes back to a checkpoint forgets the steps that it takes
-    again, and none of the time."""
+    again, and none of the time. Of steps it remembers the newest; log.jsonl has all."""
 
-    losses: dict[int, float] = field(default_factory=dict)  # by step
-    skipped: set[int] = field(default_factory=set)  # steps whose gradients were not finite
-    evaluations: list[tuple[int, float]] = field(default_factory=list)  # (step, held-out loss)
+    steps: deque[tuple[int, float, bool]] = field(
+        default_factory=lambda: deque(maxlen=MOST_STEPS)
+    )  # step, loss, whether its gradients were finite
+    skipped: int = 0  # steps whose gradients were not finite
+    first_evaluation: tuple[int, float] | None = None  # step, held-out loss
+    last_evaluation: tuple[int, float] | None = None
     clock: Clock = field(default_factory=Clock)
 
     def start_from(self, step: int) -> None:
         """An attempt begins after `step`."""
-        self.losses = {earlier: loss for earlier, loss in self.losses.items() if earlier <= step}
-        self.skipped = {earlier for earlier in self.skipped if earlier <= step}
+        while self.steps and self.steps[-1][0] > step:
+            _, _, finite = self.steps.pop()
+            self.skipped -= not finite
 
     def add(self, step: int, loss: float, *, finite: bool) -> None:
-        self.losses[step] = loss
-        if not finite:
-            self.skipped.add(step)
+        self.steps.append((step, loss, finite))
+        self.skipped += not finite
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.last_evaluation = step, loss
+        self.first_evaluation = self.first_evaluation or self.last_evaluation
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the steps that are remembered, in order."""
+        return [loss for _, loss, _ in self.steps]
 
     @property
     def seconds(self) -> Seconds:

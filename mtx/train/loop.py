@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,7 @@ def _train(
         )
     start = latest or 0  # a converted checkpoint is of step 0
     consumed = max(_consumed(run, checkpoints, latest), faults.consumed)
+    faults.guard.start_from(start, _usual_loss(run, checkpoints, latest))
     left = max(0, run.steps - start) * run.global_batch
     data = load_data(run, samples=consumed + left)
     if data.vocab > run.model.vocab:
@@ -173,6 +175,14 @@ def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int
     if step is None:
         return 0
     return int(checkpoints.extra(step).get("consumed", step * run.global_batch))
+
+
+def _usual_loss(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> float:
+    """What the guard took for usual by then, on the same data; infinite where nothing is known."""
+    if step is None or checkpoints.run(step).data != run.data:
+        return math.inf
+    usual = checkpoints.extra(step).get("usual_loss")
+    return usual if isinstance(usual, float) and usual > 0 else math.inf
 
 
 def _local_rows(trainer: Trainer) -> np.ndarray:

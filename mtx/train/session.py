@@ -32,6 +32,7 @@ from mtx.train.programs import Programs
 from mtx.train.report import Report
 from mtx.train.step import Metrics, Trainer, TrainState
 
+_MOST_LOSS = 1e30  # JSON has no infinity
 _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
 
 
@@ -44,8 +45,8 @@ class Summary:
     data: TokenCorpus
     first_eval_loss: float  # on held-out text, before the first step of this call
     last_eval_loss: float
-    losses: list[float]  # of this call's steps; of those taken twice, after going back, the second
-    skipped: int  # of them, those whose gradients were not finite
+    losses: list[float]  # of this call's newest 10,000 steps; of those taken twice, the second
+    skipped: int  # of all its steps, those whose gradients were not finite
     rollbacks: int  # how often the run has gone back to a checkpoint
     interrupted: bool
     exit: Exit  # what a command that ran it ends with: FINISHED, PREEMPTED, INTERRUPTED or UNSAVED
@@ -244,7 +245,7 @@ class Session:
         with self.watch.during("eval"), self.clock("eval") as seconds:
             losses, tokens = zip(*self._held_out_sums())
         loss = sum(losses) / sum(tokens)
-        self.history.evaluations.append((self.step, loss))
+        self.history.evaluated(self.step, loss)
         self.log.write("eval", {"step": self.step, "loss": loss, "seconds": seconds()})
         if memory := device_memory():
             self.log.write("memory", {"step": self.step, **memory})
@@ -262,7 +263,8 @@ class Session:
                 tokenizer=self.data.tokenizer,
                 extra={
                     "consumed": self.consumed,
-                    "held_out": dict(zip(("step", "loss"), self.history.evaluations[-1])),
+                    "held_out": dict(zip(("step", "loss"), self.history.last_evaluation)),
+                    "usual_loss": min(self.faults.guard.usual, _MOST_LOSS),
                 },
             )
         self.saved = self.step
@@ -354,10 +356,10 @@ class Session:
             trainer=self.trainer,
             state=self.state,
             data=self.data,
-            first_eval_loss=self.history.evaluations[0][1],
-            last_eval_loss=self.history.evaluations[-1][1],
-            losses=list(self.history.losses.values()),
-            skipped=len(self.history.skipped),
+            first_eval_loss=self.history.first_evaluation[1],
+            last_eval_loss=self.history.last_evaluation[1],
+            losses=self.history.losses,
+            skipped=self.history.skipped,
             rollbacks=self.faults.rollbacks,
             interrupted=interrupted,
             exit=self.exit,
