@@ -83,11 +83,18 @@ def test_orders_are_those_of_torch(theirs, ours, p, m, v):
 
 
 @pytest.mark.parametrize("theirs, ours, p, m, v", ORDERS)
-def test_their_own_tables_are_read_with_all_that_stands_in_them(theirs, ours, p, m, v):
-    """Gradients' reductions, idle cells and ops that overlap as well."""
-    rows = their_table(theirs, p, m, v)
-    text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
-    assert "REDUCE_GRAD" in text or theirs not in ("Interleaved1F1B", "DualPipeV")
+def test_tables_are_read_with_the_communication_that_torch_puts_into_them(theirs, ours, p, m, v):
+    table = their_table(theirs, p, m, v)
+    rows = {rank: [action for action in row if action] for rank, row in enumerate(table)}
+    parts = {
+        rank: [part for a in row for part in a.sub_actions or [a]] for rank, row in rows.items()
+    }
+    rank_of = {a.stage_index: rank for rank, row in parts.items() for a in row}
+    for rank, row in rows.items():
+        rows[rank] = peer._add_reduce_grad(peer._add_unshard_reshard(row), m)
+    rows = peer._add_send_recv(rows, rank_of.__getitem__, len(rank_of))
+    text = "\n".join(",".join(map(str, row)) for row in rows.values())
+    assert all(word in text for word in ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_B"))
     schedule = from_csv(text, theirs)
     assert our_orders(schedule) == their_orders(theirs, p, m, v, split=schedule.split)
 

@@ -188,9 +188,7 @@ def test_what_was_usual_goes_with_the_checkpoint_as_long_as_the_data_stay(tmp_pa
     run_training(run, console=Console(quiet=True))
     monkeypatch.setattr(TokenCorpus, "batch", poisoned)
     longer = dataclasses.replace(run, steps=14)
-    with pytest.raises(
-        UserError, match="step 13: the loss .*, the lowest median of 5 steps"
-    ):
+    with pytest.raises(UserError, match="step 13: the loss .*, the lowest median of 5 steps"):
         run_training(longer, console=Console(quiet=True))
     other = dataclasses.replace(longer, data=dataclasses.replace(run.data, seed=1))
     assert run_training(other, console=Console(quiet=True)).rollbacks == 0

@@ -298,6 +298,23 @@ print("goes on")
     assert "interrupted before the first step" in ended.stderr
 
 
+def test_before_the_first_step_a_signal_waits_for_no_call_that_does_not_return():
+    """As one of XLA's compiler: the main thread's handlers run when it does."""
+    code = """
+import ctypes, os, signal, threading, time
+from mtx.launch.exits import leave_at_once
+
+leave_at_once()
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+lock(mutex)  # waits for itself, and no signal wakes it
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == Exit.PREEMPTED
+    assert "interrupted before the first step" in ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_once_a_run_can_save_signals_have_their_usual_effect(number):
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}

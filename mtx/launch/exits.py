@@ -26,16 +26,39 @@ class Exit(IntEnum):
 def leave_at_once() -> None:
     """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. An exception
     would be lost in a callback of the garbage collector, and JAX crashes where the interpreter ends
-    within a compilation. For the one process of a command: several tell each other."""
+    within a compilation. For the one process of a command: several tell each other.
+
+    A thread does it: the handlers of the main thread would wait until the compiler returns.
+    """
     if threading.current_thread() is threading.main_thread():
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, leave)
+            signal.signal(number, leaving)
+        threading.Thread(target=_leave, args=(reading,), daemon=True).start()
 
 
-def leave(number: int, frame: object) -> None:
-    """The handler of a signal that ends the process, at once."""
-    os.write(2, b"\nmtx: interrupted before the first step; nothing is lost\n")
-    os._exit(Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED)
+def leaving(number: int, frame: object) -> None:
+    """The handler meanwhile: the thread that is told of the signal as well ends the process."""
+    while True:
+        signal.pause()
+
+
+def stay() -> None:
+    """From now on, signals have handlers that wait for the main thread."""
+    told = signal.set_wakeup_fd(-1)
+    if told >= 0:
+        os.close(told)  # which ends the thread
+
+
+def _leave(reading: int) -> None:
+    """Ends the process at the first signal, of which its number is written."""
+    told = os.read(reading, 1)
+    os.close(reading)
+    if told:
+        os.write(2, b"\nmtx: interrupted before the first step; nothing is lost\n")
+        os._exit(Exit.INTERRUPTED if told[0] == signal.SIGINT else Exit.PREEMPTED)
 
 
 class LostProcess(Exception):

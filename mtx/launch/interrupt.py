@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental import multihost_utils
 
-from mtx.launch.exits import Exit, leave
+from mtx.launch.exits import Exit, leaving, stay
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
@@ -66,13 +66,15 @@ def stop_requests() -> Iterator[StopRequests]:
 
     def restore():
         for number, handler in before.items():
-            usual = _USUAL[number] if handler is leave else handler
+            usual = _USUAL[number] if handler is leaving else handler
             signal.signal(number, signal.SIG_DFL if usual is None else usual)
 
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():  # no other may have handlers
         for number in numbers:
             before[number] = signal.signal(number, request)
+        if leaving in before.values():
+            stay()
     try:
         yield requests
     finally:
