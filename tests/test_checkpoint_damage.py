@@ -119,7 +119,7 @@ def test_files_that_are_not_whole(saved, copied, name, how):
     if how != "missing":
         path.write_bytes(content[: len(content) // 2] if how == "cut" else b"")
     if name == "arrays.0.bin":
-        with pytest.raises(Damaged, match=r"arrays.0.bin: (No such file|the file is too short)"):
+        with pytest.raises(Damaged, match=r"arrays.0.bin(: No such file| has [\d,]+ of [\d,]+ b)"):
             copied.restore(saved.trainer, 2)
     step, said = found(copied)
     assert step == 1

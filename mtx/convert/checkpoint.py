@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import write_documents
-from mtx.checkpoint.store import ArrayInfo, Block, Part, Store, write_parts
+from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
 from mtx.convert.huggingface import Canonical, Report, Shape, parts
 from mtx.train.optimizer import LossScale
