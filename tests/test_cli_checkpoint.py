@@ -54,6 +54,8 @@ def test_list(saved, damaged, capsys):
     assert all(line.endswith("complete") for line in lines[1:])
     (damaged / "checkpoints" / "10" / "run.json").write_text("{}")
     (damaged / "checkpoints" / "40.aside").mkdir()
+    (damaged / "checkpoints" / "x.aside").mkdir()  # of somebody else
+    (damaged / "checkpoints" / "50.aside.txt").touch()
     assert main(["checkpoint", "list", str(damaged), "--json"]) == 0
     states = {row["step"]: row["state"] for row in json.loads(capsys.readouterr().out)}
     assert states == {

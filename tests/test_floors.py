@@ -19,6 +19,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.api": PARTS,
     "mtx.errors": GROUND,
     "mtx.fields": GROUND,
+    "mtx.paths": GROUND,
     "mtx.presets": GROUND,
     "mtx.data": GROUND,
     "mtx.plan": GROUND,

@@ -40,6 +40,7 @@ from mtx.config import ModelConfig, RunConfig, from_dict, to_dict
 from mtx.data import Tokenizer, tokenizer_from_dict
 from mtx.errors import UserError
 from mtx.launch.agree import agree
+from mtx.paths import check_path
 from mtx.train.optimizer import LossScale
 from mtx.train.step import Trainer, TrainState
 
@@ -71,6 +72,7 @@ class Checkpoints:
         keep_every: int = 0,
         say: Callable[[str], None] = print,
     ):
+        check_path("checkpoints", directory)
         directory = Path(directory).absolute()
         inner = directory / "checkpoints"
         self.directory = inner if inner.is_dir() else directory

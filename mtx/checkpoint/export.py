@@ -24,6 +24,7 @@ from mtx.checkpoint.store import Store
 from mtx.config import Layout, to_dict
 from mtx.convert.safetensors import DTYPES, SafetensorsWriter
 from mtx.errors import UserError
+from mtx.paths import check_path
 from mtx.train.finetune import FinetuneTrainer, finetuned_task
 from mtx.train.step import Trainer
 
@@ -54,6 +55,7 @@ def export(
     `dtype` is that of the parameters. Beside them lie run.json and tokenizer.json. Raises Damaged,
     and UserError where `out` is there already or cannot be written.
     """
+    check_path("out", out)
     if out.exists():
         raise UserError(f"{out} is there already; name another folder")
     step = checkpoints.manifest(step).step

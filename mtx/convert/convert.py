@@ -34,6 +34,7 @@ from mtx.convert.huggingface import (
 )
 from mtx.convert.tokenizer import has_tokenizer, tokenizer_of, write_tokenizer
 from mtx.errors import UserError
+from mtx.paths import check_path
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 COMPANIONS = "huggingface"  # the folder of a run for what Hugging Face has beside the tensors
@@ -183,6 +184,7 @@ def to_huggingface(
 @contextlib.contextmanager
 def _new_directory(target: Path) -> Iterator[Path]:
     """A directory that becomes `target` where nothing fails, and vanishes otherwise."""
+    check_path("target", target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already; name another, or remove it")
     place = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"

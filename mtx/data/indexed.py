@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.paths import check_path
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"
@@ -354,7 +355,8 @@ def is_dataset(prefix: str | os.PathLike) -> bool:
 
 
 def require_new(prefix: str) -> None:
-    """UserError where a file of a dataset of this prefix exists."""
+    """UserError where a file of a dataset of this prefix exists, or cannot be."""
+    check_path("dataset", prefix)
     for suffix in (".idx", ".bin", ".json"):
         if os.path.lexists(prefix + suffix):
             raise UserError(f"{prefix}{suffix} exists; remove it, or choose another name")

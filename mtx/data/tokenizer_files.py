@@ -17,6 +17,7 @@ from mtx.data.sentencepiece import read_sentencepiece
 from mtx.data.subwords import Eod, SubwordTokenizer
 from mtx.data.tokenizer import ByteTokenizer, Tokenizer
 from mtx.errors import UserError
+from mtx.paths import check_path
 
 # What a folder may hold, the first of them that is there.
 _IN_FOLDERS = (
@@ -55,6 +56,7 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
 
 def require_new_file(path: str | os.PathLike) -> Path:
     """The path; UserError where it exists."""
+    check_path("tokenizer", path)
     path = Path(path).expanduser()
     if os.path.lexists(path):
         raise UserError(f"{path} exists; remove it, or choose another name")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from mtx.errors import UserError
+from mtx.paths import check_path
 
 _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
@@ -78,6 +79,7 @@ def use_compile_cache(directory: str) -> Path | None:
     if directory == "auto":
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = os.environ.get(_CACHE_VARIABLE) or f"{home}/mtx/compiled"
+    check_path("compile_cache", directory)
     path = Path(directory).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
