@@ -159,6 +159,8 @@ def inspect_action(arguments: list[str]) -> None:
     layout, model = run.layout, run.model
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.unix_time))
     held_out = extra.get("held_out")
+    if isinstance(held_out, dict) and type(held_out.get("loss")) is float:
+        extra["held_out"] = f"loss {held_out['loss']:.4f} at step {held_out.get('step')}"
     print("\n".join([
         f"checkpoint {checkpoints.directory / str(manifest.step)}",
         f"saved      {saved} by {manifest.processes} "
@@ -170,9 +172,7 @@ def inspect_action(arguments: list[str]) -> None:
         f"{model.compute_dtype}",
         "tokenizer  " + ", vocabulary ".join(f"{value:,}" if isinstance(value, int) else value
                                             for value in tokenizer.values()),
-        *([f"held out   loss {held_out['loss']:.4f} at step {held_out['step']:,}"]
-          if held_out else []),
-        *(f"{key:<11}{value}" for key, value in extra.items() if key != "held_out"),
+        *(f"{key.replace('_', ' '):<11}{value}" for key, value in extra.items()),
         "",
         f"{'array':<40}{'shape':<28}{'dtype':<10}{'bytes':>18}  fingerprint",
         *(

@@ -154,6 +154,7 @@ def to_huggingface(
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
     with checkpoints.open(step) as store, _new_directory(target) as place:
         ours = SavedParameters(store)
+        ours.expect(canonical_shapes(run.model))
         _copy_companions(companions, place)
         end = write_tokenizer(place, document)
         if not base and run.model.family != "bert":

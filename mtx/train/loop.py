@@ -178,7 +178,12 @@ def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int
     """The samples that have been trained on: not step * global_batch, if that was another once."""
     if step is None:
         return 0
-    return int(checkpoints.extra(step).get("consumed", step * run.global_batch))
+    consumed = checkpoints.extra(step).get("consumed", step * run.global_batch)
+    if type(consumed) is not int or not 0 <= consumed < 2**62:
+        raise Damaged(
+            checkpoints.directory / str(step), f"extra.json: consumed={consumed!r:.60} is no number"
+        )
+    return consumed
 
 
 def _local_rows(trainer: Trainer) -> np.ndarray:
