@@ -6,6 +6,7 @@ Names, shapes and the order of layers are the checkpoint's own: `params.block.ml
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -131,12 +132,18 @@ def _write_orbax(
         return values.astype(DTYPES[_NAMES[dtype]]) if _is_of(name, "params") else values
 
     wanted = [name for name in names if optimizer or _is_of(name, "params")]
+    # Without room, Orbax's threads would tell it in tracebacks.
+    needed = sum(store.catalog[name].size_bytes for name in wanted)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"it takes {needed:,} bytes, and {free:,} are free")
     tree = _nested((name, read(name)) for name in wanted)
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save(folder, tree)
-    except (ValueError, RuntimeError) as error:  # as TensorStore has it where a disk is full
-        raise UserError(f"{folder} cannot be written ({str(error).splitlines()[0]})") from error
+    except (ValueError, RuntimeError) as error:  # TensorStore's: its last words are the system's
+        reason = str(error).splitlines()[0].rpartition(": ")[2].partition(" [")[0]
+        raise OSError(errno.EIO, reason) from error
 
 
 def _nested(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
