@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from mtx.errors import UserError, unknown_name
 from mtx.fields import Between, settle, settle_types
+from mtx.paths import check_path
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
@@ -349,6 +350,10 @@ class DataConfig:
             raise UserError(
                 "data path='' must be a file, a folder or a dataset; '.' is this folder"
             )
+        for path in self.path:
+            check_path("data path", path)
+        check_path("data tokenizer", self.tokenizer)
+        check_path("data cache", self.cache or "")
         if not self.tokenizer:
             raise UserError(
                 "data tokenizer='' must be bytes, bpe, wordpiece, or the path of a tokenizer"

@@ -9,7 +9,6 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from mtx.errors import UserError
@@ -21,20 +20,6 @@ _MOST_LEVELS = 64  # of tables and lists within each other
 _LONG_KEY = re.compile(rf"(?:[^\s.,=]{{1,64}} ?\. ?){{{_MOST_LEVELS}}}")
 
 Name = str | os.PathLike
-
-
-def user_path(name: Name) -> Path:
-    """The path of that name, which need not exist, with ~ expanded; UserError where it cannot be
-    reached, so that Path's own questions (`is_dir`) get answers."""
-    path = Path(os.path.expanduser(name))
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", error)
-        raise UserError(f"{os.fspath(name)!r} cannot be reached: {why}; use another name") from None
-    return path
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def test_files_that_are_not_whole(saved, copied, name, how):
     if how != "missing":
         path.write_bytes(content[: len(content) // 2] if how == "cut" else b"")
     if name == "arrays.0.bin":
-        with pytest.raises(Damaged, match=r"arrays.0.bin: (No such file|the file is too short)"):
+        with pytest.raises(Damaged, match=r"arrays.0.bin(: No such file| has [\d,]+ of [\d,]+ b)"):
             copied.restore(saved.trainer, 2)
     step, said = found(copied)
     assert step == 1
@@ -205,7 +205,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk(saved, small_disk):
+def test_a_full_disk(saved, small_disk, caplog):
     state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.state_specs))
     checkpoints = Checkpoints(small_disk / "run", keep=1)
     save(checkpoints, saved.trainer, state, 1)
@@ -225,6 +225,7 @@ def test_a_full_disk(saved, small_disk):
         assert checkpoints.steps() == [1]
         checkpoints.wait()
         assert [path.name for path in checkpoints.directory.iterdir()] == ["1"]
+    assert not caplog.records  # Orbax's tracebacks
     jax.tree.map(
         np.testing.assert_array_equal, checkpoints.restore(saved.trainer).params, state.params
     )

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,6 +60,8 @@ def test_list(saved, damaged, capsys):
     assert all(line.endswith("complete") for line in lines[1:])
     (damaged / "checkpoints" / "10" / "run.json").write_text("{}")
     (damaged / "checkpoints" / "40.aside").mkdir()
+    (damaged / "checkpoints" / "x.aside").mkdir()  # of somebody else
+    (damaged / "checkpoints" / "50.aside.txt").touch()
     assert main(["checkpoint", "list", str(damaged), "--json"]) == 0
     states = {row["step"]: row["state"] for row in json.loads(capsys.readouterr().out)}
     assert states == {
@@ -127,3 +135,120 @@ def test_help(capsys):
     assert main(["checkpoint"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {action}" in text for action in ("list", "inspect", "verify", "export"))
+
+
+# -- for others ------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+
+
+def blocks_of_the_page() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def without_mtx(code: str, *arguments: object) -> str:
+    """What a program prints that can import nothing of ours."""
+    program = f"import sys\nsys.modules['mtx'] = None\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True,
+        env={name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def all_arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
+    with Checkpoints(folder).open(step) as store:
+        return {name: store.read(name) for name in store.catalog}
+
+
+def assert_same_bits(there: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert there.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert (there[name].dtype, there[name].shape) == (values.dtype, values.shape)
+        assert there[name].tobytes() == values.tobytes(), name
+
+
+def test_the_page_s_reader_needs_numpy_alone(saved, damaged, tmp_path):
+    reader, _ = blocks_of_the_page()
+    assert len(reader.splitlines()) <= 33
+    names: dict = {}
+    exec(compile(reader, "docs/checkpoints.md", "exec"), names)
+    folder = saved[0] / "checkpoints" / "20"
+    assert_same_bits(names["read_checkpoint"](folder), all_arrays(saved[0], 20))
+    with pytest.raises(AssertionError, match="params.ends.tokens"):
+        names["read_checkpoint"](damaged / "checkpoints" / "20")
+    (damaged / "checkpoints" / "20" / "checkpoint.json").write_text(
+        (folder / "checkpoint.json").read_text().replace('"step":20', '"step":21')
+    )
+    with pytest.raises(AssertionError, match="checkpoint.json"):
+        names["read_checkpoint"](damaged / "checkpoints" / "20")
+    heavy = "{'jax', 'orbax', 'ml_dtypes'}"
+    told = f"{reader}\nprint(len(read_checkpoint(sys.argv[1])), {heavy} & set(sys.modules))"
+    assert without_mtx(told, folder) == f"{len(all_arrays(saved[0], 20))} set()\n"
+
+
+def test_every_array_of_the_page_is_there(saved):
+    arrays = all_arrays(saved[0], 20)
+    section = PAGE.partition("### Arrays")[2].partition("### ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    named = re.findall(r"`([\w.]+)`", " ".join(rows))
+    assert len(named) == 7 and set(named) <= arrays.keys()
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", True), ("bfloat16", False)])
+def test_orbax_alone_reads_an_export(saved, tmp_path, dtype, optimizer):
+    """In a process that cannot import mtx, by the lines of the page."""
+    out, found = tmp_path / "shared", tmp_path / "found.npz"
+    arguments = ["checkpoint", "export", str(saved[0]), "--out", str(out), "--format", "orbax"]
+    assert main([*arguments, "--dtype", dtype, *["--optimizer"] * optimizer]) == 0
+    _, lines = blocks_of_the_page()
+    without_mtx(
+        lines.replace('"/path/to/FOLDER"', "sys.argv[1]")
+        + "import jax, numpy as np\n"
+        + "named = {jax.tree_util.keystr(path, simple=True, separator='.'): a "
+        + "for path, a in jax.tree.leaves_with_path(state)}\n"
+        + "as_bytes = lambda a: np.frombuffer(a.tobytes(), np.uint8)\n"
+        + "np.savez(sys.argv[2], **{f'{n} {a.dtype} {a.shape}': as_bytes(a) "
+        + "for n, a in named.items()})",
+        out, found,
+    )  # fmt: skip
+    wanted = {}
+    for name, values in all_arrays(saved[0], 20).items():
+        if name.startswith("params."):
+            values = values.astype(jnp.dtype(dtype))
+        if optimizer or name.startswith("params."):
+            wanted[f"{name} {values.dtype} {values.shape}"] = values.tobytes()
+    there = {name: values.tobytes() for name, values in np.load(found).items()}
+    assert there == wanted
+    assert json.loads((out / "run.json").read_text()) == json.loads(json.dumps(to_dict(RUN)))
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_the_optimizer_s_state_as_safetensors(saved, tmp_path, capsys):
+    out = tmp_path / "shared"
+    arguments = ["checkpoint", "export", str(saved[0]), "--out", str(out), "--step", "10"]
+    assert main([*arguments, "--optimizer", "--dtype", "bfloat16"]) == 0
+    assert "parameters in bfloat16 and the optimizer's state" in capsys.readouterr().out
+    assert json.loads((out / "state.json").read_text()) == {
+        "loss_scale": {"good_steps": 0, "scale": 1.0}, "skipped": 0, "step": 10,
+    }  # fmt: skip
+    moments = {n: a for n, a in all_arrays(saved[0], 10).items() if n.startswith(("mu.", "nu."))}
+    with SafetensorsFile(out / "optimizer.safetensors") as file:
+        assert_same_bits({name: file.read(name) for name in file.tensors}, moments)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "orbax"])
+def test_an_export_that_finds_no_room(saved, tmp_path, form, capsys, caplog):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount")
+    try:
+        arguments = ["checkpoint", "export", str(saved[0]), "--format", form, "--optimizer"]
+        assert main([*arguments, "--out", str(tmp_path / "shared")]) == 2
+        error = capsys.readouterr().err
+        assert "No space left on device" in error or "and 32,768 are free" in error
+        assert f"{tmp_path / 'shared'} cannot be written" in error and error.count("\n") == 1
+        assert list(tmp_path.iterdir()) == [] and not caplog.records
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

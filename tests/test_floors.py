@@ -21,6 +21,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.fields": GROUND,
     "mtx.files": GROUND,
     "mtx.sizes": GROUND,
+    "mtx.paths": GROUND,
     "mtx.presets": GROUND,
     "mtx.data": GROUND,
     "mtx.plan": GROUND,

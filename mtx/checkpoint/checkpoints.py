@@ -6,7 +6,8 @@ as [L, ...] in model order, in blocks; `run.json`, the config; `tokenizer.json`;
 written in the background and renamed when it is complete, so a checkpoint is there whole or not at
 all; what is read is checked, so it is what was written or an error that names what is not.
 
-Read in this order: store (arrays in files), snapshot (a state as arrays), manifest, commit.
+Read in this order: catalog (which arrays there are), store (arrays in files), snapshot (a state as
+arrays), manifest, commit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +40,7 @@ from mtx.config import ModelConfig, RunConfig, from_dict, to_dict
 from mtx.data import Tokenizer, tokenizer_from_dict
 from mtx.errors import UserError
 from mtx.launch.agree import agree
+from mtx.paths import check_path
 from mtx.train.optimizer import LossScale
 from mtx.train.step import Trainer, TrainState
 
@@ -69,6 +72,7 @@ class Checkpoints:
         keep_every: int = 0,
         say: Callable[[str], None] = print,
     ):
+        check_path("checkpoints", directory)
         directory = Path(directory).absolute()
         inner = directory / "checkpoints"
         self.directory = inner if inner.is_dir() else directory
@@ -249,6 +253,8 @@ class Checkpoints:
         try:
             with self.open(step) as store:
                 state = self._snapshot_of(trainer).load(store)
+            if int(state.step) != step:
+                raise Damaged(self._path(step), f"array step is {int(state.step):,}")
         except Damaged as error:
             said = _DAMAGED + error.what
         except UserError as error:
@@ -327,31 +333,41 @@ class Checkpoints:
 
     def aside(self) -> list[str]:
         """The names of those that were set aside."""
-        return sorted(path.name for path in self.directory.glob(f"*{_ASIDE}*"))
+        named = re.compile(rf"\d+{re.escape(_ASIDE)}\d*")
+        return sorted(
+            path.name
+            for path in self.directory.glob(f"*{_ASIDE}*")
+            if named.fullmatch(path.name) and path.is_dir()
+        )
 
     def manifest(self, step: int | None = None) -> Manifest:
         """What a checkpoint holds. Raises Damaged."""
-        return read_manifest(self._path(self._existing(step)))
+        step = self._existing(step)
+        manifest = read_manifest(self._path(step))
+        if manifest.step != step:
+            raise Damaged(self._path(step), f"{MANIFEST} is that of step {manifest.step:,}")
+        return manifest
 
     def look(self, step: int | None = None) -> None:
         """Raises Damaged where something is missing, or a small file is not what was written. The
         arrays' own bytes are checked when they are read."""
-        path = self._path(self._existing(step))
-        manifest = read_manifest(path)
+        manifest = self.manifest(step)
         for name in _DOCUMENTS:
-            read_document(path, manifest, name)
-        Store(directory=path, catalog=manifest.catalog).check_files()
+            read_document(self._path(manifest.step), manifest, name)
+        Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()
 
     def open(self, step: int | None = None) -> Store:
         """A checkpoint's arrays, to be read one by one, as in `with checkpoints.open() as store:
         store.read("params.ends.tokens")`. Raises Damaged."""
-        path = self._path(self._existing(step))
-        return Store(directory=path, catalog=read_manifest(path).catalog)
+        manifest = self.manifest(step)
+        store = Store(directory=self._path(manifest.step), catalog=manifest.catalog)
+        store.check_files()
+        return store
 
     def document(self, name: str, step: int | None = None) -> dict:
         """One of its JSON documents: "run", "tokenizer" or "extra". Raises Damaged."""
-        path = self._path(self._existing(step))
-        return read_document(path, read_manifest(path), name)
+        manifest = self.manifest(step)
+        return read_document(self._path(manifest.step), manifest, name)
 
     def run(self, step: int | None = None) -> RunConfig:
         """The config of the run that wrote a checkpoint."""
@@ -419,8 +435,9 @@ class Checkpoints:
 
 
 def _no_traceback(record: logging.LogRecord) -> bool:
-    """False for what Orbax's thread logs of a save that failed: `_writing` tells it in a line."""
-    return record.threadName != "async_save" or record.levelno < logging.ERROR
+    """False for what Orbax logs, with tracebacks, of a save that failed: `_writing` tells it in a
+    line. That its own metadata found no room, nobody has to know: nothing here reads them."""
+    return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts
 
 
 def _reason(error: Exception) -> str:

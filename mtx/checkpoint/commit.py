@@ -23,8 +23,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import is_ours, read_manifest, write_documents
-from mtx.checkpoint.store import ArrayInfo, Block, Part, Store, write_parts
+from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.launch.agree import agree
 
 DISCARDED = "discarded"  # what is to be deleted goes here first: a rename is atomic

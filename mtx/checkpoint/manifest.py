@@ -16,12 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtx.checkpoint.store import Catalog, Damaged, catalog_from_json, catalog_to_json, unreadable
+from mtx.checkpoint.catalog import Catalog, catalog_from_json, catalog_to_json
+from mtx.checkpoint.store import Damaged, unreadable
 from mtx.errors import UserError
-from mtx.files import parse_json
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2  # 1: fingerprints without the factor of an array's name and dtype
+_LAST_SECOND = 253402300799  # of the year 9999, beyond which Python has no dates
+_MOST_STEPS = 2**31  # counted on devices
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # All that a checkpoint's directory holds; the last two are Orbax's.
 _OURS = re.compile(r"\w+\.json|arrays\.\d+\.bin|_CHECKPOINT_METADATA|commit_success\.txt")
 
@@ -59,20 +62,37 @@ def write_documents(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises Damaged where it is not what was written, FileNotFoundError where there is none."""
+    """Raises Damaged where it is not what was written or its values cannot be, FileNotFoundError
+    where there is none, UserError where it is of a format to come."""
     text = _read(directory / MANIFEST)
     try:
-        whole = parse_json(text, MANIFEST)
+        whole = _table(text)
         values = whole["manifest"]
-        if _digest(_canonical(values)) != whole["sha256"]:
+        if not isinstance(values, dict) or _digest(_canonical(values)) != whole["sha256"]:
             raise ValueError("its checksum is another")
-        if values["format"] != _FORMAT:
-            raise ValueError(f"its format is {values['format']}, and this mtx reads {_FORMAT}")
+        written = _whole_number(values, "format", least=1)
+        if written > _FORMAT:
+            raise UserError(
+                f"checkpoint {directory} is of format {written:,}, and this mtx reads 1 to "
+                f"{_FORMAT}; use a newer mtx"
+            )
+        unix_time, documents = values["unix_time"], values["documents"]
+        if type(unix_time) not in (int, float) or not 0 <= unix_time <= _LAST_SECOND:
+            raise ValueError(f"unix_time={unix_time!r:.60} is no time")
+        if not isinstance(documents, dict) or not all(map(_is_digest, documents.values())):
+            raise ValueError(f"documents={documents!r:.60} must be a table of their checksums")
         return Manifest(
-            step=values["step"], unix_time=values["unix_time"], processes=values["processes"],
-            catalog=catalog_from_json(values), documents=values["documents"],
+            step=_whole_number(values, "step"), unix_time=unix_time, documents=documents,
+            processes=_whole_number(values, "processes", least=1),
+            catalog=catalog_from_json(values, named=written > 1),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except KeyError as error:
+        raise Damaged(directory, f"{MANIFEST}: it has no {error}") from error
+    except RecursionError:
+        raise Damaged(directory, f"{MANIFEST}: it is nested too deeply") from None
+    except (ValueError, TypeError) as error:
         raise Damaged(directory, f"{MANIFEST}: {error}") from error
 
 
@@ -86,9 +106,40 @@ def read_document(directory: Path, manifest: Manifest, name: str) -> dict:
     if hashlib.sha256(text).hexdigest() != manifest.documents.get(name):
         raise Damaged(directory, f"{path.name} is not what was written")
     try:
-        return parse_json(text, path.name)
-    except UserError as error:
-        raise Damaged(directory, str(error)) from error
+        return _table(text)
+    except ValueError as error:
+        raise Damaged(directory, f"{path.name}: {error}") from error
+
+
+def _table(text: bytes) -> dict:
+    """A JSON object. Raises ValueError, in a line."""
+    try:
+        values = json.loads(text, object_pairs_hook=_unique)
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError("it is no table")
+    return values
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands in it twice")
+    return found
+
+
+def _whole_number(values: dict, name: str, *, least: int = 0) -> int:
+    value = values[name]
+    if type(value) is not int or not least <= value < _MOST_STEPS:  # no bool either
+        raise ValueError(f"{name}={value!r:.60} must be a whole number of at least {least}")
+    return value
 
 
 def is_ours(directory: Path) -> bool:
@@ -116,6 +167,8 @@ def _write(path: Path, text: str) -> str:
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise Damaged(path.parent, f"{path.name} is no file")
         return path.read_bytes()
     except FileNotFoundError:
         raise

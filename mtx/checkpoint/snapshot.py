@@ -171,9 +171,8 @@ class Snapshot:
 
     # -- and back ---------------------------------------------------------------------------------
 
-    def load(self, store: Store) -> TrainState:
-        """The state that `store` holds, on this trainer's layout. Raises Damaged, and UserError
-        where it is not of this trainer's model."""
+    def check(self, store: Store) -> None:
+        """Raises UserError where `store` has not all arrays of this trainer's model."""
         for leaf in self.leaves.values():
             there = store.catalog.get(leaf.name)
             if there is None or there.shape != leaf.shape or there.dtype != leaf.dtype:
@@ -182,6 +181,11 @@ class Snapshot:
                     f"checkpoint {store.directory} is of another model: {leaf.name} is {what} "
                     f"there and {leaf.dtype} {list(leaf.shape)} here"
                 )
+
+    def load(self, store: Store) -> TrainState:
+        """The state that `store` holds, on this trainer's layout. Raises Damaged, and UserError
+        where it is not of this trainer's model."""
+        self.check(store)
         largest_first = sorted(self.leaves, key=lambda name: -store.catalog[name].size_bytes)
         with ThreadPoolExecutor(_READING) as pool:
             loaded = pool.map(lambda name: self._load(store, self.leaves[name]), largest_first)

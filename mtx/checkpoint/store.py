@@ -1,9 +1,8 @@
 """Arrays in files: what the processes of a run hold of each, as blocks; read back in any other cut.
 
 A process writes one file, `arrays.<process>.bin`: the blocks it holds, raw and in row-major order,
-one after the other. `Catalog` says of every array its shape and dtype, and of every block where it
-lies in the array and in which file, with a fingerprint. A reader takes whole blocks and checks each
-before anything of it is used. Nothing here knows what the arrays are for, and nothing needs JAX.
+one after the other; the catalog says where. A reader takes whole blocks and checks each before
+anything of it is used. Nothing here knows what the arrays are for, and nothing needs JAX.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-from mtx.checkpoint.fingerprint import MODULUS, fingerprint
+from mtx.checkpoint.catalog import Block, Catalog
+from mtx.checkpoint.fingerprint import MODULUS, factor_of, fingerprint
 from mtx.errors import UserError
 
 MOST_BLOCK_BYTES = 32 << 20  # what is read to get at one element; and what a thread works on
 _AT_A_TIME_BYTES = 4 << 20  # what is still in a cache when it is looked at again
 _ALIGNMENT = 64  # bytes
-_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name, name))
-    for name in ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint32", "bool")
-}
 
 
 class Damaged(UserError):
@@ -54,22 +49,6 @@ class Part:
     values: np.ndarray
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """A part of an array, in a file."""
-
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    offset: int  # bytes
-    fingerprint: int
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
@@ -90,14 +69,14 @@ def write_parts(path: Path, parts: Sequence[Part], *, threads: int = 2) -> list[
         digest, end = 0, offset
         for start, values in _pieces(piece, _AT_A_TIME_BYTES):
             values = np.ascontiguousarray(values).reshape(values.shape)
-            digest = (digest + fingerprint(values, start)) % MODULUS
+            digest += fingerprint(values, start)
             end = _write_all(file, values, end)
         # Begins to write to the disk now, and lets go of pages that nobody reads again.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, offset, end - offset, os.POSIX_FADV_DONTNEED)
         return Block(
             name=piece.name, start=piece.start, shape=piece.values.shape, file=path.name,
-            offset=offset, fingerprint=digest,
+            offset=offset, fingerprint=digest * factor_of(piece.name, values.dtype) % MODULUS,
         )  # fmt: skip
 
     try:
@@ -143,65 +122,6 @@ def _cuts(
         first = (*start[:dim], start[dim] + row, *start[dim + 1 :])
         rows = min(step, shape[dim] - row)
         yield from _cuts(first, (*shape[:dim], rows, *shape[dim + 1 :]), most)
-
-
-# -- what there is ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ArrayInfo:
-    """One array and its blocks."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    blocks: tuple[Block, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def fingerprint(self) -> int:
-        """Of the whole array: the same however it was cut."""
-        return sum(block.fingerprint for block in self.blocks) % MODULUS
-
-
-Catalog = dict[str, ArrayInfo]
-
-
-def catalog_to_json(catalog: Catalog) -> dict:
-    files = sorted({block.file for info in catalog.values() for block in info.blocks})
-    number = {file: place for place, file in enumerate(files)}
-    arrays = {
-        name: {
-            "dtype": info.dtype.name,
-            "shape": list(info.shape),
-            "fingerprint": f"{info.fingerprint:016x}",
-            "blocks": [
-                [number[b.file], b.offset, list(b.start), list(b.shape), f"{b.fingerprint:016x}"]
-                for b in info.blocks
-            ],
-        }
-        for name, info in catalog.items()
-    }
-    return {"files": files, "arrays": arrays}
-
-
-def catalog_from_json(values: dict) -> Catalog:
-    """Raises KeyError, TypeError or ValueError where `values` are not from `catalog_to_json`."""
-    files, catalog = values["files"], {}
-    for name, array in values["arrays"].items():
-        blocks = tuple(
-            Block(
-                name=name, start=tuple(start), shape=tuple(shape), file=files[file],
-                offset=offset, fingerprint=int(digest, 16),
-            )
-            for file, offset, start, shape, digest in array["blocks"]
-        )  # fmt: skip
-        catalog[name] = ArrayInfo(
-            shape=tuple(array["shape"]), dtype=_DTYPES[array["dtype"]], blocks=blocks
-        )
-    return catalog
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -288,12 +208,12 @@ class Store:
             if values is None:
                 values = memory[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
             self._read_all(block, values, offset)
-            digest = (digest + fingerprint(values, start)) % MODULUS
+            digest += fingerprint(values, start)
             offset += values.nbytes
             for source, target in found:
                 if target is not values and target.size:
                     target[...] = values[source]
-        if digest != block.fingerprint:
+        if digest * factor_of(block.name, dtype) % MODULUS != block.fingerprint:
             raise self._damaged(block, "these are not the bytes that were written")
 
     def _read_all(self, block: Block, values: np.ndarray, offset: int) -> None:
@@ -310,7 +230,9 @@ class Store:
 
     def _open(self, name: str) -> int:
         if name not in self._files:
-            file = os.open(self.directory / name, os.O_RDONLY)
+            file = os.open(
+                self.directory / name, os.O_RDONLY | os.O_NONBLOCK
+            )  # no waiting for a pipe
             if self._files.setdefault(name, file) != file:  # another thread was faster
                 os.close(file)
         return self._files[name]

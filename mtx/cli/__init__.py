@@ -6,6 +6,8 @@ JAX is imported by the commands that compute, and when they do.
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -23,10 +25,14 @@ from mtx.cli.report import report_command
 from mtx.cli.schedule import schedule_command
 from mtx.cli.train import TrainOptions, train_command
 from mtx.errors import UserError
+from mtx.paths import check_path
 
 __all__ = [
     "COMMANDS", "OwnFields", "TrainOptions", "exit_status", "main", "parse", "start_devices",
 ]  # fmt: skip
+
+_NO_PATHS = ("--prompt", "--stop", "--cluster.coordinator")
+_NUMBERS = re.compile(r"[-+.,\deE]*")
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train_command,
@@ -59,9 +65,23 @@ def _dispatch(arguments: list[str]) -> int | None:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"unknown command {name!r}: {hint}known are {', '.join(COMMANDS)}")
+    _check_paths(arguments[1:])
     status = COMMANDS[name](arguments[1:])
     sys.stdout.flush()
     return status
+
+
+def _check_paths(arguments: Sequence[str]) -> None:
+    """Refuses addresses such as gs://bucket/run, and names that no file can have, wherever they
+    stand: no option takes one that is not a text, an address of its own, or for another program."""
+    option = ""
+    for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
+        if argument.startswith("--"):
+            option, _, value = argument.partition("=")
+        else:
+            value = argument
+        if option.replace("_", "-") not in _NO_PATHS and not _NUMBERS.fullmatch(value):
+            check_path(option or "path", value)
 
 
 def _overview() -> str:

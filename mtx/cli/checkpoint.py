@@ -1,12 +1,10 @@
-"""`mtx checkpoint`: what a run's checkpoints hold, whether they are sound, and their parameters as
-one file."""
+"""`mtx checkpoint`: what a run's checkpoints hold, whether they are sound, and what others read."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -23,13 +21,11 @@ from mtx.sizes import Interval
 
 if TYPE_CHECKING:
     from mtx.checkpoint.checkpoints import Checkpoints
-    from mtx.checkpoint.store import Damaged, Store
+    from mtx.checkpoint.store import Damaged
 
 _Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-_EXPORT_ROWS_BYTES = 256 << 20  # of an array, in memory at a time
-_EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def checkpoint_command(arguments: list[str]) -> int | None:
@@ -164,6 +160,8 @@ def inspect_action(arguments: list[str]) -> None:
     layout, model = run.layout, run.model
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.unix_time))
     held_out = extra.get("held_out")
+    if isinstance(held_out, dict) and type(held_out.get("loss")) is float:
+        extra["held_out"] = f"loss {held_out['loss']:.4f} at step {held_out.get('step')}"
     print("\n".join([
         f"checkpoint {checkpoints.directory / str(manifest.step)}",
         f"saved      {saved} by {manifest.processes} "
@@ -175,9 +173,7 @@ def inspect_action(arguments: list[str]) -> None:
         f"{model.compute_dtype}",
         "tokenizer  " + ", vocabulary ".join(f"{value:,}" if isinstance(value, int) else value
                                             for value in tokenizer.values()),
-        *([f"held out   loss {held_out['loss']:.4f} at step {held_out['step']:,}"]
-          if held_out else []),
-        *(f"{key:<11}{value}" for key, value in extra.items() if key != "held_out"),
+        *(f"{key.replace('_', ' '):<11}{value}" for key, value in extra.items()),
         "",
         f"{'array':<40}{'shape':<28}{'dtype':<10}{'bytes':>18}  fingerprint",
         *(
@@ -232,7 +228,7 @@ def verify_action(arguments: list[str]) -> int:
 
 def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
     """All that is damaged in one checkpoint: at most one place of each array."""
-    from mtx.checkpoint.store import Damaged
+    from mtx.checkpoint.store import Damaged, Store
 
     damages = []
     try:
@@ -243,7 +239,11 @@ def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
         manifest = checkpoints.manifest(step)
     except Damaged:
         return damages
-    with checkpoints.open(step) as store, _Bar(step, manifest.size_bytes) as bar:
+    directory = checkpoints.directory / str(step)
+    with (
+        Store(directory=directory, catalog=manifest.catalog) as store,
+        _Bar(step, manifest.size_bytes) as bar,
+    ):
 
         def verify(name: str) -> Damaged | None:
             try:
@@ -291,15 +291,20 @@ class _Bar:
 class ExportOptions:
     out: _Name = None  # the folder to make
     step: _Step = None  # the newest where not given
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    format: Literal["safetensors", "orbax"] = "safetensors"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
+    optimizer: _Flag = False  # its state as well, in float32
 
 
 def export_action(arguments: list[str]) -> None:
-    """Write the parameters alone, without the optimizer's state, as model.safetensors.
+    """Write the parameters, or all of the state, as safetensors or for Orbax alone.
 
     Names, shapes and the order of layers are the checkpoint's own, as `inspect` shows them; with
-    run.json and tokenizer.json beside it. For Hugging Face's names and shapes: mtx convert.
+    run.json and tokenizer.json beside it. --format orbax makes a folder that Orbax's
+    StandardCheckpointer().restore reads, without mtx. For Hugging Face's names and shapes: mtx
+    convert.
     """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     name, rest = split_name(arguments)
     checkpoints = _open(name, rest)
     options = parse(
@@ -308,54 +313,14 @@ def export_action(arguments: list[str]) -> None:
     )  # fmt: skip
     if options.out is None:
         raise UserError("--out is missing: it names the folder to make")
-    out = Path(options.out)
-    if out.exists():
-        raise UserError(f"{out} is there already; name another folder")
-    from mtx.config import to_dict
+    from mtx.checkpoint.export import export
 
-    documents = {
-        "run": to_dict(checkpoints.run(options.step)),
-        "tokenizer": checkpoints.document("tokenizer", options.step),
-    }
-    written = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        written.mkdir(parents=True)
-        try:
-            with checkpoints.open(options.step) as store:
-                count = _export(store, written / "model.safetensors", options.dtype)
-            for document, values in documents.items():
-                text = json.dumps(values, indent=1) + "\n"
-                (written / f"{document}.json").write_text(text, encoding="utf-8")
-            written.rename(out)
-        except BaseException:
-            shutil.rmtree(written)
-            raise
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror})") from error
-    print(f"wrote      {out / 'model.safetensors'}: {count:,} parameters in {options.dtype}")
-
-
-def _export(store: Store, path: Path, dtype: str) -> int:
-    """Copies the parameters a few rows at a time; how many there are."""
-    import math
-
-    from mtx.convert.safetensors import SafetensorsWriter
-
-    prefix = "params."
-    shapes = {
-        name.removeprefix(prefix): info.shape
-        for name, info in store.catalog.items()
-        if name.startswith(prefix)
-    }
-    with SafetensorsWriter(path, shapes, dtype=_EXPORT_DTYPES[dtype]) as writer:
-        for name, shape in shapes.items():
-            row_bytes = 4 * math.prod(shape[1:])
-            rows = max(1, _EXPORT_ROWS_BYTES // row_bytes)
-            for row in range(0, shape[0], rows):
-                start = (row, *(0,) * (len(shape) - 1))
-                part = (min(rows, shape[0] - row), *shape[1:])
-                writer.write(name, store.read(prefix + name, start, part), row=row)
-    return sum(map(math.prod, shapes.values()))
+    count = export(
+        checkpoints, Path(options.out), step=options.step, format=options.format,
+        dtype=options.dtype, optimizer=options.optimizer,
+    )  # fmt: skip
+    more = " and the optimizer's state" if options.optimizer else ""
+    print(f"wrote      {options.out}: {count:,} parameters in {options.dtype}{more}")
 
 
 def _bytes_text(size_bytes: int) -> str:

@@ -14,7 +14,7 @@ import tyro
 
 from mtx.cli.options import parse
 from mtx.errors import UserError
-from mtx.files import user_path
+from mtx.paths import user_path
 from mtx.sizes import Interval, Tokens
 
 if TYPE_CHECKING:

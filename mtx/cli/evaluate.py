@@ -20,7 +20,7 @@ from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.fields import Between
-from mtx.files import user_path
+from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Tokens, VirtualDevices, Width
 
 if TYPE_CHECKING:

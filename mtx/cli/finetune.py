@@ -70,6 +70,7 @@ def finetune_command(arguments: list[str]) -> None:
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
+    from mtx.launch.shared import require_shared
     from mtx.train.finetune import (
         FinetuneTrainer,
         Finetuning,
@@ -87,6 +88,7 @@ def finetune_command(arguments: list[str]) -> None:
     how = Finetuning(**{name: getattr(options, name) for name in to_dict(Finetuning())})
     run = finetune_run(pretrained, options.layout, task, how, examples=len(examples["train"]))
     run = replace(run, out=options.out)
+    require_shared(Path(options.out))
     out = Checkpoints(Path(options.out) / "checkpoints", keep=1)
     if out.steps():
         raise UserError(f"{out.directory} has a checkpoint already; use another out")

@@ -17,7 +17,8 @@ import tyro
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout
 from mtx.errors import UserError
-from mtx.files import read_text, user_path
+from mtx.files import read_text
+from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
 
 if TYPE_CHECKING:

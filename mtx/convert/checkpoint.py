@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import write_documents
-from mtx.checkpoint.store import ArrayInfo, Block, Part, Store, write_parts
+from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
 from mtx.convert.huggingface import Canonical, Report, Shape, parts
+from mtx.errors import UserError
 from mtx.train.optimizer import LossScale
 from mtx.train.step import Trainer
 
@@ -43,6 +45,17 @@ class SavedParameters:
             for name, info in self._store.catalog.items()
             if name.startswith(start)
         }
+
+    def expect(self, shapes: Mapping[str, Shape]) -> None:
+        """UserError where an array of these is not there, or is another."""
+        for path, shape in shapes.items():
+            there = self._store.catalog.get(f"params.{path}")
+            if there is None or there.shape != shape or there.dtype != _FLOAT32:
+                what = "none" if there is None else f"{there.dtype} {list(there.shape)}"
+                raise UserError(
+                    f"checkpoint {self._store.directory}: params.{path} is {what}, and its model's "
+                    f"is float32 {list(shape)}; use another checkpoint"
+                )
 
     def read(self, path: str, rows: slice) -> np.ndarray:
         """Rows of an array along its first dim, float32. Raises Damaged."""

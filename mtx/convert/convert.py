@@ -34,7 +34,7 @@ from mtx.convert.huggingface import (
 )
 from mtx.convert.tokenizer import has_tokenizer, tokenizer_of, write_tokenizer
 from mtx.errors import UserError
-from mtx.files import user_path
+from mtx.paths import user_path
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 COMPANIONS = "huggingface"  # the folder of a run for what Hugging Face has beside the tensors
@@ -98,7 +98,7 @@ def to_checkpoint(
     default that of `source`. Raises UserError where the source cannot be converted, the target is
     there already or cannot be written, and where the two sides differ.
     """
-    source, target = user_path(source), user_path(target)
+    source, target = user_path(source, "source"), user_path(target, "target")
     with HuggingFaceModel(source) as theirs, _new_directory(target) as place:
         model = _with_sequence(theirs, sequence)
         theirs.expect(canonical_shapes(model))
@@ -142,7 +142,7 @@ def to_huggingface(
     for what was converted and not trained since what it was before. Tensors go into files of
     `most_file_gb` at most. Raises UserError as `to_checkpoint` does.
     """
-    source, target = user_path(source), user_path(target)
+    source, target = user_path(source, "source"), user_path(target, "target")
     checkpoints = Checkpoints(source)
     run, form = checkpoints.run(step), _form_of(checkpoints.extra(step))
     if dtype:
@@ -154,6 +154,7 @@ def to_huggingface(
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
     with checkpoints.open(step) as store, _new_directory(target) as place:
         ours = SavedParameters(store)
+        ours.expect(canonical_shapes(run.model))
         _copy_companions(companions, place)
         end = write_tokenizer(place, document)
         if not base and run.model.family != "bert":

@@ -211,5 +211,8 @@ class SafetensorsWriter:
             raise ValueError(f"{name} {shape} has no place for {array.shape} at row {row}")
         offset = row * math.prod(shape[1:]) * self.dtype.itemsize
         self._file.seek(self._start + self._begins[name] + offset)
-        np.ascontiguousarray(array, self.dtype).tofile(self._file)
+        # Not `tofile`, whose error does not say why.
+        left = memoryview(np.ascontiguousarray(array, self.dtype).reshape(-1).view(np.uint8))
+        while left:
+            left = left[self._file.write(left) :]
         self._left[name] -= array.size

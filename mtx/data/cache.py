@@ -19,7 +19,8 @@ import numpy as np
 
 from mtx.data.indexed import sync_folder
 from mtx.errors import UserError
-from mtx.files import read_json, user_path
+from mtx.files import read_json
+from mtx.paths import user_path
 
 Arrays = dict[str, np.ndarray]
 

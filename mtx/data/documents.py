@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mtx.data.samples import shuffled
 from mtx.errors import UserError
-from mtx.files import user_path
+from mtx.paths import user_path
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
 _BYTE_ORDER_MARK = "\ufeff"

@@ -29,6 +29,7 @@ import numpy as np
 
 from mtx.errors import UserError
 from mtx.files import read_json
+from mtx.paths import check_path
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"
@@ -355,7 +356,8 @@ def is_dataset(prefix: str | os.PathLike) -> bool:
 
 
 def require_new(prefix: str) -> None:
-    """UserError where a file of a dataset of this prefix exists."""
+    """UserError where a file of a dataset of this prefix exists, or cannot be."""
+    check_path("dataset", prefix)
     for suffix in (".idx", ".bin", ".json"):
         if os.path.lexists(prefix + suffix):
             raise UserError(f"{prefix}{suffix} exists; remove it, or choose another name")

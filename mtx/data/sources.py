@@ -16,7 +16,8 @@ from typing import Literal
 
 from mtx.data.documents import TEXT_SUFFIXES
 from mtx.errors import UserError
-from mtx.files import open_file, parse_json, user_path
+from mtx.files import open_file, parse_json
+from mtx.paths import user_path
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)

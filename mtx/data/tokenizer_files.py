@@ -17,7 +17,8 @@ from mtx.data.sentencepiece import read_sentencepiece
 from mtx.data.subwords import Eod, SubwordTokenizer
 from mtx.data.tokenizer import ByteTokenizer, Tokenizer
 from mtx.errors import UserError
-from mtx.files import read_bytes, read_json, read_text, user_path
+from mtx.files import read_bytes, read_json, read_text
+from mtx.paths import user_path
 
 # What a folder may hold, the first of them that is there.
 _IN_FOLDERS = (
@@ -57,7 +58,7 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
 
 def require_new_file(path: str | os.PathLike) -> Path:
     """The path; UserError where it exists."""
-    path = user_path(path)
+    path = user_path(path, "tokenizer")
     if os.path.lexists(path):
         raise UserError(f"{path} exists; remove it, or choose another name")
     return path

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtx.errors import UserError
-from mtx.files import open_file, parse_json, user_path
+from mtx.files import open_file, parse_json
+from mtx.paths import user_path
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
 _MOST_BYTES = 2**26  # of one object

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from mtx.errors import UserError
-from mtx.files import user_path
+from mtx.paths import user_path
 
 _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
@@ -79,7 +79,7 @@ def use_compile_cache(directory: str) -> Path | None:
     if directory == "auto":
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = os.environ.get(_CACHE_VARIABLE) or f"{home}/mtx/compiled"
-    path = user_path(directory)
+    path = user_path(directory, "compile_cache")
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from mtx.errors import UserError
 from mtx.train.track import Tracker
 
 LogKind = Literal[
@@ -27,7 +28,8 @@ class Log:
     A run that goes on from a checkpoint repeats the steps after it: of two lines for one step, the
     later counts. Without a path nothing is written: only process 0 has one. Every line has "t_s",
     the seconds since the log was opened, by a clock that nobody sets. Lines that cannot be written,
-    as on a full disk, wait for the next one that can: no run ends because of its log.
+    as on a full disk, wait for the next one that can: no run ends because of its log. Raises
+    UserError where it cannot be opened.
     """
 
     def __init__(self, path: Path | None, trackers: Sequence[Tracker] = ()):
@@ -36,8 +38,13 @@ class Log:
         self._trackers = trackers
         self._began_s = time.monotonic()
         if path is not None:
-            _drop_torn_line(path)
-            self._file = path.open("ab", buffering=0)
+            try:
+                _drop_torn_line(path)
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:
+                raise UserError(
+                    f"{path} cannot be written ({error.strerror}); move it away, or use another out"
+                ) from error
 
     def __enter__(self) -> Log:
         return self

@@ -24,8 +24,10 @@ from mtx.checkpoint.store import Damaged
 from mtx.config import RunConfig, to_dict
 from mtx.data import load_data, read_ahead
 from mtx.errors import UserError
+from mtx.launch.shared import require_shared
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
+from mtx.paths import check_path
 from mtx.plan.hardware import find_hardware
 from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
@@ -37,6 +39,8 @@ from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
 from mtx.train.step import Trainer
 from mtx.train.track import make_trackers
+
+_FILES, _FOLDERS = ("run.json", "log.jsonl"), ("checkpoints", "profile", "tensorboard", "wandb")
 
 
 def run_training(
@@ -60,6 +64,7 @@ def run_training(
     Several processes watch each other (`mtx.launch.watch`); with `watch`, one process watches
     itself, too. `startup` has the time from the launch up to here.
     """
+    check_path("out", run.out)
     startup, faults = startup or StartUp("the call"), Faults(guard=Guard(run.guard))
     history = History()
     with Watch(watch) as watching:
@@ -99,6 +104,7 @@ def _train(
     run = trainer.run
     watch.place(trainer.mesh)  # which refuses a layout of more devices than there are
     out = Path(run.out)
+    require_shared(out)
     file = next((path for path in (out, *out.parents) if path.is_file()), None)
     if file is not None:
         below = "" if file == out else f"lies below {file}, which "
@@ -174,7 +180,12 @@ def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int
     """The samples that have been trained on: not step * global_batch, if that was another once."""
     if step is None:
         return 0
-    return int(checkpoints.extra(step).get("consumed", step * run.global_batch))
+    consumed = checkpoints.extra(step).get("consumed", step * run.global_batch)
+    if type(consumed) is not int or not 0 <= consumed < 2**62:
+        raise Damaged(
+            checkpoints.directory / str(step), f"extra.json: consumed={consumed!r:.60} is no number"
+        )
+    return consumed
 
 
 def _usual_loss(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> float:
@@ -204,6 +215,7 @@ def _created(out: Path, run: RunConfig) -> Iterator[None]:
                 folder = os.open(out, os.O_RDONLY)
                 held.callback(os.close, folder)
                 _lock(folder, out)
+                _refuse_others(out)
                 written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
                 os.replace(written, out / "run.json")
         except OSError as error:
@@ -213,6 +225,14 @@ def _created(out: Path, run: RunConfig) -> Iterator[None]:
                 f"out={out} cannot be written ({error.strerror}); use another"
             ) from error
         yield
+
+
+def _refuse_others(out: Path) -> None:
+    """UserError where something else has the place of what a run writes; a pipe would hang it."""
+    for name in (*_FILES, *_FOLDERS):
+        path, kind = out / name, "file" if name in _FILES else "folder"
+        if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
+            raise UserError(f"{path} is there, and it is no {kind}; move it, or use another out")
 
 
 def _lock(folder: int, out: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtx.errors import UserError
-from mtx.files import user_path
+from mtx.paths import user_path
 
 
 @contextmanager

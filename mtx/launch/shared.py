@@ -1,0 +1,98 @@
+"""Whether a folder is one and the same for all processes: found out before anything is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from mtx.errors import UserError
+from mtx.launch.agree import agree
+
+_SEEN_S = 30.0  # for what one process writes to be seen by another: NFS and mounted buckets cache
+_ANSWER_S = 600.0  # for a process that is still starting
+_PAUSE_S = 0.1
+
+
+def require_shared(folder: Path) -> None:
+    """Raises UserError, on all processes, where `folder`, a run's out, is not on a disk that they
+    share, or one of them cannot write there. Nothing is left of what was made to find that out."""
+    if jax.process_count() == 1:
+        return
+    made = []  # by process 0, to be removed
+
+    def make(_) -> str:
+        place = folder / f".shared.{uuid.uuid4().hex}"
+        made.extend(path for path in (place, *place.parents) if not os.path.exists(path))
+        try:
+            place.mkdir(parents=True)
+        except OSError as error:
+            raise _cannot_be_written(folder, 0, error) from error
+        return place.name
+
+    def judge(all_said: Sequence[str]) -> str:
+        if failures := list(filter(None, all_said)):
+            raise UserError(failures[0])
+        for process in range(1, jax.process_count()):
+            if not _appears(place / str(process)):
+                raise _not_shared(folder, 0, f"process {process}")
+        return ""
+
+    try:
+        place = folder / agree("shared_place", "", make, timeout_s=_ANSWER_S)
+        agree("shared", _answer(folder, place), judge, timeout_s=_ANSWER_S + _SEEN_S)
+    finally:
+        if made:
+            shutil.rmtree(made[0], ignore_errors=True)
+        for path in made[1:]:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _answer(folder: Path, place: Path) -> str:
+    """What is wrong for this process, if anything; otherwise it leaves its number in `place`."""
+    process = jax.process_index()
+    if process == 0:
+        return ""
+    if not _appears(place):
+        return str(_not_shared(folder, process, "process 0"))
+    try:
+        (place / str(process)).touch()
+    except OSError as error:
+        return str(_cannot_be_written(folder, process, error))
+    return ""
+
+
+def _appears(path: Path) -> bool:
+    """Whether a path is there, or comes in time."""
+    end_s = time.monotonic() + _SEEN_S
+    while not os.path.exists(path):
+        if time.monotonic() > end_s:
+            return False
+        for parent in path.parents:  # to open a folder has NFS ask the server for it again
+            with contextlib.suppress(OSError):
+                os.close(os.open(parent, os.O_RDONLY))
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def _not_shared(folder: Path, process: int, other: str) -> UserError:
+    return UserError(
+        f"out={folder} is not on a disk that all processes share: process {process} on "
+        f"{socket.gethostname()} does not see what {other} writes there; use a folder of a shared "
+        "file system (NFS, Lustre, a mounted bucket), under the same name on every host"
+    )
+
+
+def _cannot_be_written(folder: Path, process: int, error: OSError) -> UserError:
+    return UserError(
+        f"out={folder} cannot be written by process {process} on {socket.gethostname()} "
+        f"({error.strerror}); use another, or let it write there"
+    )

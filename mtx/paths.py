@@ -1,0 +1,54 @@
+"""Paths that a user names: of this machine, or of what is mounted on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mtx.errors import UserError
+
+_STORES = "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|r2|oss|cos|b2|dbfs|hf|https?|s?ftp"
+# gs://bucket/run, also gs:/bucket/run as pathlib makes of it, s3:bucket, simplecache::s3://bucket.
+# A drive (C:/runs) is none, nor is ./gs:/bucket.
+_ADDRESS = re.compile(rf"\s*(\w+::)*([a-z][a-z0-9+.-]+:[/\\]|({_STORES}|file):)", re.IGNORECASE)
+_MOST_NAME = 255  # bytes, of Linux and nearly all of its file systems
+_MOST_PATH = 3840  # bytes: Linux's 4096, less what is made below a run's folder
+
+
+def user_path(path: str | os.PathLike, name: str = "path") -> Path:
+    """The path, which need not exist, with ~ expanded; UserError as for `check_path`, and where it
+    cannot be reached, so that Path's own questions (`is_dir`) get answers."""
+    check_path(name, path)
+    path = Path(os.path.expanduser(path))
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"{name}={path} cannot be reached: {error.strerror}; use another") from None
+    return path
+
+
+def check_path(name: str, path: str | os.PathLike) -> None:
+    """Raises UserError where `path` can be no file or folder: it is an address, has a NUL in it, or
+    is too long. `name`: what it was given as."""
+    text = os.fspath(path)
+    if _ADDRESS.match(text):
+        raise UserError(
+            f"{name}={_short(text)} is an address, and mtx reads and writes files of this machine "
+            "alone; mount the bucket (gcsfuse, mountpoint-s3, rclone mount) and name a folder there"
+        )
+    if "\0" in text:
+        raise UserError(f"{name}={_short(text)!r} has a NUL in it; use another")
+    encoded = os.fsencode(text)
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > _MOST_NAME or len(encoded) > _MOST_PATH:
+        raise UserError(
+            f"{name}={_short(text)} is longer than a path can be: {longest:,} bytes between two /, "
+            f"{len(encoded):,} in all; use at most {_MOST_NAME} and {_MOST_PATH:,}"
+        )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:100]}..."
