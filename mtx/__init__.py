@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "mtx.api": ("init_params", "loss_and_gradients", "trainer_for"),
     "mtx.config": ("DataConfig", "Layout", "ModelConfig", "OptimizerConfig", "RunConfig"),

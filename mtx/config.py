@@ -73,20 +73,20 @@ class ModelConfig:
            binary one for the order of two texts
     """
 
-    family: Family = "gpt"
-    layers: int = 8  # L
-    hidden: int = 256  # D
-    heads: int = 8  # H
+    family: Family = "gpt"  # GPT-2 and Megatron's GPT, Llama, or BERT
+    layers: int = 8  # L, transformer blocks
+    hidden: int = 256  # D, size between the blocks
+    heads: int = 8  # H, of attention
     kv_heads: int | None = None  # G, heads of keys and values; None: as many as heads
-    sequence: int = 256  # S
-    vocab: int = 256  # V, before padding
+    sequence: int = 256  # S, tokens
+    vocab: int = 256  # V, tokens, before padding
     ffn_multiple: int = 4  # F / D
     ffn: int | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
     tied: bool = True  # the output layer shares the embedding's weight
     dropout: float = 0.0  # on the embedding and before each residual addition
     attention_dropout: float = 0.0  # on the attention probabilities
     init_std: float = 0.02  # output projections of a block: init_std / sqrt(2 L)
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = 1e-5  # under the root of a norm
     norm_placement: NormPlacement = "pre"  # before attention and MLP, or after the additions
     gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
     rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
@@ -191,8 +191,8 @@ class Layout:
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
-    stage_layers: tuple[int, ...] | Literal["even", "balanced"] = "even"
     # layers of each of the pipe*virtual model pieces, in model order
+    stage_layers: tuple[int, ...] | Literal["even", "balanced"] = "even"
 
     def __post_init__(self):
         settle_types(self)
@@ -286,15 +286,15 @@ Rates = Literal["cosine", "linear", "wsd", "constant"]
 class OptimizerConfig:
     """AdamW with warm-up and decay, global-norm clipping and, in float16, a dynamic loss scale."""
 
-    lr: float = 1.5e-4
-    min_lr: float = 1e-5
-    rate: Rates = "cosine"
-    warmup_steps: int = 0
+    lr: float = 1.5e-4  # the largest learning rate: after the warm-up
+    min_lr: float = 1e-5  # the last one, which the decay ends at
+    rate: Rates = "cosine"  # how it decays; wsd: warm up, stay, decay
+    warmup_steps: int = 0  # in which the learning rate rises linearly
     decay_steps: int | None = None  # the step at which min_lr is reached; None: the run's steps
     wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
+    b1: float = 0.9  # decay of the mean of gradients
+    b2: float = 0.95  # decay of the mean of their squares
+    epsilon: float = 1e-8  # beside the root of the second
     weight_decay: float = 0.1  # not applied to biases and norms
     clip: float = 1.0  # global gradient norm; 0 turns it off
     loss_scale: float = 2.0**16  # float16 only: the first scale
@@ -405,7 +405,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     global_batch: int = 16  # sequences a step, over all replicas
-    steps: int = 100
+    steps: int = 100  # of the optimizer, from the run's beginning
     seed: int = 0  # initial values and dropout
     out: str = "runs/mtx"  # log, config and checkpoints
     eval_every: int = 50  # steps; 0: only at the end

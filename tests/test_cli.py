@@ -12,7 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse
+import mtx
+from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse, with_actions
+from mtx.cli.completion import rows
 from mtx.errors import UserError
 from mtx.presets import NAMES, preset
 
@@ -65,9 +67,33 @@ def test_help_of_a_command_lists_its_options(command, options, capsys):
         assert option in out
 
 
+def test_help_of_a_command_by_name(capsys):
+    for line in ("plan", "data build", "checkpoint verify", "help", "data"):
+        assert run("help", *line.split()) == 0
+        asked = capsys.readouterr().out
+        assert run(*line.split(), "--help") == 0
+        assert capsys.readouterr().out == asked
+
+
+def test_every_option_has_a_line_of_help():
+    options = [row for row in rows(with_actions()) if row.flag.startswith("--")]
+    assert len(options) > 200
+    for row in options:
+        said = re.sub(r"\(default:.*\)", "", row.about).strip()
+        assert len(said) > 3, f"mtx {row.command} {row.flag} says {row.about!r}"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith(f"mtx {mtx.__version__}, jax {jax.__version__}, ")
+
+
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     run("train", "gpt-3-175b", "--help")
-    assert re.search(r"--model.hidden INT\W+D \(default: 12288\)", capsys.readouterr().out)
+    assert re.search(
+        r"--model.hidden INT\W+D, size between the blocks \(default: 12288\)",
+        capsys.readouterr().out,
+    )
 
 
 def test_what_computes_nothing_loads_no_jax(empty_directory):
@@ -128,14 +154,27 @@ def test_without_options_it_is_the_preset():
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are train, launch, plan,",
+    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are checkpoint, ",
+    "sched": "unknown command 'sched': did you mean 'schedule'? known are",
+    "export": "unknown command 'export': known are",  # 'report' is two letters away
+    "foo": "unknown command 'foo': known are",
+    "help foo": "unknown command 'foo': known are",
+    "completion fish": "unknown shell 'fish': known are bash, zsh",
+    "completion": "mtx completion SHELL: name the shell, bash or zsh",
+    "data bild": "unknown action 'bild': did you mean 'build'? known are build, index, ",
+    "data run": "unknown action 'run': known are build, index, ",
     "train miniture": "unknown preset 'miniture': did you mean 'miniature'? known are bench-s,",
     "plan gpt-2t": "unknown preset 'gpt-2t': did you mean",
+    "plan llama_3_8B": "unknown preset 'llama_3_8B': did you mean 'llama-3-8b'? known are",
+    "plan llama-9-900b": "unknown preset 'llama-9-900b': known are",
+    "plan bert": "unknown preset 'bert': did you mean 'bert-1.3b' or 'bert-3.9b' or 'bert-336m'? ",
     "plan --target a100-80": "unknown hardware 'a100-80': did you mean 'a100-80gb'?",
     "train --model.layer 3": "unknown option --model.layer: did you mean --model.layers?",
     "train --layers 3": "unknown option --layers: did you mean --model.layers?",
     "train --sequence_parallel": "unknown option --sequence-parallel: did you mean --layout.sequ",
     "train --no-model.tied": "unknown option --no-model.tied: did you mean --model.no-tied?",
+    "train --model.foo 3": "unknown option --model.foo: see --help",  # not --model.ffn
+    "train --modle.layres 3": "unknown option --modle.layres: did you mean --model.layers?",
     "train --qqq=1": "unknown option --qqq: see --help",
     "train -x": "unknown option -x: see --help",
     "train --steps 3 miniature": "unexpected argument 'miniature': a name stands before all opt",

@@ -188,7 +188,7 @@ def test_a_tokenizer_is_trained_and_used(capsys, corpus):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["bild"], "unknown action 'bild': did you mean 'build'? known are build, inspect, merge"),
+        (["bild"], "unknown action 'bild': did you mean 'build'? known are build, index"),
         (["build"], "name the files to read before all options"),
         (["build", "docs.jsonl"], "--out is missing"),
         (["build", "gone.txt", "--out", "x"], "gone.txt is no file or folder"),

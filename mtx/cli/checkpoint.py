@@ -3,7 +3,6 @@ one file."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse, split_name
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from mtx.checkpoint.checkpoints import Checkpoints
@@ -42,9 +41,7 @@ def checkpoint_command(arguments: list[str]) -> int | None:
         print(_overview())
         return None
     if action not in ACTIONS:
-        near = difflib.get_close_matches(action, ACTIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown action {action!r}: {hint}known are {', '.join(ACTIONS)}")
+        raise unknown_name("action", action, ACTIONS)
     return ACTIONS[action](rest)
 
 
@@ -74,7 +71,7 @@ def _open(name: str | None, rest: list[str]) -> Checkpoints | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def list_action(arguments: list[str]) -> None:
@@ -124,7 +121,7 @@ def _row(checkpoints: Checkpoints, step: int) -> dict:
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
     step: _Step = None  # the newest where not given
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def inspect_action(arguments: list[str]) -> None:
@@ -193,7 +190,7 @@ def inspect_action(arguments: list[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     step: _Step = None  # all where not given
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def verify_action(arguments: list[str]) -> int:
@@ -290,7 +287,7 @@ class _Bar:
 class ExportOptions:
     out: _Name = None  # the folder to make
     step: _Step = None  # the newest where not given
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the file
 
 
 def export_action(arguments: list[str]) -> None:

@@ -26,13 +26,13 @@ _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    check: Literal["formulas", "transformers", "none"] = "formulas"
     # what the logits are compared with
+    check: Literal["formulas", "transformers", "none"] = "formulas"
     sequence: _Count = None  # from Hugging Face, Llama: of the run; all it can take where not given
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
     step: _Count = None  # to Hugging Face: of the checkpoint; the newest where not given
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     # to Hugging Face; auto: as it was where nothing was trained since, else float32
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from mtx.data.build import Built, Progress
@@ -38,9 +37,7 @@ def data_command(arguments: list[str]) -> None:
         print(_overview())
         return
     if action not in ACTIONS:
-        near = difflib.get_close_matches(action, ACTIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown action {action!r}: {hint}known are {', '.join(ACTIONS)}")
+        raise unknown_name("action", action, ACTIONS)
     ACTIONS[action](rest)
 
 
@@ -165,7 +162,7 @@ class InspectOptions:
     tokenizer: _Name = None  # check that this one made the dataset
     eod: str = "auto"  # of that tokenizer
     vocab: _Count = None  # check that every token is below it
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def inspect_action(arguments: list[str]) -> None:

@@ -31,6 +31,7 @@ _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
+    # mlm: masked tokens; classes: of mtx finetune
     task: Literal["perplexity", "lambada", "race", "mlm", "classes"] = "perplexity"
     path: tuple[str, ...] = ()  # text files; lambada, race, classes: files or folders of JSON
     json: _Text = None  # a file for the results

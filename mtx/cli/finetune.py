@@ -19,16 +19,16 @@ _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    task: Literal["classes", "race"] = "classes"
+    task: Literal["classes", "race"] = "classes"  # tell classes apart, or choose an answer
     train: tuple[str, ...] = ()  # JSON lines with "text", "text_pair" if any, "label"; RACE's files
     valid: tuple[str, ...] = ()  # the same, to judge the model by after each epoch
     out: str = "runs/finetuned"  # checkpoint and results
-    epochs: int = 3
+    epochs: int = 3  # passes over the examples
     batch: int = 32  # examples a step
-    lr: float = 2e-5
+    lr: float = 2e-5  # the largest learning rate: after the warm-up
     warmup_fraction: float = 0.06  # of the steps; then the rate falls linearly to 0
-    weight_decay: float = 0.01
-    dropout: float = 0.1
+    weight_decay: float = 0.01  # not applied to biases and norms
+    dropout: float = 0.1  # in the model and on its pooled output
     seed: int = 0  # of the head, the order of the examples, and dropout
     step: _Step = None  # of the pre-trained checkpoint; the newest where not given
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it

@@ -34,8 +34,8 @@ class GenerateOptions:
     top_k: int = 0  # of so many of the most likely tokens; 0: of all
     top_p: float = 1.0  # of as few of the most likely as have this probability together
     stop: tuple[str, ...] = ()  # a text ends before any of these strings
-    stop_token: tuple[int, ...] = ()  # or tokens
-    seed: int = 0
+    stop_token: tuple[int, ...] = ()  # or before any of these tokens
+    seed: int = 0  # of what is drawn
     batch: int = 64  # prompts at a time
     json: _Name = None  # for the texts as JSON lines, which are then not printed
     step: _Step = None  # of the checkpoint; the newest where not given

@@ -18,7 +18,7 @@ class ClusterOptions:
     """What a launcher's variables would say, said by hand; and how long to wait for others."""
 
     coordinator: str | None = None  # host:port at which process 0 listens
-    processes: int | None = None
+    processes: int | None = None  # of the run, on all nodes
     process: int | None = None  # this one, from 0
     local_devices: tuple[int, ...] | None = None  # GPUs of this node that are its own
     connect_s: int = 300  # for all processes to arrive
