@@ -15,7 +15,9 @@ import pytest
 import mtx
 from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse, with_actions
 from mtx.cli.completion import rows
+from mtx.config import RunConfig, from_dict
 from mtx.errors import UserError
+from mtx.plan.flops import parameters
 from mtx.presets import NAMES, preset
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +83,19 @@ def test_every_option_has_a_line_of_help():
     for row in options:
         said = re.sub(r"\(default:.*\)", "", row.about).strip()
         assert len(said) > 3, f"mtx {row.command} {row.flag} says {row.about!r}"
+
+
+def test_what_several_commands_have_means_one_thing():
+    table = list(rows(with_actions()))
+    taking = {(row.command, flag): row.takes for row in table for flag in row.flag.split()}
+    without = {row.command for row in table} - {command for command, _ in taking if _ == "--json"}
+    # `mtx train` writes log.jsonl as it goes on, and `mtx launch` has nothing to say of its own.
+    assert without == {"", "data", "checkpoint", "train", "launch", "completion"}
+    for (command, flag), takes in taking.items():
+        assert takes == {"--json": "", "--out": "1", "--draw": "1"}.get(flag, takes), command
+    for row in table:
+        if row.flag == "--draw":
+            assert "picture: .svg, .png or .pdf" in row.about
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -209,7 +224,7 @@ MISTAKES = {
     "generate . --prompt-file missing.txt": "prompt_file=missing.txt cannot be read: No such file",
     "generate . --prompt-file missing.jsonl": "missing.jsonl",
     "generate . --prompt-file empty": "prompt_file=empty is empty",
-    "generate . --json no/folder": "json=no/folder lies in no folder that is there; make it first",
+    "generate . --out no/folder": "out=no/folder lies in no folder that is there; make it first",
     "launch -- finetun a": "finetun is no command of mtx that computes, and no program here",
     "presets all": "unexpected argument 'all'",
 }
@@ -274,6 +289,15 @@ def test_plan_is_that_of_the_paper_s_largest_model(capsys):
     assert "1 x 4 x 2 = 8 devices" in capsys.readouterr().out
 
 
+def test_presets_as_json_are_what_they_are(capsys):
+    assert run("presets", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(NAMES)
+    for name, values in found.items():
+        assert values.pop("parameters") == parameters(preset(name).model)
+        assert from_dict(RunConfig, values) == preset(name)
+
+
 def test_presets_are_listed(capsys):
     assert run("presets") == 0
     head, *rows = capsys.readouterr().out.splitlines()
@@ -314,11 +338,13 @@ def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):
     # On one device: a part of the run's layout.
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     Path("prompts").write_text("The \nA \n")
-    ask = [*ask[:2], "--prompt-file", "prompts", *ask[5:], "--json", "texts.jsonl"]
+    ask = [*ask[:2], "--prompt-file", "prompts", *ask[5:], "--out", "texts.jsonl"]
     assert run(*ask) == 0
     assert capsys.readouterr().out == ""
     found = [json.loads(line) for line in Path("texts.jsonl").read_text().splitlines()]
     assert "\n\n".join(one["prompt"] + one["text"] for one in found) + "\n" == texts
+    assert run(*ask[:-2], "--json") == 0
+    assert capsys.readouterr().out == Path("texts.jsonl").read_text()
     assert [len(one["tokens"]) for one in found] == [5, 5]
     monkeypatch.undo()
     monkeypatch.chdir(empty_directory)

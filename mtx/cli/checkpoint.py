@@ -288,6 +288,7 @@ class ExportOptions:
     out: _Name = None  # the folder to make
     step: _Step = None  # the newest where not given
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the file
+    json: _Flag = False  # what was written, as JSON
 
 
 def export_action(arguments: list[str]) -> None:
@@ -328,7 +329,12 @@ def export_action(arguments: list[str]) -> None:
             raise
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror})") from error
-    print(f"wrote      {out / 'model.safetensors'}: {count:,} parameters in {options.dtype}")
+    path = out / "model.safetensors"
+    if options.json:
+        written = {"path": str(path), "parameters": count, "dtype": options.dtype}
+        print(json.dumps(written, indent=1))
+    else:
+        print(f"wrote      {path}: {count:,} parameters in {options.dtype}")
 
 
 def _export(store: Store, path: Path, dtype: str) -> int:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -64,6 +65,25 @@ def start_devices(virtual: int, cluster: ClusterOptions | None = None) -> None:
         raise SystemExit(Exit.LOST) from None
     if who is not None:
         print(who, flush=True)
+
+
+def check_writable(out: str | None) -> None:
+    """UserError before anything is computed where the file --out cannot be made."""
+    if out is None:
+        return
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise UserError(f"out={out} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"out={out} lies in no folder that is there; make it first")
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of it, or nothing."""
+    from mtx.view.files import replacing
+
+    with replacing(path.expanduser()) as written:
+        written.write_text(text, encoding="utf-8")
 
 
 def split_name(arguments: list[str]) -> tuple[str | None, list[str]]:
