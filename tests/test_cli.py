@@ -330,6 +330,8 @@ def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):
     out, error = capsys.readouterr()
     assert "layout     data 2 x pipe 2 x tensor 2" in out and error == ""
     assert "finished   step 2" in out
+    lines = [line.split(maxsplit=1)[0] for line in out.splitlines()]
+    assert lines.index("out") < lines.index("compiling") < lines.index("compiled")
 
     ask = ["generate", "a", "--prompt", "The ", "A ", "--tokens", "5", "--seed", "3"]
     assert run(*ask) == 0

@@ -156,7 +156,7 @@ def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> l
 
     epochs, losses, silent = [], [], silent or jax.process_index() != 0
     if not silent:
-        print("compiling  with the first step, which takes a while", flush=True)
+        print("compiling  the step: it can take minutes", flush=True)
 
     def end_of_epoch(epoch: int, state) -> None:
         judged = trainer.judge(state, examples["valid"])
