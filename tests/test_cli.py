@@ -189,6 +189,8 @@ MISTAKES = {
     "train --sequence_parallel": "unknown option --sequence-parallel: did you mean --layout.sequ",
     "train --no-model.tied": "unknown option --no-model.tied: did you mean --model.no-tied?",
     "train --model.foo 3": "unknown option --model.foo: see --help",  # not --model.ffn
+    "train --layer 3": "unknown option --layer: did you mean --model.layers?",
+    "train --data.layers 3": "unknown option --data.layers: did you mean --model.layers?",
     "train --modle.layres 3": "unknown option --modle.layres: did you mean --model.layers?",
     "train --qqq=1": "unknown option --qqq: see --help",
     "train -x": "unknown option -x: see --help",

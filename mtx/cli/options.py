@@ -172,13 +172,18 @@ def _near_options(name: str, known: list[str]) -> list[str]:
     switch = re.sub(r"^--no-(.*)\.", r"--\1.no-", name)
     if switch in known:
         return [switch]
-    section, _, field = name.lstrip("-").rpartition(".")
-    if section:
-        sections = nearest(section, {option.lstrip("-").rpartition(".")[0] for option in known})
-        known = [option for option in known if option.lstrip("-").rpartition(".")[0] in sections]
-    fields = [option.lstrip("-").rpartition(".")[2] for option in known]
-    near = nearest(field, fields)
-    return [option for option, field in zip(known, fields) if field in near][:3]
+    section, field = _parts(name)
+    parts = {option: _parts(option) for option in known}
+    sections = nearest(section, {section for section, _ in parts.values()})
+    here = {o: own for o, (above, own) in parts.items() if not section or above in sections}
+    near = nearest(field, here.values())
+    same = [option for option, (_, own) in parts.items() if own == field]
+    return [option for option, own in here.items() if own in near][:3] or same[:3]
+
+
+def _parts(option: str) -> tuple[str, str]:
+    section, _, field = option.lstrip("-").rpartition(".")
+    return section, field
 
 
 def _one_line(box: str, arguments: list[str]) -> str:
