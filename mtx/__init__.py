@@ -6,37 +6,27 @@
 >>> trainer = mtx.Trainer(run)
 >>> state, metrics = trainer.train_step(trainer.init(), trainer.place(batch))
 
-Names are imported when they are first used: `import mtx` loads no JAX and touches no device.
+`__init__.pyi` lists the names and their homes: for type checkers, and for `__getattr__`, which
+imports a name when it is first used (as in Scientific Python's SPEC 1). So `import mtx` loads no
+JAX and touches no device.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import pkgutil
 from typing import Any
 
-_HOMES = {
-    "mtx.api": ("init_params", "loss_and_gradients", "trainer_for"),
-    "mtx.config": ("DataConfig", "Layout", "ModelConfig", "OptimizerConfig", "RunConfig"),
-    "mtx.data": ("load_data",),
-    "mtx.errors": ("UserError",),
-    "mtx.pipeline.formats": ("read_schedule", "to_csv", "to_text"),
-    "mtx.pipeline.makers": ("make",),
-    "mtx.pipeline.orders": ("Orders",),
-    "mtx.pipeline.schedule": ("Schedule",),
-    "mtx.pipeline.shape": ("Times",),
-    "mtx.pipeline.simulate": ("simulate",),
-    "mtx.plan.plan": ("load_run", "make_plan", "save_plan"),
-    "mtx.plan.search": ("search",),
-    "mtx.presets": ("preset",),
-    "mtx.sharding.mesh": ("make_mesh",),
-    "mtx.launch.start": ("use_virtual_devices",),
-    "mtx.train.loop": ("run_training",),
-    "mtx.train.step": ("Trainer",),
-    "mtx.view.mesh": ("draw_mesh", "mesh_text"),
-    "mtx.view.schedule": ("draw_timeline", "show", "timeline_text"),
-    "mtx.view.trace": ("write_trace",),
+__version__ = "0.1.0"
+
+_LIST = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
+_HOME = {
+    alias.name: line.module
+    for line in _LIST.body
+    if isinstance(line, ast.ImportFrom) and line.module
+    for alias in line.names
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
@@ -47,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

@@ -74,20 +74,20 @@ class ModelConfig:
            binary one for the order of two texts
     """
 
-    family: Family = "gpt"
-    layers: Layers = 8  # L
-    hidden: Width = 256  # D
-    heads: Width = 8  # H
+    family: Family = "gpt"  # GPT-2 and Megatron's GPT, Llama, or BERT
+    layers: Layers = 8  # L, transformer blocks
+    hidden: Width = 256  # D, size between the blocks
+    heads: Width = 8  # H, of attention
     kv_heads: Width | None = None  # G, heads of keys and values; None: as many as heads
-    sequence: Tokens = 256  # S
-    vocab: Vocab = 256  # V, before padding
+    sequence: Tokens = 256  # S, tokens
+    vocab: Vocab = 256  # V, tokens, before padding
     ffn_multiple: Annotated[int, Between(1, 2**10)] = 4  # F / D
     ffn: Ffn | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
     tied: bool = True  # the output layer shares the embedding's weight
     dropout: float = 0.0  # on the embedding and before each residual addition
     attention_dropout: float = 0.0  # on the attention probabilities
     init_std: float = 0.02  # output projections of a block: init_std / sqrt(2 L)
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = 1e-5  # under the root of a norm
     norm_placement: NormPlacement = "pre"  # before attention and MLP, or after the additions
     gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
     rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
@@ -184,8 +184,8 @@ class Layout:
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
-    stage_layers: StageLayers = "even"
     # layers of each of the pipe*virtual model pieces, in model order
+    stage_layers: StageLayers = "even"
 
     def __post_init__(self):
         settle_types(self)
@@ -281,15 +281,15 @@ Rates = Literal["cosine", "linear", "wsd", "constant"]
 class OptimizerConfig:
     """AdamW with warm-up and decay, global-norm clipping and, in float16, a dynamic loss scale."""
 
-    lr: float = 1.5e-4
-    min_lr: float = 1e-5
-    rate: Rates = "cosine"
-    warmup_steps: Interval = 0
+    lr: float = 1.5e-4  # the largest learning rate: after the warm-up
+    min_lr: float = 1e-5  # the last one, which the decay ends at
+    rate: Rates = "cosine"  # how it decays; wsd: warm up, stay, decay
+    warmup_steps: Interval = 0  # in which the learning rate rises linearly
     decay_steps: Step | None = None  # the step at which min_lr is reached; None: the run's steps
     wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
+    b1: float = 0.9  # decay of the mean of gradients
+    b2: float = 0.95  # decay of the mean of their squares
+    epsilon: float = 1e-8  # beside the root of the second
     weight_decay: NotNegative = 0.1  # not applied to biases and norms
     clip: float = 1.0  # global gradient norm; 0 turns it off
     loss_scale: Annotated[float, Between(1, 2.0**127)] = 2.0**16  # float16 only: the first scale
@@ -390,7 +390,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     global_batch: Sequences = 16  # sequences a step, over all replicas
-    steps: Step = 100
+    steps: Step = 100  # of the optimizer, from the run's beginning
     seed: Seed = 0  # initial values and dropout
     out: str = "runs/mtx"  # log, config and checkpoints
     eval_every: Interval = 50  # steps; 0: only at the end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Iterable
 
@@ -22,10 +21,44 @@ def shown(value: object) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not known: says which known one is nearest."""
+    """The error for a name that is not known: the known ones, and which of them is near, if any."""
     known = sorted(known)
-    begins = [other for other in known if name and other.startswith(name)]
-    near = difflib.get_close_matches(name, begins, n=1, cutoff=0.0)
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, known)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return UserError(f"unknown {kind} {shown(name)}: {hint}known are {', '.join(known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Those of `known` that `name` was likely meant to be, at most three: with other capitals or
+    hyphens; else those that begin with it; else the one that is a slip away, or, of a name of ten
+    letters, two, and so on."""
+    plain = {other: _plain(other) for other in known}
+    name = _plain(name)
+    same = [other for other, letters in plain.items() if letters == name]
+    begun = [other for other, letters in plain.items() if letters.startswith(name)]
+    if same or (begun and len(begun) <= 3 and len(name) > 1):
+        return same or begun
+    most = max(1, len(name) // 5) if len(name) > 2 else 0
+    slips = {
+        other: count
+        for other, letters in plain.items()
+        if abs(len(letters) - len(name)) <= most and (count := _slips(name, letters)) <= most
+    }
+    return [min(slips, key=slips.__getitem__)] if slips else []
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _slips(given: str, meant: str) -> int:
+    """Letters that are wrong, missing, too many, or swapped with the next: the edit distance."""
+    before, row = [], list(range(len(meant) + 1))
+    for i, one in enumerate(given):
+        older, before, row = before, row, [i + 1]
+        for j, other in enumerate(meant):
+            count = min(row[j] + 1, before[j + 1] + 1, before[j] + (one != other))
+            if i and j and (one, given[i - 1]) == (meant[j - 1], other):
+                count = min(count, older[j - 1] + 1)
+            row.append(count)
+    return row[-1]

@@ -12,8 +12,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse
+import mtx
+from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse, with_actions
+from mtx.cli.completion import rows
+from mtx.config import RunConfig, from_dict
 from mtx.errors import UserError
+from mtx.plan.flops import parameters
 from mtx.presets import NAMES, preset
 
 ROOT = Path(__file__).parent.parent
@@ -65,9 +69,46 @@ def test_help_of_a_command_lists_its_options(command, options, capsys):
         assert option in out
 
 
+def test_help_of_a_command_by_name(capsys):
+    for line in ("plan", "data build", "checkpoint verify", "help", "data"):
+        assert run("help", *line.split()) == 0
+        asked = capsys.readouterr().out
+        assert run(*line.split(), "--help") == 0
+        assert capsys.readouterr().out == asked
+
+
+def test_every_option_has_a_line_of_help():
+    options = [row for row in rows(with_actions()) if row.flag.startswith("--")]
+    assert len(options) > 200
+    for row in options:
+        said = re.sub(r"\(default:.*\)", "", row.about).strip()
+        assert len(said) > 3, f"mtx {row.command} {row.flag} says {row.about!r}"
+
+
+def test_what_several_commands_have_means_one_thing():
+    table = list(rows(with_actions()))
+    taking = {(row.command, flag): row.takes for row in table for flag in row.flag.split()}
+    without = {row.command for row in table} - {command for command, _ in taking if _ == "--json"}
+    # `mtx train` writes log.jsonl as it goes on, and `mtx launch` has nothing to say of its own.
+    assert without == {"", "data", "checkpoint", "train", "launch", "completion"}
+    for (command, flag), takes in taking.items():
+        assert takes == {"--json": "", "--out": "1", "--draw": "1"}.get(flag, takes), command
+    for row in table:
+        if row.flag == "--draw":
+            assert "picture: .svg, .png or .pdf" in row.about
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith(f"mtx {mtx.__version__}, jax {jax.__version__}, ")
+
+
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     run("train", "gpt-3-175b", "--help")
-    assert re.search(r"--model.hidden INT\W+D \(default: 12288\)", capsys.readouterr().out)
+    assert re.search(
+        r"--model.hidden INT\W+D, size between the blocks \(default: 12288\)",
+        capsys.readouterr().out,
+    )
 
 
 def test_what_computes_nothing_loads_no_jax(empty_directory):
@@ -128,14 +169,29 @@ def test_without_options_it_is_the_preset():
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are train, launch, plan,",
+    "shedule": "unknown command 'shedule': did you mean 'schedule'? known are checkpoint, ",
+    "sched": "unknown command 'sched': did you mean 'schedule'? known are",
+    "export": "unknown command 'export': known are",  # 'report' is two letters away
+    "foo": "unknown command 'foo': known are",
+    "help foo": "unknown command 'foo': known are",
+    "completion fish": "unknown shell 'fish': known are bash, zsh",
+    "completion": "mtx completion SHELL: name the shell, bash or zsh",
+    "data bild": "unknown action 'bild': did you mean 'build'? known are build, index, ",
+    "data run": "unknown action 'run': known are build, index, ",
     "train miniture": "unknown preset 'miniture': did you mean 'miniature'? known are bench-s,",
     "plan gpt-2t": "unknown preset 'gpt-2t': did you mean",
+    "plan llama_3_8B": "unknown preset 'llama_3_8B': did you mean 'llama-3-8b'? known are",
+    "plan llama-9-900b": "unknown preset 'llama-9-900b': known are",
+    "plan bert": "unknown preset 'bert': did you mean 'bert-1.3b' or 'bert-3.9b' or 'bert-336m'? ",
     "plan --target a100-80": "unknown hardware 'a100-80': did you mean 'a100-80gb'?",
     "train --model.layer 3": "unknown option --model.layer: did you mean --model.layers?",
     "train --layers 3": "unknown option --layers: did you mean --model.layers?",
     "train --sequence_parallel": "unknown option --sequence-parallel: did you mean --layout.sequ",
     "train --no-model.tied": "unknown option --no-model.tied: did you mean --model.no-tied?",
+    "train --model.foo 3": "unknown option --model.foo: see --help",  # not --model.ffn
+    "train --layer 3": "unknown option --layer: did you mean --model.layers?",
+    "train --data.layers 3": "unknown option --data.layers: did you mean --model.layers?",
+    "train --modle.layres 3": "unknown option --modle.layres: did you mean --model.layers?",
     "train --qqq=1": "unknown option --qqq: see --help",
     "train -x": "unknown option -x: see --help",
     "train --steps 3 miniature": "unexpected argument 'miniature': a name stands before all opt",
@@ -170,7 +226,7 @@ MISTAKES = {
     "generate . --prompt-file missing.txt": "cannot read prompt_file missing.txt: No such file",
     "generate . --prompt-file missing.jsonl": "missing.jsonl",
     "generate . --prompt-file empty": "prompt_file=empty is empty",
-    "generate . --json no/folder": "json=no/folder lies in no folder that is there; make it first",
+    "generate . --out no/folder": "out=no/folder lies in no folder that is there; make it first",
     "launch -- finetun a": "finetun is no command of mtx that computes, and no program here",
     "presets all": "unexpected argument 'all'",
 }
@@ -235,6 +291,15 @@ def test_plan_is_that_of_the_paper_s_largest_model(capsys):
     assert "1 x 4 x 2 = 8 devices" in capsys.readouterr().out
 
 
+def test_presets_as_json_are_what_they_are(capsys):
+    assert run("presets", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(NAMES)
+    for name, values in found.items():
+        assert values.pop("parameters") == parameters(preset(name).model)
+        assert from_dict(RunConfig, values) == preset(name)
+
+
 def test_presets_are_listed(capsys):
     assert run("presets") == 0
     head, *rows = capsys.readouterr().out.splitlines()
@@ -267,6 +332,8 @@ def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):
     out, error = capsys.readouterr()
     assert "layout     data 2 x pipe 2 x tensor 2" in out and error == ""
     assert "finished   step 2" in out
+    lines = [line.split(maxsplit=1)[0] for line in out.splitlines()]
+    assert lines.index("out") < lines.index("compiling") < lines.index("compiled")
 
     ask = ["generate", "a", "--prompt", "The ", "A ", "--tokens", "5", "--seed", "3"]
     assert run(*ask) == 0
@@ -275,11 +342,13 @@ def test_train_generate_and_go_on(empty_directory, capsys, monkeypatch):
     # On one device: a part of the run's layout.
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     Path("prompts").write_text("The \nA \n")
-    ask = [*ask[:2], "--prompt-file", "prompts", *ask[5:], "--json", "texts.jsonl"]
+    ask = [*ask[:2], "--prompt-file", "prompts", *ask[5:], "--out", "texts.jsonl"]
     assert run(*ask) == 0
     assert capsys.readouterr().out == ""
     found = [json.loads(line) for line in Path("texts.jsonl").read_text().splitlines()]
     assert "\n\n".join(one["prompt"] + one["text"] for one in found) + "\n" == texts
+    assert run(*ask[:-2], "--json") == 0
+    assert capsys.readouterr().out == Path("texts.jsonl").read_text()
     assert [len(one["tokens"]) for one in found] == [5, 5]
     monkeypatch.undo()
     monkeypatch.chdir(empty_directory)

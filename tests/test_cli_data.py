@@ -115,7 +115,10 @@ def test_split_and_merge_give_the_same_back(capsys, corpus):
         "documents  6", "documents  3", "documents  1",
     ]  # fmt: skip
     parts = ["part_train", "part_valid", "part_test"]
-    assert run("merge", *parts, "--out", "again") == 0
+    assert run("merge", *parts, "--out", "again", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 10
+    assert run("split", "again", "--ratios", "6,3,1", "--out", "once", "--json") == 0
+    assert [part["documents"] for part in json.loads(capsys.readouterr().out)] == [6, 3, 1]
     for suffix in (".bin", ".idx", ".json"):
         again, first = corpus / f"again{suffix}", corpus / f"c_text_document{suffix}"
         assert again.read_bytes() == first.read_bytes()
@@ -152,8 +155,8 @@ def test_index_builds_a_blend_that_a_run_then_finds(capsys, corpus, monkeypatch)
     wanted = ["--samples", "20", "--eval-samples", "6"]
     assert run("index", *blend, *wanted, *options) == 0
     assert capsys.readouterr().out.splitlines()[0] == "train      20 samples of 8 tokens"
-    assert run("index", "c_text_document", "c_text_document", *options) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "train      36 samples of 8 tokens"
+    assert run("index", "c_text_document", "c_text_document", *options, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["samples"]["train"] == 36
     entries = sorted(corpus.glob("cache/*"))
     monkeypatch.setattr("mtx.data.gpt.build_indices", None)
     monkeypatch.setattr("mtx.data.gpt.blend_by_weights", None)
@@ -171,7 +174,9 @@ def test_a_tokenizer_is_trained_and_used(capsys, corpus):
         "wrote      t/tok.json", "tokens     261, end of document 260 <|endoftext|>"
     )  # fmt: skip
     assert [path.name for path in (corpus / "t").iterdir()] == ["tok.json"]
-    assert run("tokenizer", "docs.jsonl", "--out", "again.json", "--vocab", "300") == 0
+    again = ["tokenizer", "docs.jsonl", "--out", "again.json", "--vocab", "300", "--json"]
+    assert run(*again) == 0
+    assert json.loads(capsys.readouterr().out)["vocab"] == 261
     assert (corpus / "again.json").read_bytes() == (corpus / "t" / "tok.json").read_bytes()
     build("--tokenizer", "t/tok.json")
     made = IndexedDataset("c_text_document").identity
@@ -188,7 +193,7 @@ def test_a_tokenizer_is_trained_and_used(capsys, corpus):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["bild"], "unknown action 'bild': did you mean 'build'? known are build, inspect, merge"),
+        (["bild"], "unknown action 'bild': did you mean 'build'? known are build, index"),
         (["build"], "name the files to read before all options"),
         (["build", "docs.jsonl"], "--out is missing"),
         (["build", "gone.txt", "--out", "x"], "gone.txt is no file or folder"),

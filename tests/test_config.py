@@ -65,7 +65,6 @@ def test_a_seed_fits_31_bits(seed):
         (Layout, "stash", "residual", "residuals"),
         (Layout, "recompute", "selectiv", "selective"),
         (Layout, "stage_layers", "balance", "balanced"),
-        (Layout, "zero", 11, "1"),
         (OptimizerConfig, "rate", "cosin", "cosine"),
     ],
 )
@@ -76,6 +75,7 @@ def test_unknown_choices_name_the_nearest(kind, name, value, nearest):
 
 def test_a_choice_like_nothing_known_is_listed_without_a_guess():
     assert message(Layout, idle="xyz") == "unknown idle 'xyz': known are masked, phases, skip"
+    assert message(Layout, zero=11) == "unknown zero '11': known are 1, 3"
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ def test_there_and_back(source, tmp_path, capsys):
     assert "computes in bfloat16" in printed and "has no tokenizer" in printed
     model = Checkpoints(run).run().model
     assert (model.sequence, model.compute_dtype) == (12, "bfloat16")
-    assert main(["convert", str(run), str(back)]) == 0
-    assert "note       tensors are bfloat16" in capsys.readouterr().out
+    assert main(["convert", str(run), str(back), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["target"] == str(back) and said["notes"][0] == "tensors are bfloat16"
+    assert said["comparison"]["largest_difference"] < 1e-3
     assert (back / "generation_config.json").read_text() == '{"top_k": 3}'
     config = json.loads((back / "config.json").read_text())
     assert config["eos_token_id"] == 7 and config["max_position_embeddings"] == hugging.S

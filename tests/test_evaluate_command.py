@@ -43,7 +43,7 @@ def evaluate(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
 
     def run(*arguments):
-        assert main(["evaluate", "run", *arguments, "--json", "out.json"]) == 0
+        assert main(["evaluate", "run", *arguments, "--out", "out.json"]) == 0
         return json.loads((folder / "out.json").read_text()), capsys.readouterr().out
 
     return run
@@ -86,7 +86,8 @@ def test_lambada_and_race_read_their_files(evaluate):
     texts = read_passages(["lambada.jsonl"])
     assert same(results, cloze(*likelihoods.sharded(), ByteTokenizer(), texts, strict=False))
     assert results["strict"] is False and "accuracy" in out and "%" in out
-    results, _ = evaluate("--task", "race", "--path", "race.txt")
+    results, out = evaluate("--task", "race", "--path", "race.txt", "--json")
+    assert json.loads(out) == results
     assert same(results, choice(*likelihoods.sharded(), ByteTokenizer(), read_race(["race.txt"])))
 
 
@@ -105,8 +106,8 @@ def test_lambada_and_race_read_their_files(evaluate):
         (["run", "--path", "plain.txt", "--step", "7"], "has no checkpoint of step 7"),
         (["run", "--path", "plain.txt", "--batch", "-1"], "batch=-1 must be at least 0"),
         (["run", "--path", "plain.txt", "--batch", "3"], "global_batch=3 cannot be divided"),
-        (["run", "--path", "plain.txt", "--json", "no/out.json"], "lies in no folder"),
-        (["run", "--path", "plain.txt", "--json", "."], "json=. is a folder"),
+        (["run", "--path", "plain.txt", "--out", "no/out.json"], "lies in no folder"),
+        (["run", "--path", "plain.txt", "--out", "."], "out=. is a folder"),
         (["run", "--path", "plain.txt", "--layout.pipe", "3"], "layers=2 cannot be divided"),
         (["run", "--path", "plain.txt", "--task", "mlm"], "'gpt' has no masked tokens"),
         (["run", "--path", "plain.txt", "--virtual-devices", "x"], "--virtual-devices takes INT"),

@@ -129,7 +129,10 @@ def test_like_another_with_a_slower_network(toml):
         (WHOLE.replace("bfloat16 = 800", ""), r"peak_tflops={} must be a table \[peak_tflops\]"),
         ('like = "h10"', "unknown hardware 'h10': did you mean 'h100'"),
         ("like = 100", 'like=100 must be text, as like = "h100"'),
-        ('like = "h100"\nmemory = 1', "unknown field 'memory': did you mean 'memory_gib'"),
+        (
+            'like = "h100"\nmemory = 1',
+            "unknown field 'memory': did you mean 'memory_gb_s' or 'memory_gib'",
+        ),
         ('like = "h100"\nmemory_gib = -80', "memory_gib=-80 must be a number above 0"),
         ('like = "h100"\nmemory_gib = "80"', "memory_gib='80' must be a number above 0"),
         ('like = "h100"\nlink_gb_s = nan', "link_gb_s=nan must be a number above 0"),

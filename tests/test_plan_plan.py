@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.plan.flops import model_flops, sc21_flops
+from mtx.plan.hardware import hardware
 from mtx.plan.plan import is_plan_file, load_plan, load_run, make_plan, save_plan, to_toml
 from mtx.presets import NAMES, preset
 
@@ -29,6 +30,17 @@ def test_speeds_follow_from_the_step():
     assert TRILLION.tflops_per_gpu_model == pytest.approx(312 * TRILLION.mfu)
     assert TRILLION.mfu == pytest.approx(model_flops(run.model, 3072) / step_s / 3072 / 312e12)
     assert TRILLION.bubble_over_ideal == pytest.approx(63 / 512)
+
+
+def test_a_target_is_hardware_or_its_name(tmp_path):
+    run, h100 = preset("gpt-1.7b"), hardware("h100")
+    assert make_plan(run, target=h100) == make_plan(run, target="h100")
+    faster = dataclasses.replace(h100, link_gb_s=2 * h100.link_gb_s)
+    plan = make_plan(preset("gpt-76b"), target=faster)
+    assert plan.time.step_s < make_plan(preset("gpt-76b"), target=h100).time.step_s
+    with pytest.raises(UserError, match="target=h100 names other hardware"):
+        save_plan(plan, tmp_path / "plan.toml")
+    assert not list(tmp_path.iterdir())
 
 
 def test_days_and_hours_of_a_token_budget():

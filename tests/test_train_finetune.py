@@ -324,13 +324,13 @@ def test_the_command_learns_which_option_is_right(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     given = ["--task", "race", "--train", "train.jsonl", "--valid", "valid.jsonl", "--out", "out"]
     how = ["--epochs", "3", "--batch", "16", "--lr", "3e-3", "--dropout", "0"]
-    assert main(["finetune", "run", *given, *how]) == 0
+    assert main(["finetune", "run", *given, *how, "--json"]) == 0
     results = json.loads((folder / "out/finetune.json").read_text())
+    assert json.loads(capsys.readouterr().out) == results
     assert results["accuracy"] > 0.9
     assert [epoch["epoch"] for epoch in results["epochs"]] == [1, 2, 3]
     assert results["epochs"][0]["train_loss"] > results["epochs"][2]["train_loss"]
-    assert "accuracy" in capsys.readouterr().out
-    asked = ["evaluate", "out", "--task", "race", "--path", "valid.jsonl", "--json", "judged.json"]
+    asked = ["evaluate", "out", "--task", "race", "--path", "valid.jsonl", "--out", "judged.json"]
     assert main([*asked, "--layout.pipe", "2"]) == 0
     judged = json.loads((folder / "judged.json").read_text())
     assert judged["accuracy"] == results["accuracy"] and judged["examples"] == 40

@@ -5,26 +5,32 @@ JAX is imported by the commands that compute, and when they do.
 
 from __future__ import annotations
 
-import difflib
 import itertools
+import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
 
+from mtx import __version__
+from mtx.cli.checkpoint import ACTIONS as CHECKPOINT_ACTIONS
 from mtx.cli.checkpoint import checkpoint_command
+from mtx.cli.completion import Command, completion_script
 from mtx.cli.convert import convert_command
+from mtx.cli.data import ACTIONS as DATA_ACTIONS
 from mtx.cli.data import data_command
 from mtx.cli.evaluate import evaluate_command
 from mtx.cli.finetune import finetune_command
 from mtx.cli.generate import generate_command
 from mtx.cli.launch import launch_command
-from mtx.cli.options import OwnFields, exit_status, parse, start_devices
+from mtx.cli.options import OwnFields, exit_status, parse, split_name, start_devices
 from mtx.cli.plan import plan_command
 from mtx.cli.presets import presets_command
 from mtx.cli.report import report_command
 from mtx.cli.schedule import schedule_command
 from mtx.cli.train import TrainOptions, train_command
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 from mtx.paths import check_path
 
 __all__ = [
@@ -34,7 +40,27 @@ __all__ = [
 _NO_PATHS = ("--prompt", "--stop", "--cluster.coordinator")
 _NUMBERS = re.compile(r"[-+.,\deE]*")
 
-COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    pass
+
+
+def completion_command(arguments: list[str]) -> None:
+    """Print what makes bash or zsh complete mtx: commands, options and their values.
+
+    SHELL is bash or zsh. For good: mtx completion bash >
+    ~/.local/share/bash-completion/completions/mtx, or, into a folder of zsh's fpath,
+    mtx completion zsh > _mtx. For this shell alone: eval "$(mtx completion bash)".
+    """
+    shell, rest = split_name(arguments)
+    parse(rest, CompletionOptions(), prog="mtx completion SHELL", about=completion_command)
+    if shell is None:
+        raise UserError("mtx completion SHELL: name the shell, bash or zsh")
+    print(completion_script(shell, with_actions()))
+
+
+COMMANDS: dict[str, Command] = {
     "train": train_command,
     "launch": launch_command,
     "plan": plan_command,
@@ -47,7 +73,15 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "generate": generate_command,
     "report": report_command,
     "presets": presets_command,
+    "completion": completion_command,
 }
+
+
+def with_actions() -> dict[str, Command]:
+    """Every command, and as "data build" every action of one."""
+    below = {f"data {name}": action for name, action in DATA_ACTIONS.items()}
+    below |= {f"checkpoint {name}": action for name, action in CHECKPOINT_ACTIONS.items()}
+    return COMMANDS | below
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,16 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int | None:
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
+    name, *rest = arguments or ["help"]
+    if name == "help" and rest:  # of a command, or of an action: mtx help data build
+        name, rest = rest[0], [*rest[1:], "--help"]
+    if name in ("help", "-h", "--help"):
         print(_overview())
         return 0
+    if name == "--version":
+        print(_version())
+        return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown command {name!r}: {hint}known are {', '.join(COMMANDS)}")
-    _check_paths(arguments[1:])
-    status = COMMANDS[name](arguments[1:])
+        raise unknown_name("command", name, [*COMMANDS, "help"])
+    _check_paths(rest)
+    status = COMMANDS[name](rest)
     sys.stdout.flush()
     return status
 
@@ -84,15 +121,22 @@ def _check_paths(arguments: Sequence[str]) -> None:
             check_path(option or "path", value)
 
 
+def _version() -> str:
+    """With what decides most of what a run does: a report of a fault begins with it."""
+    return f"mtx {__version__}, jax {metadata.version('jax')}, Python {platform.python_version()}"
+
+
 def _overview() -> str:
     rows = [(name, command.__doc__.splitlines()[0]) for name, command in COMMANDS.items()]
     return "\n".join([
         "mtx: Megatron-LM's pipeline, tensor and data parallelism (SC'21), in JAX",
         "",
         "usage: mtx COMMAND [OPTIONS]",
+        "       mtx help [COMMAND]",
+        "       mtx --version",
         "",
         *(f"  {name:<12}{summary}" for name, summary in rows),
         "",
         "Options of train are fields of its config: mtx train --model.layers 8 --layout.data 1",
-        "mtx COMMAND --help lists them, with their defaults; so does mtx train PRESET --help.",
+        "mtx help COMMAND lists them, with their defaults; so does mtx train PRESET --help.",
     ])  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse, split_name
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 from mtx.sizes import Interval
 
 if TYPE_CHECKING:
@@ -39,9 +38,7 @@ def checkpoint_command(arguments: list[str]) -> int | None:
         print(_overview())
         return None
     if action not in ACTIONS:
-        near = difflib.get_close_matches(action, ACTIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown action {action!r}: {hint}known are {', '.join(ACTIONS)}")
+        raise unknown_name("action", action, ACTIONS)
     return ACTIONS[action](rest)
 
 
@@ -71,7 +68,7 @@ def _open(name: str | None, rest: list[str]) -> Checkpoints | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def list_action(arguments: list[str]) -> None:
@@ -121,7 +118,7 @@ def _row(checkpoints: Checkpoints, step: int) -> dict:
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
     step: _Step = None  # the newest where not given
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def inspect_action(arguments: list[str]) -> None:
@@ -190,7 +187,7 @@ def inspect_action(arguments: list[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     step: _Step = None  # all where not given
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def verify_action(arguments: list[str]) -> int:
@@ -294,6 +291,7 @@ class ExportOptions:
     format: Literal["safetensors", "orbax"] = "safetensors"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
     optimizer: _Flag = False  # its state as well, in float32
+    json: _Flag = False  # what was written, as JSON
 
 
 def export_action(arguments: list[str]) -> None:
@@ -319,8 +317,12 @@ def export_action(arguments: list[str]) -> None:
         checkpoints, Path(options.out), step=options.step, format=options.format,
         dtype=options.dtype, optimizer=options.optimizer,
     )  # fmt: skip
-    more = " and the optimizer's state" if options.optimizer else ""
-    print(f"wrote      {options.out}: {count:,} parameters in {options.dtype}{more}")
+    if options.json:
+        written = {"path": options.out, "parameters": count, "dtype": options.dtype}
+        print(json.dumps(written | {"optimizer": options.optimizer}, indent=1))
+    else:
+        more = " and the optimizer's state" if options.optimizer else ""
+        print(f"wrote      {options.out}: {count:,} parameters in {options.dtype}{more}")
 
 
 def _bytes_text(size_bytes: int) -> str:

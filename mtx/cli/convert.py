@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
+from mtx.config import to_dict
 from mtx.errors import UserError
 from mtx.paths import user_path
 from mtx.sizes import Interval, Tokens
@@ -29,14 +31,16 @@ _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    check: Literal["formulas", "transformers", "none"] = "formulas"
     # what the logits are compared with
+    check: Literal["formulas", "transformers", "none"] = "formulas"
     sequence: _Tokens = None  # from Hugging Face, Llama: of the run; else all it can take
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
     step: _Step = None  # to Hugging Face: of the checkpoint; the newest where not given
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     # to Hugging Face; auto: as it was where nothing was trained since, else float32
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # what was done, as JSON
 
 
 _OF_OUR_SIDE = ("sequence", "tokenizer")
@@ -77,7 +81,7 @@ def convert_command(arguments: list[str]) -> None:
                 dtype=None if options.dtype == "auto" else options.dtype,
                 most_file_gb=options.most_file_gb,
             )  # fmt: skip
-    _print(done)
+    _print(done, options.json)
 
 
 def _refuse_others(options: ConvertOptions, names: tuple[str, ...], theirs: bool) -> None:
@@ -91,8 +95,15 @@ def _refuse_others(options: ConvertOptions, names: tuple[str, ...], theirs: bool
             )
 
 
-def _print(done: Converted) -> None:
+def _print(done: Converted, as_json: bool) -> None:
     model = done.model
+    if as_json:
+        print(json.dumps({
+            "source": str(done.source), "target": str(done.target), "parameters": done.parameters,
+            "model": to_dict(model), "notes": done.notes,
+            "comparison": done.comparison and vars(done.comparison),
+        }, indent=1))  # fmt: skip
+        return
     print("\n".join([
         f"source     {done.source}",
         f"target     {done.target}",

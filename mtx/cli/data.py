@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 from mtx.fields import Between
 from mtx.sizes import DataSeed, Processes, Step, Tokens, TrainedVocab, Vocab
 
@@ -46,9 +45,7 @@ def data_command(arguments: list[str]) -> None:
         print(_overview())
         return
     if action not in ACTIONS:
-        near = difflib.get_close_matches(action, ACTIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown action {action!r}: {hint}known are {', '.join(ACTIONS)}")
+        raise unknown_name("action", action, ACTIONS)
     ACTIONS[action](rest)
 
 
@@ -171,7 +168,7 @@ class InspectOptions:
     tokenizer: _Name = None  # check that this one made the dataset
     eod: str = "auto"  # of that tokenizer
     vocab: _Vocab = None  # check that every token is below it
-    json: _Flag = False
+    json: _Flag = False  # the same as JSON
 
 
 def inspect_action(arguments: list[str]) -> None:
@@ -198,7 +195,7 @@ def inspect_action(arguments: list[str]) -> None:
             )
         print(" ".join(map(str, dataset.document(options.document).tolist())))
         return
-    _print_dataset(dataset, options.json)
+    _print_datasets([dataset], options.json)
 
 
 def _one(names: list[str]) -> str:
@@ -207,17 +204,29 @@ def _one(names: list[str]) -> str:
     return names[0]
 
 
-def _print_dataset(dataset: IndexedDataset, as_json: bool = False) -> None:
-    lengths, made = dataset.lengths, dataset.identity
-    least, most = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+def _print_datasets(datasets: list[IndexedDataset], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({
-            "prefix": dataset.prefix, "documents": dataset.document_count,
-            "sequences": len(dataset), "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
-            "shortest": least, "longest": most, "multimodal": dataset.modes is not None,
-            "tokenizer": vars(made) if made else None,
-        }, indent=1))  # fmt: skip
-        return
+        numbers = [_dataset_numbers(dataset) for dataset in datasets]
+        print(json.dumps(numbers if len(numbers) > 1 else numbers[0], indent=1))
+    else:
+        print("\n\n".join(map(_dataset_text, datasets)))
+
+
+def _dataset_numbers(dataset: IndexedDataset) -> dict:
+    lengths, made = dataset.lengths, dataset.identity
+    return {
+        "prefix": dataset.prefix, "documents": dataset.document_count,
+        "sequences": len(dataset), "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
+        "shortest": int(lengths.min()) if len(lengths) else 0,
+        "longest": int(lengths.max()) if len(lengths) else 0,
+        "multimodal": dataset.modes is not None,
+        "tokenizer": vars(made) if made else None,
+    }  # fmt: skip
+
+
+def _dataset_text(dataset: IndexedDataset) -> str:
+    numbers, made = _dataset_numbers(dataset), dataset.identity
+    least, most = numbers["shortest"], numbers["longest"]
     mean = len(dataset.tokens) / max(1, len(dataset))
     said = (
         f"{made.name}, vocabulary {made.vocab:,}, end of document {made.eod}, "
@@ -225,14 +234,14 @@ def _print_dataset(dataset: IndexedDataset, as_json: bool = False) -> None:
         if made
         else "not named: the dataset was made elsewhere"
     )
-    print("\n".join([
+    return "\n".join([
         f"dataset    {dataset.prefix}",
         f"documents  {dataset.document_count:,}",
         f"sequences  {len(dataset):,} of {least:,} to {most:,} tokens, {mean:,.1f} on average",
         f"tokens     {len(dataset.tokens):,}, {dataset.dtype}",
         f"tokenizer  {said}",
         *(["modes      one a sequence"] if dataset.modes is not None else []),
-    ]))  # fmt: skip
+    ])  # fmt: skip
 
 
 # --- merge and split ------------------------------------------------------------------------------
@@ -241,6 +250,7 @@ def _print_dataset(dataset: IndexedDataset, as_json: bool = False) -> None:
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
     out: _Name = None  # the prefix to write
+    json: _Flag = False  # what was written, as JSON
 
 
 def merge_action(arguments: list[str]) -> None:
@@ -254,13 +264,14 @@ def merge_action(arguments: list[str]) -> None:
     )
     from mtx.data.merge import merge_datasets
 
-    _print_dataset(merge_datasets(names, _required(options.out, "--out")))
+    _print_datasets([merge_datasets(names, _required(options.out, "--out"))], options.json)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
     ratios: str = "969,30,1"  # of train, valid and test
     out: _Name = None  # what the names begin with: OUT_train, ...; PREFIX where not given
+    json: _Flag = False  # what was written, as JSON
 
 
 def split_action(arguments: list[str]) -> None:
@@ -275,9 +286,7 @@ def split_action(arguments: list[str]) -> None:
 
     out = options.out or strip_suffix(_one(names))
     parts = split_dataset(_one(names), options.ratios, out)
-    for number, dataset in enumerate(parts.values()):
-        print("\n" * bool(number), end="")
-        _print_dataset(dataset)
+    _print_datasets(list(parts.values()), options.json)
 
 
 # --- index ----------------------------------------------------------------------------------------
@@ -291,6 +300,7 @@ class IndexOptions:
     cache: _Name = None  # its data.cache; index_cache beside the first dataset where not given
     samples: _Samples = None  # of a blend by weights: its steps times global_batch
     eval_samples: _Samples = None  # of a blend by weights: its eval_batches times global_batch
+    json: _Flag = False  # how many samples there are, as JSON
 
 
 def index_action(arguments: list[str]) -> None:
@@ -314,12 +324,19 @@ def index_action(arguments: list[str]) -> None:
             raise UserError(f"{option} is missing: how far the blend by weights is to reach")
         if weights is None and samples is not None:
             raise UserError(f"{option} is for a blend by weights; here all samples are indexed")
+    found = {}
     for part, samples in zip(("train", "valid"), wanted.values(), strict=True):
         dataset = open_part(
             prefixes, weights, samples=samples, part=part, sequence=options.sequence,
             split=options.split, seed=options.seed, cache=cache,
         )  # fmt: skip
-        print(f"{part:<11}{len(dataset):,} samples of {options.sequence:,} tokens")
+        found[part] = len(dataset)
+    if options.json:
+        written = {"samples": found, "sequence": options.sequence, "cache": str(cache)}
+        print(json.dumps(written, indent=1))
+        return
+    for part, count in found.items():
+        print(f"{part:<11}{count:,} samples of {options.sequence:,} tokens")
     print(f"cache      {cache}")
 
 
@@ -335,6 +352,7 @@ class TokenizerOptions:
     field: str = "text"  # of JSON lines and Parquet
     lines: _Flag = False  # a line of a text file is a document, instead of the file
     max_mb: _Megabytes = None  # read so many MB of text, and no more
+    json: _Flag = False  # what was written, as JSON
 
 
 def tokenizer_action(arguments: list[str]) -> None:
@@ -368,6 +386,11 @@ def tokenizer_action(arguments: list[str]) -> None:
         tokenizer = train_bpe(Texts(), vocab=options.vocab, end=options.end)
         end = f"{tokenizer.eod} {options.end}"
     path = write_tokenizer(tokenizer, out)
+    if options.json:
+        made = {"path": str(path), "vocab": tokenizer.vocab, "end": end}
+        made |= {"sha256": tokenizer.identity.sha256, "elapsed_s": time.perf_counter() - start}
+        print(json.dumps(made, indent=1))
+        return
     print(f"wrote      {path}")
     print(f"tokens     {tokenizer.vocab:,}, end of document {end}")
     print(f"sha256     {tokenizer.identity.sha256[:12]}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from mtx.cli.options import parse, split_name, start_devices
+from mtx.cli.options import check_writable, parse, split_name, start_devices, write_text
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.fields import Between
-from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Tokens, VirtualDevices, Width
 
 if TYPE_CHECKING:
@@ -28,16 +26,19 @@ if TYPE_CHECKING:
     from mtx.train.examples import Task
     from mtx.train.step import Trainer, TrainState
 
-_Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+_Text = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _Batch = Annotated[int, Between(0, 2**24)]
 _Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
+    # mlm: masked tokens; classes: of mtx finetune
     task: Literal["perplexity", "lambada", "race", "mlm", "classes"] = "perplexity"
     path: tuple[str, ...] = ()  # text files; lambada, race, classes: files or folders of JSON
-    json: _Text = None  # a file for the results
+    json: _Flag = False  # the results as JSON, instead of a table
+    out: _Text = None  # a file for the results, as JSON
     step: _Step = None  # of the checkpoint; the newest where not given
     batch: _Batch = 0  # sequences at a time; 0: about as many as in training, at least 16
     stride: Tokens = 32  # perplexity: tokens from one window to the next; each scores so many
@@ -101,9 +102,12 @@ def evaluate_command(arguments: list[str]) -> None:
         "layout": to_dict(trainer.run.layout),
         "global_batch": trainer.run.global_batch,
     }
-    _print_table(results, trainer)
-    if options.json is not None:
-        write_json(user_path(options.json), results)
+    if options.json:
+        print(json.dumps(results, indent=1))
+    else:
+        _print_table(results, trainer)
+    if options.out is not None:
+        write_text(Path(options.out), json.dumps(results, indent=1) + "\n")
 
 
 def arguments_of(arguments: list[str], *names: str) -> list[str]:
@@ -130,12 +134,11 @@ def _check(options: EvaluateOptions) -> None:
             raise UserError(f"{name}={value} is for the task {task}, not {options.task}")
     if not options.path:
         raise UserError("--path is missing: it names the files to evaluate on")
-    if options.json is not None:
-        path = user_path(options.json)
-        if path.is_dir():
-            raise UserError(f"json={options.json} is a folder; name a file in it")
-        if not path.parent.is_dir():
-            raise UserError(f"json={options.json} lies in no folder that is there; make it first")
+    if options.batch < 0:
+        raise UserError(
+            f"batch={options.batch} must be at least 0 (0: about as many as in training)"
+        )
+    check_writable(options.out)
 
 
 def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Trainer:
@@ -280,14 +283,3 @@ def _number(name: str, value: float) -> str:
     if name.startswith(("accuracy", "chance")):
         return f"{value:.2%}"
     return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
-
-
-def write_json(path: Path, results: dict) -> None:
-    """All of it, or nothing."""
-    written = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        written.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        os.replace(written, path)
-    except OSError as error:
-        written.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,31 +10,33 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtx.cli.evaluate import arguments_of, progress_bar, write_json
-from mtx.cli.options import parse, split_name, start_devices
+from mtx.cli.evaluate import arguments_of, progress_bar
+from mtx.cli.options import parse, split_name, start_devices, write_text
 from mtx.config import Layout, to_dict
 from mtx.errors import UserError
 from mtx.sizes import Interval, Seed, Sequences, Step, VirtualDevices
 
 _Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    task: Literal["classes", "race"] = "classes"
+    task: Literal["classes", "race"] = "classes"  # tell classes apart, or choose an answer
     train: tuple[str, ...] = ()  # JSON lines with "text", "text_pair" if any, "label"; RACE's files
     valid: tuple[str, ...] = ()  # the same, to judge the model by after each epoch
     out: str = "runs/finetuned"  # checkpoint and results
-    epochs: Step = 3
+    epochs: Step = 3  # passes over the examples
     batch: Sequences = 32  # examples a step
-    lr: float = 2e-5
+    lr: float = 2e-5  # the largest learning rate: after the warm-up
     warmup_fraction: float = 0.06  # of the steps; then the rate falls linearly to 0
-    weight_decay: float = 0.01
-    dropout: float = 0.1
+    weight_decay: float = 0.01  # not applied to biases and norms
+    dropout: float = 0.1  # in the model and on its pooled output
     seed: Seed = 0  # of the head, the order of the examples, and dropout
     step: _Step = None  # of the pre-trained checkpoint; the newest where not given
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
+    json: _Flag = False  # the results as JSON, instead of a line an epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +109,16 @@ def finetune_command(arguments: list[str]) -> None:
         out.save(trainer, state, tokenizer=tokenizer, extra=described | {"epochs": list(epochs)})
 
     with out:
-        epochs = _train(trainer, state, examples, save)
+        epochs = _train(trainer, state, examples, save, silent=options.json)
     if jax.process_index() == 0:
         results = {
             "task": options.task, **epochs[-1], **described, "epochs": epochs,
             "run": to_dict(trainer.run),
         }  # fmt: skip
-        write_json(Path(options.out) / "finetune.json", results)
-        print(f"finished   accuracy {epochs[-1]['accuracy']:.2%}: {out.directory}")
+        written = json.dumps(results, indent=1)
+        write_text(Path(options.out) / "finetune.json", written + "\n")
+        said = f"finished   accuracy {epochs[-1]['accuracy']:.2%}: {out.directory}"
+        print(written if options.json else said)
 
 
 def _read(task: str, names: tuple[str, ...]) -> list:
@@ -146,13 +151,15 @@ def _layout(layout: Layout, devices: int, options: int) -> Layout:
     return replace(layout, microbatch=-(-layout.microbatch // options) * options)
 
 
-def _train(trainer, state, examples: dict, save: Callable) -> list[dict]:
+def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> list[dict]:
     """What was reached after each epoch; `save` gets the state and these, epoch by epoch."""
     import jax
 
     from mtx.train.finetune import finetune
 
-    epochs, losses, silent = [], [], jax.process_index() != 0
+    epochs, losses, silent = [], [], silent or jax.process_index() != 0
+    if not silent:
+        print("compiling  the step: it can take minutes", flush=True)
 
     def end_of_epoch(epoch: int, state) -> None:
         judged = trainer.judge(state, examples["valid"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from mtx.cli.options import parse, split_name, start_devices
+from mtx.cli.options import check_writable, parse, split_name, start_devices, write_text
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.files import read_text
@@ -22,10 +21,11 @@ from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
 
 if TYPE_CHECKING:
-    from mtx.evaluate.generate import Completion, Progress
+    from mtx.evaluate.generate import Progress
 
 _Name = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 _Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,11 @@ class GenerateOptions:
     top_k: Interval = 0  # of so many of the most likely tokens; 0: of all
     top_p: float = 1.0  # of as few of the most likely as have this probability together
     stop: tuple[str, ...] = ()  # a text ends before any of these strings
-    stop_token: tuple[int, ...] = ()  # or tokens
-    seed: Seed = 0
+    stop_token: tuple[int, ...] = ()  # or before any of these tokens
+    seed: Seed = 0  # of what is drawn
     batch: Sequences = 64  # prompts at a time
-    json: _Name = None  # for the texts as JSON lines, which are then not printed
+    json: _Flag = False  # the texts as JSON lines
+    out: _Name = None  # a file for the texts, as JSON lines; they are then not printed
     step: _Step = None  # of the checkpoint; the newest where not given
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
@@ -62,7 +63,7 @@ def generate_command(arguments: list[str]) -> None:
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     prompts = _prompts(options)
-    _check_writable(options.json)
+    check_writable(options.out)
     start_devices(options.virtual_devices)
     import jax
 
@@ -87,10 +88,13 @@ def generate_command(arguments: list[str]) -> None:
             stop=(*options.stop, *options.stop_token),
         )  # fmt: skip
     if jax.process_index() == 0:
-        if options.json is None:
+        lines = "".join(json.dumps(asdict(each)) + "\n" for each in completions)
+        if options.out is not None:
+            write_text(Path(options.out), lines)
+        if options.json:
+            print(lines, end="")
+        elif options.out is None:
             print("\n\n".join(each.prompt + each.text for each in completions))
-        else:
-            _write_lines(user_path(options.json), completions)
 
 
 def _prompts(options: GenerateOptions) -> Sequence[str]:
@@ -107,29 +111,6 @@ def _prompts(options: GenerateOptions) -> Sequence[str]:
     if not lines:
         raise UserError(f"prompt_file={path} is empty; write one prompt on each of its lines")
     return lines
-
-
-def _check_writable(name: str | None) -> None:
-    """UserError before anything is computed where the file cannot be made."""
-    if name is None:
-        return
-    path = user_path(name)
-    if path.is_dir():
-        raise UserError(f"json={name} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise UserError(f"json={name} lies in no folder that is there; make it first")
-
-
-def _write_lines(path: Path, completions: Sequence[Completion]) -> None:
-    """All of them, or nothing."""
-    written = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with written.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(each)) + "\n" for each in completions)
-        os.replace(written, path)
-    except OSError as error:
-        written.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

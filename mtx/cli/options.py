@@ -5,8 +5,8 @@ A mistake is one line on stderr and exit status 2.
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import difflib
 import inspect
 import io
 import itertools
@@ -14,11 +14,12 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import tyro
 
-from mtx.errors import UserError, shown
+from mtx.errors import UserError, nearest, shown
 from mtx.fields import settle_types
 from mtx.launch.cluster import ClusterOptions
 from mtx.launch.exits import Exit, LostProcess
@@ -35,6 +36,9 @@ def exit_status(body: Callable[[], int | None]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a table's lines, where there is only ASCII
     try:
         return body() or 0
+    except Help as asked:
+        asked.show()
+        return 0
     except UserError as error:
         print("mtx:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
@@ -63,6 +67,25 @@ def start_devices(virtual: VirtualDevices, cluster: ClusterOptions | None = None
         print(who, flush=True)
 
 
+def check_writable(out: str | None) -> None:
+    """UserError before anything is computed where the file --out cannot be made."""
+    if out is None:
+        return
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise UserError(f"out={out} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"out={out} lies in no folder that is there; make it first")
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of it, or nothing."""
+    from mtx.view.files import replacing
+
+    with replacing(path.expanduser()) as written:
+        written.write_text(text, encoding="utf-8")
+
+
 def split_name(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The name that stands before all options, if there is one, and the rest."""
     if arguments and not arguments[0].startswith("-"):
@@ -70,38 +93,66 @@ def split_name(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
+class Help(SystemExit):
+    """--help was asked for, of the options `default` of `prog`. Faces show it: exit status 0."""
+
+    def __init__(self, default: object, *, prog: str, about: str, more: Callable[[], str] | None):
+        super().__init__(0)
+        self.default, self.prog, self._about, self._more = default, prog, about, more
+
+    def show(self) -> None:
+        with contextlib.suppress(SystemExit):
+            _tyro(["--help"], self.default, prog=self.prog, about=self._about)
+        if self._more is not None:
+            print(self._more())
+
+
 def parse(
-    arguments: list[str], default: Options, *, prog: str, about: Callable | None = None
+    arguments: list[str],
+    default: Options,
+    *,
+    prog: str,
+    about: Callable | None = None,
+    more: Callable[[], str] | None = None,
 ) -> Options:
-    """`default` with the fields that `arguments` name replaced. Prints the help and exits with
-    status 0 for --help; raises UserError for an option, a value or a choice that cannot be."""
-    described = (about or type(default)).__doc__
-
-    def read(arguments: list[str]) -> tuple[Options, list[str]]:
-        return tyro.cli(
-            type(default), default=default, args=arguments, prog=prog,
-            description=inspect.cleandoc(described), return_unknown_args=True,
-        )  # fmt: skip
-
+    """`default` with the fields that `arguments` name replaced. Raises Help for --help, which ends
+    with what `more` returns; UserError for an option, a value or a choice that cannot be."""
+    described = inspect.cleandoc((about or type(default)).__doc__)
     if "-h" in arguments or "--help" in arguments:
-        read(["--help"])
+        raise Help(default, prog=prog, about=described, more=more)
     printed = io.StringIO()
     # tyro draws its errors for what it finds at stdout: here no terminal, but UTF-8.
     nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     try:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(printed):
-            options, unknown = read(arguments)
+            options, unknown = _tyro(arguments, default, prog=prog, about=described)
     except SystemExit as leaving:
         if not leaving.code:
             raise
         raise UserError(_one_line(printed.getvalue(), arguments)) from None
     settle_types(options)
     if unknown:
-        listing = io.StringIO()
-        with contextlib.redirect_stdout(listing), contextlib.suppress(SystemExit):
-            read(["--help"])
-        raise _unknown(unknown, re.findall(r"--[a-z][\w.-]*", listing.getvalue()))
+        raise _unknown(unknown, [flag for each in options_of(default) for flag in each["flags"]])
     return options
+
+
+def _tyro(
+    arguments: list[str], default: Options, *, prog: str, about: str
+) -> tuple[Options, list[str]]:
+    return tyro.cli(
+        type(default), default=default, args=arguments, prog=prog, description=about,
+        return_unknown_args=True,
+    )  # fmt: skip
+
+
+def options_of(default: object) -> list[dict[str, Any]]:
+    """Every option as tyro writes it into a shell's completion: its flags, its description, which
+    is "FORM \u2022 help" or, of a switch, the help alone, and its type, nargs and choices."""
+    script = io.StringIO()
+    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
+        _tyro(["--tyro-print-completion", "bash"], default, prog="mtx", about="")
+    spec = re.search(r"^COMPLETION_SPEC = (.*)$", script.getvalue(), re.MULTILINE)
+    return ast.literal_eval(spec[1])["options"]
 
 
 def _unknown(unknown: list[str], known: list[str]) -> UserError:
@@ -113,13 +164,27 @@ def _unknown(unknown: list[str], known: list[str]) -> UserError:
             "takes no value (--resume, --no-resume)"
         )
     name = options[0].partition("=")[0].replace("_", "-")
-    switch = re.sub(r"^--no-(.*)\.", r"--\1.no-", name)  # --no-model.tied is --model.no-tied
-    same_end = [option for option in known if option.rpartition(".")[2] == name.lstrip("-")]
-    exactly = [option for option in known if option == switch]
-    near = exactly or same_end or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return UserError(
-        f"unknown option {name}: " + (f"did you mean {near[0]}?" if near else "see --help")
-    )
+    near = " or ".join(_near_options(name, known))
+    return UserError(f"unknown option {name}: {f'did you mean {near}?' if near else 'see --help'}")
+
+
+def _near_options(name: str, known: list[str]) -> list[str]:
+    """--layers is --model.layers, --no-model.tied is --model.no-tied; or a slip in a part of it."""
+    switch = re.sub(r"^--no-(.*)\.", r"--\1.no-", name)
+    if switch in known:
+        return [switch]
+    section, field = _parts(name)
+    parts = {option: _parts(option) for option in known}
+    sections = nearest(section, {section for section, _ in parts.values()})
+    here = {o: own for o, (above, own) in parts.items() if not section or above in sections}
+    near = nearest(field, here.values())
+    same = [option for option, (_, own) in parts.items() if own == field]
+    return [option for option, own in here.items() if own in near][:3] or same[:3]
+
+
+def _parts(option: str) -> tuple[str, str]:
+    section, _, field = option.lstrip("-").rpartition(".")
+    return section, field
 
 
 def _one_line(box: str, arguments: list[str]) -> str:

@@ -49,17 +49,17 @@ _STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
 class PlanOptions:
     """What is left out is the preset's, or chosen and said."""
 
-    family: Annotated[Family | None, _shown_as("{gpt,llama,bert}")] = None
     # of a model without a PRESET; else gpt
+    family: Annotated[Family | None, _shown_as("{gpt,llama,bert}")] = None
     hidden: _Width = None  # the model: size between the layers
-    layers: _Layers = None
-    heads: _Width = None  # else of 128 each
+    layers: _Layers = None  # transformer blocks
+    heads: _Width = None  # of attention; else of 128 each
     kv_heads: _Width = None  # of keys and values, in a llama; else as many
-    sequence: _Tokens = None  # else 2048
-    vocab: _Vocab = None  # else 51200
+    sequence: _Tokens = None  # tokens; else 2048
+    vocab: _Vocab = None  # tokens; else 51200
     ffn: _Ffn = None  # size inside of the MLP; else 4 times hidden
-    precision: Annotated[ComputeDtype | None, _shown_as("{float32,bfloat16,float16}")] = None
     # of matmuls and activations
+    precision: Annotated[ComputeDtype | None, _shown_as("{float32,bfloat16,float16}")] = None
 
     target: _Name = None  # a100-80gb, h100, tpu-v5p, ..., or a TOML file of your own
     gpus: _Devices = None  # else the preset's, or as few as hold the model
@@ -70,13 +70,13 @@ class PlanOptions:
     microbatch: _Sequences = None  # sequences
     global_batch: _Sequences = None  # sequences a step
     schedule: _Name = None  # as in mtx schedule; "auto" chooses
+    # within a block, in the backward pass
     recompute: Annotated[Recompute | None, _shown_as("{none,selective,full}")] = None
-    # within a block
     sequence_parallel: _Flag = False  # activations between linears sharded over tensor
-    no_sequence_parallel: _Flag = False
+    no_sequence_parallel: _Flag = False  # every tensor shard has them whole
     scatter_gather: bool = True  # messages between stages cut over tensor
-    zero: Annotated[Literal[0, 1, 3] | None, _shown_as("{0,1,3}")] = None
     # sharded over data: nothing (only priced), the optimizer, or parameters as well
+    zero: Annotated[Literal[0, 1, 3] | None, _shown_as("{0,1,3}")] = None
 
     search: _Flag = False  # choose every part of the layout that is not given
     compile: _Flag = False  # compile the step for the target, and say what the compiler says

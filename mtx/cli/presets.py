@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from mtx.cli.options import parse
+from mtx.config import to_dict
 from mtx.presets import NAMES, preset
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    pass
+class PresetsOptions:
+    # the same as JSON
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 def presets_command(arguments: list[str]) -> None:
     """List the presets."""
-    parse(arguments, NoOptions(), prog="mtx presets", about=presets_command)
-    print("\n".join(_preset_rows()))
+    options = parse(arguments, PresetsOptions(), prog="mtx presets", about=presets_command)
+    print(json.dumps(_numbers(), indent=1) if options.json else "\n".join(_preset_rows()))
+
+
+def _numbers() -> dict:
+    """Each preset's parameters and config."""
+    from mtx.plan.flops import parameters
+
+    runs = {name: preset(name) for name in NAMES}
+    return {
+        name: {"parameters": parameters(run.model), **to_dict(run)} for name, run in runs.items()
+    }
 
 
 def _preset_rows() -> list[str]:

@@ -8,51 +8,59 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
-from mtx.cli.options import parse, split_name
+from mtx.cli.options import parse, split_name, write_text
 from mtx.errors import UserError
 from mtx.train.goodput import Record, measure_goodput, read_log, steps_that_count
 
-_PICTURES = (".svg", ".png", ".pdf")
+_File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    out: str = ""  # FILE: .html with everything in it, or a picture: .png, .svg, .pdf
-    json: str = ""  # FILE for the numbers
+    out: _File = None  # a page with everything in it: .html
+    draw: _File = None  # the curves as a picture: .svg, .png or .pdf
+    json: _Flag = False  # the numbers as JSON, instead of a table
 
 
 def report_command(arguments: list[str]) -> None:
     """Say how a training run went: loss, throughput, goodput, faults, slow processes.
 
     RUN_DIR is the --out of a training run, which may still be going on. Prints a table; --out
-    draws it.
+    makes a page of it, with its curves, and --draw a picture of these.
     """
     directory, rest = split_name(arguments)
     options = parse(rest, ReportOptions(), prog="mtx report RUN_DIR", about=report_command)
     if directory is None:
         raise UserError("mtx report RUN_DIR: name the directory of a training run (its --out)")
-    suffix = Path(options.out).suffix.lower()
-    if options.out and suffix not in (".html", *_PICTURES):
-        raise UserError(f"out={options.out} must end in .html, {', '.join(_PICTURES)}")
+    if options.out and not options.out.lower().endswith(".html"):
+        raise UserError(f"out={options.out} must end in .html; --draw makes a picture")
+    if options.draw:
+        from mtx.view.picture import check_suffix
+
+        check_suffix(options.draw)
     records = read_log(Path(directory) / "log.jsonl")
     numbers = summarize(records)
-    _print(numbers, directory)
     if options.json:
-        _write(options.json, json.dumps(numbers, indent=2) + "\n")
-    if options.out:
+        print(json.dumps(numbers, indent=1))
+    else:
+        _print(numbers, directory)
+    if options.out or options.draw:
         from mtx.view.picture import Picture, save_figure
         from mtx.view.run import draw_run
 
         figure = draw_run(records)
-        if suffix == ".html":
+        if options.out:
             svg = Picture(figure=figure)._repr_svg_()
-            _write(options.out, _page(numbers, directory, svg))
-        else:
-            save_figure(figure, options.out)
+            write_text(Path(options.out), _page(numbers, directory, svg))
+        if options.draw:
+            save_figure(figure, options.draw)
 
 
 def summarize(records: list[Record]) -> dict:
@@ -154,10 +162,3 @@ def _page(numbers: dict, directory: str, svg: str) -> str:
         text.write(f"<tr><td>{html.escape(label)}<td>{html.escape(value)}\n")
     text.write(f"</table>\n{svg}\n</html>\n")
     return text.getvalue()
-
-
-def _write(path: str, text: str) -> None:
-    from mtx.view.files import replacing
-
-    with replacing(path) as written:
-        written.write_text(text, encoding="utf-8")

@@ -40,19 +40,19 @@ class ScheduleOptions:
     microbatches: _Microbatches = None  # m, of one replica and step; 8 where not given
     virtual: _Virtual = None  # v, model chunks per stage; else what the schedule needs or prefers
     slices: _Slices = None  # of each microbatch's sequences, where the schedule cuts them
-    # Of a microbatch on one stage, and of a send, in any unit; B lasts B + W where W is not split.
+    # of a microbatch on one stage, and of a send, in any unit; B lasts B + W where W is not split
     times: Annotated[str, tyro.conf.arg(metavar="F,B,W,COMM")] = "1,1,1,0"
-    # Of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare.
+    # of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare
     memory_limit: Annotated[float | None, tyro.conf.arg(metavar="STASHES")] = None
     weight_share: float = WEIGHT_SHARE  # of a stash: what stays of it from B to W, where split
-    # A second schedule, in the same picture and trace.
+    # a second schedule, in the same picture and trace
     beside: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     model: Literal["lockstep", "asynchronous"] = "lockstep"  # of timeline, picture and trace
     csv: _File = None  # the table in the notation of torch.distributed.pipelining; - for stdout
     text: _File = None  # the table as text; - for stdout
     orders: _Flag = False  # csv and text hold what a program per stage runs, instead of ticks
     draw: _File = None  # timeline and memory as a picture: .svg, .png or .pdf
-    trace: _File = None  # for ui.perfetto.dev
+    trace: _File = None  # the timeline for ui.perfetto.dev
     json: _Flag = False  # numbers for programs, instead of text
 
 
@@ -64,11 +64,7 @@ def schedule_command(arguments: list[str]) -> None:
     """
     name, rest = split_name(arguments)
     prog = "mtx schedule [NAME|FILE|auto|compare]"
-    try:
-        options = parse(rest, ScheduleOptions(), prog=prog, about=schedule_command)
-    except SystemExit:  # after the help
-        print(_names())
-        raise
+    options = parse(rest, ScheduleOptions(), prog=prog, about=schedule_command, more=_names)
     times = _times(options.times)
     if name == "compare":
         _compare(options, times)

@@ -21,7 +21,7 @@ class ClusterOptions:
     """What a launcher's variables would say, said by hand; and how long to wait for others."""
 
     coordinator: str | None = None  # host:port at which process 0 listens
-    processes: Devices | None = None
+    processes: Devices | None = None  # of the run, on all nodes
     process: Annotated[int, Between(0, 2**20)] | None = None  # this one, from 0
     local_devices: tuple[int, ...] | None = None  # GPUs of this node that are its own
     connect_s: Annotated[int, Between(1, 10**7)] = 300  # for all processes to arrive

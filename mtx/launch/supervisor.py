@@ -47,7 +47,7 @@ _FLIGHT_S = 3.0  # between the first and the last that leaves for one reason
 class LaunchOptions:
     """How many processes, with which devices, and how often again."""
 
-    processes: Processes = 1
+    processes: Processes = 1  # of this machine
     devices_per_process: Devices = 1  # GPUs, or virtual CPU devices where there are none
     cpu: bool = False  # virtual devices, also where there are GPUs
     max_restarts: Interval = 3  # in a row without progress: a later checkpoint to start from

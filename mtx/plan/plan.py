@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
@@ -19,7 +20,7 @@ from mtx.files import read_json, read_toml
 from mtx.pipeline.choose import settle
 from mtx.plan import flops
 from mtx.plan.compiled import Compiled
-from mtx.plan.hardware import load_hardware
+from mtx.plan.hardware import Hardware, load_hardware
 from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
@@ -36,7 +37,9 @@ _TOKENS = 300e9  # GPT-3's training, and SC'21's example for equation (4)
 class Plan(PricedRun):
     """A run on a target: what it needs and how fast it will be, as JSON and for a notebook."""
 
-    def to_dict(self, *, tokens: float | None = None, price_per_gpu_hour: float | None = None):
+    def to_dict(
+        self, *, tokens: float | None = None, price_per_gpu_hour: float | None = None
+    ) -> dict[str, Any]:
         """Every number, its unit in its name, ready for JSON."""
         numbers = {
             "target": self.target,
@@ -65,11 +68,11 @@ class Plan(PricedRun):
 
 
 def make_plan(
-    run: RunConfig, *, target: str = "a100-80gb", zero: int | None = None,
+    run: RunConfig, *, target: str | Hardware = "a100-80gb", zero: int | None = None,
     scatter_gather: bool = True,
     chosen: tuple[str, ...] = (), compiled: Compiled | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `run` on `target`: a name in `mtx.plan.hardware`, or a TOML file's path.
+    """The plan of `run` on `target`: hardware, its name in `mtx.plan.hardware`, or a TOML file.
 
     zero: None, the layout's own; another takes its place, and 0 is only priced. chosen: what nobody
     asked for, to be said; of schedule="auto" the plan says itself what was chosen and why.
@@ -77,13 +80,14 @@ def make_plan(
     zero = run.layout.zero if zero is None else zero
     if zero not in (0, 1, 3):
         raise UserError(f"zero={zero} must be 0 (nothing), 1 (optimizer) or 3 (parameters too)")
-    device = load_hardware(target)
+    device = target if isinstance(target, Hardware) else load_hardware(target)
+    name = target if isinstance(target, str) else target.name
     device.peak_flops(run.model.compute_dtype)  # where there is none, say so first
     layout, why = settle(with_zero(run.layout, zero), run.model, run.global_batch)
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(
-        run=run, target=target, hardware=device, zero=zero, scatter_gather=scatter_gather,
+        run=run, target=name, hardware=device, zero=zero, scatter_gather=scatter_gather,
         time=predict_step(
             model, layout, batch, device, zero=zero, scatter_gather=scatter_gather
         ),
@@ -173,6 +177,10 @@ def is_plan_file(name: str) -> bool:
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Writes a plan file, TOML or JSON by its suffix. UserError where it cannot be written."""
     _check_plan_suffix(path)
+    if load_hardware(plan.target) != plan.hardware:
+        raise UserError(
+            f"target={plan.target} names other hardware; make the plan of its TOML file"
+        )
     described = to_dict(plan.run) | {
         "plan": {
             "target": plan.target,

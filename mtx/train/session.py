@@ -137,6 +137,8 @@ class Session:
             if training:
                 self.checkpoints.prepare(self.trainer)
             if is_new:
+                what = "the step" if training else "the held-out loss"
+                self.report.line(f"compiling  {what}: it can take minutes")
                 place, rows = self.trainer.place, self.trainer.run.global_batch
                 batch = place(self.data.batch(self.consumed, rows, self.local))
                 held_out = place(next(self._held_out_batches()))
