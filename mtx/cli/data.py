@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
+from mtx.config import SplitBy
 from mtx.errors import UserError
 
 if TYPE_CHECKING:
@@ -254,13 +255,14 @@ def merge_action(arguments: list[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
     ratios: str = "969,30,1"  # of train, valid and test
+    by: SplitBy = "auto"  # documents, or tokens of each; auto: tokens where documents are too few
     out: _Name = None  # what the names begin with: OUT_train, ...; PREFIX where not given
 
 
 def split_action(arguments: list[str]) -> None:
     """Cut a dataset's documents, in their order, into train, valid and test.
 
-    Training cuts by itself (--split); this is for parts that are to be files.
+    Training cuts by itself (--data.split); this is for parts that are to be files.
     """
     names, rest = _names(arguments, "the prefix of a dataset")
     options = parse(rest, SplitOptions(), prog="mtx data split PREFIX", about=split_action)
@@ -268,7 +270,7 @@ def split_action(arguments: list[str]) -> None:
     from mtx.data.merge import split_dataset
 
     out = options.out or strip_suffix(_one(names))
-    parts = split_dataset(_one(names), options.ratios, out)
+    parts = split_dataset(_one(names), options.ratios, out, by=options.by)
     for number, dataset in enumerate(parts.values()):
         print("\n" * bool(number), end="")
         _print_dataset(dataset)
@@ -281,6 +283,7 @@ def split_action(arguments: list[str]) -> None:
 class IndexOptions:
     sequence: _Count = None  # model.sequence of the run
     split: str = "969,30,1"  # its data.split
+    split_by: SplitBy = "auto"  # its data.split_by
     seed: int = 0  # its data.seed
     cache: _Name = None  # its data.cache; index_cache beside the first dataset where not given
     samples: _Count = None  # of a blend by weights: its steps times global_batch
@@ -311,7 +314,7 @@ def index_action(arguments: list[str]) -> None:
     for part, samples in zip(("train", "valid"), wanted.values(), strict=True):
         dataset = open_part(
             prefixes, weights, samples=samples, part=part, sequence=options.sequence,
-            split=options.split, seed=options.seed, cache=cache,
+            split=options.split, split_by=options.split_by, seed=options.seed, cache=cache,
         )  # fmt: skip
         print(f"{part:<11}{len(dataset):,} samples of {options.sequence:,} tokens")
     print(f"cache      {cache}")

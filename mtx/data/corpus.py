@@ -39,7 +39,8 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
             )
         load = load_sentences if run.model.family == "bert" else load_text
         corpus = load(config, sequence=sequence)  # a dataset that is not there is no text either
-        _refuse(config, ("split", "cache"), "is for datasets; text is held out by eval_fraction")
+        only = ("split", "split_by", "cache")
+        _refuse(config, only, "is for datasets; text is held out by eval_fraction")
         return corpus
     if not all(found):
         raise UserError(
@@ -80,7 +81,8 @@ def open_datasets(
         )
     cache = config.cache or default_cache(prefixes[0])
     open_parts = functools.partial(
-        _open_parts, config, datasets, weights, vocab=tokenizer.vocab, sequence=sequence,
+        _open_parts, config, datasets, weights, vocab=tokenizer.vocab, eod=tokenizer.eod,
+        sequence=sequence,
         samples={"train": samples, "valid": eval_samples},
     )  # fmt: skip
     where = ""
@@ -98,7 +100,7 @@ def open_datasets(
         held_out_samples=held_out.distinct,
         train_tokens=train.part_tokens,
         eval_tokens=held_out.part_tokens,
-        source=f"{_described(prefixes, weights)}, split {config.split}{where}",
+        source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
         packed=config.packed,
     )
 
@@ -126,7 +128,7 @@ def _open_parts(config, datasets, weights, *, samples, **options):
     return [
         open_part(
             datasets, weights, samples=samples[part], part=part, split=config.split,
-            seed=config.seed, **options,
+            split_by=config.split_by, seed=config.seed, **options,
         )
         for part in ("train", "valid")
     ]  # fmt: skip
@@ -161,6 +163,15 @@ def _tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
         if known is not None:  # if it is another tokenizer, that is the matter
             known.require_tokenizer(load_tokenizer(config.tokenizer, eod=None).identity)
         raise
+
+
+def _division(config: DataConfig, train: GPTDataset | BlendedDataset) -> str:
+    parts = getattr(train, "datasets", [train])
+    cut = [part.data.prefix for part in parts if part.cut]
+    if not cut:
+        return f"split {config.split}"
+    where = f" in {', '.join(cut[:3])}" if len(cut) < len(parts) else ""
+    return f"split {config.split} of each document's tokens{where}"
 
 
 def _described(prefixes: list[str], weights: list[float] | None) -> str:
