@@ -21,6 +21,7 @@ from mtx.errors import UserError
 if TYPE_CHECKING:
     from mtx.data.build import Built, Progress
     from mtx.data.indexed import IndexedDataset
+    from mtx.data.split import Foreseen
 
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
@@ -97,7 +98,9 @@ def build_action(arguments: list[str]) -> None:
         rest, BuildOptions(), prog="mtx data build FILE... --out PREFIX", about=build_action
     )
     from mtx.data.build import Recipe, build_dataset
+    from mtx.data.indexed import IndexedDataset
     from mtx.data.sources import Reading
+    from mtx.data.split import foresee
 
     if options.max_line_mib < 1:
         raise UserError(f"max_line_mib={options.max_line_mib} must be at least 1")
@@ -111,7 +114,8 @@ def build_action(arguments: list[str]) -> None:
     start = time.perf_counter()
     with _progress_bar() as report:
         built = build_dataset(names, prefix, recipe, processes=options.processes, report=report)
-    _print_built(built, time.perf_counter() - start, options.json)
+    elapsed_s = time.perf_counter() - start
+    _print_built(built, foresee(IndexedDataset(prefix).document_lengths()), elapsed_s, options.json)
 
 
 @contextlib.contextmanager
@@ -136,13 +140,13 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
         yield report
 
 
-def _print_built(built: Built, elapsed_s: float, as_json: bool) -> None:
+def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool) -> None:
     if as_json:
         print(json.dumps({
             "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
             "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
             "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
-            "tokenizer": vars(built.identity),
+            "tokenizer": vars(built.identity), "split": vars(split),
         }, indent=1))  # fmt: skip
         return
     left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
@@ -152,9 +156,21 @@ def _print_built(built: Built, elapsed_s: float, as_json: bool) -> None:
         f"documents  {built.documents:,}{left_out}",
         *([f"sentences  {built.sequences:,}"] if built.sequences != built.documents else []),
         f"tokens     {built.tokens:,}, {built.dtype}",
+        *_split_lines(split),
         f"tokenizer  {built.identity.name}, vocabulary {built.identity.vocab:,}",
         f"rate       {size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
     ]))  # fmt: skip
+
+
+def _split_lines(split: Foreseen) -> list[str]:
+    """What a run makes of the dataset, where it says nothing of data.split."""
+    held_out = f"{split.tokens:,} tokens to train on, {split.held_out_tokens:,} held out"
+    if split.by == "tokens":
+        return [f"split      {held_out}: the end of each document, as whole ones are too few"]
+    lines = [f"split      {held_out}: whole documents, {split.held_out_documents:,} of them"]
+    if split.lopsided:
+        lines.append("           far from 3 %: --data.split-by tokens holds out the end of each")
+    return lines
 
 
 # --- inspect --------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ def train_command(arguments: list[str]) -> int | None:
     run = load_run(name) if name and is_plan_file(name) else preset(name or "miniature")
     prog = "mtx train [PRESET | PLAN]"
     options = parse(rest, TrainOptions(run=run), prog=prog, about=train_command)
+    from mtx.data.corpus import check_data
+
+    check_data(options.run)
     startup.mark("python")
     start_devices(options.virtual_devices, options.cluster)
     use_compile_cache(options.compile_cache)

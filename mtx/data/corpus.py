@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from pathlib import Path
 
-from mtx.config import DataConfig, RunConfig
+from mtx.config import DataConfig, ModelConfig, RunConfig
 from mtx.data.batches import TokenCorpus
 from mtx.data.bert import BertCorpus, load_sentences, open_sentences
 from mtx.data.blend import normalize_weights, read_blend
 from mtx.data.cache import CacheError
-from mtx.data.gpt import BlendedDataset, GPTDataset
+from mtx.data.documents import text_files
+from mtx.data.gpt import BlendedDataset, GPTDataset, divide_tokens
 from mtx.data.indexed import IndexedDataset, strip_suffix
 from mtx.data.text import load_text
 from mtx.data.tokenizer import Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 
+_DOUBTFUL_BYTES = 16  # a token of a sample: with fewer held out, there may be too few tokens
 _CACHE_NAME = "index_cache"  # of the folder of indices, beside the first dataset
 
 
@@ -29,25 +32,13 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
     Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
     """
     config, sequence = run.data, run.model.sequence
-    prefixes, weights = read_blend(config.path)
-    found = [_names_dataset(prefix) for prefix in prefixes]
-    if not any(found):
-        if weights is not None:
-            raise UserError(
-                f"weights are for datasets, and {prefixes[0]}.idx does not exist; name the prefix "
-                "of a .bin and .idx (mtx data build --out corpus makes corpus_text_document)"
-            )
+    prefixes, weights = _datasets_of(config)
+    if not prefixes:
         load = load_sentences if run.model.family == "bert" else load_text
         corpus = load(config, sequence=sequence)  # a dataset that is not there is no text either
         only = ("split", "split_by", "cache")
         _refuse(config, only, "is for datasets; text is held out by eval_fraction")
         return corpus
-    if not all(found):
-        raise UserError(
-            f"{prefixes[found.index(True)]} is a dataset and {prefixes[found.index(False)]} is "
-            "not; name datasets alone, or text alone"
-        )
-    _refuse(config, ("eval_fraction",), "is for text; datasets are divided by split")
     wanted = {
         "samples": run.steps * run.global_batch if samples is None else samples,
         "eval_samples": run.eval_batches * run.global_batch,
@@ -58,6 +49,34 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
             cache=config.cache or default_cache(prefixes[0]), source=_described(prefixes, weights),
         )  # fmt: skip
     return open_datasets(config, prefixes, weights, sequence=sequence, **wanted)
+
+
+def check_data(run: RunConfig) -> None:
+    """Raises the UserErrors of `load_data` that can be seen at once: before devices are started,
+    text is tokenized and indices are built."""
+    prefixes, _ = _datasets_of(run.data)
+    if not prefixes:
+        sizes = [os.path.getsize(file) for file in text_files(run.data.path)]
+        if sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * run.model.sequence:
+            load_data(run)
+        return
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if run.model.family == "bert":
+        return
+    check_vocab(_common_tokenizer(run.data, datasets), run.model)
+    for part, dataset in itertools.product(("train", "valid"), datasets):
+        divide_tokens(
+            dataset, part, split=run.data.split, by=run.data.split_by, sequence=run.model.sequence
+        )
+
+
+def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """UserError for a tokenizer of more tokens than the model has."""
+    if tokenizer.vocab > model.vocab:
+        raise UserError(
+            f"the {tokenizer.name} tokenizer has {tokenizer.vocab:,} tokens, more than model.vocab="
+            f"{model.vocab:,}; set model.vocab to {tokenizer.vocab} or more"
+        )
 
 
 def open_datasets(
@@ -71,9 +90,7 @@ def open_datasets(
 ) -> TokenCorpus:
     """The train and valid parts of datasets, with the tokenizer that made them."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    tokenizer = _tokenizer(config, datasets)
-    for dataset in datasets:
-        dataset.require_tokenizer(tokenizer.identity)
+    tokenizer = _common_tokenizer(config, datasets)
     if config.packed and tokenizer.eod is None:
         raise UserError(
             f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
@@ -146,6 +163,34 @@ def _names_dataset(name: str) -> bool:
     """Whether one of its files is there; that the other is too, the reader says."""
     prefix = strip_suffix(name)
     return any(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
+
+
+def _datasets_of(config: DataConfig) -> tuple[list[str], list[float] | None]:
+    """The prefixes of datasets that are named, and their weights; none where text is."""
+    prefixes, weights = read_blend(config.path)
+    found = [_names_dataset(prefix) for prefix in prefixes]
+    if not any(found):
+        if weights is not None:
+            raise UserError(
+                f"weights are for datasets, and {prefixes[0]}.idx does not exist; name the prefix "
+                "of a .bin and .idx (mtx data build --out corpus makes corpus_text_document)"
+            )
+        return [], None
+    if not all(found):
+        raise UserError(
+            f"{prefixes[found.index(True)]} is a dataset and {prefixes[found.index(False)]} is "
+            "not; name datasets alone, or text alone"
+        )
+    _refuse(config, ("eval_fraction",), "is for text; datasets are divided by split")
+    return prefixes, weights
+
+
+def _common_tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
+    """`_tokenizer`, of which all datasets are."""
+    tokenizer = _tokenizer(config, datasets)
+    for dataset in datasets:
+        dataset.require_tokenizer(tokenizer.identity)
+    return tokenizer
 
 
 def _tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:

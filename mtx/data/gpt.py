@@ -20,7 +20,7 @@ from mtx.data.cache import cached_arrays
 from mtx.data.indexed import IndexedDataset
 from mtx.data.indices import Indices, build_indices
 from mtx.data.samples import place_in_epoch
-from mtx.data.split import DEFAULT_SPLIT, SplitBy, divide
+from mtx.data.split import DEFAULT_SPLIT, Division, SplitBy, divide
 from mtx.errors import UserError
 
 
@@ -66,23 +66,14 @@ class GPTDataset:
             endless=endless, split=split, split_by=split_by, part=part, cache=cache, vocab=vocab,
             eod=eod,
         )  # fmt: skip
-        least = sequence + 1 if samples is None else 1
-        self._part = divide(
-            self.data.lengths, split, part, by=split_by,
-            serves=lambda lengths: lengths.sum(dtype=np.int64) >= least,
-        )  # fmt: skip
+        least = None if samples is None else 1
+        self._part = divide_tokens(
+            self.data, part, split=split, by=split_by, sequence=sequence, least=least
+        )
         self.cut, self._eod = self._part.cut is not None, eod
         first, end = self._part.first, self._part.end
         lengths = self._part.sizes(self.data.lengths[first:end])
-        self.part_tokens = tokens = int(lengths.sum(dtype=np.int64))
-        if tokens < least:
-            shorter = f"sequence={tokens - 1} or less, " if tokens > 1 else ""
-            raise UserError(
-                f"{self.data.prefix}: part {part!r} of split={split!r} has {tokens:,} of "
-                f"{len(self.data.tokens):,} tokens in {len(self.data):,} sequences, but one sample "
-                f"needs sequence+1={sequence + 1}; use {shorter}a split that gives it more, "
-                f"{'split_by=tokens, ' if split_by == 'documents' else ''}or more text"
-            )
+        self.part_tokens = int(lengths.sum(dtype=np.int64))
 
         def build() -> dict[str, np.ndarray]:
             return vars(build_indices(
@@ -236,6 +227,35 @@ class BlendedDataset:
         index = _within(index, len(self), "the blend")
         dataset = self.datasets[self.dataset_index[index]]
         return dataset[int(self.sample_index[index]) + epoch * len(dataset)]
+
+
+def divide_tokens(
+    data: IndexedDataset,
+    part: str,
+    *,
+    split: str,
+    by: SplitBy,
+    sequence: int,
+    least: int | None = None,
+) -> Division:
+    """What a part has of a dataset's sequences: see `divide`. UserError where it has fewer than
+    `least` tokens, by default those of one sample."""
+    least = sequence + 1 if least is None else least
+    division = divide(
+        data.lengths, split, part, by=by,
+        serves=lambda lengths: lengths.sum(dtype=np.int64) >= least,
+    )  # fmt: skip
+    sizes = division.sizes(data.lengths[division.first : division.end])
+    tokens = int(sizes.sum(dtype=np.int64))
+    if tokens >= least:
+        return division
+    shorter = f"sequence={tokens - 1} or less, " if tokens > 1 else ""
+    raise UserError(
+        f"{data.prefix}: part {part!r} of split={split!r} has {tokens:,} of {len(data.tokens):,} "
+        f"tokens in {len(data):,} sequences, but one sample needs sequence+1={sequence + 1}; use "
+        f"{shorter}a split that gives it more, {'split_by=tokens, ' if by == 'documents' else ''}"
+        "or more text"
+    )
 
 
 def _within(index: int, length: int, what: str) -> int:

@@ -89,6 +89,41 @@ def divide(
     return Division(first=0, end=len(counts), cut=_shares(split, part))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What a run would train on and hold out, if nothing is said of it."""
+
+    by: SplitBy  # "documents" or "tokens"
+    documents: int  # to train on, and
+    held_out_documents: int
+    tokens: int
+    held_out_tokens: int
+
+    @property
+    def lopsided(self) -> bool:
+        """Whether whole documents hold out less than half or more than twice of what is asked."""
+        _, share, _ = parse_split(DEFAULT_SPLIT)
+        held_out = self.held_out_tokens / (self.tokens + self.held_out_tokens)
+        return self.by == "documents" and not share / 2 <= held_out <= 2 * share
+
+
+def foresee(lengths: np.ndarray) -> Foreseen:
+    """For documents of these `lengths` in tokens, and samples that are not longer than what is held
+    out: where they are, each document is cut."""
+    train, valid = (
+        divide(lengths, DEFAULT_SPLIT, part, serves=lambda some: some.sum(dtype=np.int64) > 1)
+        for part in PARTS[:2]
+    )
+    sizes = [part.sizes(lengths[part.first : part.end]) for part in (train, valid)]
+    (documents, tokens), (held_out_documents, held_out_tokens) = (
+        (int(np.count_nonzero(some)), int(some.sum(dtype=np.int64))) for some in sizes
+    )
+    return Foreseen(
+        by="documents" if train.cut is None else "tokens", documents=documents, tokens=tokens,
+        held_out_documents=held_out_documents, held_out_tokens=held_out_tokens,
+    )  # fmt: skip
+
+
 def _shares(split: Split, part: str) -> tuple[float, float]:
     """Where the part begins and ends, as shares of all."""
     if part not in PARTS:
