@@ -29,6 +29,8 @@ def test_there_and_back(source, tmp_path, capsys):
     assert "computes in bfloat16" in printed and "has no tokenizer" in printed
     model = Checkpoints(run).run().model
     assert (model.sequence, model.compute_dtype) == (12, "bfloat16")
+    assert main(["convert", str(source), f"{run}32", "--dtype", "float32", "--check", "none"]) == 0
+    assert Checkpoints(f"{run}32").run().model.compute_dtype == "float32"
     assert main(["convert", str(run), str(back)]) == 0
     assert "note       tensors are bfloat16" in capsys.readouterr().out
     assert (back / "generation_config.json").read_text() == '{"top_k": 3}'
@@ -44,7 +46,7 @@ def test_there_and_back(source, tmp_path, capsys):
         (["{source}"], "name two directories before all options, not 1"),
         (["nowhere", "out"], "nowhere does not exist; name a Hugging Face directory"),
         (["{empty}", "out"], "has neither a config.json nor a complete checkpoint"),
-        (["{source}", "out", "--dtype", "float16"], "--dtype is for conversions to Hugging Face"),
+        (["{source}", "out", "--dtype", "int8"], "invalid choice 'int8' for argument '--dtype'"),
         (["{source}", "out", "--step", "3"], "--step is for conversions to Hugging Face"),
         (["{source}", "out", "--sequence", "99"], "sequence=99 must lie between 1 and 24"),
         (["{source}", "out", "--tokenizer", "gone"], "cannot read the tokenizer gone"),

@@ -30,14 +30,15 @@ class ConvertOptions:
     # what the logits are compared with
     sequence: _Count = None  # from Hugging Face, Llama: of the run; all it can take where not given
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
-    step: _Count = None  # to Hugging Face: of the checkpoint; the newest where not given
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    # to Hugging Face; auto: as it was where nothing was trained since, else float32
+    # from Hugging Face: what the run computes in; auto: what the tensors are. To it: what they are
+    # to be; auto: what they were where nothing was trained since, else float32
+    step: _Count = None  # to Hugging Face: of the checkpoint; the newest where not given
     most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
 
 
 _OF_OUR_SIDE = ("sequence", "tokenizer")
-_OF_THEIR_SIDE = ("step", "dtype", "most_file_gb")
+_OF_THEIR_SIDE = ("step", "most_file_gb")
 
 
 def convert_command(arguments: list[str]) -> None:
@@ -62,17 +63,17 @@ def convert_command(arguments: list[str]) -> None:
     source, target = names
     theirs = is_huggingface(Path(source))
     _refuse_others(options, _OF_THEIR_SIDE if theirs else _OF_OUR_SIDE, theirs)
-    with _progress_bar() as report:
+    dtype = None if options.dtype == "auto" else options.dtype
+    with progress_bar() as report:
         if theirs:
             done = to_checkpoint(
-                source, target, sequence=options.sequence, tokenizer=options.tokenizer,
+                source, target, sequence=options.sequence, tokenizer=options.tokenizer, dtype=dtype,
                 check=options.check, report=report,
             )  # fmt: skip
         else:
             done = to_huggingface(
                 source, target, step=options.step, check=options.check, report=report,
-                dtype=None if options.dtype == "auto" else options.dtype,
-                most_file_gb=options.most_file_gb,
+                dtype=dtype, most_file_gb=options.most_file_gb,
             )  # fmt: skip
     _print(done)
 
@@ -102,7 +103,7 @@ def _print(done: Converted) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Report]:
+def progress_bar() -> Iterator[Report]:
     """What a conversion reports to: a bar on stderr, where that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done_bytes, all_bytes: None

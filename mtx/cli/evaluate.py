@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class EvaluateOptions:
     mask_fraction: float = 0.15  # mlm: of the tokens
     mask_run: int = 3  # mlm: words masked together, at most
     seed: int = 0  # mlm: of what is masked
+    dtype: Dtype = "auto"  # to compute in; auto: what the run has computed in
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: int = 0  # CPU devices to make, for a machine without GPUs
 
@@ -93,7 +95,7 @@ def evaluate_command(arguments: list[str]) -> None:
         **scores,
         "elapsed_s": round(time.perf_counter() - start_s, 3),
         "checkpoint": {"directory": str(checkpoints.directory), "step": int(state.step)},
-        "model": to_dict(run.model),
+        "model": to_dict(trainer.run.model),
         "layout": to_dict(trainer.run.layout),
         "global_batch": trainer.run.global_batch,
     }
@@ -111,6 +113,13 @@ def arguments_of(arguments: list[str], *names: str) -> list[str]:
             values = takewhile(lambda a: not a.startswith("--"), arguments[place + 1 :])
             found += [argument] if equals else [argument, *values]
     return found
+
+
+def computing_in(run: RunConfig, dtype: Dtype) -> RunConfig:
+    """`run` with another type of matmuls and activations; its checkpoints hold float32."""
+    if dtype == "auto":
+        return run
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, compute_dtype=dtype))
 
 
 _OF_TASKS = {  # options that change nothing but what these measure
@@ -153,7 +162,7 @@ def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Tra
         raise UserError(
             f"the model has no head for the task {options.task}; mtx finetune makes one"
         )
-    run = evaluation_run(run, options.layout, batch=options.batch)
+    run = evaluation_run(computing_in(run, options.dtype), options.layout, batch=options.batch)
     return Trainer(run) if head is None else FinetuneTrainer(run, head)
 
 
@@ -257,7 +266,7 @@ def _print_table(results: dict, trainer: Trainer) -> None:
     rows = {
         "checkpoint": f"{checkpoint['directory']}, step {checkpoint['step']:,}",
         "layout": f"data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}, batches of "
-        f"{trainer.run.global_batch:,}",
+        f"{trainer.run.global_batch:,}, in {trainer.run.model.compute_dtype}",
     }
     for name, value in results.items():
         if isinstance(value, bool):
@@ -266,7 +275,7 @@ def _print_table(results: dict, trainer: Trainer) -> None:
             rows[name] = _number(name, value)
         elif isinstance(value, str):
             rows[name] = value
-        elif value is None:
+        elif value is None and results.get("wikitext") is not False:
             rows[name] = "undefined"
     del rows["global_batch"]
     width = max(map(len, rows)) + 2

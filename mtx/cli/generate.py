@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from mtx.cli.evaluate import Dtype, computing_in
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout
 from mtx.errors import UserError
@@ -39,6 +40,7 @@ class GenerateOptions:
     batch: int = 64  # prompts at a time
     json: _Name = None  # for the texts as JSON lines, which are then not printed
     step: _Step = None  # of the checkpoint; the newest where not given
+    dtype: Dtype = "auto"  # to compute in; auto: what the run has computed in
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: int = 0  # CPU devices to make, for a machine without GPUs
 
@@ -69,7 +71,7 @@ def generate_command(arguments: list[str]) -> None:
     from mtx.train.step import Trainer
 
     checkpoints = Checkpoints(directory)
-    run = checkpoints.run(options.step)
+    run = computing_in(checkpoints.run(options.step), options.dtype)
     check_asked(run.model, tokens=options.tokens, seed=options.seed, batch=options.batch)
     fitted = GenerateOptions(layout=fit_layout(run.layout, jax.device_count()))
     options = parse(rest, fitted, prog=prog, about=generate_command)

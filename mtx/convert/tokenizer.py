@@ -27,27 +27,25 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _FILES)
 
 
-def tokenizer_of(theirs: HuggingFaceModel, named: str | None) -> tuple[dict, list[str]]:
-    """The document for a checkpoint, and what is to be said of it. `named`: one that is not the
-    model's own. Raises UserError for one that cannot be read or has too many tokens."""
+def own_tokenizer(theirs: HuggingFaceModel, named: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a directory, or the one that is `named` instead; None where there is none.
+
+    Its end-of-document token is the one that its files name, or else config.json. Raises UserError
+    for one that cannot be read or has too many tokens.
+    """
     source, vocab = theirs.directory, theirs.model.vocab
     if named is None and not has_tokenizer(source):
-        note = (
-            f"{source} has no tokenizer, so the run has none either: to train on text or to "
-            "generate, convert again with --tokenizer FILE"
-        )
-        return NONE, [note]
+        return None
     tokenizer = _load(named or str(source), theirs)
     if tokenizer.vocab > vocab:
         raise UserError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab:,} tokens, more than the model's "
             f"{vocab:,}; name the model's own with --tokenizer"
         )
-    return tokenizer.to_dict(), []
+    return tokenizer
 
 
 def _load(name: str, theirs: HuggingFaceModel) -> Tokenizer:
-    """With the end-of-document token that its files name, or else config.json; or none."""
     if theirs.model.family == "bert":
         return load_tokenizer(name, eod="none")
     ends = theirs.config.get("eos_token_id")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtx.config import DataConfig, ModelConfig, RunConfig
 from mtx.data.batches import TokenCorpus
-from mtx.data.bert import BertCorpus, load_sentences, open_sentences
+from mtx.data.bert import BertCorpus, load_bert_tokenizer, load_sentences, open_sentences
 from mtx.data.blend import normalize_weights, read_blend
 from mtx.data.cache import CacheError
 from mtx.data.documents import text_files
@@ -68,6 +68,20 @@ def check_data(run: RunConfig) -> None:
         divide_tokens(
             dataset, part, split=run.data.split, by=run.data.split_by, sequence=run.model.sequence
         )
+
+
+def run_tokenizer(run: RunConfig) -> Tokenizer:
+    """The tokenizer that `load_data` gives a run. UserError for one that is trained on its text."""
+    config, (prefixes, _) = run.data, _datasets_of(run.data)
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if run.model.family == "bert":
+        made = next((dataset.identity for dataset in datasets if dataset.identity), None)
+        return load_bert_tokenizer(config, eod=made and made.eod)
+    if datasets:
+        return _common_tokenizer(config, datasets)
+    if config.tokenizer == "bpe":
+        raise UserError("data tokenizer='bpe' is trained on the text; name the model's own")
+    return load_tokenizer(config.tokenizer, eod=config.eod)
 
 
 def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:

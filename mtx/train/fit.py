@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mtx.config import Layout, RunConfig
@@ -107,3 +108,44 @@ def fit_layout(layout: Layout, devices: int) -> Layout:
             layout = replace(layout, stage_layers="balanced")
         layout = replace(layout, **{axis: fitting})
     return layout
+
+
+def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = ()) -> Layout:
+    """The layout of `run` over all of `devices` (JAX's): the fewest tensor shards and pipeline
+    stages with which it is predicted to fit, and as many replicas as then remain.
+
+    Axes that are `kept` stay as they are. Where the model or the batch cannot be divided over all
+    devices, some are left out.
+    """
+    room, axes = _Room.of(devices), ("pipe", "data", "tensor")
+    for count in range(len(devices), 0, -1):
+        shapes = [
+            (pipe, count // (pipe * tensor), tensor)
+            for pipe, tensor in itertools.product(range(1, count + 1), repeat=2)
+            if count % (pipe * tensor) == 0
+        ]
+        layouts = [
+            replace(run.layout, **dict(zip(axes, shape, strict=True)))
+            for shape in sorted(shapes, key=lambda shape: (shape[0] * shape[2], shape[0]))
+        ]
+        layouts = [
+            layout
+            for layout in layouts
+            if all(getattr(layout, axis) == getattr(run.layout, axis) for axis in kept)
+            and _divides(run, layout)
+        ]
+        for layout in layouts:
+            memory = predict_memory(
+                run.model, layout, run.global_batch, backend=room.backend if room else "xla"
+            )
+            if room is None or room.holds(memory.total_bytes, layout) or layout is layouts[-1]:
+                return layout
+    return run.layout
+
+
+def _divides(run: RunConfig, layout: Layout) -> bool:
+    try:
+        layout.check(run.model)
+        return layout.microbatches(run.global_batch) > 0
+    except UserError:
+        return False
