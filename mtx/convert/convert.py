@@ -34,7 +34,6 @@ from mtx.convert.huggingface import (
 )
 from mtx.convert.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
 from mtx.data import Tokenizer
-from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -109,9 +108,9 @@ def to_checkpoint(
         model = model_to_train(theirs, sequence, dtype) if run is None else run.model
         theirs.expect(canonical_shapes(model))
         if tokenizer is None or isinstance(tokenizer, str):
-            named, tokenizer = tokenizer, own_tokenizer(theirs, tokenizer)
-            own = str(target / COMPANIONS) if has_tokenizer(source) else None
-            run = run or run_to_train(model, named or own, tokenizer, out=str(target))
+            named = tokenizer or (str(target / COMPANIONS) if has_tokenizer(source) else None)
+            tokenizer, eod = own_tokenizer(theirs, tokenizer)
+            run = run or run_to_train(model, named, eod, out=str(target))
         notes = _notes_of(theirs, tokenizer)
         step = place / "checkpoints" / "0"
         step.mkdir(parents=True)
@@ -141,16 +140,12 @@ def model_to_train(
     return replace(_with_sequence(theirs, sequence), compute_dtype=dtype)
 
 
-def run_to_train(
-    model: ModelConfig, named: str | None, tokenizer: Tokenizer | None, *, out: str
-) -> RunConfig:
+def run_to_train(model: ModelConfig, tokenizer: str | None, eod: str, *, out: str) -> RunConfig:
     """A run that goes on from a trained model, with values that are sane for most: a low learning
-    rate that falls to a tenth, 16 sequences a step. `named`: what `tokenizer` was read from. Its
-    data are yet to be named."""
+    rate that falls to a tenth, 16 sequences a step. Its data are yet to be named."""
     bert = model.family == "bert"
-    data = DataConfig(order="nsp") if bert else DataConfig()
-    if named is not None and tokenizer is not None:
-        data = replace(data, tokenizer=named, eod=_name_of_end(named, tokenizer))
+    data = DataConfig(order="nsp" if bert else "sop", eod=eod)
+    data = data if tokenizer is None else replace(data, tokenizer=tokenizer)
     return RunConfig(
         model=model, data=data, global_batch=16, steps=1000, eval_every=100, save_every=250,
         optimizer=OptimizerConfig(
@@ -158,14 +153,6 @@ def run_to_train(
         ),
         out=out,
     )  # fmt: skip
-
-
-def _name_of_end(named: str, tokenizer: Tokenizer) -> str:
-    """The end-of-document token as DataConfig has it: auto where that finds it."""
-    with contextlib.suppress(UserError):
-        if load_tokenizer(named).eod == tokenizer.eod:
-            return "auto"
-    return "none" if tokenizer.eod is None else str(tokenizer.eod)
 
 
 def to_huggingface(

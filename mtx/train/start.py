@@ -6,7 +6,6 @@ checkpoint where the run looks for one.
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -28,7 +27,8 @@ from mtx.convert.convert import (
     to_checkpoint,
 )
 from mtx.convert.huggingface import CONFIG, HuggingFaceModel, Report
-from mtx.convert.tokenizer import has_tokenizer, own_tokenizer
+from mtx.convert.tokenizer import own_tokenizer
+from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
 from mtx.launch.agree import agree
@@ -104,7 +104,7 @@ class FromRun:
 
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
         run = _laid_out(run, given) if self._untrained else run
-        if Path(run.out).absolute() != Path(self._own).absolute():
+        if Path(run.out).resolve() != Path(self._own).resolve():
             _put_checkpoint(run, self._own, self._copy)
         return run
 
@@ -127,19 +127,19 @@ class FromModel:
         self._source = source
         with HuggingFaceModel(source) as theirs:
             self._model = theirs.model
-            tokenizer = own_tokenizer(theirs)
+            tokenizer, eod = own_tokenizer(theirs)
             model = model_to_train(theirs)
         if model.family == "llama":
             model = replace(model, sequence=min(model.sequence, 2048))
-        named = str(source) if has_tokenizer(source) else None
-        self.run = run_to_train(model, named, tokenizer, out=f"runs/{source.resolve().name}")
         self._has_tokenizer = tokenizer is not None
+        out = f"runs/{source.resolve().name}"
+        self.run = run_to_train(model, str(source) if self._has_tokenizer else None, eod, out=out)
 
     def complete(self, run: RunConfig, given: Collection[str]) -> RunConfig:
         self._check_model(run)
         if not self._has_tokenizer and "--data.tokenizer" not in given:
             raise UserError(f"{self._source} has no tokenizer; name the model's --data.tokenizer")
-        if Path(run.out).absolute() == self._source.absolute():
+        if Path(run.out).resolve() == self._source.resolve():
             raise UserError(f"out={run.out} is the model that the run goes on from; use another")
         return _completed(run, given, str(self._source))
 
@@ -158,14 +158,19 @@ class FromModel:
                 )
 
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
-        run, source, tokenizer = _laid_out(run, given), str(self._source), run_tokenizer(run)
-        if run.data.tokenizer == source:  # the run is to need nothing outside of it
-            run = replace(run, data=replace(run.data, tokenizer=str(Path(run.out, COMPANIONS))))
-        convert = functools.partial(
-            to_checkpoint, source, run=run, tokenizer=tokenizer, report=report
-        )
-        _put_checkpoint(run, source, convert)
-        return replace(run, resume=True)
+        asked, source = _laid_out(run, given), str(self._source)
+        data = asked.data
+        if data.tokenizer == source:  # the run is to need nothing outside of its directory
+            data = replace(data, tokenizer=str(Path(run.out, COMPANIONS)))
+        run = replace(asked, data=data, resume=True)
+
+        def convert(out: Path) -> None:
+            load_data(asked)  # what it refuses is refused before anything is written
+            tokenizer = run_tokenizer(asked)
+            to_checkpoint(source, out, run=run, tokenizer=tokenizer, report=report)
+
+        _put_checkpoint(asked, source, convert)
+        return run
 
 
 def _completed(run: RunConfig, given: Collection[str], source: str) -> RunConfig:
