@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mtx.config import Layout, RunConfig
@@ -111,36 +110,41 @@ def fit_layout(layout: Layout, devices: int) -> Layout:
 
 
 def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = ()) -> Layout:
-    """The layout of `run` over all of `devices` (JAX's): the fewest tensor shards and pipeline
-    stages with which it is predicted to fit, and as many replicas as then remain.
+    """The layout of `run` over all of `devices` (JAX's) with the fewest shards with which it is
+    predicted to fit: tensor shards within a process first, then pipeline stages; the rest are
+    replicas.
 
     Axes that are `kept` stay as they are. Where the model or the batch cannot be divided over all
     devices, some are left out.
     """
-    room, axes = _Room.of(devices), ("pipe", "data", "tensor")
+    room = _Room.of(devices)
+    near = sum(device.process_index == devices[0].process_index for device in devices)
     for count in range(len(devices), 0, -1):
-        shapes = [
-            (pipe, count // (pipe * tensor), tensor)
-            for pipe, tensor in itertools.product(range(1, count + 1), repeat=2)
-            if count % (pipe * tensor) == 0
-        ]
-        layouts = [
-            replace(run.layout, **dict(zip(axes, shape, strict=True)))
-            for shape in sorted(shapes, key=lambda shape: (shape[0] * shape[2], shape[0]))
-        ]
         layouts = [
             layout
-            for layout in layouts
+            for layout in _layouts(run.layout, count, near)
             if all(getattr(layout, axis) == getattr(run.layout, axis) for axis in kept)
             and _divides(run, layout)
         ]
         for layout in layouts:
-            memory = predict_memory(
-                run.model, layout, run.global_batch, backend=room.backend if room else "xla"
-            )
+            backend = room.backend if room else "xla"
+            memory = predict_memory(run.model, layout, run.global_batch, backend=backend)
             if room is None or room.holds(memory.total_bytes, layout) or layout is layouts[-1]:
                 return layout
     return run.layout
+
+
+def _layouts(layout: Layout, count: int, most_tensor: int) -> Iterator[Layout]:
+    """All over `count` devices, those of fewer and nearer shards first."""
+    for shards in _divisors(count):
+        for tensor in reversed(_divisors(shards)):
+            if tensor <= most_tensor:
+                pipe, data = shards // tensor, count // shards
+                yield replace(layout, data=data, pipe=pipe, tensor=tensor)
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def _divides(run: RunConfig, layout: Layout) -> bool:
