@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mtx.cli.convert import progress_bar
@@ -80,16 +80,16 @@ def _named(name: str | None) -> tuple[Start | None, RunConfig]:
     """What stands first on the command line, and the run that it is without options."""
     if name is None or name in NAMES:
         return None, preset(name or "miniature")
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
         from mtx.train.start import find_start
 
         start = find_start(name)
         return start, start.run
     if is_plan_file(name):
         return None, load_run(name)
-    if path.exists() or path.name != name:
-        what = "is a file" if path.exists() else "does not exist"
+    if os.path.exists(path) or os.path.basename(name) != name:
+        what = "is a file" if os.path.exists(path) else "does not exist"
         raise UserError(
             f"{name} {what}; name a preset, a plan (.toml, .json), the directory of a run or of a "
             "Hugging Face model; text to train on is named by --data.path"

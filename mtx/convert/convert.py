@@ -213,10 +213,10 @@ def to_huggingface(
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """A directory that becomes `target` where nothing fails, and vanishes otherwise."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already; name another, or remove it")
     place = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
     try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"{target} is there already; name another, or remove it")
         place.mkdir(parents=True)
         yield place
         os.rename(place, target)

@@ -6,6 +6,7 @@ checkpoint where the run looks for one.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -17,7 +18,7 @@ import jax
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import MANIFEST
 from mtx.checkpoint.store import Damaged
-from mtx.config import RunConfig
+from mtx.config import RunConfig, from_dict
 from mtx.convert.convert import (
     COMPANIONS,
     CONVERTED,
@@ -26,15 +27,15 @@ from mtx.convert.convert import (
     run_to_train,
     to_checkpoint,
 )
-from mtx.convert.huggingface import CONFIG, HuggingFaceModel, Report
+from mtx.convert.huggingface import CONFIG, HuggingFaceModel, Report, read_json
 from mtx.convert.tokenizer import own_tokenizer
 from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
 from mtx.launch.agree import agree
-from mtx.plan.plan import load_run
 from mtx.train.fit import refuse_if_too_large, spread_layout
 
+RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
 _FREE = ("sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype")
 
@@ -55,19 +56,26 @@ class Start(Protocol):
 
 def find_start(directory: str) -> Start:
     """A run of ours, or a Hugging Face directory. UserError for a directory that is neither."""
-    path = Path(directory).expanduser()
-    if (path / CONFIG).is_file():
+    path = Path(os.path.expanduser(directory))
+    if os.path.isfile(path / CONFIG):
         return FromModel(path)
-    if (path / MANIFEST).is_file():
+    if os.path.isfile(path / MANIFEST):
         raise UserError(f"{path} is one checkpoint; name the run that it is of: {path.parents[1]}")
-    if path.name == "checkpoints" and (path.parent / "run.json").is_file():
+    if path.name == "checkpoints" and os.path.isfile(path.parent / RUN):
         path = path.parent
-    if (path / "run.json").is_file() or Checkpoints(path).steps():
+    if os.path.isfile(path / RUN) or Checkpoints(path).steps():
         return FromRun(path)
     raise UserError(
-        f"{path} is no run (run.json, checkpoints) and no Hugging Face directory ({CONFIG}); text "
+        f"{path} is no run ({RUN}, checkpoints) and no Hugging Face directory ({CONFIG}); text "
         "to train on is named by --data.path"
     )
+
+
+def _read_run(path: Path) -> RunConfig:
+    try:
+        return from_dict(RunConfig, read_json(path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 class FromRun:
@@ -76,8 +84,8 @@ class FromRun:
     def __init__(self, directory: Path):
         self._checkpoints = Checkpoints(directory)
         self._done = self._checkpoints.latest() or 0
-        written = directory / "run.json"
-        run = load_run(written) if written.is_file() else self._checkpoints.run()
+        written = directory / RUN
+        run = _read_run(written) if os.path.isfile(written) else self._checkpoints.run()
         self._own = str(directory)
         self.run = replace(run, out=self._own, resume=True)
         extra = self._extra()
@@ -112,6 +120,7 @@ class FromRun:
         step = self._checkpoints.latest()
         if step is None:
             raise UserError(f"{self._own} has no checkpoint to go on from in {out}")
+        print(f"start      copies {self._checkpoints.directory / str(step)}", flush=True)
         with new_directory(out) as place:
             source = self._checkpoints.directory / str(step)
             shutil.copytree(source, place / "checkpoints" / str(step))
@@ -167,6 +176,7 @@ class FromModel:
         def convert(out: Path) -> None:
             load_data(asked)  # what it refuses is refused before anything is written
             tokenizer = run_tokenizer(asked)
+            print(f"start      converts {source}", flush=True)
             to_checkpoint(source, out, run=run, tokenizer=tokenizer, report=report)
 
         _put_checkpoint(asked, source, convert)
@@ -199,13 +209,16 @@ def _put_checkpoint(run: RunConfig, source: str, put: Callable[[Path], object]) 
     out = Path(run.out)
 
     def decide(_) -> str:
-        if Checkpoints(out / "checkpoints").steps():
-            if not run.resume:
-                raise UserError(f"out={out} has a checkpoint, and resume=False; use another out")
-            return f"goes on in {out}, and not from {source} again"
-        put(out)
-        return f"begins from {source}"
+        try:
+            there = bool(Checkpoints(out / "checkpoints").steps())
+        except OSError as error:
+            raise UserError(f"out={out} cannot be read: {error.strerror}; use another") from None
+        if there and not run.resume:
+            raise UserError(f"out={out} has a checkpoint, and resume=False; use another out")
+        if there:
+            print(f"start      goes on in {out}, and not from {source} again", flush=True)
+        else:
+            put(out)
+        return ""
 
-    said = agree("first_checkpoint", "", decide, timeout_s=_TIMEOUT_S)
-    if jax.process_index() == 0:
-        print(f"start      {said}")
+    agree("first_checkpoint", "", decide, timeout_s=_TIMEOUT_S)
