@@ -347,7 +347,7 @@ class DataConfig:
     packed: bool = False  # documents of one sample do not see each other; positions restart
     eval_fraction: float = 0.05  # text files: share held out
     split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out
-    split_by: SplitBy = "auto"  # datasets: whole documents; a share of each; this for want of many
+    split_by: SplitBy = "auto"  # datasets; tokens: of each document, as auto where they are few
     cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
     seed: int = 0  # order of documents and samples
     order: Order = "sop"  # BERT's second text: swapped with the first, of another document, or none

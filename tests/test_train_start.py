@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import hugging
@@ -20,6 +21,7 @@ from mtx.data import load_data
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.data.tokenizer_files import write_tokenizer
 from mtx.evaluate.score import score_batch
+from mtx.train.start import find_start
 from mtx.train.step import Trainer
 
 TEXT = "What goes on was there before; what was there before goes on. \n" * 60
@@ -42,7 +44,8 @@ def folder(tmp_path, monkeypatch):
 def write_llama(name="llama", *, tokenizer=True, **changes) -> Path:
     """A Llama of Hugging Face's with a tokenizer of its own."""
     tokens = train_bpe([TEXT], vocab=270)
-    config, shapes = hugging.llama(vocab_size=tokens.vocab + 2, eos_token_id=tokens.eod, **changes)
+    changes = {"eos_token_id": tokens.eod} | changes
+    config, shapes = hugging.llama(vocab_size=tokens.vocab + 2, **changes)
     shapes |= {
         name: (tokens.vocab + 2, *shape[1:])
         for name, shape in shapes.items()
@@ -97,7 +100,7 @@ def test_a_run_goes_on_bit_for_bit(folder, capsys):
 
     # From there on in another place, which the first one knows nothing of.
     before = sorted(path for path in Path("part").rglob("*"))
-    assert main(["train", "part/checkpoints", "--steps", "4", "--out", "other"]) == 0
+    assert main(["train", "part/checkpoints", "--no-resume", "--out", "other"]) == 0
     assert "start      copies " in capsys.readouterr().out
     assert log_of("other", "eval")[-1]["loss"] == log_of("part", "eval")[-1]["loss"]
     assert Checkpoints("other").steps() == [4]
@@ -162,9 +165,11 @@ def test_a_model_goes_on_from_what_it_knows(folder, capsys):
     said = capsys.readouterr().out
     assert "start      goes on in runs/llama, and not from llama again" in said
     shutil.rmtree("llama")
-    assert main(["train", "runs/llama", "--steps", "4"]) == 0
-    assert losses_of("runs/llama").keys() == {1, 2, 3, 4}
-    assert main(["convert", "runs/llama", "back", "--dtype", "bfloat16"]) == 0
+    Path("runs/llama").rename("moved")
+    assert main(["train", "moved", "--steps", "3"]) == 0
+    assert find_start("moved").run.data.tokenizer == "moved/huggingface"
+    assert losses_of("moved").keys() == {1, 2, 3}
+    assert main(["convert", "moved", "back", "--dtype", "bfloat16"]) == 0
     assert json.loads(Path("back/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -233,6 +238,19 @@ def test_a_mistake_is_seen_before_devices_start(folder, capsys, monkeypatch, lin
         monkeypatch.setattr("mtx.cli.train.start_devices", None)  # it is not called
     assert MISTAKES[line] in refused(capsys, *line.split())
     assert sorted(folder.rglob("*")) == before
+
+
+def test_another_tokenizer_has_its_own_end(folder):
+    write_llama(eos_token_id=5)
+    start = find_start("llama")
+    assert (start.run.data.tokenizer, start.run.data.eod) == ("llama", "5")
+    run = replace(start.run, data=replace(start.run.data, path=("text.txt",), tokenizer="bytes"))
+    assert start.complete(run, {"--data.tokenizer"}).data.eod == "auto"
+    assert start.complete(run, {"--data.tokenizer", "--data.eod"}).data.eod == "5"
+    assert start.complete(run, set()).optimizer.warmup_steps == 100
+    short = replace(run, steps=50)
+    assert start.complete(short, set()).optimizer.warmup_steps == 5
+    assert start.complete(short, {"--optimizer.warmup-steps"}).optimizer.warmup_steps == 100
 
 
 def test_what_data_cannot_serve_is_refused_before_it_is_converted(folder, capsys):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mtx.convert.convert import Converted
     from mtx.convert.huggingface import Report
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 
@@ -30,9 +31,7 @@ class ConvertOptions:
     # what the logits are compared with
     sequence: _Count = None  # from Hugging Face, Llama: of the run; all it can take where not given
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    # from Hugging Face: what the run computes in; auto: what the tensors are. To it: what they are
-    # to be; auto: what they were where nothing was trained since, else float32
+    dtype: Dtype = "auto"  # the run computes in, or the tensors are to have; auto: the source's own
     step: _Count = None  # to Hugging Face: of the checkpoint; the newest where not given
     most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from mtx.cli.convert import Dtype
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 _Step = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)

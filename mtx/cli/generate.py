@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from mtx.cli.evaluate import Dtype, computing_in
+from mtx.cli.convert import Dtype
+from mtx.cli.evaluate import computing_in
 from mtx.cli.options import parse, split_name, start_devices
 from mtx.config import Layout
 from mtx.errors import UserError

@@ -18,7 +18,7 @@ import jax
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import MANIFEST
 from mtx.checkpoint.store import Damaged
-from mtx.config import RunConfig, from_dict
+from mtx.config import DataConfig, RunConfig, from_dict
 from mtx.convert.convert import (
     COMPANIONS,
     CONVERTED,
@@ -86,8 +86,10 @@ class FromRun:
         self._done = self._checkpoints.latest() or 0
         written = directory / RUN
         run = _read_run(written) if os.path.isfile(written) else self._checkpoints.run()
-        self._own = str(directory)
-        self.run = replace(run, out=self._own, resume=True)
+        self._own, data = str(directory), run.data
+        if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever it lies by now
+            data = replace(data, tokenizer=str(directory / COMPANIONS))
+        self.run = replace(run, data=data, out=self._own, resume=True)
         extra = self._extra()
         if {"labels", "options"} <= extra.keys():
             raise UserError(
@@ -112,9 +114,10 @@ class FromRun:
 
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
         run = _laid_out(run, given) if self._untrained else run
-        if Path(run.out).resolve() != Path(self._own).resolve():
-            _put_checkpoint(run, self._own, self._copy)
-        return run
+        if Path(run.out).resolve() == Path(self._own).resolve():
+            return run
+        _put_checkpoint(run, self._own, self._copy)
+        return replace(run, resume=True)
 
     def _copy(self, out: Path) -> None:
         step = self._checkpoints.latest()
@@ -150,6 +153,8 @@ class FromModel:
             raise UserError(f"{self._source} has no tokenizer; name the model's --data.tokenizer")
         if Path(run.out).resolve() == self._source.resolve():
             raise UserError(f"out={run.out} is the model that the run goes on from; use another")
+        if "--data.tokenizer" in given and "--data.eod" not in given:  # the other one's own
+            run = replace(run, data=replace(run.data, eod=DataConfig.eod))
         return _completed(run, given, str(self._source))
 
     def _check_model(self, run: RunConfig) -> None:
