@@ -317,6 +317,7 @@ class OptimizerConfig:
 
 
 Order = Literal["sop", "nsp", "none"]
+SplitBy = Literal["auto", "documents", "tokens"]
 _BERT_DATA = "order", "mask_fraction", "mask_run", "short_fraction"
 
 
@@ -336,6 +337,7 @@ class DataConfig:
     packed: bool = False  # documents of one sample do not see each other; positions restart
     eval_fraction: float = 0.05  # text files: share held out
     split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out
+    split_by: SplitBy = "auto"  # datasets; tokens: of each document, as auto where they are few
     cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
     seed: DataSeed = 0  # order of documents and samples
     order: Order = "sop"  # BERT's second text: swapped with the first, of another document, or none
@@ -346,6 +348,7 @@ class DataConfig:
     def __post_init__(self):
         settle_types(self)
         _require_choice(self, "order", Order)
+        _require_choice(self, "split_by", SplitBy)
         if "" in self.path:
             raise UserError(
                 "data path='' must be a file, a folder or a dataset; '.' is this folder"

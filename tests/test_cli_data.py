@@ -74,6 +74,8 @@ def test_build_says_what_it_wrote(capsys):
         "wrote      c_text_document.bin, .idx, .json",
         "documents  10",
         "tokens     285, uint16",
+        "split      277 tokens to train on, 8 held out: the end of each document, as whole ones "
+        "are too few",
         "tokenizer  bytes, vocabulary 256",
     ]
     assert rate.startswith("rate       0.0 MB of text in ") and rate.endswith(" MB/s")
@@ -86,6 +88,7 @@ def test_build_gives_json(capsys):
     assert record["prefix"] == "c_text_sentence"
     assert (record["documents"], record["tokens"], record["dtype"]) == (10, 265, "uint16")
     assert record["tokenizer"]["name"] == "bytes"
+    assert record["split"]["by"] == "tokens" and record["split"]["documents"] == 10
 
 
 def test_inspect_says_what_a_dataset_holds(capsys):

@@ -33,6 +33,8 @@ def test_there_and_back(source, tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["target"] == str(back) and said["notes"][0] == "tensors are bfloat16"
     assert said["comparison"]["largest_difference"] < 1e-3
+    assert main(["convert", str(source), f"{run}32", "--dtype", "float32", "--check", "none"]) == 0
+    assert Checkpoints(f"{run}32").run().model.compute_dtype == "float32"
     assert (back / "generation_config.json").read_text() == '{"top_k": 3}'
     config = json.loads((back / "config.json").read_text())
     assert config["eos_token_id"] == 7 and config["max_position_embeddings"] == hugging.S
@@ -46,7 +48,7 @@ def test_there_and_back(source, tmp_path, capsys):
         (["{source}"], "name two directories before all options, not 1"),
         (["nowhere", "out"], "nowhere does not exist; name a Hugging Face directory"),
         (["{empty}", "out"], "has neither a config.json nor a complete checkpoint"),
-        (["{source}", "out", "--dtype", "float16"], "--dtype is for conversions to Hugging Face"),
+        (["{source}", "out", "--dtype", "int8"], "invalid choice 'int8' for argument '--dtype'"),
         (["{source}", "out", "--step", "3"], "--step is for conversions to Hugging Face"),
         (["{source}", "out", "--sequence", "99"], "sequence=99 must lie between 1 and 24"),
         (["{source}", "out", "--tokenizer", "gone"], "cannot read the tokenizer gone"),

@@ -201,7 +201,7 @@ def test_mistakes_are_named(folder, tmp_path):
     recipe = Recipe(tokenizer=run.data.tokenizer, eod="none")
     build_dataset([str(folder / "texts")], documents, recipe, processes=1)
     said = refusal(path=(documents,))
-    assert "part 'train' of split='7,3': none of 21 documents has 2 sentences" in said
+    assert "part 'train' of split='7,3': none of 30 documents has 2 sentences" in said
     assert "--level sentence" in said
     said = refusal(path=(str(folder / "a"),), split="1")
     assert "part 'valid' of split='1': none of 0 documents" in said

@@ -17,7 +17,8 @@ from mtx.data.blend import blend_all, blend_by_weights, normalize_weights, reque
 from mtx.data.cache import cached_arrays, hash_of
 from mtx.data.gpt import BlendedDataset, GPTDataset
 from mtx.data.indexed import IndexedDataset, IndexedWriter, TokenizerIdentity
-from mtx.data.indices import build_indices, count_epochs, parse_split, split_range
+from mtx.data.indices import build_indices, count_epochs
+from mtx.data.split import parse_split, split_range
 from mtx.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -419,10 +420,10 @@ def test_an_exhaustive_blend_has_every_sample_once(corpus):
 def test_too_little_text_is_said_with_the_numbers(corpus):
     prefix = corpus([4, 4])
     message = refusal(GPTDataset, prefix, sequence=8, split="1")
-    assert "has 2 of 2 sequences and 8 tokens, but one sample needs sequence+1=9" in message
+    assert "has 8 of 8 tokens in 2 sequences, but one sample needs sequence+1=9; use seq" in message
     message = refusal(GPTDataset, prefix, sequence=2, samples=5, part="valid")
-    assert "part 'valid' of split='969,30,1' has 0 of 2 sequences and 0 tokens" in message
-    assert "0 of 0 sequences" in refusal(GPTDataset, corpus([], "empty"), sequence=2, samples=5)
+    assert "part 'valid' of split='969,30,1' has 0 of 8 tokens in 2 sequences" in message
+    assert "0 of 0 tokens" in refusal(GPTDataset, corpus([], "empty"), sequence=2, samples=5)
     assert "unknown part 'held'" in refusal(GPTDataset, prefix, sequence=2, part="held")
     for wrong in ({"sequence": 0}, {"samples": 0}, {"seed": -1}, {"seed": 2**32}):
         (name, value), *_ = wrong.items()

@@ -315,7 +315,7 @@ def test_a_field_that_is_for_text_is_refused_for_datasets(write):
         (("{gone}",), "{gone}' does not exist or cannot be reached"),
         (("{other}",), "{other} was made with o.json (sha256 f00, end-of-document 7), not with b"),
         (("{c}", "{other}"), "{other} was made with o.json"),
-        (("{small}",), "part 'valid' of split='8,2' has 0 of 2 sequences"),
+        (("{small}",), "part 'valid' of split='8,2' has 6 of 29 tokens in 2 sequences"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(write, tmp_path, path, said):
@@ -343,7 +343,7 @@ def test_other_mistakes(write):
     )
     run = run_of(prefix)
     run = replace(run, data=replace(run.data, split="1"))
-    assert "part 'valid' of split='1' has 0 of 30" in refusal(load_data, run)
+    assert "part 'valid' of split='1' has 0 of 480 tokens" in refusal(load_data, run)
     with pytest.raises(UserError, match="tokenizer='' must be"):
         DataConfig(tokenizer="")
 

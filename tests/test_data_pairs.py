@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mtx.data.draws import Draws
 from mtx.data.pairs import Pairs, SentenceList, _truncated, draws_of
+from mtx.data.split import Division
 from mtx.errors import UserError
 
 corpora = st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_size=6)
@@ -25,9 +26,10 @@ def corpus_of(sizes: list[list[int]]) -> SentenceList:
     return SentenceList(documents, np.int32)
 
 
-def pairs_of(sizes, *, room=20, documents=None, **options) -> Pairs:
-    whole = (0, len(sizes))
-    return Pairs(corpus_of(sizes), documents=documents or whole, room=room, **options)
+def pairs_of(sizes, *, room=20, documents=None, cut=None, **options) -> Pairs:
+    first, end = documents or (0, len(sizes))
+    part = Division(first=first, end=end, cut=cut)
+    return Pairs(corpus_of(sizes), part=part, room=room, **options)
 
 
 def slow_spans(sizes, *, room: int, least: int) -> list[tuple[int, int]]:

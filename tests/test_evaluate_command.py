@@ -60,6 +60,7 @@ def test_perplexity_of_wikitext_on_the_layout_of_the_run(evaluate):
     assert results["wikitext"] is True and results["checkpoint"]["step"] == 0
     assert results["model"]["hidden"] == MODEL.hidden and results["layout"]["pipe"] == 1
     assert f"perplexity           {expected.perplexity:,.5g}\n" in out
+    assert "adjusted perplexity  " in out
     assert "data 1 x pipe 1 x tensor 1, batches of 16" in out
 
 
@@ -71,8 +72,19 @@ def test_plain_text_on_another_layout(evaluate):
     expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), ["one two : three"], stride=4)
     assert results["loss"] == pytest.approx(expected.loss, rel=1e-6)
     assert (results["layout"]["data"], results["global_batch"]) == (3, 15)
-    assert results["wikitext"] is False
+    assert results["wikitext"] is False and "adjusted" not in out and "original" not in out
+    assert results["adjusted_perplexity"] is None and "bits per byte" in out
     assert "data 3 x pipe 2 x tensor 1, batches of 15" in out
+
+
+def test_another_dtype_is_computed_in(evaluate):
+    plain = "--path", "plain.txt", "--stride", "4"
+    results, out = evaluate(*plain, "--dtype", "bfloat16")
+    expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), ["one two : three"], stride=4)
+    assert results["model"]["compute_dtype"] == "bfloat16" and "in bfloat16" in out
+    assert 1e-6 < abs(results["loss"] - expected.loss) < 0.05  # rounded to 8 bits on the way
+    with Checkpoints("run") as checkpoints:
+        assert checkpoints.run().model.compute_dtype == "float32"
 
 
 def same(results, expected):
@@ -104,6 +116,7 @@ def test_lambada_and_race_read_their_files(evaluate):
         (["run", "--path", "plain.txt", "--mask-run", "2"], "mask_run=2 is for the task mlm, not"),
         (["run", "--path", "plain.txt", "--stride", "17"], "stride=17 must be between 1 and"),
         (["run", "--path", "plain.txt", "--step", "7"], "has no checkpoint of step 7"),
+        (["run", "--path", "plain.txt", "--dtype", "int8"], "invalid choice 'int8'"),
         (["run", "--path", "plain.txt", "--batch", "-1"], "batch=-1 must be at least 0"),
         (["run", "--path", "plain.txt", "--batch", "3"], "global_batch=3 cannot be divided"),
         (["run", "--path", "plain.txt", "--out", "no/out.json"], "lies in no folder"),

@@ -122,7 +122,7 @@ def test_the_whole_way_by_the_command_line(folder, tmp_path, capsys, read):
     "change, said",
     [
         ({"tokenizer": "bytes"}, "was made with tok.json"),
-        ({"split": "1"}, "part 'valid' of split='1' has 0 of 60 sequences"),
+        ({"split": "1"}, "part 'valid' of split='1' has 0 of"),
         ({"path": ("0", "{c}", "0", "{c}")}, "sum to zero"),
         ({"path": ("{foreign}",), "eod": "none", "packed": False}, "sample 0 holds token 9"),
     ],

@@ -12,7 +12,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.plan.memory import predict_memory
 from mtx.presets import preset
-from mtx.train.fit import fit_layout, refuse_if_too_large
+from mtx.train.fit import fit_layout, refuse_if_too_large, spread_layout
 
 
 def gpus(count: int, gib: float | None, *, processes: int = 1) -> list:
@@ -102,3 +102,37 @@ def test_a_part_of_an_uneven_pipeline_is_balanced():
     layout = Layout(pipe=2, stage_layers=(1, 3))
     assert fit_layout(layout, 2) == layout
     assert fit_layout(layout, 1) == replace(layout, pipe=1, stage_layers="balanced")
+
+
+def shape(layout: Layout) -> tuple[int, int, int]:
+    return layout.data, layout.pipe, layout.tensor
+
+
+def small(**changes) -> RunConfig:
+    model = ModelConfig(layers=4, hidden=96, heads=4, sequence=128)
+    return replace(RunConfig(model=model, global_batch=16), **changes)
+
+
+def test_a_model_is_spread_with_as_few_shards_as_hold_it():
+    assert shape(spread_layout(small(), cpus(8))) == (8, 1, 1)
+    assert shape(spread_layout(small(), gpus(8, None))) == (8, 1, 1)
+    assert shape(spread_layout(small(global_batch=4), cpus(8))) == (4, 1, 2)
+    assert shape(spread_layout(small(global_batch=3), cpus(2))) == (1, 1, 2)
+    assert shape(spread_layout(small(), cpus(7))) == (4, 1, 1), "7 and 5 divide nothing of it"
+    llama = preset("llama-3-8b")
+    model = replace(llama.model, sequence=2048)
+    run = RunConfig(model=model, global_batch=16)
+    assert shape(spread_layout(run, gpus(8, 78))) == (4, 1, 2)
+    assert shape(spread_layout(run, gpus(8, 40))) == (2, 1, 4)
+    pairs = spread_layout(run, gpus(16, 40, processes=8))  # of GPUs that are near each other
+    assert (pairs.tensor, pairs.devices) == (2, 16) and pairs.pipe > 1
+
+
+def test_axes_that_are_kept_and_a_model_that_fits_nowhere():
+    run = small(layout=Layout(tensor=2, pipe=2))
+    assert shape(spread_layout(run, cpus(8), kept=["tensor", "pipe"])) == (2, 2, 2)
+    assert shape(spread_layout(run, cpus(8), kept=["pipe"])) == (4, 2, 1)
+    assert spread_layout(run, cpus(3), kept=["tensor", "pipe"]) == run.layout
+    big = preset("gpt-39b")
+    run = replace(big, layout=Layout(), global_batch=16)
+    assert spread_layout(run, gpus(8, 16)).devices == 8, "what then is refused says by how much"

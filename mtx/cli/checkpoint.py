@@ -288,6 +288,7 @@ class _Bar:
 class ExportOptions:
     out: _Name = None  # the folder to make
     step: _Step = None  # the newest where not given
+    # orbax: a folder that plain Orbax reads
     format: Literal["safetensors", "orbax"] = "safetensors"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
     optimizer: _Flag = False  # its state as well, in float32

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _INT = tyro.conf.arg(metavar="INT")
 _Tokens = Annotated[Tokens | None, _INT]
 _Step = Annotated[Interval | None, _INT]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 
 
@@ -35,16 +36,14 @@ class ConvertOptions:
     check: Literal["formulas", "transformers", "none"] = "formulas"
     sequence: _Tokens = None  # from Hugging Face, Llama: of the run; else all it can take
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
+    dtype: Dtype = "auto"  # the run computes in, or the tensors are to have; auto: the source's own
     step: _Step = None  # to Hugging Face: of the checkpoint; the newest where not given
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    # to Hugging Face; auto: as it was where nothing was trained since, else float32
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # what was done, as JSON
 
 
 _OF_OUR_SIDE = ("sequence", "tokenizer")
-_OF_THEIR_SIDE = ("step", "dtype", "most_file_gb")
+_OF_THEIR_SIDE = ("step", "most_file_gb")
 
 
 def convert_command(arguments: list[str]) -> None:
@@ -69,17 +68,17 @@ def convert_command(arguments: list[str]) -> None:
     source, target = names
     theirs = is_huggingface(user_path(source))
     _refuse_others(options, _OF_THEIR_SIDE if theirs else _OF_OUR_SIDE, theirs)
-    with _progress_bar() as report:
+    dtype = None if options.dtype == "auto" else options.dtype
+    with progress_bar() as report:
         if theirs:
             done = to_checkpoint(
-                source, target, sequence=options.sequence, tokenizer=options.tokenizer,
+                source, target, sequence=options.sequence, tokenizer=options.tokenizer, dtype=dtype,
                 check=options.check, report=report,
             )  # fmt: skip
         else:
             done = to_huggingface(
                 source, target, step=options.step, check=options.check, report=report,
-                dtype=None if options.dtype == "auto" else options.dtype,
-                most_file_gb=options.most_file_gb,
+                dtype=dtype, most_file_gb=options.most_file_gb,
             )  # fmt: skip
     _print(done, options.json)
 
@@ -116,7 +115,7 @@ def _print(done: Converted, as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Report]:
+def progress_bar() -> Iterator[Report]:
     """What a conversion reports to: a bar on stderr, where that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done_bytes, all_bytes: None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
+from mtx.config import SplitBy
 from mtx.errors import UserError, unknown_name
 from mtx.fields import Between
 from mtx.sizes import DataSeed, Processes, Step, Tokens, TrainedVocab, Vocab
@@ -21,6 +22,7 @@ from mtx.sizes import DataSeed, Processes, Step, Tokens, TrainedVocab, Vocab
 if TYPE_CHECKING:
     from mtx.data.build import Built, Progress
     from mtx.data.indexed import IndexedDataset
+    from mtx.data.split import Foreseen
 
 _INT = tyro.conf.arg(metavar="INT")
 _Processes = Annotated[Processes | None, _INT]
@@ -101,7 +103,9 @@ def build_action(arguments: list[str]) -> None:
         rest, BuildOptions(), prog="mtx data build FILE... --out PREFIX", about=build_action
     )
     from mtx.data.build import Recipe, build_dataset
+    from mtx.data.indexed import IndexedDataset
     from mtx.data.sources import Reading
+    from mtx.data.split import foresee
 
     reading = Reading(
         field=options.field, lines=options.lines, most_line_bytes=options.max_line_mib << 20
@@ -113,7 +117,8 @@ def build_action(arguments: list[str]) -> None:
     start = time.perf_counter()
     with _progress_bar() as report:
         built = build_dataset(names, prefix, recipe, processes=options.processes, report=report)
-    _print_built(built, time.perf_counter() - start, options.json)
+    elapsed_s = time.perf_counter() - start
+    _print_built(built, foresee(IndexedDataset(prefix).document_lengths()), elapsed_s, options.json)
 
 
 @contextlib.contextmanager
@@ -138,13 +143,13 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
         yield report
 
 
-def _print_built(built: Built, elapsed_s: float, as_json: bool) -> None:
+def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool) -> None:
     if as_json:
         print(json.dumps({
             "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
             "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
             "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
-            "tokenizer": vars(built.identity),
+            "tokenizer": vars(built.identity), "split": vars(split),
         }, indent=1))  # fmt: skip
         return
     left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
@@ -154,9 +159,21 @@ def _print_built(built: Built, elapsed_s: float, as_json: bool) -> None:
         f"documents  {built.documents:,}{left_out}",
         *([f"sentences  {built.sequences:,}"] if built.sequences != built.documents else []),
         f"tokens     {built.tokens:,}, {built.dtype}",
+        *_split_lines(split),
         f"tokenizer  {built.identity.name}, vocabulary {built.identity.vocab:,}",
         f"rate       {size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
     ]))  # fmt: skip
+
+
+def _split_lines(split: Foreseen) -> list[str]:
+    """What a run makes of the dataset, where it says nothing of data.split."""
+    held_out = f"{split.tokens:,} tokens to train on, {split.held_out_tokens:,} held out"
+    if split.by == "tokens":
+        return [f"split      {held_out}: the end of each document, as whole ones are too few"]
+    lines = [f"split      {held_out}: whole documents, {split.held_out_documents:,} of them"]
+    if split.lopsided:
+        lines.append("           far from 3 %: --data.split-by tokens holds out the end of each")
+    return lines
 
 
 # --- inspect --------------------------------------------------------------------------------------
@@ -270,6 +287,7 @@ def merge_action(arguments: list[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
     ratios: str = "969,30,1"  # of train, valid and test
+    by: SplitBy = "auto"  # documents, or tokens of each; auto: tokens where documents are too few
     out: _Name = None  # what the names begin with: OUT_train, ...; PREFIX where not given
     json: _Flag = False  # what was written, as JSON
 
@@ -277,7 +295,7 @@ class SplitOptions:
 def split_action(arguments: list[str]) -> None:
     """Cut a dataset's documents, in their order, into train, valid and test.
 
-    Training cuts by itself (--split); this is for parts that are to be files.
+    Training cuts by itself (--data.split); this is for parts that are to be files.
     """
     names, rest = _names(arguments, "the prefix of a dataset")
     options = parse(rest, SplitOptions(), prog="mtx data split PREFIX", about=split_action)
@@ -285,7 +303,7 @@ def split_action(arguments: list[str]) -> None:
     from mtx.data.merge import split_dataset
 
     out = options.out or strip_suffix(_one(names))
-    parts = split_dataset(_one(names), options.ratios, out)
+    parts = split_dataset(_one(names), options.ratios, out, by=options.by)
     _print_datasets(list(parts.values()), options.json)
 
 
@@ -296,6 +314,7 @@ def split_action(arguments: list[str]) -> None:
 class IndexOptions:
     sequence: _Tokens = None  # model.sequence of the run
     split: str = "969,30,1"  # its data.split
+    split_by: SplitBy = "auto"  # its data.split_by
     seed: DataSeed = 0  # its data.seed
     cache: _Name = None  # its data.cache; index_cache beside the first dataset where not given
     samples: _Samples = None  # of a blend by weights: its steps times global_batch
@@ -328,7 +347,7 @@ def index_action(arguments: list[str]) -> None:
     for part, samples in zip(("train", "valid"), wanted.values(), strict=True):
         dataset = open_part(
             prefixes, weights, samples=samples, part=part, sequence=options.sequence,
-            split=options.split, seed=options.seed, cache=cache,
+            split=options.split, split_by=options.split_by, seed=options.seed, cache=cache,
         )  # fmt: skip
         found[part] = len(dataset)
     if options.json:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from mtx.cli.convert import Dtype
 from mtx.cli.options import check_writable, parse, split_name, start_devices, write_text
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
@@ -47,6 +48,7 @@ class EvaluateOptions:
     mask_fraction: float = 0.15  # mlm: of the tokens
     mask_run: Width = 3  # mlm: words masked together, at most
     seed: Seed = 0  # mlm: of what is masked
+    dtype: Dtype = "auto"  # to compute in; auto: what the run has computed in
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
 
@@ -98,7 +100,7 @@ def evaluate_command(arguments: list[str]) -> None:
         **scores,
         "elapsed_s": round(time.perf_counter() - start_s, 3),
         "checkpoint": {"directory": str(checkpoints.directory), "step": int(state.step)},
-        "model": to_dict(run.model),
+        "model": to_dict(trainer.run.model),
         "layout": to_dict(trainer.run.layout),
         "global_batch": trainer.run.global_batch,
     }
@@ -119,6 +121,13 @@ def arguments_of(arguments: list[str], *names: str) -> list[str]:
             values = takewhile(lambda a: not a.startswith("--"), arguments[place + 1 :])
             found += [argument] if equals else [argument, *values]
     return found
+
+
+def computing_in(run: RunConfig, dtype: Dtype) -> RunConfig:
+    """`run` with another type of matmuls and activations; its checkpoints hold float32."""
+    if dtype == "auto":
+        return run
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, compute_dtype=dtype))
 
 
 _OF_TASKS = {  # options that change nothing but what these measure
@@ -156,7 +165,7 @@ def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Tra
         raise UserError(
             f"the model has no head for the task {options.task}; mtx finetune makes one"
         )
-    run = evaluation_run(run, options.layout, batch=options.batch)
+    run = evaluation_run(computing_in(run, options.dtype), options.layout, batch=options.batch)
     return Trainer(run) if head is None else FinetuneTrainer(run, head)
 
 
@@ -260,7 +269,7 @@ def _print_table(results: dict, trainer: Trainer) -> None:
     rows = {
         "checkpoint": f"{checkpoint['directory']}, step {checkpoint['step']:,}",
         "layout": f"data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}, batches of "
-        f"{trainer.run.global_batch:,}",
+        f"{trainer.run.global_batch:,}, in {trainer.run.model.compute_dtype}",
     }
     for name, value in results.items():
         if isinstance(value, bool):
@@ -269,7 +278,7 @@ def _print_table(results: dict, trainer: Trainer) -> None:
             rows[name] = _number(name, value)
         elif isinstance(value, str):
             rows[name] = value
-        elif value is None:
+        elif value is None and results.get("wikitext") is not False:
             rows[name] = "undefined"
     del rows["global_batch"]
     width = max(map(len, rows)) + 2

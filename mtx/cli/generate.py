@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from mtx.cli.convert import Dtype
+from mtx.cli.evaluate import computing_in
 from mtx.cli.options import check_writable, parse, split_name, start_devices, write_text
 from mtx.config import Layout
 from mtx.errors import UserError
@@ -43,6 +45,7 @@ class GenerateOptions:
     json: _Flag = False  # the texts as JSON lines
     out: _Name = None  # a file for the texts, as JSON lines; they are then not printed
     step: _Step = None  # of the checkpoint; the newest where not given
+    dtype: Dtype = "auto"  # to compute in; auto: what the run has computed in
     layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
 
@@ -73,7 +76,7 @@ def generate_command(arguments: list[str]) -> None:
     from mtx.train.step import Trainer
 
     checkpoints = Checkpoints(directory)
-    run = checkpoints.run(options.step)
+    run = computing_in(checkpoints.run(options.step), options.dtype)
     check_asked(run.model, tokens=options.tokens, seed=options.seed, batch=options.batch)
     fitted = GenerateOptions(layout=fit_layout(run.layout, jax.device_count()))
     options = parse(rest, fitted, prog=prog, about=generate_command)

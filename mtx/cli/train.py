@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from mtx.cli.convert import progress_bar
 from mtx.cli.options import OwnFields, parse, split_name, start_devices
 from mtx.config import RunConfig
+from mtx.errors import UserError
 from mtx.launch.cluster import ClusterOptions
 from mtx.launch.exits import leave_at_once
 from mtx.launch.startup import StartUp, use_compile_cache
 from mtx.launch.watch_options import WatchOptions
 from mtx.plan.plan import is_plan_file, load_run
-from mtx.presets import preset
+from mtx.presets import NAMES, preset
 from mtx.sizes import VirtualDevices
+
+if TYPE_CHECKING:
+    from mtx.train.start import Start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +32,28 @@ class TrainOptions:
 
 
 def train_command(arguments: list[str]) -> int | None:
-    """Train a preset or a plan, or a change of it.
+    """Train a preset or a plan, or go on from a run or a model of Hugging Face's.
 
     PRESET is miniature where none is named; PLAN is a file that `mtx plan --save` has written;
     options replace their fields. Log, config and checkpoints lie in --out, from which the same
-    command goes on. Exit status: 0 finished, 2 a mistake in what was asked for, 75 stopped by
-    SIGTERM and 130 by Ctrl-C, both with all steps saved; 74 the last checkpoint could not be saved,
-    69 another process was lost, 70 an exception, 124 no step finished for --watch.hang-s.
+    command goes on. RUN_DIR is such an --out: the run goes on with its own config and data, in
+    another --out from its newest checkpoint. MODEL_DIR has a config.json and safetensors; they are
+    converted into --out, and trained on what --data.path names. Exit status: 0 finished, 2 a
+    mistake in what was asked for, 75 stopped by SIGTERM and 130 by Ctrl-C, both with all steps
+    saved; 74 the last checkpoint could not be saved, 69 another process was lost, 70 an exception,
+    124 no step finished for --watch.hang-s.
     """
     startup = StartUp.of_process()
     name, rest = split_name(arguments)
-    run = load_run(name) if name and is_plan_file(name) else preset(name or "miniature")
-    prog = "mtx train [PRESET | PLAN]"
+    start, run = _named(name)
+    prog = "mtx train [PRESET | PLAN | RUN_DIR | MODEL_DIR]"
     options = parse(rest, TrainOptions(run=run), prog=prog, about=train_command)
+    run, given = options.run, _given(rest)
+    if start is not None:
+        run = start.complete(run, given)
+    from mtx.data.corpus import check_data
+
+    check_data(run)
     startup.mark("python")
     start_devices(options.virtual_devices, options.cluster)
     use_compile_cache(options.compile_cache)
@@ -49,5 +64,35 @@ def train_command(arguments: list[str]) -> int | None:
 
     if not jax.distributed.is_initialized():
         leave_at_once()
+    if start is not None:
+        with progress_bar() as report:
+            run = start.prepare(run, given, report=report)
+        startup.mark("conversion")
+    return run_training(run, watch=options.watch, startup=startup).exit
 
-    return run_training(options.run, watch=options.watch, startup=startup).exit
+
+def _given(arguments: list[str]) -> set[str]:
+    """The options among them, as --help spells them."""
+    names = (argument.partition("=")[0] for argument in arguments)
+    return {name.replace("_", "-") for name in names if name.startswith("--")}
+
+
+def _named(name: str | None) -> tuple[Start | None, RunConfig]:
+    """What stands first on the command line, and the run that it is without options."""
+    if name is None or name in NAMES:
+        return None, preset(name or "miniature")
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        from mtx.train.start import find_start
+
+        start = find_start(name)
+        return start, start.run
+    if is_plan_file(name):
+        return None, load_run(name)
+    if os.path.exists(path) or os.path.basename(name) != name:
+        what = "is a file" if os.path.exists(path) else "does not exist"
+        raise UserError(
+            f"{name} {what}; name a preset, a plan (.toml, .json), the directory of a run or of a "
+            "Hugging Face model; text to train on is named by --data.path"
+        )
+    return None, preset(name)

@@ -14,9 +14,10 @@ import numpy as np
 from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
-from mtx.config import ModelConfig, RunConfig, to_dict
+from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.convert.huggingface import Canonical, Report, Shape, parts
 from mtx.errors import UserError
+from mtx.sharding.mesh import make_mesh
 from mtx.train.optimizer import LossScale
 from mtx.train.step import Trainer
 
@@ -26,7 +27,8 @@ _MOMENTS = ("mu", "nu")
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The shapes of a model's canonical arrays, by path: "ends.tokens", "block.mlp.up.w"."""
-    trainer = Trainer(RunConfig(model=model, global_batch=1))
+    mesh = make_mesh(Layout(), jax.local_devices()[:1])  # one process asks, of a cluster perhaps
+    trainer = Trainer(RunConfig(model=model, global_batch=1), mesh=mesh)
     tree = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
     return {
         ".".join(key.key for key in path): leaf.shape

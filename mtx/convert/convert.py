@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import read_document
-from mtx.config import ModelConfig, RunConfig, to_dict
+from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
 from mtx.convert.check import Check, Comparison, Rounded, compare
 from mtx.convert.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
 from mtx.convert.configs import model_type_of
@@ -32,11 +32,13 @@ from mtx.convert.huggingface import (
     write_json,
     write_model,
 )
-from mtx.convert.tokenizer import has_tokenizer, tokenizer_of, write_tokenizer
+from mtx.convert.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
+from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.paths import user_path
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
+CONVERTED = "converted"  # in a checkpoint's extra: nothing has been trained since
 COMPANIONS = "huggingface"  # the folder of a run for what Hugging Face has beside the tensors
 _COMPANION_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -86,7 +88,9 @@ def to_checkpoint(
     target: str | Path,
     *,
     sequence: int | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Tokenizer | None = None,
+    dtype: DtypeName | None = None,
+    run: RunConfig | None = None,
     check: Check = "formulas",
     report: Report = _nothing,
 ) -> Converted:
@@ -95,22 +99,25 @@ def to_checkpoint(
 
     sequence: of the run, for a model whose parameters do not depend on it (Llama); by default all
     that the model can take. tokenizer: a tokenizer.json, a folder that holds one, or "bytes"; by
-    default that of `source`. Raises UserError where the source cannot be converted, the target is
-    there already or cannot be written, and where the two sides differ.
+    default that of `source`. dtype: in which the run computes; by default that of the tensors.
+    run: instead of these, the one that is to go on from there. Raises UserError where the source
+    cannot be converted, the target is there already or cannot be written, and where the two sides
+    differ.
     """
     source, target = user_path(source, "source"), user_path(target, "target")
-    with HuggingFaceModel(source) as theirs, _new_directory(target) as place:
-        model = _with_sequence(theirs, sequence)
+    with HuggingFaceModel(source) as theirs, new_directory(target) as place:
+        model = model_to_train(theirs, sequence, dtype) if run is None else run.model
         theirs.expect(canonical_shapes(model))
-        model = replace(model, compute_dtype=DTYPE_NAMES[theirs.form.dtype])
-        run = RunConfig(model=model, global_batch=1, out=str(target))
+        if tokenizer is None or isinstance(tokenizer, str):
+            named = tokenizer or (str(target / COMPANIONS) if has_tokenizer(source) else None)
+            tokenizer, eod = own_tokenizer(theirs, tokenizer)
+            run = run or run_to_train(model, named, eod, out=str(target))
+        notes = _notes_of(theirs, tokenizer)
         step = place / "checkpoints" / "0"
         step.mkdir(parents=True)
-        document, notes = tokenizer_of(theirs, tokenizer)
-        notes += _notes_of(theirs)
         documents = {
-            "tokenizer": document,
-            "extra": {"converted": asdict(theirs.form)},
+            "tokenizer": NONE if tokenizer is None else tokenizer.to_dict(),
+            "extra": {CONVERTED: asdict(theirs.form)},
         }
         write_checkpoint(step, run, theirs, documents=documents, report=report)
         _copy_companions(source, place / COMPANIONS)
@@ -123,6 +130,29 @@ def to_checkpoint(
     return Converted(
         source=source, target=target, model=model, parameters=_count(theirs.shapes),
         comparison=comparison, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def model_to_train(
+    theirs: HuggingFaceModel, sequence: int | None = None, dtype: DtypeName | None = None
+) -> ModelConfig:
+    """The model of a Hugging Face directory as a run of ours has it; see `to_checkpoint`."""
+    dtype = dtype or DTYPE_NAMES[theirs.form.dtype]
+    return replace(_with_sequence(theirs, sequence), compute_dtype=dtype)
+
+
+def run_to_train(model: ModelConfig, tokenizer: str | None, eod: str, *, out: str) -> RunConfig:
+    """A run that goes on from a trained model, with values that are sane for most: a low learning
+    rate that falls to a tenth, 16 sequences a step. Its data are yet to be named."""
+    bert = model.family == "bert"
+    data = DataConfig(order="nsp" if bert else "sop", eod=eod)
+    data = data if tokenizer is None else replace(data, tokenizer=tokenizer)
+    return RunConfig(
+        model=model, data=data, global_batch=16, steps=1000, eval_every=100, save_every=250,
+        optimizer=OptimizerConfig(
+            lr=2e-5, min_lr=2e-6, warmup_steps=100, b2=0.999 if bert else 0.95
+        ),
+        out=out,
     )  # fmt: skip
 
 
@@ -152,7 +182,7 @@ def to_huggingface(
     document = read_document(checkpoints.directory / str(manifest.step), manifest, "tokenizer")
     companions = checkpoints.directory.parent / COMPANIONS
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
-    with checkpoints.open(step) as store, _new_directory(target) as place:
+    with checkpoints.open(step) as store, new_directory(target) as place:
         ours = SavedParameters(store)
         ours.expect(canonical_shapes(run.model))
         _copy_companions(companions, place)
@@ -183,12 +213,12 @@ def to_huggingface(
 
 
 @contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path) -> Iterator[Path]:
     """A directory that becomes `target` where nothing fails, and vanishes otherwise."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already; name another, or remove it")
     place = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
     try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"{target} is there already; name another, or remove it")
         place.mkdir(parents=True)
         yield place
         os.rename(place, target)
@@ -216,9 +246,14 @@ def _with_sequence(theirs: HuggingFaceModel, sequence: int | None) -> ModelConfi
     return replace(model, sequence=sequence)
 
 
-def _notes_of(theirs: HuggingFaceModel) -> list[str]:
+def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str]:
     """What training or evaluation of the converted model would otherwise be surprised by."""
     notes, config = [], theirs.config
+    if tokenizer is None:
+        notes.append(
+            f"{theirs.directory} has no tokenizer, so the run has none either: to train on text or "
+            "to generate, convert again with --tokenizer FILE"
+        )
     if theirs.absent:
         notes.append(
             f"the model has no {' and no '.join(theirs.absent)}: begun anew, with random values"
@@ -234,7 +269,7 @@ def _notes_of(theirs: HuggingFaceModel) -> list[str]:
 
 def _form_of(extra: Mapping[str, Any]) -> Form:
     """What `to_checkpoint` has noted; training does not keep it."""
-    noted = extra.get("converted", {})
+    noted = extra.get(CONVERTED, {})
     return Form(**noted | {"absent": tuple(noted.get("absent", ()))})
 
 

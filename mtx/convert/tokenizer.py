@@ -27,35 +27,34 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _FILES)
 
 
-def tokenizer_of(theirs: HuggingFaceModel, named: str | None) -> tuple[dict, list[str]]:
-    """The document for a checkpoint, and what is to be said of it. `named`: one that is not the
-    model's own. Raises UserError for one that cannot be read or has too many tokens."""
+def own_tokenizer(
+    theirs: HuggingFaceModel, named: str | None = None
+) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a directory, or the one that is `named` instead, and its end-of-document
+    token as DataConfig has it; None where there is no tokenizer.
+
+    That token is the one that its files name, or else config.json. Raises UserError for a tokenizer
+    that cannot be read or has too many tokens.
+    """
     source, vocab = theirs.directory, theirs.model.vocab
     if named is None and not has_tokenizer(source):
-        note = (
-            f"{source} has no tokenizer, so the run has none either: to train on text or to "
-            "generate, convert again with --tokenizer FILE"
-        )
-        return NONE, [note]
-    tokenizer = _load(named or str(source), theirs)
+        return None, "auto"
+    tokenizer, eod = _load(named or str(source), theirs)
     if tokenizer.vocab > vocab:
         raise UserError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab:,} tokens, more than the model's "
             f"{vocab:,}; name the model's own with --tokenizer"
         )
-    return tokenizer.to_dict(), []
+    return tokenizer, eod
 
 
-def _load(name: str, theirs: HuggingFaceModel) -> Tokenizer:
-    """With the end-of-document token that its files name, or else config.json; or none."""
-    if theirs.model.family == "bert":
-        return load_tokenizer(name, eod="none")
+def _load(name: str, theirs: HuggingFaceModel) -> tuple[Tokenizer, str]:
     ends = theirs.config.get("eos_token_id")
     numbers = [n for n in (ends if isinstance(ends, list) else [ends]) if type(n) is int]
-    for eod in ("auto", *map(str, numbers)):
+    for eod in ("auto", *map(str, numbers)) if theirs.model.family != "bert" else ():
         with contextlib.suppress(UserError):
-            return load_tokenizer(name, eod=eod)
-    return load_tokenizer(name, eod="none")
+            return load_tokenizer(name, eod=eod), eod
+    return load_tokenizer(name, eod="none"), "none"
 
 
 def write_tokenizer(directory: Path, document: Mapping[str, Any]) -> int | None:

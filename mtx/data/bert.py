@@ -19,10 +19,10 @@ from mtx.data.build import split_sentences
 from mtx.data.cache import CacheError
 from mtx.data.documents import hold_out, read_documents
 from mtx.data.indexed import IndexedDataset, token_type
-from mtx.data.indices import parse_split, split_range
 from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
-from mtx.data.pairs import Pairs, SentenceList, Sentences, draws_of
+from mtx.data.pairs import Pairs, SentenceList, Sentences, draws_of, least_sentences
+from mtx.data.split import Division, divide
 from mtx.data.tokenizer import ByteTokenizer, Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.data.wordpiece import WORDPIECE, train_wordpiece
@@ -58,19 +58,19 @@ class BertSamples:
         *,
         sequence: int,
         config: DataConfig,
-        documents: tuple[int, int] | None = None,
+        part: Division | None = None,
         cache: str | None = None,
         name: str = "the text",
     ):
-        """documents: the first and the end, by default all. Raises UserError as `Pairs` does."""
+        """part: of the documents, by default all. Raises UserError as `Pairs` does."""
         self.pieces, self.sequence, self._name = pieces, sequence, name
         self._masking = Masking(fraction=config.mask_fraction, run=config.mask_run)
         self._seed = config.seed
         marks = 2 if config.order == "none" else 3
         self._pairs = Pairs(
-            source, documents=documents or (0, len(source.documents) - 1), room=sequence - marks,
-            order=config.order, short_fraction=config.short_fraction, seed=config.seed,
-            cache=cache, name=name,
+            source, part=part or Division(first=0, end=len(source.documents) - 1),
+            room=sequence - marks, order=config.order, short_fraction=config.short_fraction,
+            seed=config.seed, cache=cache, name=name,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -266,7 +266,7 @@ def open_sentences(
         parts = [
             BertSamples(
                 dataset, pieces, sequence=sequence, config=config, cache=cache,
-                documents=split_range(parse_split(config.split), part, dataset.document_count),
+                part=divide_documents(dataset, config, part),
                 name=f"{dataset.prefix}, part {part!r} of split={config.split!r}",
             )
             for dataset in datasets
@@ -276,6 +276,8 @@ def open_sentences(
     def open_parts(cache):
         return open_part("train", samples, cache), open_part("valid", eval_samples, cache)
 
+    cut = any(divide_documents(dataset, config, "train").cut for dataset in datasets)
+    each = " of each document's sentences" if cut else ""
     try:
         train, held_out = open_parts(cache)
     except CacheError:
@@ -286,7 +288,16 @@ def open_sentences(
     return BertCorpus(
         tokenizer=tokenizer, train=train, held_out=held_out, held_out_samples=held_out.distinct,
         train_tokens=train.tokens, eval_tokens=held_out.tokens,
-        source=f"{source}, split {config.split}",
+        source=f"{source}, split {config.split}{each}",
+    )  # fmt: skip
+
+
+def divide_documents(dataset: IndexedDataset, config: DataConfig, part: str) -> Division:
+    """What a part has of the documents: whole ones where those make samples, or else sentences."""
+    least, documents = least_sentences(config.order), 2 if config.order == "nsp" else 1
+    return divide(
+        np.diff(dataset.documents), config.split, part, by=config.split_by,
+        serves=lambda counts: np.count_nonzero(counts >= least) >= documents,
     )  # fmt: skip
 
 

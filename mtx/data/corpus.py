@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from pathlib import Path
 
-from mtx.config import DataConfig, RunConfig
+from mtx.config import DataConfig, ModelConfig, RunConfig
 from mtx.data.batches import TokenCorpus
-from mtx.data.bert import BertCorpus, load_sentences, open_sentences
+from mtx.data.bert import BertCorpus, load_bert_tokenizer, load_sentences, open_sentences
 from mtx.data.blend import normalize_weights, read_blend
 from mtx.data.cache import CacheError
-from mtx.data.gpt import BlendedDataset, GPTDataset
+from mtx.data.documents import text_files
+from mtx.data.gpt import BlendedDataset, GPTDataset, divide_tokens
 from mtx.data.indexed import IndexedDataset, strip_suffix
 from mtx.data.text import load_text
 from mtx.data.tokenizer import Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 
+_DOUBTFUL_BYTES = 16  # a token of a sample: with fewer held out, there may be too few tokens
 _CACHE_NAME = "index_cache"  # of the folder of indices, beside the first dataset
 
 
@@ -29,24 +32,13 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
     Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
     """
     config, sequence = run.data, run.model.sequence
-    prefixes, weights = read_blend(config.path)
-    found = [_names_dataset(prefix) for prefix in prefixes]
-    if not any(found):
-        if weights is not None:
-            raise UserError(
-                f"weights are for datasets, and {prefixes[0]}.idx does not exist; name the prefix "
-                "of a .bin and .idx (mtx data build --out corpus makes corpus_text_document)"
-            )
+    prefixes, weights = _datasets_of(config)
+    if not prefixes:
         load = load_sentences if run.model.family == "bert" else load_text
         corpus = load(config, sequence=sequence)  # a dataset that is not there is no text either
-        _refuse(config, ("split", "cache"), "is for datasets; text is held out by eval_fraction")
+        only = ("split", "split_by", "cache")
+        _refuse(config, only, "is for datasets; text is held out by eval_fraction")
         return corpus
-    if not all(found):
-        raise UserError(
-            f"{prefixes[found.index(True)]} is a dataset and {prefixes[found.index(False)]} is "
-            "not; name datasets alone, or text alone"
-        )
-    _refuse(config, ("eval_fraction",), "is for text; datasets are divided by split")
     wanted = {
         "samples": run.steps * run.global_batch if samples is None else samples,
         "eval_samples": run.eval_batches * run.global_batch,
@@ -57,6 +49,48 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | Be
             cache=config.cache or default_cache(prefixes[0]), source=_described(prefixes, weights),
         )  # fmt: skip
     return open_datasets(config, prefixes, weights, sequence=sequence, **wanted)
+
+
+def check_data(run: RunConfig) -> None:
+    """Raises the UserErrors of `load_data` that can be seen at once: before devices are started,
+    text is tokenized and indices are built."""
+    prefixes, _ = _datasets_of(run.data)
+    if not prefixes:
+        sizes = [os.path.getsize(file) for file in text_files(run.data.path)]
+        if sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * run.model.sequence:
+            load_data(run)
+        return
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if run.model.family == "bert":
+        return
+    check_vocab(_common_tokenizer(run.data, datasets), run.model)
+    for part, dataset in itertools.product(("train", "valid"), datasets):
+        divide_tokens(
+            dataset, part, split=run.data.split, by=run.data.split_by, sequence=run.model.sequence
+        )
+
+
+def run_tokenizer(run: RunConfig) -> Tokenizer:
+    """The tokenizer that `load_data` gives a run. UserError for one that is trained on its text."""
+    config, (prefixes, _) = run.data, _datasets_of(run.data)
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if run.model.family == "bert":
+        made = next((dataset.identity for dataset in datasets if dataset.identity), None)
+        return load_bert_tokenizer(config, eod=made and made.eod)
+    if datasets:
+        return _common_tokenizer(config, datasets)
+    if config.tokenizer == "bpe":
+        raise UserError("data tokenizer='bpe' is trained on the text; name the model's own")
+    return load_tokenizer(config.tokenizer, eod=config.eod)
+
+
+def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """UserError for a tokenizer of more tokens than the model has."""
+    if tokenizer.vocab > model.vocab:
+        raise UserError(
+            f"the {tokenizer.name} tokenizer has {tokenizer.vocab:,} tokens, more than model.vocab="
+            f"{model.vocab:,}; set model.vocab to {tokenizer.vocab} or more"
+        )
 
 
 def open_datasets(
@@ -70,9 +104,7 @@ def open_datasets(
 ) -> TokenCorpus:
     """The train and valid parts of datasets, with the tokenizer that made them."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    tokenizer = _tokenizer(config, datasets)
-    for dataset in datasets:
-        dataset.require_tokenizer(tokenizer.identity)
+    tokenizer = _common_tokenizer(config, datasets)
     if config.packed and tokenizer.eod is None:
         raise UserError(
             f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
@@ -80,7 +112,8 @@ def open_datasets(
         )
     cache = config.cache or default_cache(prefixes[0])
     open_parts = functools.partial(
-        _open_parts, config, datasets, weights, vocab=tokenizer.vocab, sequence=sequence,
+        _open_parts, config, datasets, weights, vocab=tokenizer.vocab, eod=tokenizer.eod,
+        sequence=sequence,
         samples={"train": samples, "valid": eval_samples},
     )  # fmt: skip
     where = ""
@@ -98,7 +131,7 @@ def open_datasets(
         held_out_samples=held_out.distinct,
         train_tokens=train.part_tokens,
         eval_tokens=held_out.part_tokens,
-        source=f"{_described(prefixes, weights)}, split {config.split}{where}",
+        source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
         packed=config.packed,
     )
 
@@ -126,7 +159,7 @@ def _open_parts(config, datasets, weights, *, samples, **options):
     return [
         open_part(
             datasets, weights, samples=samples[part], part=part, split=config.split,
-            seed=config.seed, **options,
+            split_by=config.split_by, seed=config.seed, **options,
         )
         for part in ("train", "valid")
     ]  # fmt: skip
@@ -146,6 +179,34 @@ def _names_dataset(name: str) -> bool:
     return any(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
 
 
+def _datasets_of(config: DataConfig) -> tuple[list[str], list[float] | None]:
+    """The prefixes of datasets that are named, and their weights; none where text is."""
+    prefixes, weights = read_blend(config.path)
+    found = [_names_dataset(prefix) for prefix in prefixes]
+    if not any(found):
+        if weights is not None:
+            raise UserError(
+                f"weights are for datasets, and {prefixes[0]}.idx does not exist; name the prefix "
+                "of a .bin and .idx (mtx data build --out corpus makes corpus_text_document)"
+            )
+        return [], None
+    if not all(found):
+        raise UserError(
+            f"{prefixes[found.index(True)]} is a dataset and {prefixes[found.index(False)]} is "
+            "not; name datasets alone, or text alone"
+        )
+    _refuse(config, ("eval_fraction",), "is for text; datasets are divided by split")
+    return prefixes, weights
+
+
+def _common_tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
+    """`_tokenizer`, of which all datasets are."""
+    tokenizer = _tokenizer(config, datasets)
+    for dataset in datasets:
+        dataset.require_tokenizer(tokenizer.identity)
+    return tokenizer
+
+
 def _tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
     """The tokenizer that `config` names, with the end-of-document token of the datasets."""
     if config.tokenizer == "bpe":
@@ -161,6 +222,15 @@ def _tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
         if known is not None:  # if it is another tokenizer, that is the matter
             known.require_tokenizer(load_tokenizer(config.tokenizer, eod=None).identity)
         raise
+
+
+def _division(config: DataConfig, train: GPTDataset | BlendedDataset) -> str:
+    parts = getattr(train, "datasets", [train])
+    cut = [part.data.prefix for part in parts if part.cut]
+    if not cut:
+        return f"split {config.split}"
+    where = f" in {', '.join(cut[:3])}" if len(cut) < len(parts) else ""
+    return f"split {config.split} of each document's tokens{where}"
 
 
 def _described(prefixes: list[str], weights: list[float] | None) -> str:

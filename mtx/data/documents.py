@@ -54,19 +54,13 @@ def read_documents(paths: Sequence[str]) -> Documents:
     if not paths:
         return _python_topics()
     read: dict[str, str] = {}
-    for name in paths:
-        path = user_path(name)
-        if not os.path.exists(path):
-            raise UserError(
-                f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "
-                "files, folders or datasets that are there, or none to use Python's help topics"
-            )
-        for file in _text_files(path) if path.is_dir() else [path]:
-            real = os.path.realpath(file)
-            if real not in read:
-                read[real] = _read_text(file)
-            if not read[real] and not path.is_dir():
-                raise UserError(f"{file} is empty; take it out of the data path")
+    named = {Path(name).expanduser() for name in paths}
+    for file in text_files(paths):
+        real = os.path.realpath(file)
+        if real not in read:
+            read[real] = _read_text(file)
+        if not read[real] and file in named:
+            raise UserError(f"{file} is empty; take it out of the data path")
     texts = [text for text in read.values() if text]
     empty = len(read) - len(texts)
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
@@ -74,6 +68,19 @@ def read_documents(paths: Sequence[str]) -> Documents:
         raise UserError(f"all text files in {named} are empty ({empty}); name files that hold text")
     source = f"{_plural(len(texts), 'file')} from {named}"
     return Documents(texts=texts, source=source + (f" ({empty} empty left out)" if empty else ""))
+
+
+def text_files(paths: Sequence[str]) -> Iterator[Path]:
+    """The files of `read_documents`, which may name one twice. UserError for a path that is
+    missing."""
+    for name in paths:
+        path = user_path(name, "data path")
+        if not os.path.exists(path):
+            raise UserError(
+                f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "
+                "files, folders or datasets that are there, or none to use Python's help topics"
+            )
+        yield from _text_files(path) if path.is_dir() else [path]
 
 
 def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:

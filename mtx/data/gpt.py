@@ -19,13 +19,12 @@ import numpy as np
 from mtx.data.blend import blend_all, blend_by_weights, normalize_weights, request_samples
 from mtx.data.cache import cached_arrays
 from mtx.data.indexed import IndexedDataset
-from mtx.data.indices import Indices, build_indices, parse_split, split_range
+from mtx.data.indices import Indices, build_indices
 from mtx.data.samples import place_in_epoch
+from mtx.data.split import DEFAULT_SPLIT, Division, SplitBy, divide
 from mtx.errors import UserError
 from mtx.fields import Between, settle
 from mtx.sizes import DataSeed, Tokens
-
-DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 
 
 class GPTDataset:
@@ -34,6 +33,7 @@ class GPTDataset:
     `dataset[i]` is int32 [sequence + 1], of which the first `sequence` are inputs and the last
     `sequence` targets. `samples` asks for at least so many, over as many epochs as they take;
     None for those of one epoch. `endless`: samples is None, and beyond one epoch the next begins.
+    Where Megatron-LM's split leaves train or valid without a sample, each document is cut.
     """
 
     def __init__(
@@ -45,12 +45,15 @@ class GPTDataset:
         samples: int | None = None,
         endless: bool = False,
         split: str = DEFAULT_SPLIT,
+        split_by: SplitBy = "auto",
         part: str = "train",
         cache: str | os.PathLike | None = None,
         vocab: int | None = None,
+        eod: int | None = None,
     ):
         """cache: a folder for the index arrays, to be built once; None: built now, in memory.
-        vocab: every token that is given is checked to be below it.
+        vocab: every token that is given is checked to be below it. split_by: see `divide`. eod: the
+        token that takes the place of the last one where a document is cut; None: nothing does.
 
         Raises UserError for a dataset that cannot be read, a part without a whole sample, and
         options that cannot be.
@@ -63,18 +66,17 @@ class GPTDataset:
         self._vocab, self._seed, self._endless = vocab, seed, endless
         self._again = functools.partial(
             GPTDataset, self.data.prefix, sequence=sequence, seed=seed, samples=samples,
-            endless=endless, split=split, part=part, cache=cache, vocab=vocab,
+            endless=endless, split=split, split_by=split_by, part=part, cache=cache, vocab=vocab,
+            eod=eod,
         )  # fmt: skip
-        first, end = split_range(parse_split(split), part, len(self.data))
-        lengths = self.data.lengths[first:end]
-        self.part_tokens = tokens = int(lengths.sum(dtype=np.int64))
-        if tokens < (sequence + 1 if samples is None else 1):
-            raise UserError(
-                f"{self.data.prefix}: part {part!r} of split={split!r} has {end - first:,} of "
-                f"{len(self.data):,} sequences and {tokens:,} tokens, but one sample needs "
-                f"sequence+1={sequence + 1}; change the split, shorten the sequence, or give more "
-                "text"
-            )
+        least = None if samples is None else 1
+        self._part = divide_tokens(
+            self.data, part, split=split, by=split_by, sequence=sequence, least=least
+        )
+        self.cut, self._eod = self._part.cut is not None, eod
+        first, end = self._part.first, self._part.end
+        lengths = self._part.sizes(self.data.lengths[first:end])
+        self.part_tokens = int(lengths.sum(dtype=np.int64))
 
         def build() -> dict[str, np.ndarray]:
             return vars(build_indices(
@@ -104,15 +106,17 @@ class GPTDataset:
             index = place_in_epoch(index, len(self), self._seed)
         sample = self.indices.shuffle[_within(index, len(self), self.data.prefix)]
         (place, offset), (last, last_offset) = self.indices.sample[sample : sample + 2].tolist()
-        tokens, data = self.data.tokens, self.data
+        tokens = self.data.tokens
         out, filled = np.empty(self.sequence + 1, np.int32), 0
         for at in range(place, last + 1):
             sequence = self.indices.document[at]
-            start = data.first_token(sequence)
-            end = start + (last_offset + 1 if at == last else int(data.lengths[sequence]))
-            start, offset = start + offset, 0
+            begin, stop = self._tokens_of(sequence)
+            end = begin + last_offset + 1 if at == last else stop
+            start, offset = begin + offset, 0
             out[filled : filled + end - start] = tokens[start:end]
             filled += end - start
+            if self.cut and self._eod is not None and start < end == stop:
+                out[filled - 1] = self._eod
         if self._vocab is not None and (out.max() >= self._vocab or out.min() < 0):
             wrong = out[(out >= self._vocab) | (out < 0)][0]
             raise UserError(
@@ -120,6 +124,14 @@ class GPTDataset:
                 f"vocabulary of {self._vocab:,}; use the tokenizer that made the dataset"
             )
         return out
+
+    def _tokens_of(self, sequence: int) -> tuple[int, int]:
+        """(first, end) of the tokens of a sequence that are the part's."""
+        first, length = self.data.first_token(sequence), int(self.data.lengths[sequence])
+        if not self.cut:
+            return first, first + length
+        low, high = self._part.within(length)
+        return first + int(low), first + int(high)
 
 
 class BlendedDataset:
@@ -141,9 +153,11 @@ class BlendedDataset:
         endless: bool = False,
         seed: int = 0,
         split: str = DEFAULT_SPLIT,
+        split_by: SplitBy = "auto",
         part: str = "train",
         cache: str | os.PathLike | None = None,
         vocab: int | None = None,
+        eod: int | None = None,
     ):
         """Raises UserError as GPTDataset does, and for weights that are not above 0."""
         _check(sequence=sequence, samples=samples, seed=seed)
@@ -159,7 +173,7 @@ class BlendedDataset:
         self.datasets = [
             GPTDataset(
                 prefix, sequence=sequence, seed=seed, samples=want, endless=endless,
-                split=split, part=part, cache=cache, vocab=vocab,
+                split=split, split_by=split_by, part=part, cache=cache, vocab=vocab, eod=eod,
             )
             for prefix, want in zip(prefixes, wanted, strict=True)
         ]  # fmt: skip
@@ -167,7 +181,8 @@ class BlendedDataset:
         self.sequence, self.part = sequence, part
         self._again = functools.partial(
             BlendedDataset, list(prefixes), sequence=sequence, weights=weights, samples=samples,
-            endless=endless, seed=seed, split=split, part=part, cache=cache, vocab=vocab,
+            endless=endless, seed=seed, split=split, split_by=split_by, part=part, cache=cache,
+            vocab=vocab, eod=eod,
         )  # fmt: skip
         self._shares, self._all_endless = shares, endless and shares is None
         self.part_tokens = sum(dataset.part_tokens for dataset in self.datasets)
@@ -215,6 +230,35 @@ class BlendedDataset:
         index = _within(index, len(self), "the blend")
         dataset = self.datasets[self.dataset_index[index]]
         return dataset[int(self.sample_index[index]) + epoch * len(dataset)]
+
+
+def divide_tokens(
+    data: IndexedDataset,
+    part: str,
+    *,
+    split: str,
+    by: SplitBy,
+    sequence: int,
+    least: int | None = None,
+) -> Division:
+    """What a part has of a dataset's sequences: see `divide`. UserError where it has fewer than
+    `least` tokens, by default those of one sample."""
+    least = sequence + 1 if least is None else least
+    division = divide(
+        data.lengths, split, part, by=by,
+        serves=lambda lengths: lengths.sum(dtype=np.int64) >= least,
+    )  # fmt: skip
+    sizes = division.sizes(data.lengths[division.first : division.end])
+    tokens = int(sizes.sum(dtype=np.int64))
+    if tokens >= least:
+        return division
+    shorter = f"sequence={tokens - 1} or less, " if tokens > 1 else ""
+    raise UserError(
+        f"{data.prefix}: part {part!r} of split={split!r} has {tokens:,} of {len(data.tokens):,} "
+        f"tokens in {len(data):,} sequences, but one sample needs sequence+1={sequence + 1}; use "
+        f"{shorter}a split that gives it more, {'split_by=tokens, ' if by == 'documents' else ''}"
+        "or more text"
+    )
 
 
 def _within(index: int, length: int, what: str) -> int:

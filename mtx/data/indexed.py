@@ -117,6 +117,11 @@ class IndexedDataset:
         first, end = (self.first_token(int(self.documents[index + i])) for i in (0, 1))
         return self.tokens[first:end]
 
+    def document_lengths(self) -> np.ndarray:
+        """The tokens of each document, int64 [documents]."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        return np.diff(ends[self.documents])
+
     def first_token(self, sequence: int) -> int:
         """Where sequence `sequence` begins in `tokens`; for N, the number of tokens."""
         if sequence == len(self):

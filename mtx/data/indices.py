@@ -13,18 +13,12 @@ All three are those of Megatron-LM (core, GPTDataset) for the same seed, bit for
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from mtx.errors import UserError
-
-PARTS = ("train", "valid", "test")
 _LAST_EPOCH_SHARE = 0.80  # an epoch of which less is used is shuffled by itself
 _BLOCK = 2**22  # samples that are placed at once
-
-Split = tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,28 +28,6 @@ class Indices:
     document: np.ndarray
     sample: np.ndarray
     shuffle: np.ndarray
-
-
-def parse_split(ratios: str) -> Split:
-    """Shares of train, valid and test that add up to 1, from "969,30,1", "9,1" or "1"."""
-    parts = [part.strip() for part in ratios.split(",")]
-    known = all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts)
-    if not known or not 1 <= len(parts) <= len(PARTS):
-        raise UserError(f"split={ratios!r} must be up to three ratios, such as 969,30,1")
-    values = np.array([*map(float, parts), 0.0, 0.0][: len(PARTS)])
-    if values.sum() == 0:
-        raise UserError(f"split={ratios!r} gives nothing to any part; use such as 969,30,1")
-    return tuple((values / values.sum()).tolist())
-
-
-def split_range(split: Split, part: str, count: int) -> tuple[int, int]:
-    """(first, end): which of `count` things in a row fall to `part`."""
-    low, high = 0.0, 0.0
-    for name, share in zip(PARTS, split, strict=True):
-        low, high = high, high + share
-        if name == part:
-            return round(low * count), round(high * count)
-    raise UserError(f"unknown part {part!r}: known are {', '.join(PARTS)}")
 
 
 def count_epochs(tokens: int, *, sequence: int, samples: int | None) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
 
 from mtx.data.indexed import IndexedDataset, IndexedWriter, require_new, strip_suffix
-from mtx.data.indices import PARTS, parse_split, split_range
+from mtx.data.split import PARTS, Division, SplitBy, divide, parse_split
 from mtx.errors import UserError
 
 
@@ -40,31 +41,62 @@ def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
     return IndexedDataset(out)
 
 
-def split_dataset(prefix: str, ratios: str, out: str) -> dict[str, IndexedDataset]:
-    """Writes `<out>_train`, `_valid` and `_test` with whole documents in their order, cut where
-    the ratios ("969,30,1") say; a part of ratio 0 is not written.
+def split_dataset(
+    prefix: str, ratios: str, out: str, *, by: SplitBy = "auto"
+) -> dict[str, IndexedDataset]:
+    """Writes `<out>_train`, `_valid` and `_test`, cut where the ratios ("969,30,1") say; a part of
+    ratio 0 is not written. by: see `divide`; "auto" cuts documents where some part would get none.
 
-    Raises UserError where a part would have no document.
+    Whole documents stay in their order. Of one that is cut each part gets a document, in one piece
+    or, where it is one of sentences, in whole sentences; a piece ends with the tokenizer's
+    end-of-document token. Raises UserError where a part would have nothing.
     """
     dataset, split = IndexedDataset(prefix), parse_split(ratios)
+    counts = np.diff(dataset.documents)
+    sentences = bool((counts != 1).any())
+    counts = counts if sentences else dataset.lengths
     parts = {
-        part: split_range(split, part, dataset.document_count)
+        part: divide(counts, ratios, part, by=by, serves=len, parts=PARTS)
         for part, share in zip(PARTS, split, strict=True)
         if share
     }
-    for part, (first, end) in parts.items():
+    for part, division in parts.items():
         require_new(f"{strip_suffix(out)}_{part}")
-        if first == end:
+        if not division.sizes(counts[division.first : division.end]).any():
             raise UserError(
                 f"{prefix} has {dataset.document_count:,} documents, of which {ratios!r} gives "
                 f"none to {part}; change the ratios"
             )
     with ExitStack() as stack:  # all parts or none
-        for part, (first, end) in parts.items():
+        for part, division in parts.items():
             name = f"{strip_suffix(out)}_{part}"
             writer = IndexedWriter(name, dataset.dtype, identity=dataset.identity)
-            _copy(dataset, stack.enter_context(writer), first, end)
+            stack.enter_context(writer)
+            if division.cut is None:
+                _copy(dataset, writer, division.first, division.end)
+            else:
+                _copy_shares(dataset, writer, division, sentences)
     return {part: IndexedDataset(f"{strip_suffix(out)}_{part}") for part in parts}
+
+
+def _copy_shares(
+    dataset: IndexedDataset, writer: IndexedWriter, division: Division, sentences: bool
+) -> None:
+    """What `division` has of each document."""
+    eod = dataset.identity and dataset.identity.eod
+    for first, end in itertools.pairwise(dataset.documents.tolist()):
+        count = end - first if sentences else dataset.lengths[first]
+        low, high = (int(place) for place in division.within(count))
+        if low == high:
+            continue
+        rows = slice(first + low, first + high) if sentences else slice(first, end)
+        lengths = dataset.lengths[rows] if sentences else np.array([high - low])
+        begin = dataset.first_token(first + low) if sentences else dataset.first_token(first) + low
+        tokens = dataset.tokens[begin : begin + int(lengths.sum(dtype=np.int64))]
+        if eod is not None and len(tokens) and tokens[-1] != eod:
+            tokens = np.append(tokens, np.array([eod], tokens.dtype))
+            lengths = lengths + (np.arange(len(lengths)) == len(lengths) - 1)
+        writer.add(tokens, lengths, modes=None if dataset.modes is None else dataset.modes[rows])
 
 
 def _copy(dataset: IndexedDataset, writer: IndexedWriter, first: int, end: int) -> None:

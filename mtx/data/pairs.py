@@ -24,6 +24,7 @@ from mtx.config import Order
 from mtx.data.cache import cached_arrays
 from mtx.data.draws import Draws
 from mtx.data.samples import place_in_epoch, shuffled
+from mtx.data.split import Division
 from mtx.errors import UserError
 
 _SPANS, _SAMPLE = 2, 3  # what is drawn, in the keys of draws
@@ -73,14 +74,14 @@ class _Spans:
 
 
 class Pairs:
-    """The pairs of documents `first` to `end` of a corpus, without an end: each epoch goes through
-    the same sentences in an order of its own, cut and swapped anew."""
+    """The pairs of some documents of a corpus, without an end: each epoch goes through the same
+    sentences in an order of its own, cut and swapped anew."""
 
     def __init__(
         self,
         source: Sentences,
         *,
-        documents: tuple[int, int],
+        part: Division,
         room: int,
         order: Order = "sop",
         short_fraction: float = 0.1,
@@ -88,36 +89,40 @@ class Pairs:
         cache: str | os.PathLike | None = None,
         name: str = "the text",
     ):
-        """documents: the first, and the end. room: tokens of a pair, at most. short_fraction: the
-        share of samples with a random room from 2 on. cache: see `cached_arrays`; name: of the
-        source, for messages. Raises UserError where there is not a single pair."""
+        """part: the documents, and which sentences of each. room: tokens of a pair, at most.
+        short_fraction: the share of samples with a random room from 2 on. cache: see
+        `cached_arrays`; name: of the source, for messages. Raises UserError where there is not a
+        single pair."""
         if room < 2:
             raise UserError(f"there is room for {room} tokens of text; use a longer sequence")
         if not 0.0 <= short_fraction <= 1.0:
             raise UserError(f"short_fraction={short_fraction} must lie between 0 and 1")
         self._source, self._order, self._seed = source, order, seed
-        first, end = documents
-        self._bounds = np.asarray(source.documents[first : end + 1], np.int64)
-        least = 1 if order == "none" else 2
-        lengths = source.lengths[self._bounds[0] : self._bounds[-1]]
+        bounds = np.asarray(source.documents[part.first : part.end + 1], np.int64)
+        begin, stop = part.within(np.diff(bounds))
+        self._begin, self._stop = bounds[:-1] + begin, bounds[:-1] + stop  # of each, in sentences
+        least = least_sentences(order)
+        lengths = source.lengths[bounds[0] : bounds[-1]]
         self.tokens = int(lengths.sum(dtype=np.int64))
+        if part.cut is not None:
+            places = zip(self._begin.tolist(), self._stop.tolist(), strict=True)
+            self.tokens = sum(source.first_token(b) - source.first_token(a) for a, b in places)
 
         def build() -> dict[str, np.ndarray]:
             return vars(_build_spans(
-                lengths, self._bounds, room=room, least=least, short_fraction=short_fraction,
-                seed=seed,
+                lengths, self._begin, self._stop, base=int(bounds[0]), room=room, least=least,
+                short_fraction=short_fraction, seed=seed,
             ))  # fmt: skip
 
         self._spans = _Spans(**cached_arrays(cache, {
             "kind": "spans of sentences", "room": room, "least": least, "seed": seed,
             "short_fraction": short_fraction, "lengths": _hash(lengths),
-            "documents": _hash(self._bounds),
+            "documents": _hash(np.stack([self._begin, self._stop])),
         }, build))  # fmt: skip
-        counts = np.diff(self._bounds)
-        self._full = np.flatnonzero(counts)  # documents of at least one sentence
+        self._full = np.flatnonzero(self._stop - self._begin)  # documents of at least one sentence
         if not len(self):
             raise UserError(
-                f"{name}: none of {end - first:,} documents has {least} sentences to make a sample "
+                f"{name}: none of {len(begin):,} documents has {least} sentences to make a sample "
                 "of; give more text, another split, or a dataset built with --level sentence"
             )
         if order == "nsp" and len(self._full) < 2:
@@ -154,11 +159,11 @@ class Pairs:
 
     def _elsewhere(self, sentence: int, wanted: int, draws: Draws) -> np.ndarray:
         """About `wanted` tokens of another document than this sentence's, at least a sentence."""
-        own = np.searchsorted(self._bounds, sentence, side="right") - 1
+        own = np.searchsorted(self._begin, sentence, side="right") - 1
         other = draws.below(len(self._full) - 1)
         other += other >= np.searchsorted(self._full, own)
         document = self._full[other]
-        begin, stop = (int(bound) for bound in self._bounds[document : document + 2])
+        begin, stop = int(self._begin[document]), int(self._stop[document])
         first = end = begin + draws.below(stop - begin)
         tokens = 0
         while end < stop and (end == first or tokens < wanted):
@@ -172,22 +177,30 @@ def draws_of(seed: int, index: int) -> Draws:
     return Draws(seed, index, _SAMPLE)
 
 
+def least_sentences(order: Order) -> int:
+    """The sentences of a sample, at least."""
+    return 1 if order == "none" else 2
+
+
 def _build_spans(
     lengths: np.ndarray,
-    bounds: np.ndarray,
+    begin: np.ndarray,
+    stop: np.ndarray,
     *,
+    base: int,
     room: int,
     least: int,
     short_fraction: float,
     seed: int,
 ) -> _Spans:
-    """The spans of sentences with these `lengths` in documents with these `bounds` [documents + 1].
+    """The spans of sentences `begin` to `stop` [documents] of each document; `lengths` are those of
+    all sentences from `base` on.
 
     All documents advance at once, a sample each. A span has `least` sentences or more, and takes
     the last ones of its document with it if they are fewer than that.
     """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens up to each sentence
-    place, stop = (side - bounds[0] for side in (bounds[:-1], bounds[1:]))
+    place, stop = begin - base, stop - base
     draws, rounds = Draws(seed, _SPANS), [np.empty((3, 0), np.int64)]
     while True:
         going = stop - place >= least
@@ -205,7 +218,7 @@ def _build_spans(
     first, end, rooms = np.concatenate(rounds, axis=1)
     used = ends[end] - ends[first] >= least
     by_place = np.flatnonzero(used)[np.argsort(first[used], kind="stable")]
-    first, end, rooms = (a[by_place] for a in (first + bounds[0], end + bounds[0], rooms))
+    first, end, rooms = (a[by_place] for a in (first + base, end + base, rooms))
     visit = shuffled(len(first), seed, _SPANS)
     return _Spans(first=first, end=end, room=rooms, visit=visit)
 

@@ -26,15 +26,15 @@ class Perplexity:
     """The perplexity of one or several texts; losses in nats."""
 
     tokens: int  # T
-    original_tokens: int  # T_o
+    original_tokens: int | None  # T_o, of WikiText; None for plain text
     targets: int  # tokens that were predicted: all but the first of each text
     windows: int
     stride: int
     wikitext: bool  # whether the texts were detokenised
     loss: float  # mean over the targets
     perplexity: float  # exp(loss), at most e^20
-    token_ratio: float | None  # (T - 1) / (T_o - 1); None where T_o is 1
-    adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: of a word
+    token_ratio: float | None  # (T - 1) / (T_o - 1); None where T_o is None or 1
+    adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: of a WikiText word
     bits_per_byte: float  # of the detokenised text in UTF-8
 
 
@@ -53,8 +53,10 @@ def perplexity(
     The first window of a text scores all of its S targets; each later one stands `stride` tokens
     further on and scores its last `stride`, so that every target is scored once and sees at least
     S - stride tokens before it. With stride = S, the windows stand side by side.
-    `wikitext`: the texts are WikiText's, to be detokenised first. `adjusted_perplexity` compares
-    models of different tokenizers, and is the number that papers report for WikiText-103.
+    `wikitext`: the texts are WikiText's, to be detokenised first, and `adjusted_perplexity` is the
+    number that papers report for WikiText-103: of a word, as it was cut there. Plain text says
+    nothing of how its words are to be cut, so it has none; models of different tokenizers are
+    compared by `bits_per_byte`.
     Raises UserError for a text of fewer than two tokens, and a stride that is not within 1 and S.
     """
     sequence = trainer.run.model.sequence
@@ -80,10 +82,10 @@ def perplexity(
         text_bytes += len(text.encode())
     scores = score_rows(trainer, state, rows, report=report)
     loss = -math.fsum(score.log_likelihood for score in scores) / targets
-    ratio = targets / original_targets if original_targets else None
+    ratio = targets / original_targets if wikitext and original_targets else None
     return Perplexity(
         tokens=tokens,
-        original_tokens=original,
+        original_tokens=original if wikitext else None,
         targets=targets,
         windows=len(rows),
         stride=stride,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mtx.config import Layout, RunConfig
@@ -107,3 +107,49 @@ def fit_layout(layout: Layout, devices: int) -> Layout:
             layout = replace(layout, stage_layers="balanced")
         layout = replace(layout, **{axis: fitting})
     return layout
+
+
+def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = ()) -> Layout:
+    """The layout of `run` over all of `devices` (JAX's) with the fewest shards with which it is
+    predicted to fit: tensor shards within a process first, then pipeline stages; the rest are
+    replicas.
+
+    Axes that are `kept` stay as they are. Where the model or the batch cannot be divided over all
+    devices, some are left out.
+    """
+    room = _Room.of(devices)
+    near = sum(device.process_index == devices[0].process_index for device in devices)
+    for count in range(len(devices), 0, -1):
+        layouts = [
+            layout
+            for layout in _layouts(run.layout, count, near)
+            if all(getattr(layout, axis) == getattr(run.layout, axis) for axis in kept)
+            and _divides(run, layout)
+        ]
+        for layout in layouts:
+            backend = room.backend if room else "xla"
+            memory = predict_memory(run.model, layout, run.global_batch, backend=backend)
+            if room is None or room.holds(memory.total_bytes, layout) or layout is layouts[-1]:
+                return layout
+    return run.layout
+
+
+def _layouts(layout: Layout, count: int, most_tensor: int) -> Iterator[Layout]:
+    """All over `count` devices, those of fewer and nearer shards first."""
+    for shards in _divisors(count):
+        for tensor in reversed(_divisors(shards)):
+            if tensor <= most_tensor:
+                pipe, data = shards // tensor, count // shards
+                yield replace(layout, data=data, pipe=pipe, tensor=tensor)
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _divides(run: RunConfig, layout: Layout) -> bool:
+    try:
+        layout.check(run.model)
+        return layout.microbatches(run.global_batch) > 0
+    except UserError:
+        return False

@@ -23,6 +23,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.store import Damaged
 from mtx.config import RunConfig, to_dict
 from mtx.data import load_data, read_ahead
+from mtx.data.corpus import check_vocab
 from mtx.errors import UserError
 from mtx.launch.shared import require_shared
 from mtx.launch.startup import StartUp
@@ -124,11 +125,7 @@ def _train(
     faults.guard.start_from(start, _usual_loss(run, checkpoints, latest))
     left = max(0, run.steps - start) * run.global_batch
     data = load_data(run, samples=consumed + left)
-    if data.vocab > run.model.vocab:
-        raise UserError(
-            f"the {data.tokenizer.name} tokenizer has {data.vocab:,} tokens, more than model.vocab="
-            f"{run.model.vocab:,}; set model.vocab to {data.vocab} or more"
-        )
+    check_vocab(data.tokenizer, run.model)
     if latest is not None:
         checkpoints.check(run.model, data.tokenizer, latest)
     local = _local_rows(trainer)

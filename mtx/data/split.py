@@ -1,0 +1,136 @@
+"""Which part of a corpus is trained on, and which is held out.
+
+Megatron-LM gives each part whole sequences, in their order. Of a few long texts that leaves some
+part with nothing; then each text is cut instead, and each part has its share of every one: what is
+held out lies near the end of each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtx.config import SplitBy
+from mtx.errors import UserError
+
+PARTS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
+
+Split = tuple[float, float, float]
+
+
+def parse_split(ratios: str) -> Split:
+    """Shares of train, valid and test that add up to 1, from "969,30,1", "9,1" or "1"."""
+    parts = [part.strip() for part in ratios.split(",")]
+    known = all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts)
+    if not known or not 1 <= len(parts) <= len(PARTS):
+        raise UserError(f"split={ratios!r} must be up to three ratios, such as 969,30,1")
+    values = np.array([*map(float, parts), 0.0, 0.0][: len(PARTS)])
+    if values.sum() == 0:
+        raise UserError(f"split={ratios!r} gives nothing to any part; use such as 969,30,1")
+    return tuple((values / values.sum()).tolist())
+
+
+def split_range(split: Split, part: str, count: int) -> tuple[int, int]:
+    """(first, end): which of `count` things in a row fall to `part`."""
+    low, high = _shares(split, part)
+    return round(low * count), round(high * count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """What one part has of a row of texts: some of them whole, or a share of each."""
+
+    first: int  # the texts
+    end: int
+    cut: tuple[float, float] | None = None  # of each, from this share of it to that; None: all
+
+    def within(self, counts):
+        """(first, end): which of the things in a text are the part's, where there are `counts` of
+        them; int64, of an array an array for each."""
+        low, high = self.cut or (0.0, 1.0)
+        return np.rint(low * counts).astype(np.int64), np.rint(high * counts).astype(np.int64)
+
+    def sizes(self, counts: np.ndarray) -> np.ndarray:
+        """How many they are, in each of the part's texts."""
+        if self.cut is None:
+            return counts
+        first, end = self.within(counts)
+        return end - first
+
+
+def divide(
+    counts: np.ndarray,
+    ratios: str,
+    part: str,
+    *,
+    by: SplitBy = "auto",
+    serves: Callable[[np.ndarray], bool],
+    parts: tuple[str, ...] = PARTS[:2],
+) -> Division:
+    """What `part` has of texts of `counts` things each.
+
+    by: "documents": texts stay whole; "tokens": each is cut; "auto": they stay whole where
+    `serves`, which gets the counts of a part's texts, holds for all `parts` of a share above 0. It
+    is the same for all parts, so that none has what another has.
+    """
+    split = parse_split(ratios)
+    whole = by == "documents" or by == "auto" and all(
+        serves(counts[slice(*split_range(split, name, len(counts)))])
+        for name, share in zip(PARTS, split, strict=True)
+        if share and name in parts
+    )  # fmt: skip
+    if whole:
+        first, end = split_range(split, part, len(counts))
+        return Division(first=first, end=end)
+    return Division(first=0, end=len(counts), cut=_shares(split, part))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What a run would train on and hold out, if nothing is said of it."""
+
+    by: SplitBy  # "documents" or "tokens"
+    documents: int  # to train on, and
+    held_out_documents: int
+    tokens: int
+    held_out_tokens: int
+
+    @property
+    def lopsided(self) -> bool:
+        """Whether whole documents hold out less than half or more than twice of what is asked."""
+        _, share, _ = parse_split(DEFAULT_SPLIT)
+        held_out = self.held_out_tokens / (self.tokens + self.held_out_tokens)
+        return self.by == "documents" and not share / 2 <= held_out <= 2 * share
+
+
+def foresee(lengths: np.ndarray) -> Foreseen:
+    """For documents of these `lengths` in tokens, and samples that are not longer than what is held
+    out: where they are, each document is cut."""
+    train, valid = (
+        divide(lengths, DEFAULT_SPLIT, part, serves=lambda some: some.sum(dtype=np.int64) > 1)
+        for part in PARTS[:2]
+    )
+    sizes = [part.sizes(lengths[part.first : part.end]) for part in (train, valid)]
+    (documents, tokens), (held_out_documents, held_out_tokens) = (
+        (int(np.count_nonzero(some)), int(some.sum(dtype=np.int64))) for some in sizes
+    )
+    return Foreseen(
+        by="documents" if train.cut is None else "tokens", documents=documents, tokens=tokens,
+        held_out_documents=held_out_documents, held_out_tokens=held_out_tokens,
+    )  # fmt: skip
+
+
+def _shares(split: Split, part: str) -> tuple[float, float]:
+    """Where the part begins and ends, as shares of all."""
+    if part not in PARTS:
+        raise UserError(f"unknown part {part!r}: known are {', '.join(PARTS)}")
+    low, high = 0.0, 0.0
+    for name, share in zip(PARTS, split, strict=True):
+        low, high = high, high + share
+        if name == part:
+            break
+    return low, high

@@ -1,0 +1,229 @@
+"""What `mtx train` goes on from where that is a directory: a run, or a model of Hugging Face's.
+
+Either gives a run whose fields options then change, checks what became of it, and at last puts a
+checkpoint where the run looks for one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.checkpoint.manifest import MANIFEST
+from mtx.checkpoint.store import Damaged
+from mtx.config import DataConfig, RunConfig, from_dict
+from mtx.convert.convert import (
+    COMPANIONS,
+    CONVERTED,
+    model_to_train,
+    new_directory,
+    run_to_train,
+    to_checkpoint,
+)
+from mtx.convert.huggingface import CONFIG, HuggingFaceModel, Report, read_json
+from mtx.convert.tokenizer import own_tokenizer
+from mtx.data import load_data
+from mtx.data.corpus import run_tokenizer
+from mtx.errors import UserError
+from mtx.launch.agree import agree
+from mtx.train.fit import refuse_if_too_large, spread_layout
+
+RUN = "run.json"  # a run's config, in its `out`
+_TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
+_FREE = ("sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype")
+
+
+class Start(Protocol):
+    """A directory to go on from."""
+
+    run: RunConfig  # with the fields that it has where nothing is said of them
+
+    def complete(self, run: RunConfig, given: Collection[str]) -> RunConfig:
+        """`run`, with what follows from the other fields where it is not among the options that
+        are `given`. Raises UserError for what this start does not go with."""
+
+    def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
+        """`run`, laid over the devices, once its `out` holds a checkpoint. To be called by all
+        processes."""
+
+
+def find_start(directory: str) -> Start:
+    """A run of ours, or a Hugging Face directory. UserError for a directory that is neither."""
+    path = Path(os.path.expanduser(directory))
+    if os.path.isfile(path / CONFIG):
+        return FromModel(path)
+    if os.path.isfile(path / MANIFEST):
+        raise UserError(f"{path} is one checkpoint; name the run that it is of: {path.parents[1]}")
+    if path.name == "checkpoints" and os.path.isfile(path.parent / RUN):
+        path = path.parent
+    if os.path.isfile(path / RUN) or Checkpoints(path).steps():
+        return FromRun(path)
+    raise UserError(
+        f"{path} is no run ({RUN}, checkpoints) and no Hugging Face directory ({CONFIG}); text "
+        "to train on is named by --data.path"
+    )
+
+
+def _read_run(path: Path) -> RunConfig:
+    try:
+        return from_dict(RunConfig, read_json(path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+class FromRun:
+    """A run goes on in its own directory, or in another from its newest checkpoint."""
+
+    def __init__(self, directory: Path):
+        self._checkpoints = Checkpoints(directory)
+        self._done = self._checkpoints.latest() or 0
+        written = directory / RUN
+        run = _read_run(written) if os.path.isfile(written) else self._checkpoints.run()
+        self._own, data = str(directory), run.data
+        if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever it lies by now
+            data = replace(data, tokenizer=str(directory / COMPANIONS))
+        self.run = replace(run, data=data, out=self._own, resume=True)
+        extra = self._extra()
+        if {"labels", "options"} <= extra.keys():
+            raise UserError(
+                f"{directory} holds a model with a head of mtx finetune, which is not trained on; "
+                "name the run that it was made from"
+            )
+        self._untrained = CONVERTED in extra and not run.data.path
+
+    def _extra(self) -> dict:
+        try:
+            return self._checkpoints.extra() if self._checkpoints.steps() else {}
+        except Damaged:  # the run will look for an older one, and say so
+            return {}
+
+    def complete(self, run: RunConfig, given: Collection[str]) -> RunConfig:
+        if run.steps < self._done:
+            raise UserError(
+                f"steps={run.steps} is fewer than the {self._done} that {self._own} has done; use "
+                "more, to go on from there"
+            )
+        return _completed(run, given, self._own) if self._untrained else run
+
+    def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
+        run = _laid_out(run, given) if self._untrained else run
+        if Path(run.out).resolve() == Path(self._own).resolve():
+            return run
+        _put_checkpoint(run, self._own, self._copy)
+        return replace(run, resume=True)
+
+    def _copy(self, out: Path) -> None:
+        step = self._checkpoints.latest()
+        if step is None:
+            raise UserError(f"{self._own} has no checkpoint to go on from in {out}")
+        print(f"start      copies {self._checkpoints.directory / str(step)}", flush=True)
+        with new_directory(out) as place:
+            source = self._checkpoints.directory / str(step)
+            shutil.copytree(source, place / "checkpoints" / str(step))
+            companions = Path(self._own) / COMPANIONS
+            if companions.is_dir():
+                shutil.copytree(companions, place / COMPANIONS)
+
+
+class FromModel:
+    """A new run goes on from a model that others have trained, converted into its `out`."""
+
+    def __init__(self, source: Path):
+        self._source = source
+        with HuggingFaceModel(source) as theirs:
+            self._model = theirs.model
+            tokenizer, eod = own_tokenizer(theirs)
+            model = model_to_train(theirs)
+        if model.family == "llama":
+            model = replace(model, sequence=min(model.sequence, 2048))
+        self._has_tokenizer = tokenizer is not None
+        out = f"runs/{source.resolve().name}"
+        self.run = run_to_train(model, str(source) if self._has_tokenizer else None, eod, out=out)
+
+    def complete(self, run: RunConfig, given: Collection[str]) -> RunConfig:
+        self._check_model(run)
+        if not self._has_tokenizer and "--data.tokenizer" not in given:
+            raise UserError(f"{self._source} has no tokenizer; name the model's --data.tokenizer")
+        if Path(run.out).resolve() == self._source.resolve():
+            raise UserError(f"out={run.out} is the model that the run goes on from; use another")
+        if "--data.tokenizer" in given and "--data.eod" not in given:  # the other one's own
+            run = replace(run, data=replace(run.data, eod=DataConfig.eod))
+        return _completed(run, given, str(self._source))
+
+    def _check_model(self, run: RunConfig) -> None:
+        """UserError for another model than that of the directory."""
+        ours, theirs = run.model, self._model
+        free = {name: getattr(ours, name) for name in _FREE}
+        if ours.sequence > theirs.sequence or theirs.family != "llama":
+            free["sequence"] = theirs.sequence
+        for name, value in vars(replace(theirs, **free)).items():
+            if getattr(ours, name) != value:
+                least = "at most " if name == "sequence" and theirs.family == "llama" else ""
+                raise UserError(
+                    f"model.{name}={getattr(ours, name)} must be {least}{value}, as "
+                    f"{self._source / CONFIG} has it"
+                )
+
+    def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
+        asked, source = _laid_out(run, given), str(self._source)
+        data = asked.data
+        if data.tokenizer == source:  # the run is to need nothing outside of its directory
+            data = replace(data, tokenizer=str(Path(run.out, COMPANIONS)))
+        run = replace(asked, data=data, resume=True)
+
+        def convert(out: Path) -> None:
+            load_data(asked)  # what it refuses is refused before anything is written
+            tokenizer = run_tokenizer(asked)
+            print(f"start      converts {source}", flush=True)
+            to_checkpoint(source, out, run=run, tokenizer=tokenizer, report=report)
+
+        _put_checkpoint(asked, source, convert)
+        return run
+
+
+def _completed(run: RunConfig, given: Collection[str], source: str) -> RunConfig:
+    """Of a run that is the first on a trained model: its warm-up."""
+    if not run.data.path:
+        raise UserError(
+            f"--data.path is missing: it names the text or the datasets that {source} is to be "
+            "trained on"
+        )
+    if "--optimizer.warmup-steps" in given:
+        return run
+    warmup = min(run.optimizer.warmup_steps, run.steps // 10)
+    return replace(run, optimizer=replace(run.optimizer, warmup_steps=warmup))
+
+
+def _laid_out(run: RunConfig, given: Collection[str]) -> RunConfig:
+    """Over all devices, but for the axes that are given; UserError where they cannot hold it."""
+    kept = [axis for axis in ("data", "pipe", "tensor") if f"--layout.{axis}" in given]
+    run = replace(run, layout=spread_layout(run, jax.devices(), kept=kept))
+    refuse_if_too_large(run, jax.devices())
+    return run
+
+
+def _put_checkpoint(run: RunConfig, source: str, put: Callable[[Path], object]) -> None:
+    """Has process 0 `put` a first checkpoint into `run.out`, unless one is there."""
+    out = Path(run.out)
+
+    def decide(_) -> str:
+        try:
+            there = bool(Checkpoints(out / "checkpoints").steps())
+        except OSError as error:
+            raise UserError(f"out={out} cannot be read: {error.strerror}; use another") from None
+        if there and not run.resume:
+            raise UserError(f"out={out} has a checkpoint, and resume=False; use another out")
+        if there:
+            print(f"start      goes on in {out}, and not from {source} again", flush=True)
+        else:
+            put(out)
+        return ""
+
+    agree("first_checkpoint", "", decide, timeout_s=_TIMEOUT_S)
