@@ -108,6 +108,21 @@ def turned(values: dict) -> None:
         sizes[1:] = sizes[:0:-1]
 
 
+def turned_everywhere(values: dict) -> None:
+    for tree in ("params", "mu", "nu"):
+        array = values["arrays"][UP.replace("params", tree)]
+        for sizes in [array["shape"], *(block[3] for block in array["blocks"])]:
+            sizes[1:] = sizes[:0:-1]
+
+
+def left_out(values: dict) -> None:
+    del values["arrays"][UP]
+
+
+def without_steps(values: dict) -> None:
+    del values["arrays"]["step"]
+
+
 def steps_swapped(values: dict) -> None:
     arrays = values["arrays"]
     arrays["step"], arrays["skipped"] = arrays["skipped"], arrays["step"]
@@ -142,8 +157,11 @@ BLOCK = ("arrays", UP, "blocks", 0)
     [
         (one_block_twice, "blocks of array params.block.mlp.up.w do not hold each of its values"),
         (blocks_of_another, "array [mn]u.ends.tokens, from byte .* not the bytes that were writ"),
-        (other_numbers, "is int32 .* there and float32"),
-        (turned, r"params.block.mlp.up.w is float32 \[2, 64, 16\] there"),
+        (other_numbers, "block.mlp.up.w is missing, or not alike in all trees"),
+        (turned, "block.mlp.up.w is missing, or not alike in all trees"),
+        (turned_everywhere, r"params.block.mlp.up.w is float32 \[2, 64, 16\] there"),
+        (left_out, "block.mlp.up.w is missing, or not alike in all trees"),
+        (without_steps, "json: step is missing"),
         (steps_swapped, "array s[a-z]+, from byte .* these are not the bytes"),
         (outside, "file '../1/arrays.0.bin' is not named like arrays.0.bin"),
         (own_fingerprint, "do not add up to its own"),

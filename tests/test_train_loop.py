@@ -35,6 +35,7 @@ from mtx.launch.exits import Exit, leave_at_once
 from mtx.launch.interrupt import stop_requests
 from mtx.plan.flops import parameters
 from mtx.train import session
+from mtx.train.log import Log
 from mtx.train.loop import run_training
 from mtx.train.step import Trainer
 
@@ -243,6 +244,29 @@ def test_another_model_or_tokenizer_is_refused(half_way):
     with pytest.raises(UserError, match="has a checkpoint of step 5, and resume=False starts anew"):
         run_training(replace(half_way, resume=False))
     assert [p.name for p in Path(half_way.out).iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "kind"),
+    [
+        ("log.jsonl", Path.mkdir, "file"),
+        ("log.jsonl", os.mkfifo, "file"),
+        ("run.json", Path.mkdir, "file"),
+        ("profile", Path.touch, "folder"),
+    ],
+)
+def test_something_else_in_the_place_of_what_a_run_writes(tmp_path, name, make, kind):
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is there, and it is no {kind}; move it, or use"):
+        run_training(replace(small_run(tmp_path), out=str(tmp_path)))
+    assert {path.name for path in tmp_path.iterdir()} == {name, "text.txt"}
+
+
+def test_a_log_that_cannot_be_opened(tmp_path):
+    """`log.jsonl` is a link to nowhere."""
+    (tmp_path / "log.jsonl").symlink_to(tmp_path / "gone" / "log.jsonl")
+    with pytest.raises(UserError, match="log.jsonl cannot be written .No such file or directory"):
+        Log(tmp_path / "log.jsonl")
 
 
 def test_out_that_cannot_be_written(tmp_path):

@@ -34,7 +34,7 @@ from mtx.checkpoint.manifest import (
     read_manifest,
     sync_directory,
 )
-from mtx.checkpoint.snapshot import Snapshot
+from mtx.checkpoint.snapshot import Snapshot, odd_one_out
 from mtx.checkpoint.store import Damaged, Store
 from mtx.config import ModelConfig, RunConfig, from_dict, to_dict
 from mtx.data import Tokenizer, tokenizer_from_dict
@@ -346,6 +346,10 @@ class Checkpoints:
         manifest = read_manifest(self._path(step))
         if manifest.step != step:
             raise Damaged(self._path(step), f"{MANIFEST} is that of step {manifest.step:,}")
+        if odd := odd_one_out(manifest.catalog):
+            raise Damaged(
+                self._path(step), f"{MANIFEST}: {odd} is missing, or not alike in all trees"
+            )
         return manifest
 
     def look(self, step: int | None = None) -> None:

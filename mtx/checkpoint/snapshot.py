@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
 from mtx.errors import UserError
 from mtx.pipeline.partition import EMPTY
@@ -33,10 +34,24 @@ from mtx.train.step import Trainer, TrainState
 Tree = Any
 
 TREES = ("params", "mu", "nu")
+_NUMBERS = ("step", "skipped", *(f"loss_scale.{field}" for field in LossScale._fields))
 _ALIGNMENT = 64  # bytes, of XLA's CPU buffers
 _SLICE = 1 << 22  # elements that a thread copies at once
 _CORES = os.cpu_count() or 1
 _COPYING, _READING = min(8, _CORES), min(16, 2 * _CORES)  # threads; those that read also wait
+
+
+def odd_one_out(catalog: Catalog) -> str | None:
+    """The name of an array that can be of no state: parameters and both moments have the same
+    names, shapes and dtype, and its numbers are all there. None where all is well."""
+    trees = {tree: set() for tree in TREES}
+    for name, info in catalog.items():
+        tree, _, path = name.partition(".")
+        if tree in TREES:
+            trees[tree].add((path, info.shape, info.dtype))
+    differing = set.union(*trees.values()) - set.intersection(*trees.values())
+    missing = [name for name in _NUMBERS if name not in catalog]
+    return min((path for path, *_ in differing), default=None) or next(iter(missing), None)
 
 
 @dataclass(frozen=True, kw_only=True)
