@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mtx.errors import UserError, unknown_name
+from mtx.errors import UserError, shown, unknown_name
 from mtx.fields import Between, settle, settle_types
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
@@ -458,7 +458,7 @@ def from_dict(kind: type, values: dict):
         if kind is RunConfig and name in nested:
             if not isinstance(value, dict):
                 fields = nested[name].__name__
-                raise UserError(f"{name}={value!r} must be a table of {fields} fields")
+                raise UserError(f"{name}={shown(value)} must be a table of {fields} fields")
             value = from_dict(nested[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
     return kind(**read)
