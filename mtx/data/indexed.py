@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.files import read_json
+from mtx.files import read_json, user_path
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"
@@ -355,7 +355,8 @@ def is_dataset(prefix: str | os.PathLike) -> bool:
 
 
 def require_new(prefix: str) -> None:
-    """UserError where a file of a dataset of this prefix exists."""
+    """UserError where a file of a dataset of this prefix exists, or none can."""
+    user_path(prefix + ".idx")
     for suffix in (".idx", ".bin", ".json"):
         if os.path.lexists(prefix + suffix):
             raise UserError(f"{prefix}{suffix} exists; remove it, or choose another name")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
-from mtx.files import read_json, read_toml
+from mtx.fields import settle
+from mtx.files import read_json, read_toml, user_path
 from mtx.pipeline.choose import settle
 from mtx.plan import flops
 from mtx.plan.compiled import Compiled
@@ -188,7 +189,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     toml = Path(path).suffix.lower() == ".toml"
     text = to_toml(described) if toml else json.dumps(described, indent=1) + "\n"
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        user_path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -224,6 +225,9 @@ def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
         raise UserError(f"{path} is no plan file; `mtx plan PRESET --save FILE` writes one")
     options = values.pop("plan", {})
     try:
+        for name, kind in (("target", str), ("scatter_gather", bool)):
+            if name in options:
+                settle(name, options[name], kind)
         return from_dict(RunConfig, values), options
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
