@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mtx.errors import UserError, shown, unknown_name
-from mtx.fields import Between, settle, settle_types
+from mtx.fields import Between, checked, settle_types
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
@@ -203,8 +203,8 @@ class Layout:
                 "third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
 
-        settle("data*pipe*tensor", self.devices, Devices)
-        settle("pipe*virtual", self.pipe * self.virtual, Layers)
+        checked("data*pipe*tensor", self.devices, Devices)
+        checked("pipe*virtual", self.pipe * self.virtual, Layers)
 
     @property
     def schedule_is_file(self) -> bool:

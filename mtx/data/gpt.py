@@ -22,7 +22,7 @@ from mtx.data.indexed import IndexedDataset
 from mtx.data.indices import Indices, build_indices, parse_split, split_range
 from mtx.data.samples import place_in_epoch
 from mtx.errors import UserError
-from mtx.fields import Between, settle
+from mtx.fields import Between, checked
 from mtx.sizes import DataSeed, Tokens
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
@@ -224,9 +224,9 @@ def _within(index: int, length: int, what: str) -> int:
 
 
 def _check(*, sequence: int, samples: int | None, seed: int) -> None:
-    settle("sequence", sequence, Tokens)
-    settle("samples", samples, Annotated[int, Between(1, 2**40)] | None)
-    settle("seed", seed, DataSeed)
+    checked("sequence", sequence, Tokens)
+    checked("samples", samples, Annotated[int, Between(1, 2**40)] | None)
+    checked("seed", seed, DataSeed)
 
 
 def _shares(weights: Sequence[float], prefixes: Sequence) -> np.ndarray:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 from mtx.errors import UserError, shown, unknown_name
-from mtx.fields import Between, settle
+from mtx.fields import Between, checked
 from mtx.files import read_toml
 from mtx.plan.attention import Backend
 
@@ -233,7 +233,7 @@ def _number(key: str, value: object, *, whole: bool = False) -> float:
     right = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, right) or not 0 < value < float("inf"):
         raise UserError(f"{key}={shown(value)} must be {kind}")
-    return settle(key, value, Annotated[float, Between(_LEAST, _MOST)])
+    return checked(key, value, Annotated[float, Between(_LEAST, _MOST)])
 
 
 def _text(given: dict, key: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.files import read_json, read_toml, user_path
 from mtx.pipeline.choose import settle
 from mtx.plan import flops
@@ -227,7 +227,7 @@ def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
     try:
         for name, kind in (("target", str), ("scatter_gather", bool)):
             if name in options:
-                settle(name, options[name], kind)
+                checked(name, options[name], kind)
         return from_dict(RunConfig, values), options
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
