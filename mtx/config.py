@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mtx.errors import UserError, unknown_name
-from mtx.fields import Between, settle, settle_types
+from mtx.errors import UserError, shown, unknown_name
+from mtx.fields import Between, checked, settle_types
 from mtx.paths import check_path
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
@@ -204,8 +204,8 @@ class Layout:
                 "third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
 
-        settle("data*pipe*tensor", self.devices, Devices)
-        settle("pipe*virtual", self.pipe * self.virtual, Layers)
+        checked("data*pipe*tensor", self.devices, Devices)
+        checked("pipe*virtual", self.pipe * self.virtual, Layers)
 
     @property
     def schedule_is_file(self) -> bool:
@@ -466,7 +466,7 @@ def from_dict(kind: type, values: dict):
         if kind is RunConfig and name in nested:
             if not isinstance(value, dict):
                 fields = nested[name].__name__
-                raise UserError(f"{name}={value!r} must be a table of {fields} fields")
+                raise UserError(f"{name}={shown(value)} must be a table of {fields} fields")
             value = from_dict(nested[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
     return kind(**read)

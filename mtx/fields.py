@@ -37,12 +37,12 @@ def settle_types(config: Any, *, prefix: str = "") -> None:
         value = getattr(config, name)
         if type(value) in settled_types and (bounds is None or value is None or value in bounds):
             continue  # a search over layouts makes thousands of configs
-        settled = settle(prefix + name, value, kind)
+        settled = checked(prefix + name, value, kind)
         if settled is not value:
             object.__setattr__(config, name, settled)
 
 
-def settle(name: str, value: Any, kind: Any) -> Any:
+def checked(name: str, value: Any, kind: Any) -> Any:
     """The value of a field or an argument that says that it is of `kind`; UserError as above."""
     try:
         return _settle(name, value, kind)

@@ -61,8 +61,9 @@ def read_text(path: Name, what: str = "", *, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Name, what: str = "") -> Any:
-    """What a file holds as JSON. UserError as for `read_text` and `parse_json`."""
-    return parse_json(read_text(path, what), str(path))
+    """What a file holds as JSON. UserError as for `read_text` and `parse_json`, and for a whole
+    number beyond 64 bits."""
+    return _within_64_bits(parse_json(read_text(path, what), str(path)), path)
 
 
 def read_toml(path: Name, what: str = "") -> dict[str, Any]:
@@ -71,8 +72,10 @@ def read_toml(path: Name, what: str = "") -> dict[str, Any]:
     if _LONG_KEY.search(text):
         raise UserError(f"{path} is not TOML: it has a key of more than {_MOST_LEVELS} parts")
     try:
-        return _shallow(tomllib.loads(text))
+        return _within_64_bits(tomllib.loads(text), path)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path} is not TOML: {_reason(error)}") from None
 
 
@@ -80,7 +83,10 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """What `text` says; UserError, which begins with `where`, where it is not JSON, or nested so
     deeply that it could be read, but not written."""
     try:
-        return _shallow(json.loads(text))
+        value = json.loads(text)
+        for _ in _levels(value):
+            pass
+        return value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {_reason(error)}") from None
 
@@ -91,12 +97,21 @@ def _reason(error: Exception) -> str:
     return str(error).partition("; use sys.")[0]  # of a number with thousands of digits
 
 
-def _shallow(value: Any) -> Any:
-    """`value`; RecursionError where it is not."""
-    level = [[value]]
-    for _ in range(_MOST_LEVELS + 1):
-        tables = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [part for table in tables for part in table if isinstance(part, dict | list)]
-        if not level:
-            return value
+def _within_64_bits(value: Any, path: Name) -> Any:
+    for level in _levels(value):
+        if any(type(part) is int and not -(2**63) <= part < 2**64 for part in level):
+            raise UserError(f"{path} has a whole number beyond 64 bits; use a smaller one")
+    return value
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """What stands in `value`, level by level; RecursionError where there are too many."""
+    level = [value]
+    for _ in range(_MOST_LEVELS + 2):
+        yield level
+        tables = [each for each in level if isinstance(each, dict | list)]
+        if not tables:
+            return
+        lists = [each.values() if isinstance(each, dict) else each for each in tables]
+        level = [part for each in lists for part in each]
     raise RecursionError

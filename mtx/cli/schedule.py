@@ -30,6 +30,7 @@ _Slices = Annotated[Slices | None, _INT]
 _File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
+_MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
 _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
 
@@ -83,7 +84,10 @@ def schedule_command(arguments: list[str]) -> None:
         print(json.dumps(records if options.beside else records[0], indent=1))
         return
     for (schedule, note), pair in zip(made, runs, strict=True):
-        _print_timeline(pair[0 if options.model == "lockstep" else 1], options)
+        if schedule.stages * schedule.ticks <= _MOST_PRINTED:
+            _print_timeline(pair[0 if options.model == "lockstep" else 1], options)
+        else:
+            print(f"{schedule.ticks:,} ticks are too many to print: --text FILE has them")
         print("\n".join([*_facts(schedule, pair, options.memory_limit), *note]))
     print("".join(f"{f'wrote {what}':<15}{path}\n" for what, path in written), end="")
 

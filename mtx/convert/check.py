@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -80,7 +79,7 @@ def compare(
     positions_BS = np.arange(size, dtype=np.int32) * np.array([[1], [model.sequence // size]])
     positions_BS = positions_BS.astype(np.int32)
     if check == "transformers":
-        other, what = _transformers_outputs(theirs.directory, tokens_BS, positions_BS)
+        other, what = _transformers_outputs(theirs, tokens_BS, positions_BS)
     else:
         fields = Fields(theirs.config, theirs.kind.defaults, str(theirs.directory / CONFIG))
         forward = FORWARDS[theirs.config["model_type"]]
@@ -222,7 +221,7 @@ def _order(config: ModelConfig, ends: dict[str, Any], x_BSD: np.ndarray) -> np.n
 # --- theirs ---------------------------------------------------------------------------------------
 
 
-def _transformers_outputs(directory: Path, tokens_BS, positions_BS) -> tuple[Outputs, str]:
+def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> tuple[Outputs, str]:
     try:
         import torch
         import transformers
@@ -231,8 +230,10 @@ def _transformers_outputs(directory: Path, tokens_BS, positions_BS) -> tuple[Out
             f"check='transformers' needs {error.name}: pip install 'mtx[peers]', or use "
             "check='formulas'"
         ) from error
-    name = transformers.AutoConfig.from_pretrained(directory).architectures[0]
-    model = getattr(transformers, name).from_pretrained(directory, dtype=torch.float32).eval()
+    # Not what `architectures` says: a GPT2Model is saved without the head that it shares.
+    name = "AutoModelForMaskedLM" if theirs.absent else theirs.kind.architecture
+    kind = getattr(transformers, "AutoModel" if "head" in theirs.absent else name)
+    model = kind.from_pretrained(theirs.directory, dtype=torch.float32).eval()
     with torch.no_grad():
         ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
         out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))

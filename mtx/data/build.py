@@ -25,7 +25,7 @@ from mtx.data.subwords import MOST_CHARACTERS
 from mtx.data.tokenizer import Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.sizes import Processes
 
 Level = Literal["document", "sentence"]
@@ -98,7 +98,7 @@ def build_dataset(
     in this process, None has one for each CPU. `report` is called after each chunk.
     Raises UserError for inputs that cannot be read or hold no text; then nothing is written.
     """
-    processes = settle("processes", _cpus() if processes is None else processes, Processes)
+    processes = checked("processes", _cpus() if processes is None else processes, Processes)
     tokenizer = load_tokenizer(recipe.tokenizer, eod=_eod_of(recipe))
     require_new(prefix)
     files = find_files(inputs)

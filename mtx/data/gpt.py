@@ -23,7 +23,7 @@ from mtx.data.indices import Indices, build_indices
 from mtx.data.samples import place_in_epoch
 from mtx.data.split import DEFAULT_SPLIT, Division, SplitBy, divide
 from mtx.errors import UserError
-from mtx.fields import Between, settle
+from mtx.fields import Between, checked
 from mtx.sizes import DataSeed, Tokens
 
 
@@ -268,9 +268,9 @@ def _within(index: int, length: int, what: str) -> int:
 
 
 def _check(*, sequence: int, samples: int | None, seed: int) -> None:
-    settle("sequence", sequence, Tokens)
-    settle("samples", samples, Annotated[int, Between(1, 2**40)] | None)
-    settle("seed", seed, DataSeed)
+    checked("sequence", sequence, Tokens)
+    checked("samples", samples, Annotated[int, Between(1, 2**40)] | None)
+    checked("seed", seed, DataSeed)
 
 
 def _shares(weights: Sequence[float], prefixes: Sequence) -> np.ndarray:

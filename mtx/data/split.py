@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtx.config import SplitBy
-from mtx.errors import UserError
+from mtx.errors import UserError, shown
 
 PARTS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
@@ -25,12 +25,12 @@ Split = tuple[float, float, float]
 def parse_split(ratios: str) -> Split:
     """Shares of train, valid and test that add up to 1, from "969,30,1", "9,1" or "1"."""
     parts = [part.strip() for part in ratios.split(",")]
-    known = all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts)
+    known = all(re.fullmatch(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", part) for part in parts)
     if not known or not 1 <= len(parts) <= len(PARTS):
-        raise UserError(f"split={ratios!r} must be up to three ratios, such as 969,30,1")
+        raise UserError(f"split={shown(ratios)} must be up to three ratios, such as 969,30,1")
     values = np.array([*map(float, parts), 0.0, 0.0][: len(PARTS)])
     if values.sum() == 0:
-        raise UserError(f"split={ratios!r} gives nothing to any part; use such as 969,30,1")
+        raise UserError(f"split={shown(ratios)} gives nothing to any part; use such as 969,30,1")
     return tuple((values / values.sum()).tolist())
 
 

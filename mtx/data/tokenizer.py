@@ -19,7 +19,7 @@ from mtx.data.indexed import TokenizerIdentity
 from mtx.data.pieces import PieceTokenizer
 from mtx.data.subwords import SubwordTokenizer, hash_of, without_eod
 from mtx.errors import UserError, unknown_name
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.sizes import TrainedVocab
 
 END_OF_TEXT = "<|endoftext|>"
@@ -103,7 +103,7 @@ def train_bpe(texts: Iterable[str], *, vocab: int, end: str | None = None) -> Su
     has no spelling. The same texts give the same tokenizer, whatever the number of threads. A text
     too small for so many merges gives fewer ids: read the result's `vocab`.
     """
-    settle("vocab", vocab, TrainedVocab)
+    checked("vocab", vocab, TrainedVocab)
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtx.data.subwords import SubwordTokenizer, cut_text
 from mtx.data.tokenizer import BETWEEN_WORDS
-from mtx.fields import Between, settle
+from mtx.fields import Between, checked
 
 WORDPIECE = "wordpiece"  # its name, as DataConfig.tokenizer
 _MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -29,7 +29,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab: int) -> SubwordTokenizer:
     many tokens gives fewer: read the result's `vocab`. Raises UserError for a vocabulary too small
     to hold letters.
     """
-    settle("vocab", vocab, Annotated[int, Between(_LEAST_VOCAB, 2**20)])
+    checked("vocab", vocab, Annotated[int, Between(_LEAST_VOCAB, 2**20)])
     trained = _untrained(models.WordPiece(unk_token="[UNK]"))
     letters = _letters(texts, trained, most=min(_MOST_LETTERS, vocab // 4))
     # The trainer numbers "##a" when it comes upon it, in an order that changes from run to run. It

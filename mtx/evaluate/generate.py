@@ -17,7 +17,7 @@ from mtx.errors import UserError
 from mtx.evaluate.decoder import Choices, Decoder, check_generates
 from mtx.evaluate.sampling import Sampling
 from mtx.evaluate.stops import Stops
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.sizes import Seed, Sequences, Tokens
 from mtx.train.step import Trainer, TrainState
 
@@ -105,9 +105,9 @@ class Generator:
 def check_asked(model: ModelConfig, *, tokens: int = 1, seed: int = 0, batch: int = 1) -> None:
     """Raises UserError, before anything is computed, for what a `Generator` would refuse."""
     check_generates(model)
-    settle("tokens", tokens, Tokens)
-    settle("seed", seed, Seed)
-    settle("batch", batch, Sequences)
+    checked("tokens", tokens, Tokens)
+    checked("seed", seed, Seed)
+    checked("batch", batch, Sequences)
 
 
 def generate(

@@ -18,7 +18,7 @@ from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
 from mtx.errors import UserError
 from mtx.evaluate.score import Report, score_batch
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.sizes import Seed
 from mtx.train.step import Trainer, TrainState
 
@@ -66,7 +66,7 @@ def masked_perplexity(
         )
     if model.sequence < 3:
         raise UserError(f"sequence={model.sequence} has no room for a token between two marks")
-    settle("seed", seed, Seed)
+    checked("seed", seed, Seed)
     if not texts:
         raise UserError("there is no text to mask tokens of; name at least one")
     rows = _Rows(tokenizer, texts, pieces or find_pieces(tokenizer), model.sequence, masking, seed)

@@ -13,7 +13,7 @@ import sys
 from typing import Annotated
 
 from mtx.errors import UserError
-from mtx.fields import Between, settle
+from mtx.fields import Between, checked
 from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
 from mtx.launch.exits import LostProcess
 from mtx.sizes import MOST_VIRTUAL
@@ -34,7 +34,7 @@ def use_virtual_devices(count: int) -> None:
     To be called before JAX starts. What the environment already sets is kept: XLA's flag,
     JAX_PLATFORMS and NPROC. Raises UserError where JAX has already started with fewer devices.
     """
-    settle("virtual devices", count, Annotated[int, Between(1, MOST_VIRTUAL)])
+    checked("virtual devices", count, Annotated[int, Between(1, MOST_VIRTUAL)])
     if _started_jax() and _device_count() < count:
         raise UserError(
             f"JAX has already started with {_device_count()} devices, too few for {count}; ask for "

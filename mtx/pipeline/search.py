@@ -18,6 +18,7 @@ from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.shape import WEIGHT_SHARE, Times
 from mtx.pipeline.simulate import simulate
 
+_MOST_OPS = 2**19  # of all stages and microbatches: of a dozen tables or more, one after another
 WORTH_SAYING = 0.1  # of a makespan: by how much a program per stage must be faster to be mentioned
 
 
@@ -66,6 +67,8 @@ def search_schedules(
     for name, virtual, cuts in _parameters(virtuals, slices):
         candidate = Candidate(name=name, virtual=virtual, slices=cuts, schedule=None)
         refusal = _refusal(candidate, stages, virtuals, layers)
+        if stages * microbatches * virtual * cuts > _MOST_OPS:
+            refusal = f"too large a table to be compared, of more than {_MOST_OPS:,} F"
         if refusal is None:
             try:
                 schedule = make(

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
-from mtx.errors import UserError, unknown_name
+from mtx.errors import UserError, shown, unknown_name
+from mtx.fields import Between, checked
 from mtx.files import read_toml
 from mtx.plan.attention import Backend
 
@@ -193,6 +195,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 _NUMBERS = ("memory_gib", "memory_gb_s", "node_devices", "link_gb_s", "network_gb_s", "cores")
 _COUNTS = ("node_devices", "cores")
+_LEAST, _MOST = 1e-6, 1e12  # of any number: between these, no time or memory is lost in rounding
 _DTYPES = ("bfloat16", "float16", "float32", "float8")
 
 
@@ -229,25 +232,25 @@ def _number(key: str, value: object, *, whole: bool = False) -> float:
     kind = "a whole number of at least 1" if whole else "a number above 0"
     right = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, right) or not 0 < value < float("inf"):
-        raise UserError(f"{key}={value!r} must be {kind}")
-    return value
+        raise UserError(f"{key}={shown(value)} must be {kind}")
+    return checked(key, value, Annotated[float, Between(_LEAST, _MOST)])
 
 
 def _text(given: dict, key: str) -> str:
     if not isinstance(given[key], str) or not given[key]:
-        raise UserError(f'{key}={given[key]!r} must be text, as {key} = "h100"')
+        raise UserError(f'{key}={shown(given[key])} must be text, as {key} = "h100"')
     return given[key]
 
 
 def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-        raise UserError(f'device_kinds={value!r} must be a list of texts, as ["NVIDIA H100"]')
+        raise UserError(f'device_kinds={shown(value)} must be a list of texts, as ["NVIDIA H100"]')
     return tuple(value)
 
 
 def _tile(value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
-        raise UserError(f"tile={value!r} must be two whole numbers, as [256, 128]")
+        raise UserError(f"tile={shown(value)} must be two whole numbers, as [256, 128]")
     rows, columns = (_number("tile", size, whole=True) for size in value)
     return rows, columns
 
@@ -255,7 +258,7 @@ def _tile(value: object) -> tuple[int, int]:
 def _peaks(value: object) -> Mapping[str, float]:
     if not isinstance(value, dict) or not value:
         raise UserError(
-            f"peak_tflops={value!r} must be a table [peak_tflops] with lines as bfloat16 = 312"
+            f"peak_tflops={shown(value)} must be a table [peak_tflops] with lines as bfloat16 = 312"
         )
     for dtype in value:
         if dtype not in _DTYPES:

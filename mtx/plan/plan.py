@@ -16,7 +16,9 @@ from typing import Any
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
+from mtx.fields import checked
 from mtx.files import read_json, read_toml
+from mtx.paths import user_path
 from mtx.pipeline.choose import settle
 from mtx.plan import flops
 from mtx.plan.compiled import Compiled
@@ -196,7 +198,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     toml = Path(path).suffix.lower() == ".toml"
     text = to_toml(described) if toml else json.dumps(described, indent=1) + "\n"
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        user_path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -232,6 +234,9 @@ def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
         raise UserError(f"{path} is no plan file; `mtx plan PRESET --save FILE` writes one")
     options = values.pop("plan", {})
     try:
+        for name, kind in (("target", str), ("scatter_gather", bool)):
+            if name in options:
+                checked(name, options[name], kind)
         return from_dict(RunConfig, values), options
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual, maker
 from mtx.plan.hardware import Hardware
@@ -139,8 +139,8 @@ def search(
     is an open one. Raises UserError where the sizes allow no layout at all, and where none fits.
     """
     question = Question(
-        model=model, gpus=settle("gpus", gpus, Devices),
-        global_batch=settle("global_batch", global_batch, Sequences), hardware=hardware,
+        model=model, gpus=checked("gpus", gpus, Devices),
+        global_batch=checked("global_batch", global_batch, Sequences), hardware=hardware,
         fixed=fixed or Fixed(), scatter_gather=scatter_gather,
     )  # fmt: skip
     wanted = question.fixed.schedule

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.config import Layout
-from mtx.fields import settle
+from mtx.fields import checked
 from mtx.plan.hardware import Hardware
 from mtx.sizes import Devices
 from mtx.view.colours import hexadecimal, ink
@@ -51,7 +51,7 @@ def mesh_text(layout: Layout, *, node_size: int = 8) -> str:
     Brackets hold the devices of one tensor group. Of more than eight nodes, the first four and the
     last are shown. Raises UserError where `node_size` is below 1.
     """
-    settle("node_size", node_size, Devices)
+    checked("node_size", node_size, Devices)
     nodes = -(-layout.devices // node_size)
     shown = list(range(nodes)) if nodes <= _MOST_NODES else [*range(_FIRST_NODES), nodes - 1]
     name_width = len(f"node {nodes - 1}  ")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtx.errors import UserError
+from mtx.paths import user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 def check_suffix(path: str | Path) -> None:
     """UserError where no picture can be saved under that name."""
-    if Path(path).suffix.lower() not in SUFFIXES:
+    if user_path(path).suffix.lower() not in SUFFIXES:
         raise UserError(f"path={str(path)!r} must end with one of {', '.join(SUFFIXES)}")
 
 

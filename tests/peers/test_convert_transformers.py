@@ -239,6 +239,29 @@ def test_what_we_write_loads_without_a_word(tmp_path, name, caplog):
         assert torch.equal(read.state_dict()[key], value), key
 
 
+PARTS = {  # what of a whole model is saved
+    "gpt2": lambda whole: whole.transformer,
+    "llama 3, tied": lambda whole: whole.model,
+    "bert": lambda whole: whole.bert,
+    "bert, masked": lambda whole: transformers.BertForMaskedLM(whole.config),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("said", ["its class", None, [], ["GPTJModel"]])
+def test_a_part_of_a_model_is_compared_whatever_class_its_config_names(tmp_path, name, said):
+    """Without a head of its own, or without the one for the order of texts."""
+    part = PARTS[name](random_model(SMALL[name.partition(", masked")[0]])).eval()
+    part.save_pretrained(tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    if said != "its class":
+        config.pop("architectures", None)
+        config |= {} if said is None else {"architectures": said}
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    done = to_checkpoint(tmp_path / "in", tmp_path / "run", check="transformers")
+    assert done.comparison.largest_difference < 1e-5 and done.comparison.largest_logit > 0
+
+
 def main(names: list[str]) -> None:
     for name in names or REAL:
         with tempfile.TemporaryDirectory() as directory:
