@@ -8,10 +8,12 @@ import likelihoods
 import pytest
 from likelihoods import MODEL
 
+import mtx
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
+from mtx.errors import UserError
 from mtx.evaluate.choice import choice, read_race
 from mtx.evaluate.cloze import cloze, read_passages
 from mtx.evaluate.perplexity import perplexity
@@ -73,6 +75,18 @@ def test_plain_text_on_another_layout(evaluate):
     assert (results["layout"]["data"], results["global_batch"]) == (3, 15)
     assert results["wikitext"] is False
     assert "data 3 x pipe 2 x tensor 1, batches of 15" in out
+
+
+def test_a_loaded_model_measures_the_same(folder):
+    layout = Layout(data=2, microbatch=2)
+    loaded = mtx.load_model(folder / "run", layout=layout)
+    assert loaded.trainer.run.layout == layout and loaded.trainer.run.model == MODEL
+    texts = ["one two : three"]
+    found = mtx.perplexity(*loaded, texts, stride=4)
+    expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), texts, stride=4)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    with pytest.raises(UserError, match="has no checkpoint of step 7"):
+        mtx.load_model(folder / "run", step=7)
 
 
 def same(results, expected):
