@@ -176,6 +176,8 @@ def test_without_options_it_is_the_preset():
 MISTAKES = {
     "shedule": "unknown command 'shedule': did you mean 'schedule'? known are checkpoint, ",
     "sched": "unknown command 'sched': did you mean 'schedule'? known are",
+    "--verison": "unknown option '--verison': did you mean '--version'? known are --help, --v",
+    "--json": "unknown option '--json': known are --help, --version",
     "export": "unknown command 'export': known are",  # 'report' is two letters away
     "foo": "unknown command 'foo': known are",
     "help foo": "unknown command 'foo': known are",
