@@ -7,6 +7,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,8 @@ def test_a_shell_completes_what_is_typed(shell):
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
+    giving_up = threading.Timer(120, process.kill)  # of a shell that asks a question
+    giving_up.start()
     os.write(ours, "".join([*typed, "exit\n"]).encode())
     shown = b""
     try:
@@ -82,6 +85,7 @@ def test_a_shell_completes_what_is_typed(shell):
     except OSError:  # the shell has gone, and its terminal with it
         pass
     process.wait(timeout=60)
+    giving_up.cancel()
     os.close(ours)
     ran = Path("ran").read_text().splitlines()
     assert ran == [f"<{line}>" for line in TYPED.values()], shown.decode(errors="replace")
