@@ -1,21 +1,27 @@
-"""What a notebook needs, in one line each: parameters, loss and gradients of a model on a layout.
+"""What a notebook needs, in one line each: parameters, loss and gradients of a model on a layout,
+and the model of a run.
 
-Everything here is in canonical form, whatever the layout: layers stacked [L, ...] in model order,
-global shapes, no padding, and on the host as NumPy arrays, so that the results of two layouts can
-be compared. Parity tests and outside checks use the same functions.
+Parameters and gradients here are in canonical form, whatever the layout: layers stacked [L, ...]
+in model order, global shapes, no padding, and on the host as NumPy arrays, so that the results of
+two layouts can be compared. Parity tests and outside checks use the same functions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.data import Tokenizer
 from mtx.errors import UserError
+from mtx.evaluate.score import evaluation_run
 from mtx.pipeline.schedule import Schedule
-from mtx.train.step import Trainer
+from mtx.train.fit import fit_layout
+from mtx.train.step import Trainer, TrainState
 
 Tree = Any
 
@@ -64,6 +70,31 @@ def loss_and_gradients(
         _check_params(params, trainer)
     state = trainer.init() if params is None else trainer.state_from(params)
     return trainer.loss_and_gradients(state, batch)
+
+
+class LoadedModel(NamedTuple):
+    """What `generate`, `perplexity`, `cloze`, `choice` and `masked_perplexity` begin with:
+    mtx.generate(*mtx.load_model("runs/a"), ["The "])."""
+
+    trainer: Trainer
+    state: TrainState
+    tokenizer: Tokenizer
+
+
+def load_model(
+    directory: str | Path, *, step: int | None = None, layout: Layout | None = None, batch: int = 0
+) -> LoadedModel:
+    """The model of a training run, or of a conversion: `directory` is its `out`.
+
+    step: of the checkpoint; the newest where not given. layout: the run's own, as far as there are
+    devices, where not given. batch: sequences evaluated at a time; 0: about as many as in training.
+    UserError where there is no such checkpoint, or it does not fit the layout.
+    """
+    checkpoints = Checkpoints(directory)
+    run = checkpoints.run(step)
+    layout = layout or fit_layout(run.layout, jax.device_count())
+    trainer = Trainer(evaluation_run(run, layout, batch=batch))
+    return LoadedModel(trainer, checkpoints.restore(trainer, step), checkpoints.tokenizer(step))
 
 
 def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:

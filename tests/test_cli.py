@@ -77,16 +77,21 @@ def test_help_of_a_command_by_name(capsys):
         assert capsys.readouterr().out == asked
 
 
-def test_every_option_has_a_line_of_help():
-    options = [row for row in rows(with_actions()) if row.flag.startswith("--")]
+@pytest.fixture(scope="module")
+def table():
+    """Everything that may stand on a command line."""
+    return list(rows(with_actions()))
+
+
+def test_every_option_has_a_line_of_help(table):
+    options = [row for row in table if row.flag.startswith("--")]
     assert len(options) > 200
     for row in options:
         said = re.sub(r"\(default:.*\)", "", row.about).strip()
         assert len(said) > 3, f"mtx {row.command} {row.flag} says {row.about!r}"
 
 
-def test_what_several_commands_have_means_one_thing():
-    table = list(rows(with_actions()))
+def test_what_several_commands_have_means_one_thing(table):
     taking = {(row.command, flag): row.takes for row in table for flag in row.flag.split()}
     without = {row.command for row in table} - {command for command, _ in taking if _ == "--json"}
     # `mtx train` writes log.jsonl as it goes on, and `mtx launch` has nothing to say of its own.
@@ -171,6 +176,8 @@ def test_without_options_it_is_the_preset():
 MISTAKES = {
     "shedule": "unknown command 'shedule': did you mean 'schedule'? known are checkpoint, ",
     "sched": "unknown command 'sched': did you mean 'schedule'? known are",
+    "--verison": "unknown option '--verison': did you mean '--version'? known are --help, --v",
+    "--json": "unknown option '--json': known are --help, --version",
     "export": "unknown command 'export': known are",  # 'report' is two letters away
     "foo": "unknown command 'foo': known are",
     "help foo": "unknown command 'foo': known are",

@@ -7,11 +7,13 @@ import pty
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from mtx.cli import main, with_actions
+from mtx.cli import with_actions
+from mtx.cli.completion import completion_script, rows
 
 ROOT = Path(__file__).parent.parent
 SHELLS = {
@@ -42,12 +44,21 @@ TYPED = {
 }
 
 
+@pytest.fixture(scope="module")
+def scripts():
+    """What the command prints for each shell, from one table."""
+    commands = with_actions()
+    table = list(rows(commands))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtx.cli.completion.rows", lambda commands: table)
+        return {shell: completion_script(shell, commands) for shell in SHELLS}
+
+
 @pytest.fixture(params=SHELLS)
-def shell(request, tmp_path, monkeypatch, capsys):
+def shell(request, tmp_path, monkeypatch, scripts):
     if shutil.which(request.param) is None:
         pytest.skip(f"no {request.param} here")
-    assert main(["completion", request.param]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "script").write_text(scripts[request.param])
     for name in ("book.txt", "notes.md", "a picture.svg"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -64,6 +75,8 @@ def test_a_shell_completes_what_is_typed(shell):
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
+    giving_up = threading.Timer(120, process.kill)  # of a shell that asks a question
+    giving_up.start()
     os.write(ours, "".join([*typed, "exit\n"]).encode())
     shown = b""
     try:
@@ -72,6 +85,7 @@ def test_a_shell_completes_what_is_typed(shell):
     except OSError:  # the shell has gone, and its terminal with it
         pass
     process.wait(timeout=60)
+    giving_up.cancel()
     os.close(ours)
     ran = Path("ran").read_text().splitlines()
     assert ran == [f"<{line}>" for line in TYPED.values()], shown.decode(errors="replace")
@@ -90,9 +104,8 @@ OFFERED = {
 }
 
 
-def test_bash_offers_what_may_follow(tmp_path, capsys):
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
+def test_bash_offers_what_may_follow(tmp_path, scripts):
+    (tmp_path / "script").write_text(scripts["bash"])
     asked = "".join(
         f"COMP_WORDS=({line}{'' if line[-1].strip() else ' ' + repr('')}) COMPREPLY=()\n"
         "COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _mtx; echo ${COMPREPLY[*]}\n"

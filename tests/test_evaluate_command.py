@@ -8,10 +8,12 @@ import likelihoods
 import pytest
 from likelihoods import MODEL
 
+import mtx
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
+from mtx.errors import UserError
 from mtx.evaluate.choice import choice, read_race
 from mtx.evaluate.cloze import cloze, read_passages
 from mtx.evaluate.perplexity import perplexity
@@ -85,6 +87,18 @@ def test_another_dtype_is_computed_in(evaluate):
     assert 1e-6 < abs(results["loss"] - expected.loss) < 0.05  # rounded to 8 bits on the way
     with Checkpoints("run") as checkpoints:
         assert checkpoints.run().model.compute_dtype == "float32"
+
+
+def test_a_loaded_model_measures_the_same(folder):
+    layout = Layout(data=2, microbatch=2)
+    loaded = mtx.load_model(folder / "run", layout=layout)
+    assert loaded.trainer.run.layout == layout and loaded.trainer.run.model == MODEL
+    texts = ["one two : three"]
+    found = mtx.perplexity(*loaded, texts, stride=4)
+    expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), texts, stride=4)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    with pytest.raises(UserError, match="has no checkpoint of step 7"):
+        mtx.load_model(folder / "run", step=7)
 
 
 def same(results, expected):

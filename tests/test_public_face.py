@@ -34,7 +34,7 @@ def test_no_name_is_a_module_as_well():
 
 def test_names_are_listed():
     assert dir(mtx) == sorted([*mtx.__all__, "__version__"])
-    for name in ("Plan", "MeshView", "hardware", "run_training"):
+    for name in ("Plan", "MeshView", "hardware", "generate", "perplexity", "to_huggingface"):
         assert name in mtx.__all__
     with pytest.raises(AttributeError, match="has no attribute 'make_pln'"):
         mtx.make_pln  # noqa: B018
@@ -78,6 +78,10 @@ batch = mtx.load_data(run).batch(0, run.global_batch)
 start = mtx.init_params(run.model)
 loss, gradients = mtx.loss_and_gradients(run.model, layout, batch, params=start)
 print(float(np.sqrt(loss)), gradients)
+mtx.to_checkpoint("gpt2", "runs/gpt2")
+model = mtx.load_model("runs/gpt2", layout=layout)
+texts: list[str] = mtx.generate(*model, ["The "], tokens=8)
+print(texts, mtx.perplexity(*model, texts).loss, mtx.to_huggingface("runs/gpt2", "back").notes)
 try:
     summary = mtx.run_training(run, on_step=lambda record: print(record.loss))
     print(summary.losses[-1], summary.checkpoint)

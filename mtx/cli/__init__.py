@@ -97,9 +97,11 @@ def _dispatch(arguments: list[str]) -> int | None:
     if name in ("help", "-h", "--help"):
         print(_overview())
         return 0
-    if name == "--version":
+    if name in ("-V", "--version"):
         print(_version())
         return 0
+    if name.startswith("-"):
+        raise unknown_name("option", name, ("--help", "--version"))
     if name not in COMMANDS:
         raise unknown_name("command", name, [*COMMANDS, "help"])
     _check_paths(rest)

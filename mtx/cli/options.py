@@ -161,7 +161,7 @@ def _unknown(unknown: list[str], known: list[str]) -> UserError:
     if not options:
         return UserError(
             f"unexpected argument {unknown[0]!r}: a name stands before all options, and a switch "
-            "takes no value (--resume, --no-resume)"
+            "takes no value (--json, --no-resume)"
         )
     name = options[0].partition("=")[0].replace("_", "-")
     near = " or ".join(_near_options(name, known))
