@@ -57,7 +57,7 @@ def check_data(run: RunConfig) -> None:
     prefixes, _ = _datasets_of(run.data)
     if not prefixes:
         sizes = [os.path.getsize(file) for file in text_files(run.data.path)]
-        if sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * run.model.sequence:
+        if sizes and sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * run.model.sequence:
             load_data(run)
         return
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
