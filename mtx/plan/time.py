@@ -15,11 +15,9 @@ from functools import lru_cache
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.makers import MAKERS
+from mtx.pipeline.choose import check_shape, schedule_for
 from mtx.pipeline.partition import place_layers
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
+from mtx.pipeline.simulate import Model, makespan
 from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.families import layer_of
@@ -35,7 +33,7 @@ from mtx.plan.network import (
     send_s,
 )
 
-LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # whose price is a closed form
+LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # SC'21's, and next of kin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,7 @@ def predict_step(
     zero: Zero | None = None,
     scatter_gather: bool = True,
     calibration: Calibration | None = None,
+    bound: bool = False,
 ) -> StepTime:
     """The time of one step of `global_batch` sequences.
 
@@ -75,6 +74,7 @@ def predict_step(
     over `tensor` and gathered on arrival (SC'21, section 4.1); of no account with sequence
     parallelism, where it is cut anyway.
     calibration: None, what `calibration_of` says of the hardware and the family.
+    bound: of SC'21's schedules a time that none is faster than, which takes no simulation.
     UserError where the model cannot be laid out, or the batch divided.
     """
     zero = layout.zero if zero is None else zero
@@ -90,15 +90,17 @@ def predict_step(
     block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
     first, last, every = _ends(shard, layout)
     hop_s = _hop_s(shard, layout, scatter_gather)
-    pipe_s = pipeline_s(
+    pipe_s = (pipeline_bound_s if bound else pipeline_s)(
         layout,
         _stage_seconds(counts, block=block, first=first, last=last, every=every),
         microbatches=microbatches,
         hop_s=hop_s,
+        model=calibration.software.pipeline,
     )
     blocks = block.all * (model.layers * microbatches / layout.pipe)
     ends = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
-    messages_s = 2 * layout.virtual * microbatches * hop_s
+    directions = 2 if calibration.software.pipeline == "asynchronous" else 1  # one after the other
+    messages_s = directions * layout.virtual * microbatches * hop_s
     held = _parameters_held(model, layout, max(counts), calibration)
     if zero == 3:
         data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + ends.total_s, microbatches)
@@ -124,47 +126,122 @@ Seconds = tuple[float, float, float]  # F, B and W of one microbatch on one stag
 
 
 def pipeline_s(
-    layout: Layout, stages: Sequence[Seconds], *, microbatches: int, hop_s: float
+    layout: Layout,
+    stages: Sequence[Seconds],
+    *,
+    microbatches: int,
+    hop_s: float,
+    model: Model = "asynchronous",
 ) -> float:
-    """Seconds from the first F to the last B: the one place that knows schedules.
+    """Seconds from the first op to the end of the last one: the one place that knows schedules.
 
-    Each chunk waits for one message of `hop_s` in F and for one in B. In GPipe, 1F1B and
-    interleaved 1F1B the slowest stage works without a pause once it has begun; before and after
-    that, the first microbatch's F and the last one's B pass all others, a chunk of each: where all
-    are equal, (p - 1)/(v m) of the ideal time. Other schedules are simulated.
+    They are the simulator's (`mtx.pipeline.simulate.makespan`) for the table that is run, with a
+    message of `hop_s` a chunk in F and one in B. `model` is how the software runs it. Megatron has
+    a program a stage, which stands still while it sends and receives: asynchronous, with the
+    message's time in the op's own. Ours is one program: lock-step, with a message a tick. As on
+    GPUs, so says the simulator, that is its price where sends overlap with computation.
+
+    SC'21's schedules are not simulated through where that changes nothing. UserError where a
+    file's table is of another shape.
     """
-    totals = [sum(seconds) for seconds in stages]
     if len(stages) == 1:
-        return microbatches * totals[0]
+        return microbatches * sum(stages[0])
+    case = _Case(layout.schedule, layout.virtual, layout.slices, tuple(stages), hop_s, model)
     if layout.schedule not in LOOPED or layout.slices > 1:
-        return _simulated_s(layout, tuple(stages), microbatches, hop_s)
-    slowest = max(totals)
-    steady_s = microbatches * (slowest + 2 * layout.virtual * hop_s)
-    return steady_s + (sum(totals) - slowest) / layout.virtual + 2 * hop_s * (len(stages) - 1)
+        return _simulated_s(case, microbatches)
+    if case.reaches_bound(microbatches):
+        return case.bound_s(microbatches)
+    return _looped_s(case, microbatches)
+
+
+def pipeline_bound_s(
+    layout: Layout,
+    stages: Sequence[Seconds],
+    *,
+    microbatches: int,
+    hop_s: float,
+    model: Model = "asynchronous",
+) -> float:
+    """What none of SC'21's schedules is faster than: near to their time, and found at once."""
+    if len(stages) == 1:
+        return microbatches * sum(stages[0])
+    case = _Case(layout.schedule, layout.virtual, layout.slices, tuple(stages), hop_s, model)
+    return case.bound_s(microbatches)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What decides the time of a schedule, but the number of microbatches; hashable."""
+
+    schedule: str
+    virtual: int
+    slices: int
+    stages: tuple[Seconds, ...]
+    hop_s: float
+    model: Model
+
+    @property
+    def messages_s(self) -> float:
+        """Of a microbatch, on a stage: in lock-step those of F and B travel together."""
+        return self.virtual * self.hop_s * (2 if self.model == "asynchronous" else 1)
+
+    def bound_s(self, microbatches: int) -> float:
+        """The longest of these: one microbatch through all stages; and for each stage all of its
+        work, and before and after it a chunk of every earlier stage, on the way there and back."""
+        messages_s = self.messages_s if self.model == "asynchronous" else 0.0
+        bound_s = through_s = 0.0
+        for seconds in self.stages:
+            stage_s = sum(seconds) + messages_s
+            bound_s = max(bound_s, through_s / self.virtual + microbatches * stage_s)
+            through_s += stage_s
+        return max(bound_s, through_s)
+
+    def reaches_bound(self, microbatches: int) -> bool:
+        """Whether SC'21's schedules take as long as the bound, in the asynchronous model: where no
+        stage is slower than the last one, in F or in B, that never waits once it has begun."""
+        whole = self.virtual == 1 or microbatches % len(self.stages) == 0
+        *others, last = [(forward, backward + weight) for forward, backward, weight in self.stages]
+        leads = all(f <= last[0] and b <= last[1] for f, b in others)
+        return self.model == "asynchronous" and whole and leads
+
+    @property
+    def pace_s(self) -> float:
+        """What a microbatch more adds in the end to SC'21's schedules: the work of the slowest
+        stage; in GPipe, where F and B lie apart, of the one that is slowest in each."""
+        if self.schedule == "gpipe":
+            forward_s = max(forward for forward, _, _ in self.stages)
+            backward_s = max(backward + weight for _, backward, weight in self.stages)
+            return forward_s + backward_s + 2 * self.virtual * self.hop_s
+        return max(sum(seconds) for seconds in self.stages) + self.messages_s
 
 
 @lru_cache(maxsize=4096)
-def _simulated_s(
-    layout: Layout, stages: tuple[Seconds, ...], microbatches: int, hop_s: float
-) -> float:
-    """The simulator's time; microbatches beyond four for each stage add the slowest stage's."""
-    simulated = microbatches
-    if layout.schedule in MAKERS:
-        simulated = min(microbatches, 4 * layout.pipe)
-    totals = [sum(seconds) for seconds in stages]
-    mean = sum(totals) / len(totals)
-    forward_s, backward_s, weight_s = (
-        sum(part) / len(stages) for part in zip(*stages, strict=True)
+def _simulated_s(case: _Case, microbatches: int) -> float:
+    """The simulator's time for the whole table."""
+    layout = Layout(
+        pipe=len(case.stages), schedule=case.schedule, virtual=case.virtual, slices=case.slices
     )
-    hops_s = layout.virtual * hop_s
-    times = Times(
-        forward=forward_s + hops_s,
-        backward=backward_s + hops_s,
-        weight=weight_s,
-        stage_factors=tuple(total / mean for total in totals),
-    )
-    makespan_s = simulate(schedule_for(layout, simulated), times).makespan
-    return makespan_s + (microbatches - simulated) * (max(totals) + 2 * hops_s)
+    table = schedule_for(layout, microbatches)
+    check_shape(table, layout, microbatches)
+    if case.model == "lockstep":
+        return makespan(table, case.stages, comm=case.hop_s / case.slices, model=case.model)
+    hops_s = case.virtual * case.hop_s
+    stages = [(forward + hops_s, backward + hops_s, w) for forward, backward, w in case.stages]
+    return makespan(table, stages, comm=0.0, model=case.model)
+
+
+def _looped_s(case: _Case, microbatches: int) -> float:
+    """A schedule of SC'21 by simulation. Its table repeats with every group of p microbatches: once
+    one more of these adds no less than it does in the end, all the others do as well."""
+    period = len(case.stages)
+    short = period + microbatches % period
+    while short + period < microbatches:
+        longer_s = _simulated_s(case, short + period)
+        added_s = longer_s - _simulated_s(case, short)
+        if added_s >= period * case.pace_s * (1 - 1e-12):
+            return longer_s + (microbatches - short - period) * case.pace_s
+        short += max(period, short // period * period)
+    return _simulated_s(case, microbatches)
 
 
 def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
