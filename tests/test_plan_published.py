@@ -121,6 +121,13 @@ def test_runs_of_table_1_are_its_rows():
         )  # fmt: skip
 
 
+def test_only_one_stage_reduces_under_b():
+    """--DDP-impl torch in SC'21's scripts, for table 1's models of one stage, and nowhere else."""
+    for run in ALL_RUNS:
+        torch_ddp = run.where == "table 1" and run.layout.pipe == 1
+        assert (run.software == "megatron-2021-torch-ddp") == torch_ddp
+
+
 def test_figures_are_whole_curves():
     assert [run.layout.devices for run in FIGURE_11] == 2 * [8, 16, 32, 64]
     plain, interleaved = FIGURE_12[:5], FIGURE_12[5:]

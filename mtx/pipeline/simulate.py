@@ -13,6 +13,7 @@ Legend: P stages · K ops of one stage · T ticks · C chunks · I items
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -138,16 +139,34 @@ def simulate(
         raise UserError(f"weight_share={weight_share} must be from 0 to 1")
     if model == "asynchronous":
         orders = schedule.orders
-        start, end, before = _run_asynchronous(schedule, times)
+        lasts = durations(schedule, orders, times)
+        start, end, before = _run_asynchronous(schedule, lasts, times.comm)
     elif model == "lockstep":
         orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
-        start, end, before = _run_lockstep(schedule, orders, times)
+        lasts = durations(schedule, orders, times)
+        start, end, before = _run_lockstep(schedule, orders, lasts, times.comm)
     else:
         raise UserError(f"unknown model {model!r}: known are asynchronous, lockstep")
     return Simulation(
         schedule=schedule, times=times, model=model, weight_share=weight_share, orders=orders,
         start=start, end=end, before=before,
     )  # fmt: skip
+
+
+def makespan(
+    schedule: Schedule, times_PT: Sequence[Sequence[float]], *, comm: float, model: Model
+) -> float:
+    """From the start of the first op to the end of the last one, where each stage has times of its
+    own, [P, 3]: F, B and W of one microbatch, summed over its chunks as in `Times`."""
+    forward, backward, weight = np.array(times_PT, float).T
+    by_kind = np.stack([forward, backward if schedule.split else backward + weight, weight])
+    by_kind /= schedule.virtual * schedule.slices
+    stage = np.arange(schedule.stages)[:, None]
+    if model == "asynchronous":
+        lasts = by_kind[schedule.orders.kind, stage]
+        return float(_run_asynchronous(schedule, lasts, comm)[1].max())
+    orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+    return float(_run_lockstep(schedule, orders, by_kind[orders.kind, stage], comm)[1].max())
 
 
 def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:
@@ -159,14 +178,13 @@ def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:
 
 
 def _run_asynchronous(
-    schedule: Schedule, times: Times
+    schedule: Schedule, lasts_PK: np.ndarray, comm: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     orders = schedule.orders
     stages, ops = orders.kind.shape
     sender_PK = _senders(schedule)
     senders = sender_PK.ravel().tolist()
-    lasts = durations(schedule, orders, times).ravel().tolist()
-    comm = times.comm
+    lasts = lasts_PK.ravel().tolist()
     end = [-1.0] * (stages * ops)  # below 0: has not run
     position = [stage * ops for stage in range(stages)]
     clock = [0.0] * stages
@@ -233,17 +251,16 @@ def _check_finished(schedule: Schedule, position: list[int], ops: int) -> None:
 
 
 def _run_lockstep(
-    schedule: Schedule, orders: Orders, times: Times
+    schedule: Schedule, orders: Orders, lasts_PK: np.ndarray, comm: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     stages, ops = orders.kind.shape
     tick = _ticks(schedule, orders)
-    lasts = durations(schedule, orders, times)
     stage = np.broadcast_to(np.arange(stages)[:, None], tick.shape)
     by_kind = np.zeros((3, schedule.ticks, stages))
-    by_kind[orders.kind, tick, stage] = lasts
+    by_kind[orders.kind, tick, stage] = lasts_PK
     until = by_kind.cumsum(axis=0)  # F, B and W of a tick follow one another
     longest = until[-1].argmax(axis=1)
-    length = until[-1].max(axis=1) + times.comm * _sends(schedule)
+    length = until[-1].max(axis=1) + comm * _sends(schedule)
     begin = np.concatenate([[0.0], length.cumsum()[:-1]])
     end = begin[tick] + until[orders.kind, tick, stage]
     start = begin[tick] + (until - by_kind)[orders.kind, tick, stage]

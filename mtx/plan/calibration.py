@@ -33,7 +33,15 @@ class Software:
     parameter_bytes: int  # a parameter: what is gathered over `data`, where it is sharded
     loss_bytes: int  # a logit: the cross-entropy, forward and backward
     head: Literal["last stage", "all stages"]  # who computes the logits
+    # A program a stage, or one for all: see `mtx.pipeline.simulate`.
+    pipeline: Literal["asynchronous", "lockstep"]
     overlaps_tensor: bool  # B's collectives over `tensor` run under its matmuls
+    overlaps_data: bool  # gradients are reduced under the B of the last microbatch
+    reduction_bytes: int  # a parameter: copying its gradient to what is reduced, and back
+    # Of rings that share their nodes with others: cards of a node that each one takes, if it has so
+    # many, and the part of a card's rate; None, that of a ring which has its nodes to itself.
+    ring_cards: int = 1
+    ring_share: float | None = None
 
 
 _MEGATRON_2021 = Software(
@@ -51,13 +59,30 @@ _MEGATRON_2021 = Software(
     # Cast to fp32 6, maximum 4, subtract 8, exp 8, sum 4; backward 8 and a cast.
     loss_bytes=40,
     head="last stage",
+    pipeline="asynchronous",
     overlaps_tensor=False,
+    overlaps_data=False,
+    reduction_bytes=12,  # flattening 4, dividing by the replicas 4, copying back 4
+    # Assumed: a ring enters a node by one card and leaves it by another. NCCL could not yet lend it
+    # the cards beside GPUs that are not its own (PXN came in 2022, with 2.12).
+    ring_cards=2,
+    # SC'21, section 5.9: all-reduces of the largest run cross a cut through the machine at 12.9
+    # TB/s. Its 512 rings, of six nodes each, cross it twice: 12.6 GB/s a card with the copies
+    # above, 13.0 without, of 25.
+    ring_share=0.52,
 )
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
         software.name: software
         for software in (
             _MEGATRON_2021,
+            replace(
+                _MEGATRON_2021,
+                name="megatron-2021-torch-ddp",
+                source="the same with --DDP-impl torch, by which SC'21's scripts run the models of "
+                "table 1 that have one stage: gradients are reduced while B makes them",
+                overlaps_data=True,
+            ),
             replace(
                 _MEGATRON_2021,
                 name="megatron-2022",
@@ -78,7 +103,10 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
                 parameter_bytes=2,
                 loss_bytes=16,
                 head="all stages",
+                pipeline="lockstep",
                 overlaps_tensor=False,
+                overlaps_data=False,
+                reduction_bytes=0,
             ),
         )
     }
@@ -103,19 +131,20 @@ class Calibration:
     link_latency_s: float = 3e-6  # of a collective's step inside a node
     network_latency_s: float = 1e-5  # and between nodes
     attention_share: float = 0.5  # of the peak, by a fused attention kernel (FlashAttention-2)
-    # Of one device's network, by ZeRO-3's gathers, and of its cores, which they keep from matmuls
-    # meanwhile: DeepSpeed in SC'21's table 2; NCCL takes up to 32 of the A100's 108.
+    # Of one device's network, by ZeRO-3's gathers: DeepSpeed in SC'21's table 2.
     zero3_share: float = 0.66
-    zero3_cores: float = 0.3
+    # Of its cores, kept from matmuls by collectives that run under them: there too; NCCL takes up
+    # to 32 of the A100's 108.
+    comm_cores: float = 0.3
 
 
 _A100 = Calibration(
     source="fitted to SC'21 by experiments/fit_time.py",
     software=SOFTWARE["megatron-2021"],
-    matmul_share=0.7782,
-    memory_share=0.7164,
-    network_share=0.747,
-    send_share=0.6556,
+    matmul_share=0.7725,
+    memory_share=0.7348,
+    network_share=0.771,
+    send_share=0.5711,
 )
 FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
 

@@ -40,12 +40,19 @@ def pipe_group(layout: Layout) -> Group:
 
 
 def ring_bytes_s(group: Group, *, hardware: Hardware, calibration: Calibration) -> float:
-    """Bytes that pass through each member of a ring in a second."""
+    """Bytes that pass through each member of a ring in a second.
+
+    A group that has its nodes to itself has all of their cards; else there is a ring for each of
+    several groups in a node, and how these share its cards the software says.
+    """
     link = hardware.link_gb_s * 1e9 * calibration.link_share
     if not group.crosses(hardware):
         return link
-    cards = group.members_in_node(hardware)
-    return min(link, cards * hardware.network_gb_s * 1e9 * calibration.network_share)
+    cards, share = group.members_in_node(hardware), calibration.network_share
+    if cards < hardware.node_devices:
+        cards = max(1, cards / calibration.software.ring_cards)
+        share = calibration.software.ring_share or share
+    return min(link, cards * hardware.network_gb_s * 1e9 * share)
 
 
 def gather_s(

@@ -104,11 +104,11 @@ class Question:
     fixed: Fixed
     scatter_gather: bool
 
-    def price(self, layout: Layout, zero: int) -> Priced:
+    def price(self, layout: Layout, zero: int, *, bound: bool = False) -> Priced:
         """The layout with its predicted step. UserError where it cannot be laid out."""
         time = predict_step(
             self.model, layout, self.global_batch, self.hardware, zero=zero,
-            scatter_gather=self.scatter_gather,
+            scatter_gather=self.scatter_gather, bound=bound,
         )  # fmt: skip
         return Priced(layout, zero, time)
 
@@ -155,29 +155,38 @@ def search(
 
 
 def _looped(question: Question, top: int) -> Found:
-    """The search among the schedules that need no simulation."""
+    """The search among SC'21's schedules: by the bounds of their times, until a time is needed."""
     meshes = _meshes(question)
     if not meshes:
         raise _no_layout(question)
     ways = _open(question.fixed.recompute, RECOMPUTE)
-    # Seconds, order of arrival, candidate, and its place in the ways to recompute.
+    # Seconds, order of arrival, candidate, its place in the ways to recompute, and its memory: None
+    # while its seconds are only a bound.
     waiting = list(_openings(question, meshes, ways))
     heapq.heapify(waiting)
     priced, measured = len(waiting), 0
     found: dict[tuple[int, int, int], Candidate] = {}
     while waiting and len(found) < top:
-        _, arrival, (layout, zero, time), way = heapq.heappop(waiting)
+        least_s, arrival, (layout, zero, time), way, memory = heapq.heappop(waiting)
         mesh = (layout.data, layout.pipe, layout.tensor)
         if mesh in found:
             continue
-        measured += 1
-        memory = question.memory(layout, zero)
-        if question.holds(memory.total_bytes):
-            found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
-        elif way + 1 < len(ways):
-            leaner = question.price(replace(layout, recompute=ways[way + 1]), zero)
-            priced += 1
-            heapq.heappush(waiting, (leaner.time.step_s, arrival, leaner, way + 1))
+        if memory is None:
+            measured += 1
+            memory = question.memory(layout, zero)
+            if not question.holds(memory.total_bytes):
+                if way + 1 < len(ways):
+                    leaner = replace(layout, recompute=ways[way + 1])
+                    one = question.price(leaner, zero, bound=True)
+                    priced += 1
+                    heapq.heappush(waiting, (one.time.step_s, arrival, one, way + 1, None))
+                continue
+            time = question.price(layout, zero).time
+            if time.step_s > least_s:
+                one = Priced(layout, zero, time)
+                heapq.heappush(waiting, (time.step_s, arrival, one, way, memory))
+                continue
+        found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
     if not found:
         raise _nothing_fits(question, meshes)
     return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
@@ -250,9 +259,10 @@ def _openings(question: Question, meshes: list[Layout], ways: tuple[str, ...]) -
         for zero in zeros(question.fixed, mesh):
             if not question.holds(_state_bytes(question.memory(_leanest(question, mesh), zero))):
                 continue
-            for layout in settings(question, mesh):
-                one = question.price(replace(with_zero(layout, zero), recompute=ways[0]), zero)
-                yield one.time.step_s, next(arrival), one, 0
+            fastest = replace(with_zero(mesh, zero), recompute=ways[0])
+            for layout in settings(question, fastest):
+                one = question.price(layout, zero, bound=True)
+                yield one.time.step_s, next(arrival), one, 0, None
 
 
 def with_zero(layout: Layout, zero: int) -> Layout:

@@ -2,8 +2,8 @@
 
 A stage's time for a microbatch is that of its blocks and ends (`mtx.plan.block`); the pipeline adds
 messages and waiting; the step ends with the gradients' reduction and the optimizer. Nothing hides
-behind anything else, with two exceptions: tensor collectives in B where the calibration's
-`Software` says so, and ZeRO-3's gathers, which run under F and B as far as these are long enough.
+behind anything else, with two exceptions: collectives in B where the calibration's `Software` says
+so, and ZeRO-3's gathers, which run under F and B as far as these are long enough.
 Not counted: reading data, logging, and the first steps.
 """
 
@@ -15,11 +15,9 @@ from functools import lru_cache
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.makers import MAKERS
+from mtx.pipeline.choose import check_shape, schedule_for
 from mtx.pipeline.partition import place_layers
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
+from mtx.pipeline.simulate import Model, makespan
 from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.families import layer_of
@@ -35,7 +33,7 @@ from mtx.plan.network import (
     send_s,
 )
 
-LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # whose price is a closed form
+LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # SC'21's, and next of kin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,7 @@ def predict_step(
     zero: Zero | None = None,
     scatter_gather: bool = True,
     calibration: Calibration | None = None,
+    bound: bool = False,
 ) -> StepTime:
     """The time of one step of `global_batch` sequences.
 
@@ -75,6 +74,7 @@ def predict_step(
     over `tensor` and gathered on arrival (SC'21, section 4.1); of no account with sequence
     parallelism, where it is cut anyway.
     calibration: None, what `calibration_of` says of the hardware and the family.
+    bound: of SC'21's schedules a time that none is faster than, which takes no simulation.
     UserError where the model cannot be laid out, or the batch divided.
     """
     zero = layout.zero if zero is None else zero
@@ -89,21 +89,29 @@ def predict_step(
     counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
     block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
     first, last, every = _ends(shard, layout)
+    stages = _stage_seconds(counts, block=block, first=first, last=last, every=every)
     hop_s = _hop_s(shard, layout, scatter_gather)
-    pipe_s = pipeline_s(
+    if calibration.software.pipeline == "asynchronous":
+        stages = _with_messages(stages, hop_s, layout.virtual)
+        messages_s = 2 * hop_s * (layout.virtual - 1 / layout.pipe) * microbatches
+        hop_s = 0.0
+    else:
+        messages_s = hop_s * layout.virtual * microbatches
+    pipe_s = (pipeline_bound_s if bound else pipeline_s)(
         layout,
-        _stage_seconds(counts, block=block, first=first, last=last, every=every),
+        stages,
         microbatches=microbatches,
         hop_s=hop_s,
+        model=calibration.software.pipeline,
     )
     blocks = block.all * (model.layers * microbatches / layout.pipe)
     ends = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
-    messages_s = 2 * layout.virtual * microbatches * hop_s
     held = _parameters_held(model, layout, max(counts), calibration)
     if zero == 3:
         data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + ends.total_s, microbatches)
     else:
-        data_comm_s = _reduction_s(shard, layout, held, zero)
+        last_s = max(counts) * (block.backward.total_s + block.weight.total_s)
+        data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
     updated = held / layout.data if zero else held
     return StepTime(
         matmul_s=blocks.matmul_s,
@@ -124,47 +132,113 @@ Seconds = tuple[float, float, float]  # F, B and W of one microbatch on one stag
 
 
 def pipeline_s(
-    layout: Layout, stages: Sequence[Seconds], *, microbatches: int, hop_s: float
+    layout: Layout,
+    stages: Sequence[Seconds],
+    *,
+    microbatches: int,
+    hop_s: float,
+    model: Model = "asynchronous",
 ) -> float:
-    """Seconds from the first F to the last B: the one place that knows schedules.
+    """Seconds from the first op to the end of the last one: the one place that knows schedules.
 
-    Each chunk waits for one message of `hop_s` in F and for one in B. In GPipe, 1F1B and
-    interleaved 1F1B the slowest stage works without a pause once it has begun; before and after
-    that, the first microbatch's F and the last one's B pass all others, a chunk of each: where all
-    are equal, (p - 1)/(v m) of the ideal time. Other schedules are simulated.
+    They are the simulator's (`mtx.pipeline.simulate.makespan`) for the table that is run, where a
+    message takes `hop_s` to arrive. `model` is how the software runs it: Megatron has a program a
+    stage, so its numbers are asynchronous, and what it waits for a message is part of the stages'
+    own seconds; ours is one program, in lock-step, with a message a tick. (As on GPUs: there, says
+    the simulator, that is the price.)
+
+    SC'21's schedules are not simulated through where that changes nothing. UserError where a
+    file's table is of another shape.
     """
-    totals = [sum(seconds) for seconds in stages]
     if len(stages) == 1:
-        return microbatches * totals[0]
-    if layout.schedule not in LOOPED or layout.slices > 1:
-        return _simulated_s(layout, tuple(stages), microbatches, hop_s)
-    slowest = max(totals)
-    steady_s = microbatches * (slowest + 2 * layout.virtual * hop_s)
-    return steady_s + (sum(totals) - slowest) / layout.virtual + 2 * hop_s * (len(stages) - 1)
+        return microbatches * sum(stages[0])
+    case = _Case(layout.schedule, layout.virtual, layout.slices, tuple(stages), hop_s, model)
+    delayed = model == "asynchronous" and hop_s > 0  # the slowest stage may wait in every round
+    if layout.schedule not in LOOPED or layout.slices > 1 or delayed:
+        return _simulated_s(case, microbatches)
+    if case.reaches_bound(microbatches):
+        return case.bound_s(microbatches)
+    return _looped_s(case, microbatches)
+
+
+def pipeline_bound_s(
+    layout: Layout,
+    stages: Sequence[Seconds],
+    *,
+    microbatches: int,
+    hop_s: float,
+    model: Model = "asynchronous",
+) -> float:
+    """What none of SC'21's schedules is faster than: near to their time, and found at once."""
+    if len(stages) == 1:
+        return microbatches * sum(stages[0])
+    case = _Case(layout.schedule, layout.virtual, layout.slices, tuple(stages), hop_s, model)
+    return case.bound_s(microbatches)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What decides the time of a schedule, but the number of microbatches; hashable."""
+
+    schedule: str
+    virtual: int
+    slices: int
+    stages: tuple[Seconds, ...]
+    hop_s: float
+    model: Model
+
+    def bound_s(self, microbatches: int) -> float:
+        """The longest of these: one microbatch through all stages; and for each stage all of its
+        work, and before and after it a chunk of every earlier stage, on the way there and back."""
+        bound_s = through_s = 0.0
+        for seconds in self.stages:
+            stage_s = sum(seconds)
+            bound_s = max(bound_s, through_s / self.virtual + microbatches * stage_s)
+            through_s += stage_s
+        return max(bound_s, through_s)
+
+    def reaches_bound(self, microbatches: int) -> bool:
+        """Whether SC'21's schedules take as long as the bound, in the asynchronous model: where no
+        stage is slower than the last one, in F or in B, that never waits once it has begun."""
+        whole = self.virtual == 1 or microbatches % len(self.stages) == 0
+        *others, last = [(forward, backward + weight) for forward, backward, weight in self.stages]
+        leads = all(f <= last[0] and b <= last[1] for f, b in others)
+        return self.model == "asynchronous" and not self.hop_s and whole and leads
+
+    @property
+    def pace_s(self) -> float:
+        """What a microbatch more adds in the end to SC'21's schedules: the work of the slowest
+        stage; in GPipe, where F and B lie apart, of the one that is slowest in each."""
+        if self.schedule == "gpipe":
+            forward_s = max(forward for forward, _, _ in self.stages)
+            backward_s = max(backward + weight for _, backward, weight in self.stages)
+            return forward_s + backward_s + 2 * self.virtual * self.hop_s
+        return max(sum(seconds) for seconds in self.stages) + self.virtual * self.hop_s
 
 
 @lru_cache(maxsize=4096)
-def _simulated_s(
-    layout: Layout, stages: tuple[Seconds, ...], microbatches: int, hop_s: float
-) -> float:
-    """The simulator's time; microbatches beyond four for each stage add the slowest stage's."""
-    simulated = microbatches
-    if layout.schedule in MAKERS:
-        simulated = min(microbatches, 4 * layout.pipe)
-    totals = [sum(seconds) for seconds in stages]
-    mean = sum(totals) / len(totals)
-    forward_s, backward_s, weight_s = (
-        sum(part) / len(stages) for part in zip(*stages, strict=True)
+def _simulated_s(case: _Case, microbatches: int) -> float:
+    """The simulator's time for the whole table."""
+    layout = Layout(
+        pipe=len(case.stages), schedule=case.schedule, virtual=case.virtual, slices=case.slices
     )
-    hops_s = layout.virtual * hop_s
-    times = Times(
-        forward=forward_s + hops_s,
-        backward=backward_s + hops_s,
-        weight=weight_s,
-        stage_factors=tuple(total / mean for total in totals),
-    )
-    makespan_s = simulate(schedule_for(layout, simulated), times).makespan
-    return makespan_s + (microbatches - simulated) * (max(totals) + 2 * hops_s)
+    table = schedule_for(layout, microbatches)
+    check_shape(table, layout, microbatches)
+    return makespan(table, case.stages, comm=case.hop_s / case.slices, model=case.model)
+
+
+def _looped_s(case: _Case, microbatches: int) -> float:
+    """A schedule of SC'21 by simulation. Its table repeats with every group of p microbatches: once
+    one more of these adds no less than it does in the end, all the others do as well."""
+    period = len(case.stages)
+    short = period + microbatches % period
+    while short + period < microbatches:
+        longer_s = _simulated_s(case, short + period)
+        added_s = longer_s - _simulated_s(case, short)
+        if added_s >= period * case.pace_s * (1 - 1e-12):
+            return longer_s + (microbatches - short - period) * case.pace_s
+        short += max(period, short // period * period)
+    return _simulated_s(case, microbatches)
 
 
 def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
@@ -175,6 +249,18 @@ def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
     payload_bytes = shard.hidden_bytes / (layout.tensor if cut else 1)
     sent_s = send_s(payload_bytes, layout, hardware=shard.hardware, calibration=shard.calibration)
     return sent_s + (shard.gather_s() if cut and not layout.sequence_parallel else 0.0)
+
+
+def _with_messages(stages: Sequence[Seconds], hop_s: float, virtual: int) -> list[Seconds]:
+    """Stages that stand still while they and a neighbour exchange messages, both ways at once: with
+    the next one after F, with the one before after B. Past the ends of the model is none."""
+    each_s, last_s = virtual * hop_s, (virtual - 1) * hop_s
+    longer = [(forward + each_s, backward + each_s, weight) for forward, backward, weight in stages]
+    forward, backward, weight = stages[0]
+    longer[0] = forward + each_s, backward + last_s, weight
+    forward, backward, weight = stages[-1]
+    longer[-1] = forward + last_s, backward + each_s, weight
+    return longer
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -239,18 +325,31 @@ def _parameters_held(
     return layers * matrices + tables * model.padded_vocab(shards) / shards * model.hidden
 
 
-def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero) -> float:
-    """Gradients over `data`, parameters back, and a tied table's two gradients."""
+def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: float) -> float:
+    """Gradients over `data`, parameters back, and a tied table's two gradients.
+
+    last_s: the blocks' B of the last microbatch, under which some software reduces.
+    """
     software, group = shard.calibration.software, data_group(layout)
     machine = dict(hardware=shard.hardware, calibration=shard.calibration)
     reduced_s = gather_s(held * software.gradient_bytes, group, **machine)
     back_bytes = software.parameter_bytes if zero else software.gradient_bytes
     reduced_s += gather_s(held * back_bytes, group, **machine)
+    if software.overlaps_data:
+        reduced_s = _beside(reduced_s, last_s, shard.calibration)
+    if group.size > 1:
+        reduced_s += shard.memory_s(held * software.reduction_bytes)
     if software.head == "last stage" and shard.model.tied and layout.pipe > 1:
         table = shard.model.padded_vocab(layout.tensor) / layout.tensor * shard.model.hidden
         ends = Group(size=2, stride=(layout.pipe - 1) * layout.data * layout.tensor)
         reduced_s += all_reduce_s(table * software.gradient_bytes, ends, **machine)
     return reduced_s
+
+
+def _beside(traffic_s: float, computed_s: float, calibration: Calibration) -> float:
+    """What traffic adds to the work that it runs beside: matmuls have fewer cores meanwhile; what
+    is longer decides."""
+    return max(traffic_s - computed_s, calibration.comm_cores * traffic_s)
 
 
 def _zero3_s(
@@ -260,8 +359,7 @@ def _zero3_s(
     and again in B, and the gradients scattered.
 
     DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
-    single card a node, however many GPUs took part: so they are priced here. While they run,
-    matmuls have fewer cores; what is longer decides.
+    single card a node, however many GPUs took part: so they are priced here.
     """
     software = shard.calibration.software
     machine = dict(hardware=shard.hardware, calibration=shard.calibration)
@@ -269,5 +367,4 @@ def _zero3_s(
         one_card_gather_s(held * size, data_group(layout), **machine)
         for size in (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
     ]
-    traffic_s = microbatches * sum(each_s)
-    return max(traffic_s - computed_s, shard.calibration.zero3_cores * traffic_s)
+    return _beside(microbatches * sum(each_s), computed_s, shard.calibration)
