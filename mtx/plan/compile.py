@@ -31,7 +31,8 @@ from mtx.plan.buffers import NameOf, largest_buffers
 from mtx.plan.compiled import Compiled, Traffic
 from mtx.plan.compiler import Compiler, find_compiler
 from mtx.plan.flops import hardware_matmul_flops
-from mtx.plan.hlo import Instruction, Program, Shape, read_program
+from mtx.plan.hlo import Program, read_program
+from mtx.plan.hlo_text import Instruction, Shape
 from mtx.plan.memory import parameters_per_device
 from mtx.plan.target import GPU_TARGETS
 
@@ -266,13 +267,12 @@ def collect_traffic(
         key = collective.kind, axes, collective.dtype, collective.group
         row = rows.get(key) or Traffic(
             kind=collective.kind, axes=axes, group=collective.group, dtype=collective.dtype,
-            count=0.0, bytes=0.0, overlapped=0.0,
+            count=0.0, bytes=0.0,
         )  # fmt: skip
         rows[key] = dataclasses.replace(
             row,
             count=row.count + collective.count,
             bytes=row.bytes + collective.count * collective.sent_bytes,
-            overlapped=row.overlapped + collective.count * collective.overlapped,
         )
     return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
 
