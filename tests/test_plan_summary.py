@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mtx.errors import UserError
-from mtx.plan.compiled import Buffer, Compiled, Traffic
+from mtx.plan.compiled import Buffer, Compiled, Exposure, Traffic
 from mtx.plan.families import parameters_by_part
 from mtx.plan.flops import forward_flops
 from mtx.plan.page import plan_lines, render, rows_table
@@ -186,7 +186,11 @@ COMPILED = Compiled(
     largest=(Buffer(bytes=3 * 2**30, shape="f32[4]", what="masters"),),
     collectives=(
         Traffic(kind="all-gather", axes=("tensor",), group=8, dtype="bf16", count=1024,
-                bytes=2**33, overlapped=512),
+                bytes=2**33),
+    ),
+    overlap_estimate=(
+        Exposure(axes=("tensor",), seconds=1.25, exposed_s=0.75),
+        Exposure(axes=("pipe", "data"), seconds=0.004, exposed_s=0.0),
     ),
 )  # fmt: skip
 
@@ -200,7 +204,11 @@ def test_what_the_compiler_says():
     assert facts["memory of a device"].startswith("76.00 GiB of 80 GiB: does not fit (95%")
     assert facts["matmul FLOPs"] == "4.4000e+19, 1.1000 of the formula's"
     assert facts["3.00 GiB"] == "f32[4]: masters"
-    assert facts["all-gather over tensor"] == "1,024 of 8, 8.00 GiB sent in bf16, 512 overlapped"
+    assert facts["all-gather over tensor"] == "1,024 of 8, 8.00 GiB sent in bf16"
+    assert facts["over tensor"] == "1.25 s, 750 ms of it exposed"
+    assert facts["over pipe x data"] == "4 ms, 0 ms of it exposed"
+    sections = {row.section for row in rows if row.name.startswith("over ")}
+    assert [section for section in sections if "estimate" in section] == list(sections)
     lines = render(rows_table(rows, heading="x"), width=80)
     assert max(map(len, lines)) <= 80 and any("install [aot]" in line for line in lines)
 

@@ -35,7 +35,7 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
     """The kernel that runs this model's attention on NVIDIA GPUs ("cuda") or elsewhere ("xla").
 
     dropout: on its probabilities. The full square, in float32, all of it kept.
-    cudnn: the fused kernel, for 16 bits and heads of at most 128. The full square is counted; its
+    cudnn: the fused kernel, where `cudnn_serves`. The full square is counted; its
     causal mask lets it skip nearly half of that. What hides padding it takes as a bias, and keeps.
     blocked: n blocks of queries with the keys that they see, (n+1)/2n of the square where causal.
     It keeps a number a row; computed again, its q k^T is the one that its gradient needs, and XLA
@@ -68,8 +68,10 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
 
 
 def cudnn_serves(model: ModelConfig) -> bool:
-    """Whether cuDNN's fused attention takes this model's heads and compute type."""
-    return model.compute_dtype != "float32" and model.head_size <= 128
+    """Whether cuDNN's fused attention takes this model's heads, sequence and compute type, as
+    `jax.nn.dot_product_attention` asks: the sequence is even for the sake of masks."""
+    heads = model.head_size <= 128 and model.head_size % 8 == 0
+    return heads and model.sequence % 2 == 0 and model.compute_dtype != "float32"
 
 
 def query_blocks(sequence: int) -> int:

@@ -228,5 +228,3 @@ def _collective_bytes(computation: Computation, instruction: Instruction) -> flo
     if instruction.operation not in COLLECTIVES:
         return 0
     return sum(shape.bytes for shape in operand_shapes(computation, instruction))
-
-

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mtx.plan.calibration import Calibration
+from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.compiled import Exposure
 from mtx.plan.hardware import Hardware
 from mtx.plan.hlo import COLLECTIVES, Branch, Collective, Program, TripCounts
@@ -36,6 +36,12 @@ class Machine:
     hardware: Hardware
     calibration: Calibration
     mesh_shape: Mapping[str, int]  # in the mesh's order; devices fill nodes row-major
+
+    @classmethod
+    def of(cls, hardware: Hardware, *, mesh_shape: Mapping[str, int]) -> Machine:
+        """With the planner's constants of this program on that hardware."""
+        calibration = calibration_of(hardware, "mtx")
+        return cls(hardware=hardware, calibration=calibration, mesh_shape=mesh_shape)
 
     def compute_s(
         self, program: Program, computation: Computation, instruction: Instruction
@@ -148,8 +154,7 @@ class _Replay:
     quiet: dict[str, float | None] = field(default_factory=dict)  # as `_quiet_s` found them
 
     def run(self, name: str, arguments: dict[int, _Flights], share: float) -> _Flights:
-        """Replays a computation: the flights in its result, of those in its arguments and its own.
-        """
+        """Replays a computation: the flights in its result, of those in its arguments and its own."""
         held: dict[str, _Flights] = {}
         computation = self.program.computations[name]
         for instruction in computation.values():
@@ -251,8 +256,7 @@ class _Replay:
             frees.append({links: weight * until for links, until in self.free.items()})
         self.clock = sum(ends)
         self.free = {
-            links: sum(each.get(links, 0.0) for each in frees)
-            for links in set().union(*frees)
+            links: sum(each.get(links, 0.0) for each in frees) for links in set().union(*frees)
         }
         return carried
 

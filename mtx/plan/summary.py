@@ -245,7 +245,8 @@ def _work(plan: PricedRun) -> list[Row]:
 
 
 def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
-    """What XLA says: memory beside the closed form, the largest buffers, collectives, FLOPs."""
+    """What XLA says: memory beside the closed form, the largest buffers, collectives and how much
+    of them nothing hides, FLOPs."""
     section = "Compiled"
     nearer = f". {compiled.hint}" if compiled.hint else ""
     took = f"{compiled.compile_s:.1f} s, {_size(compiled.compiler_peak_bytes)}"
@@ -264,9 +265,11 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
         rows.append(("Largest buffers", _size(buffer.bytes), f"{buffer.shape}: {buffer.what}"))
     for one in compiled.collectives:
         name = f"{one.kind} over {' x '.join(one.axes) or 'none'}"
-        traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}, "
-        traffic += f"{one.overlapped:,.6g} overlapped"
+        traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}"
         rows.append(("Collectives of a step, one device", name, traffic))
+    for one in compiled.overlap_estimate:
+        taken = f"{seconds(one.seconds)}, {seconds(one.exposed_s)} of it exposed"
+        rows.append(("Time of the collectives, an estimate", f"over {' x '.join(one.axes)}", taken))
     return [Row(*row, "compiled") for row in rows]
 
 
