@@ -66,7 +66,7 @@ def test_help_of_a_command_lists_its_options(command, options, capsys):
 
 
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
-    run("train", "gpt-3-175b", "--help")
+    run("train", "gpt-175b", "--help")
     assert re.search(r"--model.hidden INT\W+D \(default: 12288\)", capsys.readouterr().out)
 
 
@@ -131,6 +131,12 @@ MISTAKES = {
     "shedule": "unknown command 'shedule': did you mean 'schedule'? known are train, launch, plan,",
     "train miniture": "unknown preset 'miniture': did you mean 'miniature'? known are bench-s,",
     "plan gpt-2t": "unknown preset 'gpt-2t': did you mean",
+    "plan gpt-3-175b": "unknown preset 'gpt-3-175b': did you mean 'gpt-175b'?",
+    "train gpt-175b": "data.path and data.tokenizer are not given, and a model with vocab=51,200 "
+    "has no text of its own; use --data.path FILE, FOLDER or DATASET --data.tokenizer FILE, bpe",
+    "train gpt-175b --data.path short": "data.tokenizer is not given, and",
+    "train gpt-175b --data.tokenizer=bytes": "data.path is not given, and",
+    "train bert-336m --data.path short": "use --data.tokenizer FILE or wordpiece",
     "plan --target a100-80": "unknown hardware 'a100-80': did you mean 'a100-80gb'?",
     "train --model.layer 3": "unknown option --model.layer: did you mean --model.layers?",
     "train --layers 3": "unknown option --layers: did you mean --model.layers?",

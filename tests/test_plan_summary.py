@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.compiled import Buffer, Compiled, Exposure, Traffic
 from mtx.plan.families import parameters_by_part
@@ -160,6 +161,27 @@ def test_days_and_cost_of_a_budget():
     hours = plan.gpu_hours(2e12)
     assert value.startswith(f"{plan.days(2e12):,.1f} days, {hours:,.0f} GPU hours")
     assert value.endswith(f"cost {1.5 * hours:,.0f} at 1.5 a GPU hour") and source == "predicted"
+
+
+def test_where_full_recomputation_is_not_needed_the_page_says_so():
+    run, name = preset("gpt-39b"), "with recompute=selective"
+    plan = make_plan(run, target="h100")
+    lighter = make_plan(
+        dataclasses.replace(run, layout=dataclasses.replace(run.layout, recompute="selective")),
+        target="h100",
+    )  # fmt: skip
+    facts = {row.name: row.value for row in plan_rows(plan)}
+    assert plan.with_recompute("selective") == (lighter.time, lighter.memory)
+    assert facts[name] == (
+        f"{lighter.memory.total_bytes / 2**30:.2f} GiB of 80 GiB: fits (32%); a step in "
+        f"{lighter.time.step_s:.2f} s, not {plan.time.step_s:.2f} s"
+    )
+    assert lighter.time.step_s < 0.8 * plan.time.step_s
+    # Where it is not asked for, or does not fit, nothing is said.
+    assert name not in {row.name for row in plan_rows(lighter)}
+    layout = Layout(data=32, tensor=4, microbatch=16, recompute="full")
+    tight = dataclasses.replace(preset("gpt-18b"), layout=layout, global_batch=512)
+    assert name not in {row.name for row in plan_rows(make_plan(tight, target="h100"))}
 
 
 def test_what_was_chosen_is_said():

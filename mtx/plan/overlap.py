@@ -154,7 +154,7 @@ class _Replay:
     quiet: dict[str, float | None] = field(default_factory=dict)  # as `_quiet_s` found them
 
     def run(self, name: str, arguments: dict[int, _Flights], share: float) -> _Flights:
-        """Replays a computation: the flights in its result, of those in its arguments and its own."""
+        """Replays a computation; the flights in its result, its arguments' or its own."""
         held: dict[str, _Flights] = {}
         computation = self.program.computations[name]
         for instruction in computation.values():

@@ -126,8 +126,8 @@ class Trainer:
         return replace(self.pipeline, schedule=table)
 
     def _kernel(self) -> AttentionKernel:
-        """ "auto" looks at a device, of the mesh that was given or of this machine; devices that are
-        not there get the kernel that always compiles."""
+        """ "auto" looks at a device, of the mesh that was given or of this machine; for one that is
+        not there it is the kernel that always compiles."""
         wanted = self.run.layout.attention
         if wanted == "blocked":
             return wanted
