@@ -133,6 +133,7 @@ class _Flight:
 
 
 _Flights = dict[tuple[int, ...], _Flight]  # where in a value, a tuple of tuples, they are carried
+_Measured = tuple[tuple[str, ...], float, bool]  # axes, seconds, and whether it needs the network
 
 
 @dataclass
@@ -147,7 +148,8 @@ class _Replay:
     branch: Branch
     trip_counts: TripCounts
     clock: float = 0.0
-    free: dict[bool, float] = field(default_factory=dict)  # by whether it is the network's: when
+    free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
+    known: dict[Instruction, _Measured] = field(default_factory=dict)
     seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
     exposed_s: dict[tuple[str, ...], float] = field(default_factory=dict)
     open: dict[_Flight, float] = field(default_factory=dict)  # those without a done yet: shares
@@ -205,11 +207,11 @@ class _Replay:
     def _communicate(
         self, computation: Computation, instruction: Instruction, share: float, started: bool
     ) -> _Flights:
-        collective = self.program.collective(computation, instruction)
-        axes = collective.axes(self.machine.mesh_shape)
+        if instruction not in self.known:
+            self.known[instruction] = self._measure(computation, instruction)
+        axes, takes_s, links = self.known[instruction]
         if not axes:
             return {}  # of one device
-        takes_s, links = self.machine.collective_s(collective), self.machine.crosses(collective)
         self.free[links] = max(self.clock, self.free.get(links, 0.0)) + takes_s
         self.seconds[axes] = self.seconds.get(axes, 0.0) + share * takes_s
         flight = _Flight(axes=axes, begun=self.clock, until=self.free[links])
@@ -219,6 +221,11 @@ class _Replay:
             return {(): flight}
         self._wait(flight, share)
         return {}
+
+    def _measure(self, computation: Computation, instruction: Instruction) -> _Measured:
+        collective, machine = self.program.collective(computation, instruction), self.machine
+        axes = collective.axes(machine.mesh_shape)
+        return axes, machine.collective_s(collective), machine.crosses(collective)
 
     def _wait(self, flight: _Flight, share: float) -> None:
         waited_s = max(0.0, flight.until - self.clock)
