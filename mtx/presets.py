@@ -13,7 +13,7 @@ is ours.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from mtx.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError, unknown_name
@@ -197,14 +197,14 @@ def brings_data(run: RunConfig) -> bool:
     return bool(run.data.path) or run.model in [preset(name).model for name in _ON_PYTHONS_TEXT]
 
 
-def require_data(start: RunConfig, run: RunConfig, given: Collection[str]) -> None:
+def require_data(start: RunConfig, run: RunConfig, arguments: Iterable[str]) -> None:
     """UserError where nobody has said what a run is to be trained on, or with which tokenizer.
 
-    start: the preset or plan that options have made `run` of; given: those options, as --seed.
+    start: the preset or plan that the command line's `arguments` have made `run` of.
     """
     if brings_data(start):
         return
-    default = DataConfig()
+    default, given = DataConfig(), {argument.partition("=")[0] for argument in arguments}
     said = {
         "--data.path": bool(run.data.path),
         "--data.tokenizer": "--data.tokenizer" in given or run.data.tokenizer != default.tokenizer,

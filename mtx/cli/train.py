@@ -39,8 +39,7 @@ def train_command(arguments: list[str]) -> int | None:
     run = load_run(name) if name and is_plan_file(name) else preset(name or "miniature")
     prog = "mtx train [PRESET | PLAN]"
     options = parse(rest, TrainOptions(run=run), prog=prog, about=train_command)
-    given = {option.partition("=")[0].replace("_", "-") for option in rest}
-    require_data(run, options.run, given)
+    require_data(run, options.run, rest)
     startup.mark("python")
     start_devices(options.virtual_devices, options.cluster)
     use_compile_cache(options.compile_cache)
