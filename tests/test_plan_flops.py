@@ -153,6 +153,8 @@ def test_hardware_flops_of_a_cluster_do_not_depend_on_how_it_is_cut():
         ({"compute_dtype": "bfloat16"}, "xla", "blocked"),
         ({"compute_dtype": "float32"}, "cuda", "blocked"),
         ({"compute_dtype": "float16", "hidden": 640}, "cuda", "blocked"),  # heads of 160
+        ({"compute_dtype": "bfloat16", "hidden": 240}, "cuda", "blocked"),  # heads of 60
+        ({"compute_dtype": "bfloat16", "sequence": 65}, "cuda", "blocked"),  # masks in pairs
         ({"compute_dtype": "bfloat16", "attention_dropout": 0.1}, "cuda", "dropout"),
     ],
 )
