@@ -193,34 +193,37 @@ def test_cudnn_attention_is_compiled_where_its_library_is_there(monkeypatch):
     monkeypatch.setattr(plan_compiler, "_version", lambda name: "0.12.0.1")
     there = {"jax_cuda13_plugin", "nvidia.cudnn"}
     monkeypatch.setattr(plan_compiler, "_has", lambda module: module in there)
-    compiler = find_compiler("h100", 8, fused=True)
+    compiler = find_compiler("h100", 8, kernel="cudnn")
     assert (compiler.attention, compiler.hint) == ("cudnn", "")
     assert "cuDNN's attention" in compiler.label
-    in_blocks = find_compiler("h100", 8, fused=False)  # a model that it does not serve
-    assert (in_blocks.attention, in_blocks.hint) == ("blocked", "")
+    for kernel, said in (("blocked", "in blocks"), ("dropout", "dropout"), ("sliced", "slices")):
+        compiler = find_compiler("h100", 8, kernel=kernel)  # of a model that it does not serve
+        assert (compiler.attention, compiler.hint) == ("blocked", "") and said in compiler.label
     there.clear()
-    compiler = find_compiler("h100", 8, fused=True)
+    compiler = find_compiler("h100", 8, kernel="cudnn")
     assert compiler.attention == "blocked" and "attention in blocks" in compiler.label
     assert "pip install jax-cuda13-plugin==0.12.0.1 nvidia-cudnn-cu13 " in compiler.hint
 
 
 @pytest.mark.parametrize(
-    ("target", "model", "layout", "fused"),
+    ("target", "model", "layout", "kernel"),
     [
-        ("h100", {}, {}, True),
-        ("h100", {}, {"attention": "blocked"}, False),
-        ("h100", {"compute_dtype": "float32"}, {}, False),
-        ("h100", {"hidden": 60}, {}, False),  # heads of 15
-        ("h100", {"attention_dropout": 0.1}, {}, False),
-        ("h100", {}, {"schedule": "seq1f1b", "slices": 4, "virtual": 1}, False),
-        ("mi300x", {}, {}, False),
+        ("h100", {}, {}, "cudnn"),
+        ("h100", {}, {"attention": "blocked"}, "blocked"),
+        ("h100", {"compute_dtype": "float32"}, {}, "blocked"),
+        ("h100", {"hidden": 60}, {}, "blocked"),  # heads of 15
+        ("h100", {"attention_dropout": 0.1}, {}, "dropout"),
+        ("h100", {}, {"schedule": "seq1f1b", "slices": 4, "virtual": 1}, "sliced"),
+        ("mi300x", {}, {}, "blocked"),
     ],
 )
-def test_the_attention_that_is_compiled_is_that_of_a_run(monkeypatch, target, model, layout, fused):
+def test_the_attention_that_is_compiled_is_that_of_a_run(
+    monkeypatch, target, model, layout, kernel
+):
     asked = []
 
-    def find(target, devices, *, fused):
-        asked.append(fused)
+    def find(target, devices, *, kernel):
+        asked.append(kernel)
         raise UserError("found")
 
     monkeypatch.setattr(plan_compile, "find_compiler", find)
@@ -230,7 +233,7 @@ def test_the_attention_that_is_compiled_is_that_of_a_run(monkeypatch, target, mo
     )  # fmt: skip
     with pytest.raises(UserError, match="found"):
         compile_plan(run, target=target)
-    assert asked == [fused]
+    assert asked == [kernel]
 
 
 def test_a_compiler_of_another_version_is_an_error(monkeypatch, tmp_path):

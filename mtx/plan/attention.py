@@ -12,13 +12,14 @@ from typing import Literal
 from mtx.config import ModelConfig
 
 Backend = Literal["cuda", "xla"]
+Kernel = Literal["cudnn", "blocked", "sliced", "dropout"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """One kernel. A matmul here is one of attention's own: q k^T, or p v, or one of a gradient."""
 
-    name: Literal["cudnn", "blocked", "sliced", "dropout"]
+    name: Kernel
     square: float  # the part of the s x s scores that it computes
     at_once: float  # and of that square, what stands in memory at once; fused kernels have none
     backward_matmuls: int  # 4, and 5 where it computes the scores again

@@ -58,8 +58,9 @@ def compile_plan(run: RunConfig, *, target: str) -> Compiled:
     """
     layout = run.layout
     kernel = attention_of(run.model, hardware(target).backend, layout.slices).name
-    fused = kernel == "cudnn" and layout.attention != "blocked"
-    compiler = find_compiler(target, layout.devices, fused=fused)
+    if kernel == "cudnn" and layout.attention == "blocked":
+        kernel = "blocked"
+    compiler = find_compiler(target, layout.devices, kernel=kernel)
     try:
         return _in_own_process(run, target, compiler)
     except _TritonFailed:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtx.errors import UserError
+from mtx.plan.attention import Kernel
 from mtx.plan.compiled import Backend
 from mtx.plan.hardware import hardware
 from mtx.plan.target import GPU_TARGETS, TPU_TARGETS, gpu_topology, tpu_topology
@@ -24,6 +25,12 @@ from mtx.plan.target import GPU_TARGETS, TPU_TARGETS, gpu_topology, tpu_topology
 # LLVM's costliest passes come after all that is read here: they cost a sixth of the time.
 _FEWER_PASSES = "--xla_llvm_disable_expensive_passes=true"
 AttentionKernel = Literal["blocked", "cudnn"]
+_KERNELS: dict[Kernel, str] = {
+    "cudnn": "cuDNN's attention",
+    "blocked": "attention in blocks",
+    "sliced": "attention in slices",
+    "dropout": "attention with dropout on its probabilities",
+}
 MOST_CPU_DEVICES = 2048  # above that XLA:CPU starts and lowers but does not compile
 
 
@@ -39,11 +46,11 @@ class Compiler:
     flags: tuple[str, ...] = ()  # XLA_FLAGS
 
 
-def find_compiler(target: str, devices: int, *, fused: bool = False) -> Compiler:
+def find_compiler(target: str, devices: int, *, kernel: Kernel = "blocked") -> Compiler:
     """The compiler that comes nearest to the target on this machine. UserError where there is none
     for so many devices.
 
-    fused: whether the run's attention is cuDNN's.
+    kernel: the attention of a run on the target.
     """
     node_devices = hardware(target).node_devices  # UserError for a name that is not known
     if target in TPU_TARGETS:
@@ -54,21 +61,20 @@ def find_compiler(target: str, devices: int, *, fused: bool = False) -> Compiler
             )
         topology = tpu_topology(target, devices)
         return Compiler(
-            backend="tpu", label=f"XLA for TPU, {topology}, attention in blocks", topology=topology
+            backend="tpu", label=f"XLA for TPU, {topology}, {_KERNELS[kernel]}", topology=topology
         )
     if target in GPU_TARGETS:
         found = _find_cuda()
         if found:
             cuda, toolkit = found
-            missing = _missing_for_cudnn(cuda) if fused else []
-            with_cudnn = fused and not missing
-            attention = "cuDNN's attention" if with_cudnn else "attention in blocks"
+            missing = _missing_for_cudnn(cuda) if kernel == "cudnn" else []
+            compiled = "blocked" if missing else kernel
             hint = f"pip install {' '.join(missing)} compiles cuDNN's attention, which a run uses"
             return Compiler(
                 backend="gpu",
-                label=f"XLA for {GPU_TARGETS[target].description}, {attention}",
+                label=f"XLA for {GPU_TARGETS[target].description}, {_KERNELS[compiled]}",
                 hint=hint if missing else "",
-                attention="cudnn" if with_cudnn else "blocked",
+                attention="cudnn" if compiled == "cudnn" else "blocked",
                 topology=gpu_topology(devices, node_devices),
                 flags=(f"--xla_gpu_cuda_data_dir={toolkit}", _FEWER_PASSES),
             )
