@@ -16,8 +16,9 @@ stopped, the same command goes on from there.
 
     python experiments/gpt_1t.py --steps 100 --seed 1 --out runs/other --virtual-devices 4
     python experiments/gpt_1t.py --model.layers 8 --layout.pipe 4 --layout.data 1 --data.path a.txt
-    srun python experiments/gpt_1t.py --full --data.path /data/text --out /shared/gpt_1t
-    srun python experiments/gpt_1t.py best.toml --data.path /data/text --out /shared/gpt_1t
+    DATA="--data.path /data/text --data.tokenizer /data/tokenizer.json"
+    srun python experiments/gpt_1t.py --full $DATA --out /shared/gpt_1t
+    srun python experiments/gpt_1t.py best.toml $DATA --out /shared/gpt_1t
 
 The last two are the full size, on a cluster (SLURM, torchrun and mpirun are recognized): in the
 paper's layout, and in that of a plan file, as `mtx plan gpt-1t --search --save best.toml` writes
@@ -38,7 +39,7 @@ from mtx.cli import OwnFields, exit_status, parse, start_devices
 from mtx.config import Layout, RunConfig
 from mtx.plan.page import plan_lines
 from mtx.plan.plan import is_plan_file, load_run, make_plan
-from mtx.presets import preset
+from mtx.presets import preset, require_data
 from mtx.train.fit import fit_layout
 
 VIRTUAL_DEVICES = 8
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     start = Options(run=load_run(file) if file else default)
     options = parse(list(arguments[1 if file else 0 :]), start, prog="gpt_1t.py [PLAN]")
     run, as_given = options.run, options.full or file is not None
+    require_data(start.run, run, arguments)
 
     if not options.full and not options.virtual_devices:
         os.environ.setdefault("JAX_PLATFORMS", "")  # JAX's choice: an accelerator, if there is one

@@ -1,7 +1,7 @@
 #!/bin/bash
 # A run under Open MPI that goes on from its newest checkpoint after a failure.
 #
-#     OUT=/shared/run launch/openmpi.sh -n 4 --map-by ppr:1:node -- gpt-1.7b --data.path /data/text
+#     OUT=/shared/run launch/openmpi.sh -n 4 --map-by ppr:1:node -- gpt-1.7b --data.path /data/text --data.tokenizer /data/tokenizer.json
 #
 # Before -- stand options of mpirun (-n, --hostfile ...), after it those of
 # `mtx train`. Open MPI 4 says where process 0 runs; for Open MPI 5, or to choose the interface, set

@@ -109,7 +109,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
-    run("train", "gpt-3-175b", "--help")
+    run("train", "gpt-175b", "--help")
     assert re.search(
         r"--model.hidden INT\W+D, size between the blocks \(default: 12288\)",
         capsys.readouterr().out,
@@ -190,6 +190,12 @@ MISTAKES = {
     "plan llama_3_8B": "unknown preset 'llama_3_8B': did you mean 'llama-3-8b'? known are",
     "plan llama-9-900b": "unknown preset 'llama-9-900b': known are",
     "plan bert": "unknown preset 'bert': did you mean 'bert-1.3b' or 'bert-3.9b' or 'bert-336m'? ",
+    "plan gpt-3-175b": "unknown preset 'gpt-3-175b': did you mean 'gpt-175b'?",
+    "train gpt-175b": "data.path and data.tokenizer are not given, and a model with vocab=51,200 "
+    "has no text of its own; use --data.path FILE, FOLDER or DATASET --data.tokenizer FILE, bpe",
+    "train gpt-175b --data.path short": "data.tokenizer is not given, and",
+    "train gpt-175b --data.tokenizer=bytes": "data.path is not given, and",
+    "train bert-336m --data.path short": "use --data.tokenizer FILE or wordpiece",
     "plan --target a100-80": "unknown hardware 'a100-80': did you mean 'a100-80gb'?",
     "train --model.layer 3": "unknown option --model.layer: did you mean --model.layers?",
     "train --layers 3": "unknown option --layers: did you mean --model.layers?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_every_option_arrives(capsys):
 
 
 def test_scatter_gather_and_zero_change_the_prediction(capsys):
-    base = "gpt-3-175b --no-sequence-parallel"
+    base = "gpt-175b --no-sequence-parallel"
     on, off = numbers(capsys, base), numbers(capsys, f"{base} --no-scatter-gather")
     assert on["step_time_s"] < off["step_time_s"]
     sharded, whole = (numbers(capsys, f"gpt-1.7b --zero {zero}") for zero in (1, 0))
@@ -105,7 +106,7 @@ def test_scatter_gather_and_zero_change_the_prediction(capsys):
 
 def test_another_number_of_gpus_opens_the_layout(capsys):
     """The command of the README; in seconds, with the reasons."""
-    plan = numbers(capsys, "gpt-3-175b --gpus 1024 --target a100-80gb --global-batch 1536")
+    plan = numbers(capsys, "gpt-175b --gpus 1024 --target a100-80gb --global-batch 1536")
     assert plan["gpus"] == 1024 and plan["fits"] and plan["global_batch"] == 1536
     ranked = plan["search"]["ranked"]
     assert ranked[0]["runs"] and ranked[0]["step_time_s"] == pytest.approx(plan["step_time_s"])
@@ -173,6 +174,26 @@ def test_a_plan_file_runs_and_can_be_planned_again(capsys):
     assert again["target"] == "h100" and again["step_time_s"] == saved["step_time_s"]
     other = numbers(capsys, "best.toml --target a100-80gb --save best.json")
     assert other["target"] == "a100-80gb" == load_plan("best.json").target
+
+
+def test_a_plan_is_trained_on_what_is_named(capsys):
+    """Not on the text that Python carries, and not in bytes, unless that is said."""
+    numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
+    text = Path("best.toml").read_text()
+    assert "[data]" not in text and "tokenizer" not in text
+    for options, missing in (
+        ("", "data.path and data.tokenizer are not given"),
+        ("--data.path best.toml", "data.tokenizer is not given"),
+        ("--data.path best.toml --data.tokenizer bytes", "a model of 18,449,756,160"),
+    ):
+        assert main(["train", "best.toml", *options.split()]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and missing in error
+    Path("best.toml").write_text(text + '[data]\npath = ["best.toml"]\ntokenizer = "bpe"\n')
+    assert main(["train", "best.toml"]) == 2
+    assert "a model of 18,449,756,160 parameters needs" in capsys.readouterr().err
+    numbers(capsys, "miniature --save small.json")
+    assert load_run("small.json") == preset("miniature")
 
 
 def test_a_target_of_ones_own(capsys, empty_directory):

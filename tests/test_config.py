@@ -295,12 +295,19 @@ def test_interleaved_presets_are_those_of_the_published_scripts():
 def test_other_presets():
     gpt_2 = preset("gpt-2-345m").model  # Shoeybi et al. 2019, table 1: 355M with h=1024, 24 layers
     assert (gpt_2.hidden, gpt_2.layers, gpt_2.head_size) == (1024, 24, 64)
-    gpt_3 = preset("gpt-3-175b")  # SC'21, section 5.3
+    gpt_3 = preset("gpt-175b")  # SC'21, section 5.3
     assert (gpt_3.model.hidden, gpt_3.model.layers, gpt_3.model.heads) == (12288, 96, 96)
     assert gpt_3.layout.devices == 96 and gpt_3.microbatches == 60
+    assert "gpt-175b" in NAMES and "gpt-3-175b" not in NAMES
     miniature = preset("miniature").layout
     assert (miniature.data, miniature.pipe, miniature.tensor, miniature.virtual) == (2, 2, 2, 2)
     assert preset("bench-s").microbatches == 8
+
+
+def test_only_table_1_recomputes_every_block():
+    """As it was published; the others fit with less."""
+    full = [name for name in NAMES if preset(name).layout.recompute == "full"]
+    assert full == list(TABLE1)
 
 
 def test_an_unknown_preset_names_the_nearest():

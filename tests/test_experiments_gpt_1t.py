@@ -65,7 +65,7 @@ def test_it_learns_writes_and_says_where_things_are(gpt_1t, tmp_path, monkeypatc
 def test_the_full_size_is_refused_before_anything_is_made(gpt_1t, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"1,008,038,758,400 parameters needs at least [\d,.]+ GiB"):
-        gpt_1t.main(["--full"])
+        gpt_1t.main(["--full", "--data.path", "a.txt", "--data.tokenizer", "bpe"])
     assert "502.0 petaFLOP/s" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -75,7 +75,9 @@ def test_a_plan_file_is_what_runs(gpt_1t, tmp_path, monkeypatch, capsys):
     run = preset("gpt-39b")
     save_plan(make_plan(run, target="h100"), "best.toml")
     with pytest.raises(UserError, match=f"{parameters(run.model):,} parameters needs at least"):
-        gpt_1t.main(["best.toml", "--out", "elsewhere"])
+        gpt_1t.main(
+            ["best.toml", "--data.path=a.txt", "--data.tokenizer=bpe", "--out", "elsewhere"]
+        )
     page = capsys.readouterr().out
     assert "32 x 2 x 8 = 512 devices" in page and "3,072 devices" not in page
     with pytest.raises(UserError, match="cannot read plan file none.toml"):
@@ -88,6 +90,7 @@ def test_a_plan_file_is_what_runs(gpt_1t, tmp_path, monkeypatch, capsys):
     [
         (["--step", "3"], "unknown option --step: did you mean --steps"),
         (["miniature"], "unexpected argument 'miniature'"),
+        (["--full"], "data.path and data.tokenizer are not given"),
         (["--layout.pipe", "3"], "layers=4 cannot be divided over pipe\\*virtual=3\\*2"),
         (["--layout.data", "4"], "asks for 16 devices, and there are 8"),
         (["--data.path", "missing.txt"], "data path 'missing.txt' does not exist"),

@@ -2,7 +2,8 @@
 
 from mtx.plan.buffers import largest_buffers, read_places
 from mtx.plan.compiled import Buffer
-from mtx.plan.hlo import Shape, read_program
+from mtx.plan.hlo import read_program
+from mtx.plan.hlo_text import Shape
 
 ASSIGNMENT = """\
 BufferAssignment:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -17,7 +19,8 @@ from mtx.plan import compiler as plan_compiler
 from mtx.plan.compile import compile_plan
 from mtx.plan.compiled import Compiled
 from mtx.plan.compiler import find_compiler
-from mtx.plan.hlo import Instruction
+from mtx.plan.hlo import read_program
+from mtx.plan.hlo_text import Instruction
 from mtx.plan.memory import parameters_per_device, predict_memory
 from mtx.plan.target import GPU_TARGETS, gpu_topology, tpu_topology
 from mtx.train.step import Trainer
@@ -89,7 +92,7 @@ def test_collectives_of_a_step_are_those_of_the_formulas():
     assert traffic(compiled, "reduce-scatter", "data")[1] == pytest.approx(held / 2, rel=0.01)
     # The norm of the gradient: one number over all devices.
     assert traffic(compiled, "all-reduce", "pipe", "data", "tensor") == (1, 2 * 4 * 7 / 8)
-    assert all(row.overlapped == 0 for row in compiled.collectives), "unknown to XLA:CPU"
+    assert compiled.overlap_estimate == (), "unknown to XLA:CPU"
 
 
 def test_the_largest_buffers_are_named():
@@ -177,12 +180,60 @@ def test_without_the_extra_a_gpu_is_stood_in_for_with_a_hint(monkeypatch):
 
 
 def test_with_the_extra_a_gpu_is_compiled_for(monkeypatch):
-    monkeypatch.setattr(plan_compiler, "_find_cuda", lambda: "/cuda")
+    monkeypatch.setattr(plan_compiler, "_find_cuda", lambda: ("cuda13", "/cuda"))
     compiler = find_compiler("a100-80gb", 3072)
     assert (compiler.backend, compiler.topology) == ("gpu", "1x384x8")
     assert "--xla_gpu_cuda_data_dir=/cuda" in compiler.flags
     assert compiler.hint == "" and "A100" in compiler.label
     assert find_compiler("mi300x", 8).backend == "cpu"  # XLA's compiler for it is not a wheel
+
+
+def test_cudnn_attention_is_compiled_where_its_library_is_there(monkeypatch):
+    monkeypatch.setattr(plan_compiler, "_find_cuda", lambda: ("cuda13", "/cuda"))
+    monkeypatch.setattr(plan_compiler, "_version", lambda name: "0.12.0.1")
+    there = {"jax_cuda13_plugin", "nvidia.cudnn"}
+    monkeypatch.setattr(plan_compiler, "_has", lambda module: module in there)
+    compiler = find_compiler("h100", 8, kernel="cudnn")
+    assert (compiler.attention, compiler.hint) == ("cudnn", "")
+    assert "cuDNN's attention" in compiler.label
+    for kernel, said in (("blocked", "in blocks"), ("dropout", "dropout"), ("sliced", "slices")):
+        compiler = find_compiler("h100", 8, kernel=kernel)  # of a model that it does not serve
+        assert (compiler.attention, compiler.hint) == ("blocked", "") and said in compiler.label
+    there.clear()
+    compiler = find_compiler("h100", 8, kernel="cudnn")
+    assert compiler.attention == "blocked" and "attention in blocks" in compiler.label
+    assert "pip install jax-cuda13-plugin==0.12.0.1 nvidia-cudnn-cu13 " in compiler.hint
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "layout", "kernel"),
+    [
+        ("h100", {}, {}, "cudnn"),
+        ("h100", {}, {"attention": "blocked"}, "blocked"),
+        ("h100", {"compute_dtype": "float32"}, {}, "blocked"),
+        ("h100", {"hidden": 60}, {}, "blocked"),  # heads of 15
+        ("h100", {"attention_dropout": 0.1}, {}, "dropout"),
+        ("h100", {}, {"schedule": "seq1f1b", "slices": 4, "virtual": 1}, "sliced"),
+        ("mi300x", {}, {}, "blocked"),
+    ],
+)
+def test_the_attention_that_is_compiled_is_that_of_a_run(
+    monkeypatch, target, model, layout, kernel
+):
+    asked = []
+
+    def find(target, devices, *, kernel):
+        asked.append(kernel)
+        raise UserError("found")
+
+    monkeypatch.setattr(plan_compile, "find_compiler", find)
+    run = dataclasses.replace(
+        RUN, layout=dataclasses.replace(RUN.layout, **layout),
+        model=dataclasses.replace(MODEL, **{"compute_dtype": "bfloat16"} | model),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="found"):
+        compile_plan(run, target=target)
+    assert asked == [kernel]
 
 
 def test_a_compiler_of_another_version_is_an_error(monkeypatch, tmp_path):
@@ -237,7 +288,8 @@ def test_clusters_of_gpus_and_what_is_said_of_each():
     assert gpu_topology(12, 8) == "1x3x4"
     for target in GPU_TARGETS.values():
         text = target.text()
-        for name in ("core_count", "clock_rate_ghz", "device_memory_size", target.description):
+        needed = ("core_count", "clock_rate_ghz", "device_memory_size", target.description)
+        for name in (*needed, "runtime_version {", "dnn_version_info {"):
             assert name in text
 
 
@@ -282,7 +334,7 @@ def fake_compiler(monkeypatch, *answers):
         stdout = "" if code else f"noise\n{json.dumps(compiled.to_dict())}\n"
         return plan_compile.subprocess.CompletedProcess(command, code, stdout, stderr)
 
-    monkeypatch.setattr(plan_compiler, "_find_cuda", lambda: "/cuda")
+    monkeypatch.setattr(plan_compiler, "_find_cuda", lambda: ("cuda13", "/cuda"))
     monkeypatch.setattr(plan_compile.subprocess, "run", run)
     return flags
 
@@ -318,13 +370,49 @@ def test_a_gpu_that_is_not_there():
     layout = Layout(data=4, pipe=2, tensor=2, microbatch=2, recompute="full", idle="phases")
     run = RunConfig(model=model, layout=layout, global_batch=64)
     compiled = compile_plan(run, target="a100-80gb")
-    assert (compiled.backend, compiled.devices, compiled.hint) == ("gpu", 16, "")
+    assert (compiled.backend, compiled.devices) == ("gpu", 16)
     assert compiled.matmul_flops == pytest.approx(compiled.formula_flops, rel=1e-12)
-    memory = predict_memory(model, layout, run.global_batch, backend="xla")
+    fused = "cuDNN" in compiled.label
+    assert fused == (compiled.hint == "")
+    backend = "cuda" if fused else "xla"
+    memory = predict_memory(model, layout, run.global_batch, backend=backend)
     assert memory.total_bytes == pytest.approx(compiled.total_bytes, rel=0.1)
     schedule = make("1f1b", microbatches=run.microbatches, stages=2)
     x_bytes = 2 * layout.microbatch * model.sequence * model.hidden // 2
     # Between two stages x and dx go the same way round, and XLA may send them together.
     sends = sum((p.forward + p.backward) * (p.stop - p.start) for p in schedule.phases)
     assert traffic(compiled, "collective-permute", "pipe")[1] == sends * x_bytes
-    assert any(row.overlapped for row in compiled.collectives)
+    estimate = {row.axes: row for row in compiled.overlap_estimate}
+    assert {("tensor",), ("data",), ("pipe",)} <= estimate.keys()
+    assert all(0 <= row.exposed_s <= row.seconds for row in estimate.values())
+    # Some collectives over tensor stand beside matmuls, and none of the sends.
+    assert 0 < estimate["tensor",].exposed_s < estimate["tensor",].seconds
+    assert estimate["pipe",].exposed_s > 0.8 * estimate["pipe",].seconds
+
+
+FLOAT8 = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from mtx.plan.target import GPU_TARGETS
+topology = topologies.get_topology_desc(
+    platform="cuda", target_config=GPU_TARGETS["h100"].text(), topology="1x1x1"
+)
+sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+a = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn, sharding=sharding)
+product = lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.bfloat16)
+print(jax.jit(product).lower(a, a).compile().as_text())
+"""
+
+
+@needs_gpu_compiler
+def test_float8_matmuls_are_cublas_own():
+    _, toolkit = plan_compiler._find_cuda()
+    flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_enable_triton_gemm=false"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-c", FLOAT8], env=environment, capture_output=True, text=True, check=True
+    )
+    program = read_program(done.stdout)
+    assert program.custom_calls() == {"__cublas$lt$matmul$f8": 1}
+    assert program.matmul_flops() == 2 * 256**3

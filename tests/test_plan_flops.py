@@ -18,7 +18,7 @@ from mtx.plan.flops import (
 from mtx.plan.published import TABLE_1
 from mtx.presets import preset
 
-GPT3 = preset("gpt-3-175b").model
+GPT3 = preset("gpt-175b").model
 DAY_S = 86400
 
 
@@ -27,7 +27,7 @@ def test_gpt3_in_both_conventions():
     assert model_flops(GPT3, 1536) == pytest.approx(3.340598e18, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt-1.7b", "gpt-3-175b", "gpt-1t"])
+@pytest.mark.parametrize("name", ["gpt-1.7b", "gpt-175b", "gpt-1t"])
 def test_conventions_are_the_papers_formulas(name):
     model, batch = preset(name).model, 96
     s, h, layers, vocab = model.sequence, model.hidden, model.layers, model.vocab
@@ -153,6 +153,8 @@ def test_hardware_flops_of_a_cluster_do_not_depend_on_how_it_is_cut():
         ({"compute_dtype": "bfloat16"}, "xla", "blocked"),
         ({"compute_dtype": "float32"}, "cuda", "blocked"),
         ({"compute_dtype": "float16", "hidden": 640}, "cuda", "blocked"),  # heads of 160
+        ({"compute_dtype": "bfloat16", "hidden": 240}, "cuda", "blocked"),  # heads of 60
+        ({"compute_dtype": "bfloat16", "sequence": 65}, "cuda", "blocked"),  # masks in pairs
         ({"compute_dtype": "bfloat16", "attention_dropout": 0.1}, "cuda", "dropout"),
     ],
 )

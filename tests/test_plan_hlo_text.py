@@ -114,7 +114,7 @@ GEMM = (
 )
 
 
-@pytest.mark.parametrize("target", ["__cublas$gemm", "__cublas$lt$matmul"])
+@pytest.mark.parametrize("target", ["__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"])
 def test_cublas(target):
     program = module(
         "%a = bf16[6,8,16]{2,1,0} parameter(0)",
@@ -136,21 +136,54 @@ def test_onednn_whichever_operand_is_transposed():
     assert program.matmul_flops() == 2 * 6 * 8 * 16 * 32
 
 
-def test_cudnn_attention_counts_the_full_square():
-    scores = (
-        'backend_config={"cudnn_fmha_backend_config":{"algorithm":{"algo_id":"0"},'
-        '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","8","64","64"],'
-        '"layout":{"minor_to_major":["3","2","1","0"]}},"mask_type":"CAUSAL"}}'
-    )
+# As XLA of jax 0.10 writes cuDNN's configuration, and as jax 0.12.0.1 compiled it for an H100:
+# with spaces, and more than the scores' shape nested in it.
+FMHA_0_10 = (
+    '{"cudnn_fmha_backend_config":{"algorithm":{"algo_id":"0"},'
+    '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","8","64","64"],'
+    '"layout":{"minor_to_major":["3","2","1","0"]}},"mask_type":"CAUSAL"}}'
+)
+FMHA_0_12 = (
+    '{"operation_queue_id": "0", "cudnn_fmha_backend_config": {"algorithm": {"algo_id": "0", '
+    '"math_type": "TENSOR_OP_MATH", "tuning_knobs": {"17": "1", "24": "0"}, "workspace_size": "0"}'
+    ', "fmha_scale": 0.08838834764831843, "intermediate_tensor_shape": {"element_type": "BF16", '
+    '"dimensions": ["2", "8", "64", "64"], "tuple_shapes": [], "layout": {"dim_level_types": [], '
+    '"minor_to_major": ["3", "2", "1", "0"], "tiles": []}, "is_dynamic_dimension": [false, false, '
+    'false, false]}, "is_flash_attention": true, "mask_type": "CAUSAL", '
+    '"bmm1_dot_dimension_numbers": {"lhs_contracting_dimensions": ["3"]}, "dropout_rate": 0.0}}'
+)
+
+
+@pytest.mark.parametrize("config", [FMHA_0_10, FMHA_0_12, FMHA_0_10.replace('"', '\\"')])
+def test_cudnn_attention_counts_the_full_square(config):
+    quoted = f'"{config}"' if "\\" in config else config  # as XLA wrote it before
     q = "bf16[2,64,8,32]{3,2,1,0}"
     program = module(
         f"%q = {q} parameter(0)",
         f"%o = ({q}, f32[2,8,64]{{2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %q), "
-        f'custom_call_target="__cudnn$fmhaSoftmax", {scores}',
+        f'custom_call_target="__cudnn$fmhaSoftmax", backend_config={quoted}',
         f"ROOT %g = ({q}, {q}, {q}, u8[0]{{0}}) custom-call(%q, %q, %q), "
-        f'custom_call_target="__cudnn$fmhaSoftmaxBackward", {scores}',
+        f'custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={quoted}',
     )
     assert program.matmul_flops() == (2 + 5) * 2 * (2 * 8 * 64 * 64) * 32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",
+        ', backend_config={"cudnn_fmha_backend_config":{}}',
+        ', backend_config={name = "triton", grid_x = 1 : i32}',
+    ],
+)
+def test_a_library_call_whose_sizes_are_not_said_is_an_error(config):
+    program = module(
+        "%q = bf16[2,64,8,32]{3,2,1,0} parameter(0)",
+        "ROOT %o = bf16[2,64,8,32]{3,2,1,0} custom-call(%q, %q, %q), "
+        f'custom_call_target="__cudnn$fmhaSoftmax"{config}',
+    )
+    with pytest.raises(UserError, match=r"'o' calls '__cudnn\$fmhaSoftmax' without"):
+        program.matmul_flops()
 
 
 def test_matmuls_that_cannot_be_read_are_errors_and_other_calls_are_not():
@@ -192,47 +225,6 @@ def test_text_inside_names_and_constants_is_not_read():
         'rhs_contracting_dims={0}, metadata={op_name="a{b\\"c}, calls=%nothing" stack_frame_id=1}',
     )
     assert program.matmul_flops() == 2 * 4**3
-
-
-# -- overlap: work between an asynchronous start and its done --------------------------------------
-
-START = (
-    "%s = (bf16[4]{{0}}, bf16[4]{{0}}) collective-permute-start(%p), "
-    'source_target_pairs={{{{0,4}},{{4,0}}}}, backend_config={{"is_sync":{sync}{more}}}'
-)
-DONE = "%d = bf16[4]{0} collective-permute-done(%s)"
-WORK = "%w = bf16[4]{0} multiply(%p, %p)"
-NO_WORK = ("%b = bf16[2,2]{1,0} bitcast(%p)", "%t = (bf16[4]{0}) tuple(%p)")
-
-
-@pytest.mark.parametrize(
-    ("lines", "sync", "overlapped"),
-    [
-        ((WORK, DONE), "false", True),
-        ((*NO_WORK, DONE, WORK), "false", False),
-        ((WORK, DONE), "true", False),
-        ((WORK, *NO_WORK, DONE), "false", True),
-    ],
-)
-def test_a_collective_is_overlapped_where_work_stands_inside(lines, sync, overlapped):
-    start = START.format(sync=sync, more="")
-    program = module("%p = bf16[4]{0} parameter(0)", WORK.replace("%w", "%w0"), start, *lines)
-    assert [c.overlapped for c in program.collectives()] == [overlapped]
-
-
-def test_a_permute_whose_done_is_in_the_next_iteration_is_overlapped():
-    start = START.format(sync="false", more=',"collective_backend_config":{"is_pipelined":true}')
-    program = module("%p = bf16[4]{0} parameter(0)", start)
-    assert [c.overlapped for c in program.collectives()] == [True]
-
-
-def test_a_synchronous_collective_is_not_overlapped():
-    program = module(
-        "%p = bf16[4]{0} parameter(0)",
-        "%a = bf16[4]{0} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add",
-        WORK,
-    )
-    assert [c.overlapped for c in program.collectives()] == [False]
 
 
 # -- bytes that a device sends ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtx.config import Layout, ModelConfig, RunConfig, to_dict
+from mtx.config import DataConfig, Layout, ModelConfig, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.plan.flops import model_flops, sc21_flops
 from mtx.plan.hardware import hardware
@@ -116,7 +116,10 @@ def test_a_target_without_the_type_is_an_error():
 def test_a_plan_comes_back_from_its_file(tmp_path, suffix):
     path = tmp_path / f"plan{suffix}"
     layout = Layout(pipe=2, tensor=2, stage_layers=(3, 5), recompute="selective", microbatch=2)
-    run = RunConfig(model=ModelConfig(layers=8), layout=layout, out='runs/"odd\\name"\n\x7fé')
+    data = DataConfig(path=("a b.txt",), tokenizer="bpe")
+    run = RunConfig(
+        model=ModelConfig(layers=8), layout=layout, data=data, out='runs/"odd\\name"\n\x7fé'
+    )
     plan = make_plan(run, target="h100", scatter_gather=False)
     save_plan(plan, path)
     assert load_plan(path) == plan
@@ -127,6 +130,24 @@ def test_a_plan_comes_back_from_its_file(tmp_path, suffix):
 def test_every_preset_survives_toml(name, tmp_path):
     save_plan(make_plan(preset(name)), tmp_path / "plan.toml")
     assert load_run(tmp_path / "plan.toml") == preset(name)
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_plan_file_has_no_data_unless_the_run_names_some(suffix, tmp_path):
+    path = tmp_path / f"plan{suffix}"
+
+    def saved(run):
+        save_plan(make_plan(run), path)
+        text = path.read_text()
+        return (tomllib.loads(text) if suffix == ".toml" else json.loads(text)).get("data")
+
+    large = preset("gpt-1.7b")
+    assert saved(large) is None
+    assert saved(dataclasses.replace(large, data=DataConfig(tokenizer="bpe"))) is None
+    corpus = DataConfig(path=("0.7", "a", "0.3", "b"), tokenizer="tokenizer.json")
+    assert saved(dataclasses.replace(large, data=corpus))["tokenizer"] == "tokenizer.json"
+    assert load_run(path).data == corpus
+    assert saved(preset("miniature-bert"))["tokenizer"] == "wordpiece"
 
 
 def test_the_config_beside_a_checkpoint_is_a_plan_file_too(tmp_path):

@@ -58,7 +58,7 @@ def test_the_rows_run_is_found(row):
 def test_other_runs_are_not_in_the_table():
     run = preset("gpt-1t")
     for other in (
-        preset("gpt-3-175b"),
+        preset("gpt-175b"),
         preset("miniature"),
         dataclasses.replace(run, global_batch=1536),
         dataclasses.replace(run, layout=dataclasses.replace(run.layout, virtual=2)),

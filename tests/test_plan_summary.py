@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from mtx.config import Layout
 from mtx.errors import UserError
-from mtx.plan.compiled import Buffer, Compiled, Traffic
+from mtx.plan.compiled import Buffer, Compiled, Exposure, Traffic
 from mtx.plan.families import parameters_by_part
 from mtx.plan.flops import forward_flops
 from mtx.plan.page import plan_lines, render, rows_table
@@ -162,6 +163,27 @@ def test_days_and_cost_of_a_budget():
     assert value.endswith(f"cost {1.5 * hours:,.0f} at 1.5 a GPU hour") and source == "predicted"
 
 
+def test_where_full_recomputation_is_not_needed_the_page_says_so():
+    run, name = preset("gpt-39b"), "with recompute=selective"
+    plan = make_plan(run, target="h100")
+    lighter = make_plan(
+        dataclasses.replace(run, layout=dataclasses.replace(run.layout, recompute="selective")),
+        target="h100",
+    )  # fmt: skip
+    facts = {row.name: row.value for row in plan_rows(plan)}
+    assert plan.with_recompute("selective") == (lighter.time, lighter.memory)
+    assert facts[name] == (
+        f"{lighter.memory.total_bytes / 2**30:.2f} GiB of 80 GiB: fits (32%); a step in "
+        f"{lighter.time.step_s:.2f} s, not {plan.time.step_s:.2f} s"
+    )
+    assert lighter.time.step_s < 0.8 * plan.time.step_s
+    # Where it is not asked for, or does not fit, nothing is said.
+    assert name not in {row.name for row in plan_rows(lighter)}
+    layout = Layout(data=32, tensor=4, microbatch=16, recompute="full")
+    tight = dataclasses.replace(preset("gpt-18b"), layout=layout, global_batch=512)
+    assert name not in {row.name for row in plan_rows(make_plan(tight, target="h100"))}
+
+
 def test_what_was_chosen_is_said():
     plan = make_plan(preset("bench-s"), chosen=("gpus=4: few", "layout: the fastest"))
     rows = plan_rows(plan)
@@ -186,7 +208,11 @@ COMPILED = Compiled(
     largest=(Buffer(bytes=3 * 2**30, shape="f32[4]", what="masters"),),
     collectives=(
         Traffic(kind="all-gather", axes=("tensor",), group=8, dtype="bf16", count=1024,
-                bytes=2**33, overlapped=512),
+                bytes=2**33),
+    ),
+    overlap_estimate=(
+        Exposure(axes=("tensor",), seconds=1.25, exposed_s=0.75),
+        Exposure(axes=("pipe", "data"), seconds=0.004, exposed_s=0.0),
     ),
 )  # fmt: skip
 
@@ -200,7 +226,11 @@ def test_what_the_compiler_says():
     assert facts["memory of a device"].startswith("76.00 GiB of 80 GiB: does not fit (95%")
     assert facts["matmul FLOPs"] == "4.4000e+19, 1.1000 of the formula's"
     assert facts["3.00 GiB"] == "f32[4]: masters"
-    assert facts["all-gather over tensor"] == "1,024 of 8, 8.00 GiB sent in bf16, 512 overlapped"
+    assert facts["all-gather over tensor"] == "1,024 of 8, 8.00 GiB sent in bf16"
+    assert facts["over tensor"] == "1.25 s, 750 ms of it exposed"
+    assert facts["over pipe x data"] == "4 ms, 0 ms of it exposed"
+    sections = {row.section for row in rows if row.name.startswith("over ")}
+    assert [section for section in sections if "estimate" in section] == list(sections)
     lines = render(rows_table(rows, heading="x"), width=80)
     assert max(map(len, lines)) <= 80 and any("install [aot]" in line for line in lines)
 

@@ -15,7 +15,7 @@ from mtx.launch.exits import leave_at_once
 from mtx.launch.startup import StartUp, use_compile_cache
 from mtx.launch.watch_options import WatchOptions
 from mtx.plan.plan import is_plan_file, load_run
-from mtx.presets import NAMES, preset
+from mtx.presets import NAMES, preset, require_data
 from mtx.sizes import VirtualDevices
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def train_command(arguments: list[str]) -> int | None:
     """Train a preset or a plan, or go on from a run or a model of Hugging Face's.
 
     PRESET is miniature where none is named; PLAN is a file that `mtx plan --save` has written;
-    options replace their fields. Log, config and checkpoints lie in --out, from which the same
+    options replace their fields. What is larger than a laptop's model needs --data.path and
+    --data.tokenizer. Log, config and checkpoints lie in --out, from which the same
     command goes on. RUN_DIR is such an --out: the run goes on with its own config and data, in
     another --out from its newest checkpoint. MODEL_DIR has a config.json and safetensors; they are
     converted into --out, and trained on what --data.path names. Exit status: 0 finished, 2 a
@@ -48,9 +49,11 @@ def train_command(arguments: list[str]) -> int | None:
     start, run = _named(name)
     prog = "mtx train [PRESET | PLAN | RUN_DIR | MODEL_DIR]"
     options = parse(rest, TrainOptions(run=run), prog=prog, about=train_command)
-    run, given = options.run, _given(rest)
+    named, run, given = run, options.run, _given(rest)
     if start is not None:
         run = start.complete(run, given)
+    else:
+        require_data(named, run, given)
     from mtx.data.corpus import check_data
 
     check_data(run)

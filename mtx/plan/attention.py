@@ -12,13 +12,14 @@ from typing import Literal
 from mtx.config import ModelConfig
 
 Backend = Literal["cuda", "xla"]
+Kernel = Literal["cudnn", "blocked", "sliced", "dropout"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """One kernel. A matmul here is one of attention's own: q k^T, or p v, or one of a gradient."""
 
-    name: Literal["cudnn", "blocked", "sliced", "dropout"]
+    name: Kernel
     square: float  # the part of the s x s scores that it computes
     at_once: float  # and of that square, what stands in memory at once; fused kernels have none
     backward_matmuls: int  # 4, and 5 where it computes the scores again
@@ -35,7 +36,7 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
     """The kernel that runs this model's attention on NVIDIA GPUs ("cuda") or elsewhere ("xla").
 
     dropout: on its probabilities. The full square, in float32, all of it kept.
-    cudnn: the fused kernel, for 16 bits and heads of at most 128. The full square is counted; its
+    cudnn: the fused kernel, where `cudnn_serves`. The full square is counted; its
     causal mask lets it skip nearly half of that. What hides padding it takes as a bias, and keeps.
     blocked: n blocks of queries with the keys that they see, (n+1)/2n of the square where causal.
     It keeps a number a row; computed again, its q k^T is the one that its gradient needs, and XLA
@@ -68,8 +69,10 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
 
 
 def cudnn_serves(model: ModelConfig) -> bool:
-    """Whether cuDNN's fused attention takes this model's heads and compute type."""
-    return model.compute_dtype != "float32" and model.head_size <= 128
+    """Whether cuDNN's fused attention takes this model's heads, sequence and compute type, as
+    `jax.nn.dot_product_attention` asks: the sequence is even for the sake of masks."""
+    heads = model.head_size <= 128 and model.head_size % 8 == 0
+    return heads and model.sequence % 2 == 0 and model.compute_dtype != "float32"
 
 
 def query_blocks(sequence: int) -> int:

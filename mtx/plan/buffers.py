@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mtx.plan.compiled import Buffer
-from mtx.plan.hlo import Instruction, Program, Shape, read_shape
+from mtx.plan.hlo import Program
+from mtx.plan.hlo_text import Instruction, Shape, read_shape
 
 # Of an array's shape: what the step knows under that shape, or None.
 NameOf = Callable[[Shape], str | None]

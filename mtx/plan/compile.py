@@ -27,12 +27,16 @@ from typing import TYPE_CHECKING
 
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
+from mtx.plan.attention import attention_of
 from mtx.plan.buffers import NameOf, largest_buffers
 from mtx.plan.compiled import Compiled, Traffic
 from mtx.plan.compiler import Compiler, find_compiler
 from mtx.plan.flops import hardware_matmul_flops
-from mtx.plan.hlo import Instruction, Program, Shape, read_program
+from mtx.plan.hardware import hardware
+from mtx.plan.hlo import Program, read_program
+from mtx.plan.hlo_text import Instruction, Shape
 from mtx.plan.memory import parameters_per_device
+from mtx.plan.overlap import Machine, exposure
 from mtx.plan.target import GPU_TARGETS
 
 if TYPE_CHECKING:
@@ -48,10 +52,15 @@ _NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 def compile_plan(run: RunConfig, *, target: str) -> Compiled:
     """The step of `run`, compiled for `target`, a name in `mtx.plan.hardware`.
 
-    The attention compiled is our blocked one: cuDNN's kernel cannot be without a GPU. UserError
-    where no compiler can serve, and where the compiler fails, with the line that says why.
+    The attention compiled is that of a run, as far as it can be here; the result says which.
+    UserError where no compiler can serve, and where the compiler fails, with the line that says
+    why.
     """
-    compiler = find_compiler(target, run.layout.devices)
+    layout = run.layout
+    kernel = attention_of(run.model, hardware(target).backend, layout.slices).name
+    if kernel == "cudnn" and layout.attention == "blocked":
+        kernel = "blocked"
+    compiler = find_compiler(target, layout.devices, kernel=kernel)
     try:
         return _in_own_process(run, target, compiler)
     except _TritonFailed:
@@ -127,7 +136,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
     from mtx.train.step import Trainer
 
     start = time.perf_counter()
-    changes = {"layout": dataclasses.replace(run.layout, attention="blocked")}
+    changes = {"layout": dataclasses.replace(run.layout, attention=compiler.attention)}
     if compiler.backend == "cpu":
         changes["model"] = dataclasses.replace(run.model, compute_dtype="float32")
     compiled_run = dataclasses.replace(run, **changes)
@@ -143,8 +152,13 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
     busy, trips = busy_shares(trainer), layers_per_chunk(trainer)
     flops = program.matmul_flops(busy, trip_counts=trips)
     formula = hardware_matmul_flops(
-        compiled_run.model, compiled_run.layout, run.global_batch, backend="xla"
-    )
+        compiled_run.model, compiled_run.layout, run.global_batch,
+        backend="cuda" if compiler.attention == "cudnn" else "xla",
+    )  # fmt: skip
+    overlap = ()
+    if compiler.backend == "gpu":
+        machine = Machine.of(hardware(target), mesh_shape=trainer.sizes)
+        overlap = exposure(program, machine, busy, trip_counts=trips)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -159,6 +173,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         temp_bytes=temp,
         largest=_largest(dump, program, trainer),
         collectives=collect_traffic(program, trainer.sizes, busy, trips),
+        overlap_estimate=overlap,
         matmul_flops=flops * run.layout.devices,
         formula_flops=formula,
         compile_s=elapsed,
@@ -266,13 +281,12 @@ def collect_traffic(
         key = collective.kind, axes, collective.dtype, collective.group
         row = rows.get(key) or Traffic(
             kind=collective.kind, axes=axes, group=collective.group, dtype=collective.dtype,
-            count=0.0, bytes=0.0, overlapped=0.0,
+            count=0.0, bytes=0.0,
         )  # fmt: skip
         rows[key] = dataclasses.replace(
             row,
             count=row.count + collective.count,
             bytes=row.bytes + collective.count * collective.sent_bytes,
-            overlapped=row.overlapped + collective.count * collective.overlapped,
         )
     return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
 

@@ -31,7 +31,16 @@ class Traffic:
     dtype: str
     count: float  # executions a step, a mean over the stages where they differ
     bytes: float  # that a device sends in a step, by ring algorithms
-    overlapped: float  # of `count`: asynchronous, with work between start and done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposure:
+    """An estimate: seconds of the collectives over the same mesh axes in one step of one device,
+    by `mtx.plan.overlap`."""
+
+    axes: tuple[str, ...]
+    seconds: float  # by the planner's model of the network
+    exposed_s: float  # of them, those that the schedule puts no computation beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class Compiled:
     temp_bytes: int
     largest: tuple[Buffer, ...]  # the ten largest, largest first
     collectives: tuple[Traffic, ...]  # most bytes first
+    overlap_estimate: tuple[Exposure, ...]  # most exposed first; () where no GPU was compiled for
     matmul_flops: float  # of the whole cluster in one step, loops weighted by their trip counts
     formula_flops: float  # `hardware_matmul_flops` of the same program
     compile_s: float  # tracing, lowering and compiling
@@ -69,7 +79,7 @@ class Compiled:
         """The inverse of `to_dict`, also after a way through JSON."""
         values = {name: value for name, value in values.items() if name != "total_bytes"}
         values["largest"] = tuple(Buffer(**buffer) for buffer in values["largest"])
-        values["collectives"] = tuple(
-            Traffic(**row | {"axes": tuple(row["axes"])}) for row in values["collectives"]
-        )
+        for name, kind in (("collectives", Traffic), ("overlap_estimate", Exposure)):
+            rows = (kind(**row | {"axes": tuple(row["axes"])}) for row in values[name])
+            values[name] = tuple(rows)
         return cls(**values)

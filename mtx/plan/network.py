@@ -95,7 +95,15 @@ def send_s(
     once the pipeline leaves a node, that is a pair in two nodes, each with its own card."""
     if layout.pipe == 1:
         return 0.0
-    if pipe_group(layout).crosses(hardware):
+    crosses = pipe_group(layout).crosses(hardware)
+    return message_s(payload_bytes, crosses=crosses, hardware=hardware, calibration=calibration)
+
+
+def message_s(
+    payload_bytes: float, *, crosses: bool, hardware: Hardware, calibration: Calibration
+) -> float:
+    """From one device to another, of its node or across the network."""
+    if crosses:
         rate = hardware.network_gb_s * 1e9 * calibration.send_share
         return payload_bytes / rate + calibration.network_latency_s
     rate = hardware.link_gb_s * 1e9 * calibration.link_share

@@ -30,6 +30,7 @@ from mtx.plan.published import published_throughput
 from mtx.plan.search import with_zero
 from mtx.plan.summary import parameters_by_part, plan_rows
 from mtx.plan.time import StepTime, predict_step
+from mtx.presets import brings_data
 
 _PLAN_SUFFIXES = (".toml", ".json")
 _TOKENS = 300e9  # GPT-3's training, and SC'21's example for equation (4)
@@ -177,7 +178,11 @@ def is_plan_file(name: str) -> bool:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Writes a plan file, TOML or JSON by its suffix. UserError where it cannot be written."""
+    """Writes a plan file, TOML or JSON by its suffix. UserError where it cannot be written.
+
+    Of the data nothing is written where the run names none (`mtx.presets.brings_data`): they are
+    not the plan's to choose, and `mtx train` asks for them.
+    """
     _check_plan_suffix(path)
     if load_hardware(plan.target) != plan.hardware:
         raise UserError(
@@ -195,6 +200,8 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             },
         }
     }
+    if not brings_data(plan.run):
+        del described["data"]
     toml = Path(path).suffix.lower() == ".toml"
     text = to_toml(described) if toml else json.dumps(described, indent=1) + "\n"
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mtx.config import RunConfig
+from mtx.config import Recompute, RunConfig
 from mtx.plan import flops
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Memory
+from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.published import bubble
 from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.time import LOOPED, StepTime, predict_step
@@ -45,6 +45,22 @@ class PricedRun:
             scatter_gather=self.scatter_gather,
             calibration=calibration_of(self.hardware, software),
         )  # fmt: skip
+
+    def with_recompute(self, less: Recompute) -> tuple[StepTime, Memory] | None:
+        """The step and its memory with less recomputation than "full"; None where that is not what
+        the layout has, or where it does not fit."""
+        if self.run.layout.recompute != "full":
+            return None
+        model, batch = self.run.model, self.run.global_batch
+        layout = replace(self.run.layout, recompute=less)
+        memory = predict_memory(model, layout, batch, backend=self.hardware.backend, zero=self.zero)
+        if memory.total_bytes > MEMORY_AT_MOST * self.hardware.memory_bytes:
+            return None
+        time = predict_step(
+            model, layout, batch, self.hardware, zero=self.zero,
+            scatter_gather=self.scatter_gather, calibration=self.calibration,
+        )  # fmt: skip
+        return time, memory
 
     @property
     def gpus(self) -> int:

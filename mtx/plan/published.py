@@ -64,7 +64,7 @@ TABLE_1 = tuple(
 
 TRAINING_TIMES = (
     TrainingTime(
-        preset="gpt-3-175b", parameters=175e9, gpus=1024, tokens=300e9, tflops_per_gpu=140, days=34
+        preset="gpt-175b", parameters=175e9, gpus=1024, tokens=300e9, tflops_per_gpu=140, days=34
     ),
     TrainingTime(
         preset="gpt-1t", parameters=1008e9, gpus=3072, tokens=450e9, tflops_per_gpu=163, days=84

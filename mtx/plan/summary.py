@@ -163,8 +163,13 @@ def _memory(plan: PricedRun) -> list[Row]:
         for field in fields(plan.memory)
         if (value := getattr(plan.memory, field.name))
     ]
-    fit = _fit(plan.memory.total_bytes, plan)
-    return [*rows, Row(section, "in all", fit, "predicted")]
+    rows.append(Row(section, "in all", _fit(plan.memory.total_bytes, plan), "predicted"))
+    if lighter := plan.with_recompute("selective"):
+        time, memory = lighter
+        faster = f"{_fit(memory.total_bytes, plan)}; a step in {seconds(time.step_s)}, not "
+        faster += seconds(plan.time.step_s)
+        rows.append(Row(section, "with recompute=selective", faster, "predicted"))
+    return rows
 
 
 def _fit(total_bytes: float, plan: PricedRun) -> str:
@@ -245,7 +250,8 @@ def _work(plan: PricedRun) -> list[Row]:
 
 
 def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
-    """What XLA says: memory beside the closed form, the largest buffers, collectives, FLOPs."""
+    """What XLA says: memory beside the closed form, the largest buffers, collectives and how much
+    of them nothing hides, FLOPs."""
     section = "Compiled"
     nearer = f". {compiled.hint}" if compiled.hint else ""
     took = f"{compiled.compile_s:.1f} s, {_size(compiled.compiler_peak_bytes)}"
@@ -264,9 +270,11 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
         rows.append(("Largest buffers", _size(buffer.bytes), f"{buffer.shape}: {buffer.what}"))
     for one in compiled.collectives:
         name = f"{one.kind} over {' x '.join(one.axes) or 'none'}"
-        traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}, "
-        traffic += f"{one.overlapped:,.6g} overlapped"
+        traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}"
         rows.append(("Collectives of a step, one device", name, traffic))
+    for one in compiled.overlap_estimate:
+        taken = f"{seconds(one.seconds)}, {seconds(one.exposed_s)} of it exposed"
+        rows.append(("Time of the collectives, an estimate", f"over {' x '.join(one.axes)}", taken))
     return [Row(*row, "compiled") for row in rows]
 
 

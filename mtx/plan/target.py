@@ -2,8 +2,9 @@
 
 GPUs: the numbers of a GpuTargetConfigProto, as published with XLA itself
 (github.com/openxla/xla, xla/backends/gpu/target_config/specs). Leaving out `core_count`,
-`clock_rate_ghz` or `device_memory_size` changes the compiled memory by GiBs. TPUs: libtpu knows
-them; only the shape of the slice is to be said.
+`clock_rate_ghz` or `device_memory_size` changes the compiled memory by GiBs; without
+`runtime_version` cuBLAS is thought too old for float8 and computes it in 16 bits. TPUs: libtpu
+knows them; only the shape of the slice is to be said.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class GpuTarget:
               cuda_compute_capability {{ major: {self.capability} }}
               registers_per_core_limit: 65536 registers_per_block_limit: 65536
             }}
-            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }}
+            platform_name: "CUDA"
+            runtime_version {{ major: 12 minor: 8 }} dnn_version_info {{ major: 9 minor: 8 }}
             device_description_str: "{self.description}"
         """
 

@@ -126,8 +126,8 @@ class Trainer:
         return replace(self.pipeline, schedule=table)
 
     def _kernel(self) -> AttentionKernel:
-        """ "auto" looks at a device, of the mesh that was given or of this machine; cuDNN cannot be
-        compiled for devices that are not there."""
+        """ "auto" looks at a device, of the mesh that was given or of this machine; for one that is
+        not there it is the kernel that always compiles."""
         wanted = self.run.layout.attention
         if wanted == "blocked":
             return wanted
