@@ -137,7 +137,7 @@ def test_bubble_rates_of_1f1b_are_those_of_the_zero_bubble_paper(
 ):
     p, times = 8, Times(forward=f, backward=b, weight=w, comm=comm)
     simulation = simulate(make("1f1b", microbatches=m, stages=p), times)
-    assert round(simulation.bubble_rate, 4) == plain
+    assert round(simulation.zero_bubble_rate, 4) == plain
     # The paper's figure for the interleaved schedule leaves out p of the sends.
     cost = simulate(make("1f1b", microbatches=m, stages=p, virtual=v), times).cost - p * comm
     assert round((cost - m * times.work) / cost, 4) == interleaved
@@ -276,7 +276,7 @@ def test_no_stage_is_faster_than_its_work(data, schedule, model):
     simulation = simulate(schedule, times, model=model)
     assert simulation.cost <= simulation.makespan + 1e-9
     assert simulation.ideal <= simulation.cost + 1e-9
-    assert -1e-9 <= simulation.bubble_rate < 1 and simulation.bubble_over_ideal >= -1e-9
+    assert -1e-9 <= simulation.zero_bubble_rate < 1 and simulation.bubble_over_ideal >= -1e-9
     gaps = simulation.start[:, 1:] - simulation.end[:, :-1]
     assert (gaps >= -1e-9).all()
 

@@ -28,6 +28,11 @@ Model = Literal["asynchronous", "lockstep"]
 NOTHING = -1  # where an op waits for no other stage
 
 
+def bubble_text(bubble_over_ideal: float) -> str:
+    """The bubble in words, with the same digits wherever it is said."""
+    return f"bubble {bubble_over_ideal:.2%} of ideal time"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
     """One schedule's ops in time, which is in the unit of `times`."""
@@ -56,19 +61,20 @@ class Simulation:
 
     @property
     def ideal(self) -> float:
-        """m (F + B + W), on the slowest stage where factors tell them apart: no stage ever idle."""
-        slowest = max(self.times.stage_factors or (1.0,))
-        return self.schedule.microbatches * self.times.work * slowest
-
-    @property
-    def bubble_rate(self) -> float:
-        """(cost - ideal) / cost: the zero-bubble papers' measure."""
-        return (self.cost - self.ideal) / self.cost
+        """m (F + B + W) of the average stage: the makespan if no stage ever idled."""
+        factors = self.times.stage_factors or (1.0,)
+        return self.schedule.microbatches * self.times.work * sum(factors) / len(factors)
 
     @property
     def bubble_over_ideal(self) -> float:
-        """(makespan - ideal) / ideal: SC'21's measure (Narayanan et al., section 2.2)."""
+        """The bubble: idle time over ideal time, of the average stage (Narayanan et al., SC'21,
+        section 2.2). What a stage waits for sends, and for slower stages, is idle time."""
         return (self.makespan - self.ideal) / self.ideal
+
+    @property
+    def zero_bubble_rate(self) -> float:
+        """(cost - ideal) / cost: what the zero-bubble papers call bubble rate, another measure."""
+        return (self.cost - self.ideal) / self.cost
 
     @cached_property
     def in_flight(self) -> np.ndarray:
