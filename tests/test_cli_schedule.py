@@ -13,6 +13,7 @@ from mtx.pipeline.formats import read_schedule, to_csv, to_text
 from mtx.pipeline.makers import MAKERS, make
 from mtx.pipeline.shape import Times
 from mtx.pipeline.simulate import simulate
+from mtx.view.spans import MODELS
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,43 @@ def test_json_is_for_programs(capsys):
     assert record == {"schedule": "zb_h2", **shape, **table}
 
 
+@pytest.mark.parametrize("model", ["lockstep", "asynchronous"])
+@pytest.mark.parametrize(
+    "line",
+    ["1f1b --stages 4 --microbatches 6", "interleaved_1f1b --stages 4 --microbatches 6",
+     "zb_h1 --stages 3 --microbatches 5 --times 1,1.3,0.8,0.05",
+     "zb_v --stages 3 --microbatches 5 --times 1,1.3,0.8,0",
+     "1f1b --stages 64 --microbatches 130 --virtual 2"],
+)  # fmt: skip
+def test_the_bubble_is_one_number_in_text_json_picture_and_trace(line, model, capsys):
+    assert run(*line.split(), "--json") == 0
+    number = json.loads(capsys.readouterr().out)[model]["bubble_over_ideal"]
+    told = f"bubble {number:.2%} of ideal time"
+    files = ("--draw", "a.svg", "--trace", "a.json")
+    assert run(*line.split(), "--model", model, *files) == 0
+    facts = dict(re.findall(r"^(lock-step|asynchronous) +(.*)$", capsys.readouterr().out, re.M))
+    assert told in facts[MODELS[model]]
+    assert re.findall(r"bubble [^<]*", Path("a.svg").read_text()) == [told]
+    trace = json.loads(Path("a.json").read_text())
+    assert trace["otherData"]["bubble_over_ideal"] == [number]
+    named = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
+             and event["name"] == "process_name"]  # fmt: skip
+    assert len(named) == 1 and named[0].endswith(told)
+
+
+def test_compare_has_the_same_bubbles(capsys):
+    sizes = ("--stages", "4", "--microbatches", "6", "--virtual", "2")
+    assert run("compare", *sizes, "--json") == 0
+    records = {record["schedule"]: record for record in json.loads(capsys.readouterr().out)}
+    assert run("compare", *sizes) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()[1:]
+    for row in table:
+        name, *cells = re.split(r"\s{2,}", row)
+        record = records[name.split()[0]]
+        known = [record[model]["bubble_over_ideal"] for model in MODELS]
+        assert [cells[5], cells[7]] == [f"{bubble:.2%}" for bubble in known]
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -129,6 +167,20 @@ def test_a_dash_is_the_standard_output_and_nothing_else(capsys):
     assert capsys.readouterr().out == to_csv(schedule)
     assert run("1f1b", *SMALL, "--text", "-", "--orders") == 0
     assert capsys.readouterr().out == to_text(schedule, orders=True)
+
+
+def test_beside_a_picture_only_a_timeline_that_fits_is_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    large = ("interleaved_1f1b", "--stages", "64", "--microbatches", "512")
+    for model in MODELS:
+        assert run(*large, "--model", model, "--draw", "a.png") == 0
+        out = capsys.readouterr().out
+        assert len(out) < 1500 and "stage 0 |" not in out
+        assert out.startswith("interleaved_1f1b: 64 stages of 2 chunks, 512 microbatches")
+        assert "lock-step      1630.5, bubble 6.15%" in out
+    assert run("1f1b", *SMALL, "--draw", "a.png") == 0
+    assert "stage 0 |F0|F1  ·|F2 B0|" in capsys.readouterr().out
 
 
 def test_picture_and_trace_are_written(empty_directory, capsys):

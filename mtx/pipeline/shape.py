@@ -36,6 +36,8 @@ class Times:
     weight: float = 1.0
     comm: float = 0.0  # from the end of an op to its output's arrival at another stage
     stage_factors: tuple[float, ...] | None = None  # of every stage; None: all are equal
+    # F, B and W of every stage, in place of all but `comm`: to simulate, not to make schedules for.
+    stage_times: tuple[tuple[float, float, float], ...] | None = None
 
     def __post_init__(self):
         for name in ("forward", "backward", "weight", "comm"):
@@ -56,6 +58,13 @@ class Times:
     def only_ops(self) -> bool:
         """Whether stages are equal and sends take no time, as most closed forms have it."""
         return self.comm == 0 and len(set(self.stage_factors or (1.0,))) == 1
+
+    def of_stages(self, stages: int) -> np.ndarray:
+        """float [P, 3]: F, B and W on every stage."""
+        if self.stage_times is not None:
+            return np.array(self.stage_times, float)
+        factors = self.stage_factors or (1.0,) * stages
+        return np.outer(factors, (self.forward, self.backward, self.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,8 @@ class Shape:
             raise UserError(f"memory_limit={self.memory_limit} must be above 0")
         if not 0 <= self.weight_share <= 1:
             raise UserError(f"weight_share={self.weight_share} must lie in [0, 1]")
+        if self.times.stage_times is not None:
+            raise UserError("stage_times are to be simulated; make schedules for stage_factors")
         factors = self.times.stage_factors
         if factors is not None and len(factors) != self.stages:
             raise UserError(

@@ -62,8 +62,8 @@ class Simulation:
     @property
     def ideal(self) -> float:
         """m (F + B + W) of the average stage: the makespan if no stage ever idled."""
-        factors = self.times.stage_factors or (1.0,)
-        return self.schedule.microbatches * self.times.work * sum(factors) / len(factors)
+        stages = self.schedule.stages
+        return self.schedule.microbatches * float(self.times.of_stages(stages).sum()) / stages
 
     @property
     def bubble_over_ideal(self) -> float:
@@ -158,10 +158,11 @@ def simulate(
 
 def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:
     """float [P, K]: how long each op takes."""
-    backward = times.backward if schedule.split else times.backward + times.weight
-    by_kind = np.array([times.forward, backward, times.weight])
-    factors = np.array(times.stage_factors or (1.0,) * schedule.stages)
-    return by_kind[orders.kind] * factors[:, None] / (schedule.virtual * schedule.slices)
+    by_kind = times.of_stages(schedule.stages)
+    if not schedule.split:
+        by_kind[:, B] += by_kind[:, W]
+    stage = np.arange(schedule.stages)[:, None]
+    return by_kind[stage, orders.kind] / (schedule.virtual * schedule.slices)
 
 
 def _run_asynchronous(

@@ -33,6 +33,8 @@ class Software:
     parameter_bytes: int  # a parameter: what is gathered over `data`, where it is sharded
     loss_bytes: int  # a logit: the cross-entropy, forward and backward
     head: Literal["last stage", "all stages"]  # who computes the logits
+    # A program a stage, or one for all: see `mtx.pipeline.simulate`.
+    pipeline: Literal["asynchronous", "lockstep"]
     overlaps_tensor: bool  # B's collectives over `tensor` run under its matmuls
 
 
@@ -51,6 +53,7 @@ _MEGATRON_2021 = Software(
     # Cast to fp32 6, maximum 4, subtract 8, exp 8, sum 4; backward 8 and a cast.
     loss_bytes=40,
     head="last stage",
+    pipeline="asynchronous",
     overlaps_tensor=False,
 )
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
@@ -78,6 +81,7 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
                 parameter_bytes=2,
                 loss_bytes=16,
                 head="all stages",
+                pipeline="lockstep",
                 overlaps_tensor=False,
             ),
         )

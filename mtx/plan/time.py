@@ -56,6 +56,13 @@ class StepTime:
     def step_s(self) -> float:
         return sum(getattr(self, each.name) for each in fields(self))
 
+    @property
+    def bubble_over_ideal(self) -> float:
+        """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
+        microbatches with their collectives and messages. The rest of the step has no part in it."""
+        ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.ends_s
+        return self.bubble_s / (ideal_s + self.tensor_comm_s + self.pipeline_comm_s)
+
 
 def predict_step(
     model: ModelConfig,
@@ -178,6 +185,23 @@ def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
 
 
 # --- stages ---------------------------------------------------------------------------------------
+
+
+def stage_times(
+    model: ModelConfig, layout: Layout, hardware: Hardware, *, scatter_gather: bool = True,
+    calibration: Calibration | None = None,
+) -> tuple[list[Seconds], float]:  # fmt: skip
+    """What `predict_step` takes a microbatch's F, B and W for on each stage, and a message."""
+    shard = Shard(
+        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel, hardware=hardware,
+        calibration=calibration or calibration_of(hardware, family=model.family),
+    )  # fmt: skip
+    counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
+    block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
+    first, last, every = _ends(shard, layout)
+    stages = _stage_seconds(counts, block=block, first=first, last=last, every=every)
+    return stages, _hop_s(shard, layout, scatter_gather)
 
 
 @lru_cache(maxsize=4096)

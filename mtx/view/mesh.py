@@ -234,7 +234,7 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
 
     wide = min(row, node_size)
     high = -(-node_size // wide)
-    label = "p{}\nd{}\nt{}" if row > 2 else "p{} d{} t{}"
+    label = "p{}\nd{}\nt{}"
     columns = max(1, math.ceil(math.sqrt(len(nodes) * 1.2)))
     colours = _stage_colours(layout.pipe)
     for place, node in enumerate(nodes):

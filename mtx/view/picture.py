@@ -74,4 +74,11 @@ def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
     settings = {"svg.fonttype": "none", "svg.hashsalt": "mtx", "font.sans-serif": fonts}
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
-        figure.savefig(file, format=kind, dpi=150, metadata=undated.get(kind))
+        figure.savefig(
+            file,
+            format=kind,
+            dpi=150,
+            bbox_inches="tight",
+            pad_inches=0.1,
+            metadata=undated.get(kind),
+        )

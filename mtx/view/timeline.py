@@ -51,7 +51,7 @@ _SMALLEST_FONT_POINTS, _TITLE_POINTS = 4.5, 10.0
 _MOST_NUMBERS = 6000  # of one run: each takes about a third of a millisecond
 _MOST_SWATCHES = 4  # with more chunks than this, the legend lists the first and the last
 _BINS = 800  # of time, about, in the picture of shares
-_LOWEST_BANDS_INCHES = 0.2  # of a row of shares; with more stages than fit, a row is several
+_LOWEST_BANDS_INCHES = 0.18  # of a row of shares; with more stages than fit, a row is several
 _LEVELS, _GAP_LEVELS = 36, 3  # of a row's height, in the picture of shares
 _MOST_LINES = 8  # of memory: with more stages, some of them and the range of all
 
@@ -122,11 +122,13 @@ def _time_label(runs: list[Simulation]) -> str:
 
 
 def fill_timeline(
-    axes: Axes, run: Simulation, inches: tuple[float, float], *, total: float | None = None
-) -> Swatches:
+    axes: Axes, run: Simulation, inches: tuple[float, float], *, total: float | None = None,
+    title: str | None = None,
+) -> Swatches:  # fmt: skip
     """The rows of `draw_timeline`, with title and phases, in axes about so wide and high.
 
-    total: the length of the time axis; None: the run's. Returns the colours and what they mean.
+    total: the length of the time axis; None: the run's. title: None, what `run_title` says.
+    Returns the colours and what they mean.
     """
     total = total or run.makespan
     op_inches, row_inches = _shortest_op(run) * inches[0] / total, inches[1] / run.schedule.stages
@@ -134,7 +136,7 @@ def fill_timeline(
     swatches = _draw_ops(axes, run, op_inches) if by_op else _draw_shares(axes, run, inches[1])
     axes.set_xlim(0, total)
     _plain_axes(axes)
-    title, lockstep = run_title(run), run.model == "lockstep"
+    title, lockstep = title or run_title(run), run.model == "lockstep"
     if len(title) * _TITLE_POINTS * 0.55 > 72 * inches[0]:
         title = title.replace("; ", "\n")
     axes.set_title(title, loc="left", fontsize=_TITLE_POINTS, pad=18 if lockstep else 6)
@@ -198,7 +200,8 @@ def _draw_shares(axes: Axes, run: Simulation, inches: float) -> Swatches:
     stages, period = run.schedule.stages, _period(run)
     width = period * -(-run.makespan // (period * _BINS))
     bins = int(-(-run.makespan // width))
-    together = -(-stages // max(1, int(inches / _LOWEST_BANDS_INCHES)))
+    least = -(-stages // max(1, int(inches / _LOWEST_BANDS_INCHES)))
+    together = next((n for n in range(least, 2 * least) if stages % n == 0), least)
     share = shares(run, run.start.min() + width * np.arange(bins + 1))
     firsts = np.arange(0, stages, together)
     share = np.add.reduceat(share, firsts) / np.diff([*firsts, stages])[:, None, None]
