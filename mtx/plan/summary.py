@@ -30,6 +30,7 @@ Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
 ]
 _MIB = 2**20
+NOTHING = 1e-9  # of a step: what is less is the rounding of a sum
 _MOST_OPS = 500_000  # of a schedule's table that is made only to count its ticks
 
 
@@ -185,7 +186,8 @@ def _time(plan: PricedRun) -> list[Row]:
     of = f"{software.name}: {software.source}. Constants: {plan.calibration.source}"
     rows = [(part_name(each.name), getattr(plan.time, each.name)) for each in fields(plan.time)]
     texts = [("of the software", of)]
-    texts += [(name, f"{seconds(value)} ({value / whole:.1%})") for name, value in rows if value]
+    texts += [(name, f"{seconds(value)} ({value / whole:.1%})") for name, value in rows
+              if value > NOTHING * whole]  # fmt: skip
     texts.append(("the whole step", seconds(whole)))
     if software.name != "mtx":
         own = f"{seconds(plan.time_of('mtx').step_s)} a step"

@@ -11,7 +11,7 @@ from mtx.pipeline.shape import Times
 from mtx.pipeline.simulate import Simulation, bubble_text, simulate
 from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
-from mtx.plan.summary import part_name, title
+from mtx.plan.summary import NOTHING, part_name, title
 from mtx.plan.time import stage_times
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
@@ -100,7 +100,7 @@ def fill_time(axes: Axes, plan: Plan) -> None:
     """The bars of `draw_time`."""
     whole = plan.time.step_s
     parts = [(each.name, getattr(plan.time, each.name)) for each in fields(plan.time)]
-    parts = [(name, value) for name, value in parts if value]
+    parts = [(name, value) for name, value in parts if value > NOTHING * whole]
     unit, scale = _unit(whole)
     for row, (name, value) in enumerate(parts):
         axes.barh(row, scale * value, height=0.7, color=TIME_COLOURS.get(name, FAINT))
@@ -131,7 +131,14 @@ def fill_throughput(axes: Axes, plan: Plan) -> None:
     axes.plot(plan.gpus, plan.tflops_per_gpu_sc21, "o", markersize=9, mfc="none", color=INK)
     axes.set_xscale("log", base=2)
     gpus = sorted({one.gpus for weak in (True, False) for one in scaled_plans(plan, weak=weak)})
-    axes.set_xticks(gpus, [f"{count:,}" for count in gpus], fontsize=7, rotation=30)
+    axes.set_xticks(
+        gpus,
+        [f"{count:,}" for count in gpus],
+        fontsize=7,
+        rotation=35,
+        ha="right",
+        rotation_mode="anchor",
+    )
     axes.set_xticks([], minor=True)
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.set_xlabel("GPUs: more replicas of the same pipe and tensor", fontsize=8)

@@ -150,7 +150,7 @@ def _draw_ops(axes: Axes, run: Simulation, op_inches: float) -> Swatches:
     """One box an op, with its microbatch where there is room."""
     schedule, orders = run.schedule, run.orders
     longest = len(item_text(schedule.items - 1, schedule.slices))
-    font_points = min(8.5, op_inches * 72 / (0.66 * longest))
+    font_points = min(8.5, op_inches * 72 / (0.75 * longest))
     numbered = font_points >= _SMALLEST_FONT_POINTS and orders.kind.size <= _MOST_NUMBERS
     wide = op_inches > _EDGED_OP_INCHES
     start, length = run.start - run.start.min(), run.end - run.start
