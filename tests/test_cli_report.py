@@ -48,7 +48,7 @@ def run(tmp_path):
 
 
 def test_it_prints_a_table_and_writes_the_numbers(run, capsys):
-    assert main(["report", str(run), "--json", str(run / "numbers.json")]) == 0
+    assert main(["report", str(run)]) == 0
     out = capsys.readouterr().out
     for words in (
         "6 of 6",
@@ -57,7 +57,8 @@ def test_it_prints_a_table_and_writes_the_numbers(run, capsys):
         "3 steps, after 1 rollback and 1 restart",
     ):
         assert words in out
-    numbers = json.loads((run / "numbers.json").read_text())
+    assert main(["report", str(run), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
     assert numbers["held_out_loss"] == 2.0
     assert numbers["goodput"] == pytest.approx(5.5 / 39)
     assert numbers["seconds"]["down"] == pytest.approx(17)
@@ -102,7 +103,7 @@ PICTURED = ("Loss", "held out", "Learning rate", "Gradient norm", "not finite: 1
 
 @pytest.mark.parametrize("name", ["report.svg", "report.png"])
 def test_it_draws(run, name):
-    assert main(["report", str(run), "--out", str(run / name)]) == 0
+    assert main(["report", str(run), "--draw", str(run / name)]) == 0
     drawn = (run / name).read_bytes()
     if name.endswith("png"):
         assert drawn.startswith(b"\x89PNG")
@@ -129,7 +130,8 @@ def test_mistakes_are_one_line(run, capsys):
     for arguments, words in (
         ([], "name the directory"),
         ([str(run / "none")], "cannot be read"),
-        ([str(run), "--out", "report.doc"], "must end in .html"),
+        ([str(run), "--out", "report.svg"], "must end in .html"),
+        ([str(run), "--draw", "report.html"], "must end with one of .svg"),
     ):
         assert main(["report", *arguments]) == 2
         error = capsys.readouterr().err
