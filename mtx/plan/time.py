@@ -191,17 +191,24 @@ def stage_times(
     model: ModelConfig, layout: Layout, hardware: Hardware, *, scatter_gather: bool = True,
     calibration: Calibration | None = None,
 ) -> tuple[list[Seconds], float]:  # fmt: skip
-    """What `predict_step` takes a microbatch's F, B and W for on each stage, and a message."""
+    """F, B and W of a microbatch on each stage as `predict_step` has them, and how long a message
+    takes to arrive: 0 where its time is part of the stages' own."""
+    calibration = calibration or calibration_of(hardware, family=model.family)
     shard = Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel, hardware=hardware,
-        calibration=calibration or calibration_of(hardware, family=model.family),
+        sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
     )  # fmt: skip
     counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
     block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
     first, last, every = _ends(shard, layout)
     stages = _stage_seconds(counts, block=block, first=first, last=last, every=every)
-    return stages, _hop_s(shard, layout, scatter_gather)
+    hop_s = _hop_s(shard, layout, scatter_gather)
+    if calibration.software.pipeline == "lockstep":
+        return stages, hop_s
+    hops_s = layout.virtual * hop_s  # a program a stage stands still meanwhile
+    return [
+        (forward + hops_s, backward + hops_s, weight) for forward, backward, weight in stages
+    ], 0.0
 
 
 @lru_cache(maxsize=4096)

@@ -190,21 +190,17 @@ def _unit(step_s: float) -> tuple[str, float]:
 
 
 def _simulation(plan: Plan, scale: float) -> Simulation:
-    """The plan's table with the times of its stages, `scale` a second: as a program a stage, which
-    stands still while a message is on its way, or in lock-step; whichever the software does."""
-    layout, model = plan.run.layout, plan.calibration.software.pipeline
+    """The plan's table with the times of its stages, `scale` a second, as its software runs it."""
+    layout = plan.run.layout
     stages, hop_s = stage_times(
         plan.run.model, layout, plan.hardware, scatter_gather=plan.scatter_gather
     )
-    hops_s = layout.virtual * hop_s if model == "asynchronous" else 0.0
     times = Times(
-        comm=scale * hop_s / layout.slices if model == "lockstep" else 0.0,
-        stage_times=tuple(
-            (scale * (forward + hops_s), scale * (backward + hops_s), scale * weight)
-            for forward, backward, weight in stages
-        ),
+        comm=scale * hop_s / layout.slices,
+        stage_times=tuple(tuple(scale * part for part in seconds) for seconds in stages),
     )
-    return simulate(schedule_for(layout, plan.run.microbatches), times, model=model)
+    table = schedule_for(layout, plan.run.microbatches)
+    return simulate(table, times, model=plan.calibration.software.pipeline)
 
 
 def _plain(axes: Axes) -> None:
