@@ -87,7 +87,7 @@ def fill_loss(axes: Axes, log: RunLog) -> None:
     held_out = [record for record in log.told("eval") if record["loss"] is not None]
     axes.plot(
         [r["step"] for r in held_out], [r["loss"] for r in held_out], "o-", color=BACKWARD,
-        markersize=3.5, linewidth=1.0, label="held out",
+        markersize=3.5, linewidth=1.0, label="held out" if held_out else None,
     )  # fmt: skip
     starts = [r["step"] for r in log.told("start") if r["step"]]
     backs = [r["step"] for r in log.told("rollback")]
@@ -158,6 +158,7 @@ def fill_throughput(axes: Axes, log: RunLog) -> None:
         )
         axes.legend(fontsize=8, frameon=False, loc="lower right")
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     _over_steps(axes, log, "Throughput of all devices, tokens/s")
 
 
