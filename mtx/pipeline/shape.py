@@ -48,6 +48,8 @@ class Times:
             raise UserError("forward, backward and weight are all 0: give one of them a time")
         if any(not (math.isfinite(f) and f > 0) for f in self.stage_factors or ()):
             raise UserError(f"stage_factors={self.stage_factors} must all be above 0")
+        if not all(math.isfinite(t) and t >= 0 for own in self.stage_times or () for t in own):
+            raise UserError(f"stage_times={self.stage_times} must be times of at least 0")
 
     @property
     def work(self) -> float:

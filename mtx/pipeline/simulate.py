@@ -134,12 +134,13 @@ def simulate(
     before W, which is how the papers of the V-shaped schedules count; 0.0 frees all of it with B.
     """
     times = times or Times()
-    factors = times.stage_factors
-    if factors is not None and len(factors) != schedule.stages:
-        raise UserError(
-            f"stage_factors has {len(factors)} values for the {schedule.stages} stages of schedule "
-            f"{schedule.name!r}; give one a stage"
-        )
+    for name in ("stage_factors", "stage_times"):
+        given = getattr(times, name)
+        if given is not None and len(given) != schedule.stages:
+            raise UserError(
+                f"{name} has {len(given)} values for the {schedule.stages} stages of schedule "
+                f"{schedule.name!r}; give one a stage"
+            )
     if not 0 <= weight_share <= 1:
         raise UserError(f"weight_share={weight_share} must be from 0 to 1")
     if model == "asynchronous":
