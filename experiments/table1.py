@@ -37,7 +37,7 @@ PARTS = {
     "attention": (("attention_s",), "#7fa7d9"),
     "memory": (("elementwise_s", "optimizer_s"), "#b9d0ec"),
     "communication": (("tensor_comm_s", "pipeline_comm_s", "data_comm_s"), "#8e5ea2"),
-    "bubble": (("bubble_s",), "#d9d9d9"),
+    "idle": (("bubble_s",), "#d9d9d9"),
 }
 
 
@@ -61,7 +61,7 @@ def table_of(runs: Sequence[PublishedRun]) -> Table:
     table.add_column("\nmodel", no_wrap=True)
     for header in (
         "\nGPUs", "\nd x p x t", "\nb", "\nv", "TFLOP/s\npublished", "a GPU\npredicted", "\nerror",
-        "step, s\npublished", "\npredicted", "bubble\n%", "comm.\n%",
+        "step, s\npublished", "\npredicted", "idle\n%", "comm.\n%",
     ):  # fmt: skip
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
@@ -74,7 +74,7 @@ def table_of(runs: Sequence[PublishedRun]) -> Table:
             run.x, f"{layout.devices:,}", f"{layout.data} x {layout.pipe} x {layout.tensor}",
             f"{layout.microbatch}", f"{layout.virtual}", f"{run.published:g}",
             f"{run.predicted():.1f}", f"{run.error():+.1%}", f"{published_s:.1f}",
-            f"{time.step_s:.1f}", f"{100 * part['bubble']:.0f}",
+            f"{time.step_s:.1f}", f"{100 * part['idle']:.0f}",
             f"{100 * part['communication']:.0f}",
         )  # fmt: skip
     return table

@@ -278,7 +278,7 @@ def test_a_terminal_that_knows_only_ascii_is_no_error():
         [sys.executable, "-m", "mtx", "schedule"], capture_output=True, env=ENVIRONMENT, timeout=120
     )
     assert done.returncode == 0 and done.stderr == b""
-    assert b"stage 1 | ?|1a|2a|3a  ?|4a  ?|" in done.stdout
+    assert b"stage 1 | ?|F0|F1|F2  ?|F3  ?|" in done.stdout
 
 
 def test_a_reader_that_leaves_early_is_no_error():

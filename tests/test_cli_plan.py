@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,20 @@ def numbers(capsys, line: str) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["gpt-1t", "gpt-3-175b", "gpt-3-175b --global-batch 50", "gpt-1.7b",
+     "gpt-3-175b --schedule zb_h2 --virtual 1 --target h100",
+     "gpt-3-175b --schedule zb_v --virtual 2 --target h100"],
+)  # fmt: skip
+def test_the_bubble_is_one_number_on_the_page_in_json_and_in_the_picture(line, tmp_path, capsys):
+    told = f"{numbers(capsys, line)['bubble_over_ideal']:.2%} of ideal time"
+    assert main(["plan", *line.split(), "--draw", str(tmp_path / "plan.svg")]) == 0
+    assert re.findall(r"bubble +(\S+ of ideal time)", capsys.readouterr().out) == [told]
+    drawn = re.findall(r"bubble ([^<]*)<", (tmp_path / "plan.svg").read_text())
+    assert drawn == [told]
+
+
 def layout_of(plan: dict) -> tuple[int, ...]:
     layout = plan["layout"]
     return tuple(layout[name] for name in ("data", "pipe", "tensor", "virtual", "microbatch"))
@@ -40,7 +55,10 @@ def test_json_has_every_number(capsys):
     plan = numbers(capsys, "gpt-1t")
     assert PROMISED <= plan.keys()
     assert plan["parameters"] == 1_008_038_758_400 and plan["gpus"] == 3072
-    assert plan["bubble_over_ideal"] == pytest.approx(63 / 512)
+    parts = plan["step_time_parts_s"]
+    rest_s = parts["bubble"] + parts["data_comm"] + parts["optimizer"]
+    ideal_s = plan["step_time_s"] - rest_s
+    assert plan["bubble_over_ideal"] == pytest.approx(parts["bubble"] / ideal_s)
     assert plan["published"]["tflops_per_gpu"] == 163
     assert layout_of(plan) == (6, 64, 8, 1, 1) and plan["chosen"] == []
 

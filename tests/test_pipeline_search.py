@@ -149,7 +149,7 @@ def test_every_candidate_has_a_reason():
     assert reasons["gpipe"] == "keeps 9 stashes, over the limit of 8"
     assert reasons["1f1b v=3"] == "layers=16 cannot be divided over stages*virtual=4*3"
     assert reasons["interleaved_1f1b v=2"] == "the same table as 1f1b v=2"
-    assert "% faster than" in found[0].reason and "of ideal, not" in found[0].reason
+    assert "% faster than" in found[0].reason and "of ideal time, not" in found[0].reason
 
 
 def test_a_fixed_number_of_chunks_that_is_not_allowed_is_said():

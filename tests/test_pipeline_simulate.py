@@ -137,7 +137,7 @@ def test_bubble_rates_of_1f1b_are_those_of_the_zero_bubble_paper(
 ):
     p, times = 8, Times(forward=f, backward=b, weight=w, comm=comm)
     simulation = simulate(make("1f1b", microbatches=m, stages=p), times)
-    assert round(simulation.bubble_rate, 4) == plain
+    assert round(simulation.zero_bubble_rate, 4) == plain
     # The paper's figure for the interleaved schedule leaves out p of the sends.
     cost = simulate(make("1f1b", microbatches=m, stages=p, virtual=v), times).cost - p * comm
     assert round((cost - m * times.work) / cost, 4) == interleaved
@@ -276,9 +276,33 @@ def test_no_stage_is_faster_than_its_work(data, schedule, model):
     simulation = simulate(schedule, times, model=model)
     assert simulation.cost <= simulation.makespan + 1e-9
     assert simulation.ideal <= simulation.cost + 1e-9
-    assert -1e-9 <= simulation.bubble_rate < 1 and simulation.bubble_over_ideal >= -1e-9
+    assert -1e-9 <= simulation.zero_bubble_rate < 1 and simulation.bubble_over_ideal >= -1e-9
     gaps = simulation.start[:, 1:] - simulation.end[:, :-1]
     assert (gaps >= -1e-9).all()
+
+
+@quick
+@given(st.data(), schedules, st.sampled_from(MODELS))
+def test_the_bubble_is_what_stages_idle_over_what_they_work(data, schedule, model):
+    """Of all stages together, whatever they wait for; also where each has times of its own."""
+    stages, half = schedule.stages, st.integers(1, 8).map(lambda n: n / 2)
+    own = data.draw(st.lists(st.tuples(half, half, half), min_size=stages, max_size=stages))
+    for times in (data.draw(any_times(stages)), Times(comm=0.5, stage_times=tuple(own))):
+        run = simulate(schedule, times, model=model)
+        works = (run.end - run.start).sum()
+        assert run.ideal == pytest.approx(works / stages)
+        assert run.bubble_over_ideal == pytest.approx((stages * run.makespan - works) / works)
+
+
+@quick
+@given(st.data(), schedules, st.sampled_from(MODELS))
+def test_times_of_every_stage_are_as_factors_where_these_can_say_them(data, schedule, model):
+    times = replace(data.draw(any_times(schedule.stages)), comm=0.5)
+    own = tuple(map(tuple, times.of_stages(schedule.stages).tolist()))
+    one, other = (
+        simulate(schedule, t, model=model) for t in (times, Times(comm=0.5, stage_times=own))
+    )
+    assert (one.start == other.start).all() and (one.end == other.end).all()
 
 
 @quick
@@ -365,6 +389,11 @@ def test_mistakes_are_told():
         simulate(schedule, model="sync")
     with pytest.raises(UserError, match="stage_factors has 3 values for the 2 stages"):
         simulate(schedule, Times(stage_factors=(1.0, 1.0, 1.0)))
+    own = Times(stage_times=((1.0, 1.0, 1.0),) * 3)
+    with pytest.raises(UserError, match="stage_times has 3 values for the 2 stages"):
+        simulate(schedule, own)
+    with pytest.raises(UserError, match="stage_times are to be simulated"):
+        make("1f1b", microbatches=4, stages=3, times=own)
     with pytest.raises(UserError, match="weight_share=1.5 must be from 0 to 1"):
         simulate(schedule, weight_share=1.5)
 

@@ -66,7 +66,7 @@ def test_closed_forms_hold(name, p, m):
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8, 16])
 def test_bubble_rates_are_no_more_than_published(p):
     m = 4 * p
-    assert run("zb_v", p, m).bubble_rate == 0
+    assert run("zb_v", p, m).zero_bubble_rate == 0
     # p / 2m and 2p / 3m, for large m, where the two measures of a bubble are the same.
     assert run("v_half", p, m).bubble_over_ideal <= p / (2 * m)
     assert run("v_min", p, m).bubble_over_ideal <= 2 * p / (3 * m)
@@ -132,9 +132,9 @@ def test_zb_v_with_the_papers_times():
     """Times of table 6 of the zero-bubble paper (1.5B and 6.2B models), where 1F1B idles 24 %."""
     small = Times(forward=18.522, backward=18.086, weight=9.337, comm=0.601)
     large = Times(forward=29.718, backward=29.444, weight=19.927, comm=0.527)
-    assert run("zb_v", 8, 24, small).bubble_rate == pytest.approx(0.0728, abs=1e-4)
-    assert run("zb_v", 8, 24, large).bubble_rate == pytest.approx(0.0446, abs=1e-4)
-    assert run("zb_v", 8, 24, Times(weight=2.0)).bubble_rate == pytest.approx(0, abs=1e-12)
+    assert run("zb_v", 8, 24, small).zero_bubble_rate == pytest.approx(0.0728, abs=1e-4)
+    assert run("zb_v", 8, 24, large).zero_bubble_rate == pytest.approx(0.0446, abs=1e-4)
+    assert run("zb_v", 8, 24, Times(weight=2.0)).zero_bubble_rate == pytest.approx(0, abs=1e-12)
 
 
 def test_no_closed_form_is_claimed_for_other_times():

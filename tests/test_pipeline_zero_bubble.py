@@ -82,7 +82,7 @@ def test_bubbles_are_the_published_ones(model, microbatches, measured, rates):
     shape = Shape(microbatches=microbatches, stages=8, times=to_times(*measured))
     two_p = automatic(shape, memory_limit=16, weight_share=weight_share_of(model))
     schedules = [zb_h1(shape), zb_h2(shape), two_p]
-    found = [round(simulate(schedule, shape.times).bubble_rate, 4) for schedule in schedules]
+    found = [round(simulate(schedule, shape.times).zero_bubble_rate, 4) for schedule in schedules]
     assert found == list(rates)
 
 
@@ -92,7 +92,7 @@ def test_published_2p_rates_hold_up_to_half_a_stash_for_w(share):
     for _, microbatches, measured, rates in ROWS:
         shape = Shape(microbatches=microbatches, stages=8, times=to_times(*measured))
         schedule = automatic(shape, memory_limit=16, weight_share=share)
-        assert round(simulate(schedule, shape.times).bubble_rate, 4) == rates[2]
+        assert round(simulate(schedule, shape.times).zero_bubble_rate, 4) == rates[2]
 
 
 def test_h1_runs_the_ops_of_the_papers_figure():
@@ -257,7 +257,7 @@ def test_aligned_zb_against_1f1b_in_lockstep():
     """At p=8, m=24 and equal F, B and W: 16.3 % of the time is bubble, and of 1F1B's 22.6 %."""
     plain = make("1f1b", microbatches=24, stages=8)
     for schedule, rate in [(aligned_zb(Shape(microbatches=24, stages=8)), 0.163), (plain, 0.226)]:
-        assert round(simulate(schedule, model="lockstep").bubble_rate, 3) == rate
+        assert round(simulate(schedule, model="lockstep").zero_bubble_rate, 3) == rate
 
 
 @given(shape=shapes, virtual=st.integers(1, 3))

@@ -245,7 +245,7 @@ def test_reasons_name_the_parts_that_differ_most():
         if better.time.step_s < worse.time.step_s and most != "bubble_s":
             assert part_name(most) in text
         if most == "bubble_s":
-            assert text.startswith("bubble ") and "% instead of" in text
+            assert text.startswith("bubble ") and "% of ideal time instead of" in text
 
 
 def test_a_tensor_group_that_leaves_the_node_is_said():

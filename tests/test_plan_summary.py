@@ -28,7 +28,9 @@ def test_the_page_of_the_trillion_parameter_run():
     assert facts["parameters, exactly"] == ("1,008,038,758,400", "computed")
     assert facts["by the paper's equation (2)"] == ("1,008,038,707,200", "computed")
     assert facts["in the paper's table 1"] == ("1,008.0 billion", "published")
-    assert facts["bubble"][0].startswith("12.3% of ideal time")
+    share = make_plan(preset("gpt-1t")).bubble_over_ideal
+    assert facts["bubble"] == (f"{share:.2%} of ideal time", "predicted")
+    assert facts["SC'21's (p-1)/(v m)"][0].startswith("12.30%, were stages equal")
     assert facts["ticks of one F and one B"] == ("638", "computed")
     assert facts["waiting between F and B"] == ("127 on stage 0, 1 on the last", "computed")
     assert facts["paper's convention"] == ("5.1391e+19", "computed")
@@ -196,7 +198,8 @@ def test_what_was_chosen_is_said():
 
 
 def test_unknown_parts_have_a_name_too():
-    assert part_name("bubble_s") == "bubble" and part_name("stash_bytes") == "stash between F and B"
+    assert part_name("bubble_s") == "idle in the pipeline"
+    assert part_name("stash_bytes") == "stash between F and B"
     assert part_name("all_new_s") == "all new" and part_name("odd_bits_bytes") == "odd bits"
 
 

@@ -142,7 +142,7 @@ def test_it_prints_plain_lines_where_there_is_no_terminal(first):
     assert not set(first.printed) & {"\x1b", "\r", "\b"}
     assert lines[0] == "devices    8 x cpu, of which 6 are used"
     assert lines[1] == "layout     data 3 x pipe 2 x tensor 1"
-    assert "m = 2: bubble 50.0% of the ideal time, (p-1)/(v m)" in lines[2]
+    assert "m = 2: bubble 50.00% of ideal time, F, B and W taking equally long" in lines[2]
     steps = [line for line in lines if "TFLOP/s a device" in line]
     assert len(steps) == 10
     assert all(" model, " in line and line.endswith(" SC'21") for line in steps)

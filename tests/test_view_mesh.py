@@ -123,7 +123,7 @@ def test_three_thousand_devices_are_drawn_by_node():
     assert {("pipe group of device 0", 64), ("data group of device 0", 6)} <= marks
     said = texts(figure)
     assert any("a cell: 1 node, 8 devices" in text for text in said)
-    assert {"p0", "p2", "p62", "node 0", "p0 d0 t7"} <= set(said)
+    assert {"p0", "p2", "p62", "node 0", "p0\nd0\nt7"} <= set(said)
     links = ["between nodes: 25 GB/s a device"] * 2 + ["inside a node: 300 GB/s a device"]
     assert [text for text in said if "GB/s" in text] == links
 

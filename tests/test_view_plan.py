@@ -11,8 +11,9 @@ from matplotlib.text import Text
 from mtx.errors import UserError
 from mtx.plan.plan import make_plan
 from mtx.presets import preset
+from mtx.view import plan as view_plan
 from mtx.view.picture import Picture, new_figure
-from mtx.view.plan import draw_plan, draw_throughput, draw_time, scaled_plans
+from mtx.view.plan import draw_plan, draw_throughput, draw_time, fill_schedule, scaled_plans
 
 TRILLION = make_plan(preset("gpt-1t"))
 
@@ -20,16 +21,41 @@ TRILLION = make_plan(preset("gpt-1t"))
 def test_the_picture_has_all_parts():
     figure = draw_plan(make_plan(preset("miniature")))
     said = "\n".join(text.get_text() for text in figure.findobj(Text))
-    for part in ("pipe 2 x data 2 x tensor 2 = 8", "Memory of one", "a step, MFU", "Throughput"):
+    for part in ("pipe 2 x data 2 x tensor 2 = 8", "Memory of one", "a step, MFU", "Throughput",
+                 "1f1b: 2 stages of 2 chunks, 4 microbatches"):  # fmt: skip
         assert part in said
-    images = figure.findobj(AxesImage)
-    assert len(images) == 1 and images[0].get_array().std() > 10, "no timeline"
+    assert "F, chunk 1" in said, "no timeline"
 
 
-def test_a_schedule_that_is_too_long_is_left_out():
-    run = TRILLION.run
-    deep = make_plan(replace(run, layout=replace(run.layout, data=1), global_batch=3072))
-    figure = draw_plan(deep)
+def test_the_timeline_is_in_the_times_of_the_plan():
+    """Drawn to scale: from the first op to the last, what the plan says of F, B, their messages and
+    waiting."""
+    run = preset("gpt-145b")
+    layout = replace(run.layout, data=1, microbatch=1)
+    plan = make_plan(replace(run, layout=layout, global_batch=48))
+    drawn = new_figure(9, 4).add_subplot()
+    fill_schedule(drawn, plan, (8.0, 3.0))
+    time = plan.time
+    whole_s = time.step_s - time.data_comm_s - time.optimizer_s
+    assert drawn.get_xlim()[1] == pytest.approx(whole_s, rel=1e-9)
+    assert f"bubble {plan.bubble_over_ideal:.2%} of ideal time" in drawn.get_title(loc="left")
+
+
+def test_text_of_the_picture_is_large_enough_and_nothing_is_cut_off():
+    """At the width of a page, 7 inches of the picture's 13, no text is smaller than 3 points; and
+    all of it lies inside of what is saved."""
+    figure = draw_plan(TRILLION)
+    figure.canvas.draw()
+    frame = figure.get_tightbbox(figure.canvas.get_renderer())
+    for text in figure.findobj(Text):
+        if text.get_text() and text.get_visible():
+            assert text.get_fontsize() >= 5.5, text.get_text()
+    assert frame.width < 13.5 and frame.height < 11.5
+
+
+def test_a_schedule_that_is_too_long_is_left_out(monkeypatch):
+    monkeypatch.setattr(view_plan, "_MOST_OPS", 64 * 512 - 1)
+    figure = draw_plan(TRILLION)
     assert not figure.findobj(AxesImage)
     said = [text.get_text() for text in figure.findobj(Text)]
     assert "the schedule is too long for a picture" in said

@@ -35,9 +35,21 @@ SPLIT = make("zb_h1", microbatches=6, stages=3)
 # --- the table as text ----------------------------------------------------------------------------
 
 
+def ours(figure: str) -> str:
+    """Ops as in the paper's figure, "1a" and "1A" for F and B of microbatch 1, chunk a, as text."""
+
+    def op(found: re.Match) -> str:
+        number, letter = found.groups()
+        chunk = ord(letter.lower()) - ord("a")
+        return f"{'F' if letter.islower() else 'B'}{int(number) - 1}.{chunk}"
+
+    return re.sub(r"\b(\d+)([abAB])\b", op, figure).replace(" ·", "   ·")
+
+
 def test_figure_4_as_text():
-    assert timeline_text(FIGURE_4) == (
-        "1f1b: 4 stages of 2 chunks, 8 microbatches, 26 ticks\n"
+    title, *rows, notation = timeline_text(FIGURE_4).split("\n")
+    assert title == "1f1b: 4 stages of 2 chunks, 8 microbatches, 26 ticks"
+    assert "\n".join(rows) + "\n" == ours(
         "stage 0 |1a|2a|3a|4a|1b|2b|3b|4b  ·|5a  ·|6a  ·|7a 1B|8a 2B|5b 3B|6b 4B|7b 1A|8b 2A"
         "| · 3A| · 4A| · 5B|6B|7B|8B|5A|6A|7A|8A|\n"
         "stage 1 | ·|1a|2a|3a|4a|1b|2b|3b  ·|4b  ·|5a 1B|6a 2B|7a 3B|8a 4B|5b 1A|6b 2A|7b 3A"
@@ -46,30 +58,32 @@ def test_figure_4_as_text():
         "|7b 5B|8b 6B| · 7B|8B|5A|6A|7A|8A| ·| ·|\n"
         "stage 3 | ·| ·| ·|1a|2a|3a|4a|1b 1B|2b 2B|3b 3B|4b 4B|5a 1A|6a 2A|7a 3A|8a 4A|5b 5B"
         "|6b 6B|7b 7B|8b 8B|5A|6A|7A|8A| ·| ·| ·|\n"
-        "1a: F of microbatch 1, chunk a; 1A: its B, chunks a to b; ·: idle; |: a tick ends"
+    )
+    assert notation == (
+        "F7.1: F of microbatch 7, chunk 1, counted from 0; B likewise; ·: idle; |: a tick ends"
     )
 
 
 def test_one_stage_as_text():
     assert timeline_text(make("gpipe", microbatches=2, stages=1)) == (
         "gpipe: 1 stage, 2 microbatches, 4 ticks\n"
-        "stage 0 |1a|2a|1A|2A|\n"
-        "1a: F of microbatch 1, chunk a; 1A: its B; ·: idle; |: a tick ends"
+        "stage 0 |F0|F1|B0|B1|\n"
+        "F1: F of microbatch 1, counted from 0; B likewise; ·: idle; |: a tick ends"
     )
 
 
 def test_weights_and_slices_as_text():
     split = timeline_text(make("zb_h1", microbatches=1, stages=1))
     assert split.split("\n")[1:] == [
-        "stage 0 |1a 1A W1a|",
-        "1a: F of microbatch 1, chunk a; 1A: its B; W1a: its W; ·: idle; |: a tick ends",
+        "stage 0 |F0 B0 W0|",
+        "F0: F of microbatch 0, counted from 0; B and W likewise; ·: idle; |: a tick ends",
     ]
     title, row, notation = timeline_text(
         make("terapipe", microbatches=1, stages=1, slices=2)
     ).split("\n")
     assert title == "terapipe: 1 stage, 1 microbatch of 2 slices, 3 ticks"
-    assert re.findall(r"[\d.]+[aA]", row) == ["1.1a", "1.2a", "1.2A", "1.1A"]
-    assert notation.startswith("1.1a: F of microbatch 1, slice 1, chunk a; 1.1A: its B;")
+    assert row == "stage 0 |F0/0|F0/1 B0/1|B0/0|"
+    assert notation.startswith("F0/1: F of microbatch 0, slice 1, counted from 0; B likewise;")
 
 
 @pytest.mark.parametrize(
@@ -79,20 +93,14 @@ def test_weights_and_slices_as_text():
 )  # fmt: skip
 def test_text_rows_hold_the_ops_in_their_order(name, m, p, v):
     schedule = make(name, microbatches=m, stages=p, virtual=v)
-    letters = [chr(97 + c) if c < 26 else "a" + chr(97 + c - 26) for c in range(v)]
     _, *rows, _ = timeline_text(schedule).split("\n")
     for row, order in zip(rows, op_order(schedule), strict=True):
         cells = row.split("|", 1)[1].replace("|", " ").split()
-        ops = [(op[0], *map(int, op[1:].split("."))) for op in order]
-        labels = {
-            "F": lambda mb, c: f"{mb + 1}{letters[c]}",
-            "B": lambda mb, c: f"{mb + 1}{letters[c].upper()}",
-            "W": lambda mb, c: f"W{mb + 1}{letters[c]}",
-        }
-        assert [cell for cell in cells if cell != "·"] == [labels[op](mb, c) for op, mb, c in ops]
+        ops = order if v > 1 else [op.removesuffix(".0") for op in order]
+        assert [cell for cell in cells if cell != "·"] == ops
 
 
-@pytest.mark.parametrize("width", [30, 60, 80, 119, 120])
+@pytest.mark.parametrize("width", [30, 60, 80, 119, 205, 240])
 def test_text_keeps_to_the_width_and_says_what_it_leaves_out(width):
     title, *rows, _ = timeline_text(FIGURE_4, width).split("\n")
     assert len({len(row) for row in rows}) == 1 and len(rows[0]) <= width
@@ -109,10 +117,10 @@ def test_text_keeps_to_the_width_and_says_what_it_leaves_out(width):
 
 
 def test_markup_is_the_text_in_colour():
-    marked = Text.from_markup(timeline_markup(FIGURE_4, 80))
-    assert marked.plain == timeline_text(FIGURE_4, 80)
+    marked = Text.from_markup(timeline_markup(FIGURE_4, 150))
+    assert marked.plain == timeline_text(FIGURE_4, 150)
     styles = {marked.plain[span.start : span.end].strip(): span.style for span in marked.spans}
-    colours = [str(styles[cell]) for cell in ("1a", "1b", "6A", "6B", "·")]
+    colours = [str(styles[cell]) for cell in ("F0.0", "F0.1", "B5.0", "B5.1", "·")]
     assert len(set(colours)) == 5
     run = simulate(SPLIT)
     assert Text.from_markup(run_markup(run, 90)).plain == run_text(run, 90)
@@ -126,9 +134,12 @@ def test_a_run_as_text_has_a_time_axis():
     run = simulate(make("1f1b", microbatches=2, stages=2), Times(comm=1))
     assert run.makespan == 11
     title, first, second, notation = run_text(run, len("stage 0 ") + 2 + 44).split("\n")
-    assert title == "1f1b: 2 stages, 2 microbatches; asynchronous: 11, a character is 0.25"
-    assert first == "stage 0 |1a  2a  ············~~~~1A      ~~~~2A      |"
-    assert second == "stage 1 |····~~~~1a  1A      2a  2A      ············|"
+    assert title == (
+        "1f1b: 2 stages, 2 microbatches; asynchronous: 11, bubble 83.33% of ideal time; "
+        "a character is 0.25"
+    )
+    assert first == "stage 0 |F0  F1  ············~~~~B0      ~~~~B1      |"
+    assert second == "stage 1 |····~~~~F0  B0      F1  B1      ············|"
     assert notation.endswith("·: idle; ~: waiting for data")
 
 
@@ -196,9 +207,10 @@ def test_picture_shows_every_op_with_its_microbatch():
     axes, memory = draw_timeline(FIGURE_4).axes
     assert boxes(axes) == pytest.approx(8 * 4 * (1 + 2) * 0.84)
     numbers = [text.get_text() for text in axes.texts if text.get_text().isdigit()]
-    assert {n: numbers.count(n) for n in set(numbers)} == {str(n): 16 for n in range(1, 9)}
+    assert {n: numbers.count(n) for n in set(numbers)} == {str(n): 16 for n in range(8)}
     assert axes.get_xlim() == (0, 28.5)  # (m + (p - 1) / v)(F + B) = 9.5 x 3
-    assert axes.get_title(loc="left").endswith("lock-step, 26 ticks: 28.5, idle 15.8%")  # 3 / 19
+    title = axes.get_title(loc="left")
+    assert title.endswith("26 ticks; lock-step: 28.5, bubble 18.75% of ideal time")  # 3 / 16
     assert legend(axes.figure) == ["F, chunk 0", "F, chunk 1", "B, chunk 0", "B, chunk 1", "idle"]
     assert memory.get_xlabel() == "time (a microbatch on one stage: F 1, B 2)"
 
@@ -211,7 +223,7 @@ def test_numbers_stand_in_boxes_of_their_own_op(model):
     assert len(drawn) == 3 * 6 * 3
     for stage in range(3):
         for op, start, end in zip(run.orders.of(stage), run.start[stage], run.end[stage]):
-            assert drawn[start + (end - start) / 2, stage] == str(op.item + 1)
+            assert drawn[start + (end - start) / 2, stage] == str(op.item)
     assert legend(axes.figure) == ["F", "B", "W", "waiting for data", "idle"]
 
 
@@ -231,7 +243,7 @@ def test_two_schedules_share_their_time_axis():
     figure = draw_timeline([make("gpipe", microbatches=8, stages=4), FIGURE_4])
     first, _, second, last = figure.axes
     assert first.get_xlim() == second.get_xlim() == (0, 33)
-    assert first.get_title(loc="left").startswith("gpipe: 4 stages, 8 microbatches; lock-step, 22")
+    assert first.get_title(loc="left").startswith("gpipe: 4 stages, 8 microbatches, 22 ticks;")
     assert "1f1b: 4 stages of 2 chunks" in second.get_title(loc="left")
     assert legend(figure)[:3] == ["F", "B", "F, chunk 0"]
     assert last.get_xlabel() and not first.get_xlabel()
@@ -239,17 +251,41 @@ def test_two_schedules_share_their_time_axis():
         draw_timeline([])
 
 
-def test_a_large_schedule_is_drawn_as_shares():
-    figure = draw_timeline(make("1f1b", microbatches=512, stages=64))
-    (mesh,) = figure.axes[0].collections
-    colours = mesh.get_array()  # [stages, bins, RGB]
-    assert colours.shape[0] == 64 and colours.shape[1] <= 1000
-    assert legend(figure) == ["F and B in turn", "F", "B", "idle"]
-    both, blue, green, idle = (p.get_facecolor()[:3] for p in figure.legends[0].get_patches())
-    np.testing.assert_allclose(colours[0, 0], blue, atol=0.01)
-    np.testing.assert_allclose(colours[32, colours.shape[1] // 2], both, atol=0.01)
-    np.testing.assert_allclose(colours[0, -1], green, atol=0.01)
-    np.testing.assert_allclose(colours[63, 0], idle, atol=0.01)
+def bands(figure) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """float [rows of pixels, bins, RGB] of a picture of shares, and the legend's colours."""
+    (image,) = figure.axes[0].images
+    patches = zip(legend(figure), figure.legends[0].get_patches(), strict=True)
+    return np.asarray(image.get_array()), {
+        text: np.array(patch.get_facecolor()[:3]) for text, patch in patches
+    }
+
+
+def heights(column: np.ndarray, colours: dict[str, np.ndarray]) -> dict[str, float]:
+    """What each colour has of a column of pixels, the white between rows left out."""
+    alike = {
+        text: np.isclose(column, colour, atol=0.01).all(-1) for text, colour in colours.items()
+    }
+    seen = sum(same.sum() for same in alike.values())
+    return {text: same.sum() / seen for text, same in alike.items()}
+
+
+@pytest.mark.parametrize("name, work", [("1f1b", (1, 2, 0)), ("zb_h2", (1, 1, 1))])
+def test_a_large_schedule_is_drawn_in_bands_as_high_as_the_shares_of_time(name, work):
+    """64 stages and 512 microbatches: F, B and W keep their own colours, nothing is mixed."""
+    figure = draw_timeline(simulate(make(name, microbatches=512, stages=64)))
+    pixels, colours = bands(figure)
+    kinds = [f"{kind}'s share of the time" for kind in "FBW"[: np.count_nonzero(work)]]
+    assert legend(figure) == [*kinds, "idle"]
+    seen = {tuple(colour) for colour in np.unique(pixels.reshape(-1, 3).round(3), axis=0)}
+    assert seen == {(1, 1, 1)} | {tuple(colour.round(3)) for colour in colours.values()}
+    steady = heights(pixels[:, pixels.shape[1] // 2], colours)
+    for kind, part in zip(kinds, work, strict=False):
+        assert steady[kind] == pytest.approx(part / sum(work), abs=0.02)
+    first_row = len(pixels) // 32  # of two stages
+    assert heights(pixels[:first_row, 0], colours)[kinds[0]] > 0.8
+    assert heights(pixels[-first_row:, 0], colours)["idle"] == 1
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert labels[0] == "stages 0-1" and labels[-1] == "stages 62-63"
     assert [text for text in figure.axes[0].texts if text.get_text().isdigit()] == []
 
 
@@ -257,8 +293,8 @@ def test_ticks_in_which_nobody_works_take_no_time_in_a_picture():
     many = make("1f1b", microbatches=600, stages=2)
     late = Schedule.from_ticks("late", many.forward_ticks, many.backward_ticks + 900)
     figure = draw_timeline(late)
-    (mesh,) = figure.axes[0].collections
-    assert mesh.get_array().ndim == 3 and np.isfinite(mesh.get_array()).all()
+    pixels, colours = bands(figure)
+    assert heights(pixels[:, -1], colours)["idle"] < 0.9, "the end of the picture is empty"
     assert figure.axes[0].get_xlim() == (0, 601 * 1 + 601 * 2)
 
 

@@ -38,7 +38,8 @@ def test_every_op_is_a_complete_event_of_its_stage():
         assert [e["name"] for e in mine] == [op.describe() for op in RUN.orders.of(stage)]
         for event, op in zip(mine, RUN.orders.of(stage), strict=True):
             assert event["args"] == {
-                "microbatch": op.item, "piece": RUN.schedule.pieces[op.chunk, stage],
+                "microbatch": op.item, "chunk": op.chunk,
+                "piece": RUN.schedule.pieces[op.chunk, stage],
             }  # fmt: skip
 
 
@@ -93,7 +94,11 @@ def test_several_simulations_are_several_processes(tmp_path):
     assert {e["args"]["slice"] for e in sliced} == {0, 1} and sliced[1]["name"] == "F0/1.0"
     ids = [event["id"] for event in record["traceEvents"] if event["ph"] == "s"]
     assert len(set(ids)) == len(ids)
-    assert record["otherData"] == {"unit": "1 of the simulation's time is 1000 us"}
+    sliced_run = simulate(make("terapipe", microbatches=2, stages=2, slices=2), model="lockstep")
+    assert record["otherData"] == {
+        "unit": "1 of the simulation's time is 1000 us",
+        "bubble_over_ideal": [RUN.bubble_over_ideal, sliced_run.bubble_over_ideal],
+    }
     with pytest.raises(UserError, match="cannot write .*no/trace.json: No such file"):
         write_trace(RUN, tmp_path / "no" / "trace.json")
 

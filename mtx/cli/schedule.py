@@ -85,7 +85,7 @@ def schedule_command(arguments: list[str]) -> None:
         return
     for (schedule, note), pair in zip(made, runs, strict=True):
         if schedule.stages * schedule.ticks <= _MOST_PRINTED:
-            _print_timeline(pair[0 if options.model == "lockstep" else 1], options)
+            _print_timeline(pair[0 if options.model == "lockstep" else 1], bool(written))
         else:
             print(f"{schedule.ticks:,} ticks are too many to print: --text FILE has them")
         print("\n".join([*_facts(schedule, pair, options.memory_limit), *note]))
@@ -230,7 +230,7 @@ def _record(schedule: Schedule, runs: tuple[Simulation, Simulation]) -> dict[str
     for run in runs:
         record[run.model] = {
             "makespan": run.makespan,
-            "bubble_rate": run.bubble_rate,
+            "ideal": run.ideal,
             "bubble_over_ideal": run.bubble_over_ideal,
             "in_flight": run.in_flight.tolist(),
             "peak_memory": run.peak_memory.tolist(),
@@ -238,22 +238,25 @@ def _record(schedule: Schedule, runs: tuple[Simulation, Simulation]) -> dict[str
     return record
 
 
-def _print_timeline(run: Simulation, options: ScheduleOptions) -> None:
+def _print_timeline(run: Simulation, written: bool) -> None:
+    """The timeline as text; beside a file that was written only where a terminal has room for all
+    of it, and its title elsewhere."""
     from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns
-    if options.model == "lockstep":
-        render = timeline_markup if terminal else timeline_text
-        page = render(run.schedule, width if terminal else None)
-    else:
-        page = (run_markup if terminal else run_text)(run, width if terminal else 120)
-    if terminal:
+    lockstep, terminal = run.model == "lockstep", sys.stdout.isatty()
+    size = shutil.get_terminal_size((120, 40))
+    shown = run.schedule if lockstep else run
+    plain, coloured = (timeline_text, timeline_markup) if lockstep else (run_text, run_markup)
+    width = None if lockstep and (written or not terminal) else size.columns
+    rows = plain(shown, width).splitlines()
+    if written and (len(rows) > size.lines or max(map(len, rows[1:-1])) > size.columns):
+        print(rows[0])
+    elif terminal:
         from rich.console import Console
 
-        Console(highlight=False, soft_wrap=True).print(page)
+        Console(highlight=False, soft_wrap=True).print(coloured(shown, width))
     else:
-        print(page)
+        print("\n".join(rows))
 
 
 def _facts(
@@ -287,7 +290,9 @@ def _facts(
 
 
 def _price(run: Simulation) -> str:
-    return f"{run.makespan:.5g}, bubble {run.bubble_over_ideal:.2%} of the ideal {run.ideal:.5g}"
+    from mtx.pipeline.simulate import bubble_text
+
+    return f"{run.makespan:.5g}, {bubble_text(run.bubble_over_ideal)} ({run.ideal:.5g})"
 
 
 def _published(schedule: Schedule, times: Times) -> list[str]:
@@ -364,8 +369,8 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
         rows.append((
             candidate.label, str(schedule.ticks), str(schedule.in_flight.max()),
             str(schedule.slots), f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
-            f"{candidate.lockstep / ideal - 1:.1%}", f"{candidate.asynchronous:.5g}",
-            f"{candidate.asynchronous / ideal - 1:.1%}", candidate.reason,
+            f"{candidate.lockstep / ideal - 1:.2%}", f"{candidate.asynchronous:.5g}",
+            f"{candidate.asynchronous / ideal - 1:.2%}", candidate.reason,
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [

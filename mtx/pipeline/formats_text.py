@@ -71,7 +71,7 @@ def tick_rows(schedule: Schedule) -> list[str]:
     for tick in range(schedule.ticks):
         cells = [
             " ".join(
-                _op_text(kind, item[tick][stage], chunk[tick][stage], schedule)
+                op_text(kind, item[tick][stage], chunk[tick][stage], schedule)
                 for kind, (item, chunk) in enumerate(halves)
                 if item[tick][stage] != IDLE
             )
@@ -85,12 +85,13 @@ def tick_rows(schedule: Schedule) -> list[str]:
 
 def order_rows(schedule: Schedule) -> list[str]:
     return [
-        " ".join(_op_text(*op, schedule) for op in schedule.orders.of(stage))
+        " ".join(op_text(*op, schedule) for op in schedule.orders.of(stage))
         for stage in range(schedule.stages)
     ]
 
 
-def _op_text(kind: int, item: int, chunk: int, schedule: Schedule) -> str:
+def op_text(kind: int, item: int, chunk: int, schedule: Schedule) -> str:
+    """An op, all of it counted from 0: "F3" of microbatch 3, "F3.1" where stages have chunks."""
     place = f".{chunk}" if schedule.virtual > 1 else ""
     return f"{KINDS[kind]}{item_text(item, schedule.slices)}{place}"
 

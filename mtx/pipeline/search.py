@@ -16,7 +16,7 @@ from mtx.errors import UserError
 from mtx.pipeline.makers import MAKERS, make
 from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.shape import WEIGHT_SHARE, Times
-from mtx.pipeline.simulate import simulate
+from mtx.pipeline.simulate import bubble_text, simulate
 
 _MOST_OPS = 2**19  # of all stages and microbatches: of a dozen tables or more, one after another
 WORTH_SAYING = 0.1  # of a makespan: by how much a program per stage must be faster to be mentioned
@@ -194,8 +194,8 @@ def _advantage(candidate: Candidate, other: Candidate | None) -> str:
     if faster[0] < price[0]:
         percent = 100 * (other.lockstep / candidate.lockstep - 1)
         return (
-            f"{percent:.2g} % faster than {other.label}: bubble "
-            f"{candidate.bubble_over_ideal:.1%} of ideal, not {other.bubble_over_ideal:.1%}"
+            f"{percent:.2g} % faster than {other.label}: "
+            f"{bubble_text(candidate.bubble_over_ideal)}, not {other.bubble_over_ideal:.2%}"
         )
     if faster[1] < price[1]:
         return f"as fast as {other.label} in {candidate.memory:.4g} stashes, not {other.memory:.4g}"

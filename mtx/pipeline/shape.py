@@ -38,6 +38,8 @@ class Times:
     weight: float = 1.0
     comm: float = 0.0  # from the end of an op to its output's arrival at another stage
     stage_factors: tuple[float, ...] | None = None  # of every stage; None: all are equal
+    # F, B and W of every stage, in place of all but `comm`: to simulate, not to make schedules for.
+    stage_times: tuple[tuple[float, float, float], ...] | None = None
 
     def __post_init__(self):
         for name in ("forward", "backward", "weight", "comm"):
@@ -48,6 +50,8 @@ class Times:
             raise UserError("forward, backward and weight are all 0: give one of them a time")
         if any(not (math.isfinite(f) and f > 0) for f in self.stage_factors or ()):
             raise UserError(f"stage_factors={self.stage_factors} must all be above 0")
+        if not all(math.isfinite(t) and t >= 0 for own in self.stage_times or () for t in own):
+            raise UserError(f"stage_times={self.stage_times} must be times of at least 0")
 
     @property
     def work(self) -> float:
@@ -58,6 +62,13 @@ class Times:
     def only_ops(self) -> bool:
         """Whether stages are equal and sends take no time, as most closed forms have it."""
         return self.comm == 0 and len(set(self.stage_factors or (1.0,))) == 1
+
+    def of_stages(self, stages: int) -> np.ndarray:
+        """float [P, 3]: F, B and W on every stage."""
+        if self.stage_times is not None:
+            return np.array(self.stage_times, float)
+        factors = self.stage_factors or (1.0,) * stages
+        return np.outer(factors, (self.forward, self.backward, self.weight))
 
 
 MOST_OPS = 2_000_000  # F of all stages: ten times those of 64 stages of 4 chunks, 512 microbatches
@@ -86,6 +97,8 @@ class Shape:
             raise UserError(f"memory_limit={self.memory_limit} must be above 0")
         if not 0 <= self.weight_share <= 1:
             raise UserError(f"weight_share={self.weight_share} must lie in [0, 1]")
+        if self.times.stage_times is not None:
+            raise UserError("stage_times are to be simulated; make schedules for stage_factors")
         factors = self.times.stage_factors
         if factors is not None and len(factors) != self.stages:
             raise UserError(

@@ -29,6 +29,11 @@ Model = Literal["asynchronous", "lockstep"]
 NOTHING = -1  # where an op waits for no other stage
 
 
+def bubble_text(bubble_over_ideal: float) -> str:
+    """The bubble in words, with the same digits wherever it is said."""
+    return f"bubble {bubble_over_ideal:.2%} of ideal time"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
     """One schedule's ops in time, which is in the unit of `times`."""
@@ -57,19 +62,20 @@ class Simulation:
 
     @property
     def ideal(self) -> float:
-        """m (F + B + W), on the slowest stage where factors tell them apart: no stage ever idle."""
-        slowest = max(self.times.stage_factors or (1.0,))
-        return self.schedule.microbatches * self.times.work * slowest
-
-    @property
-    def bubble_rate(self) -> float:
-        """(cost - ideal) / cost: the zero-bubble papers' measure."""
-        return (self.cost - self.ideal) / self.cost
+        """m (F + B + W) of the average stage: the makespan if no stage ever idled."""
+        stages = self.schedule.stages
+        return self.schedule.microbatches * float(self.times.of_stages(stages).sum()) / stages
 
     @property
     def bubble_over_ideal(self) -> float:
-        """(makespan - ideal) / ideal: SC'21's measure (Narayanan et al., section 2.2)."""
+        """The bubble: idle time over ideal time, of the average stage (Narayanan et al., SC'21,
+        section 2.2). What a stage waits for sends, and for slower stages, is idle time."""
         return (self.makespan - self.ideal) / self.ideal
+
+    @property
+    def zero_bubble_rate(self) -> float:
+        """(cost - ideal) / cost: what the zero-bubble papers call bubble rate, another measure."""
+        return (self.cost - self.ideal) / self.cost
 
     @cached_property
     def in_flight(self) -> np.ndarray:
@@ -129,12 +135,13 @@ def simulate(
     before W, which is how the papers of the V-shaped schedules count; 0.0 frees all of it with B.
     """
     times = times or Times()
-    factors = times.stage_factors
-    if factors is not None and len(factors) != schedule.stages:
-        raise UserError(
-            f"stage_factors has {len(factors)} values for the {schedule.stages} stages of schedule "
-            f"{schedule.name!r}; give one a stage"
-        )
+    for name in ("stage_factors", "stage_times"):
+        given = getattr(times, name)
+        if given is not None and len(given) != schedule.stages:
+            raise UserError(
+                f"{name} has {len(given)} values for the {schedule.stages} stages of schedule "
+                f"{schedule.name!r}; give one a stage"
+            )
     if not 0 <= weight_share <= 1:
         raise UserError(f"weight_share={weight_share} must be from 0 to 1")
     if model == "asynchronous":
@@ -171,10 +178,11 @@ def makespan(
 
 def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:
     """float [P, K]: how long each op takes."""
-    backward = times.backward if schedule.split else times.backward + times.weight
-    by_kind = np.array([times.forward, backward, times.weight])
-    factors = np.array(times.stage_factors or (1.0,) * schedule.stages)
-    return by_kind[orders.kind] * factors[:, None] / (schedule.virtual * schedule.slices)
+    by_kind = times.of_stages(schedule.stages)
+    if not schedule.split:
+        by_kind[:, B] += by_kind[:, W]
+    stage = np.arange(schedule.stages)[:, None]
+    return by_kind[stage, orders.kind] / (schedule.virtual * schedule.slices)
 
 
 def _run_asynchronous(

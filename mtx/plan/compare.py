@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.pipeline.simulate import bubble_text
 from mtx.plan.hardware import Hardware
 from mtx.plan.search import (
     RECOMPUTE,
@@ -25,7 +26,7 @@ PART_NAMES = {
     "ends_s": "embedding, logits and loss",
     "tensor_comm_s": "collectives over tensor",
     "pipeline_comm_s": "messages between stages",
-    "bubble_s": "bubble",
+    "bubble_s": "idle in the pipeline",
     "data_comm_s": "reductions over data",
     "optimizer_s": "optimizer",
 }
@@ -53,8 +54,8 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
     mine_s, theirs_s = getattr(one.time, name), getattr(other.time, name)
     mine, theirs = one.layout, other.layout
     if name == "bubble_s":
-        shares = (mine_s / one.time.step_s, theirs_s / other.time.step_s)
-        return "bubble {:.1%} instead of {:.1%}".format(*shares)
+        other_bubble = f"{other.time.bubble_over_ideal:.2%}"
+        return f"{bubble_text(one.time.bubble_over_ideal)} instead of {other_bubble}"
     what = PART_NAMES.get(name, name.removesuffix("_s").replace("_", " "))
     crossing = [_crosses(layout, name, hardware) for layout in (mine, theirs)]
     if name in ("tensor_comm_s", "data_comm_s") and crossing == [False, True]:

@@ -10,9 +10,8 @@ from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
-from mtx.plan.published import bubble
 from mtx.plan.search import MEMORY_AT_MOST
-from mtx.plan.time import LOOPED, StepTime, predict_step
+from mtx.plan.time import StepTime, predict_step
 
 GIB = 2**30
 DAY_S = 86400
@@ -98,11 +97,8 @@ class PricedRun:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time over ideal time: (p-1)/(v m) of SC'21's schedules; of others, as predicted."""
-        layout = self.run.layout
-        if layout.schedule in LOOPED:
-            return bubble(layout, self.run.microbatches)
-        return self.time.bubble_s / (self.time.step_s - self.time.bubble_s)
+        """Idle time over ideal time in the pipeline, of the average device, as predicted."""
+        return self.time.bubble_over_ideal
 
     @property
     def memory_share(self) -> float:

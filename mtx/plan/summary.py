@@ -15,13 +15,14 @@ from typing import Literal, NamedTuple
 
 from mtx.config import RunConfig
 from mtx.pipeline.choose import schedule_for
+from mtx.pipeline.simulate import bubble_text
 from mtx.plan import flops
 from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
 from mtx.plan.families import family_of, parameters_by_part
 from mtx.plan.hardware import hardware
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
-from mtx.plan.published import Throughput, published_throughput, published_training_time
+from mtx.plan.published import Throughput, bubble, published_throughput, published_training_time
 from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.time import LOOPED
 
@@ -29,6 +30,7 @@ Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
 ]
 _MIB = 2**20
+NOTHING = 1e-9  # of a step: what is less is the rounding of a sum
 _MOST_OPS = 500_000  # of a schedule's table that is made only to count its ticks
 
 
@@ -189,7 +191,8 @@ def _time(plan: PricedRun) -> list[Row]:
     of = f"{software.name}: {software.source}. Constants: {plan.calibration.source}"
     rows = [(part_name(each.name), getattr(plan.time, each.name)) for each in fields(plan.time)]
     texts = [("of the software", of)]
-    texts += [(name, f"{seconds(value)} ({value / whole:.1%})") for name, value in rows if value]
+    texts += [(name, f"{seconds(value)} ({value / whole:.1%})") for name, value in rows
+              if value > NOTHING * whole]  # fmt: skip
     texts.append(("the whole step", seconds(whole)))
     if software.name != "mtx":
         own = f"{seconds(plan.time_of('mtx').step_s)} a step"
@@ -213,10 +216,11 @@ def _speed(plan: PricedRun, tokens: float | None, price: float | None) -> list[R
 
 def _pipeline(plan: PricedRun) -> list[Row]:
     layout, microbatches = plan.run.layout, plan.run.microbatches
-    idle = f"{plan.bubble_over_ideal:.1%} of ideal time"
-    if layout.schedule in LOOPED:
-        idle += ", (p-1)/(vm)"
-    rows = [Row("Pipeline", "bubble", idle, "computed")]
+    idle = bubble_text(plan.bubble_over_ideal).removeprefix("bubble ")
+    rows = [Row("Pipeline", "bubble", idle, "predicted")]
+    if layout.schedule in LOOPED and layout.pipe > 1:
+        equal = f"{bubble(layout, microbatches):.2%}, were stages equal and messages free"
+        rows.append(Row("Pipeline", "SC'21's (p-1)/(v m)", equal, "computed"))
     if layout.pipe * layout.virtual * microbatches <= _MOST_OPS:
         schedule = schedule_for(layout, microbatches)
         in_flight = f"{schedule.in_flight[0]} on stage 0, {schedule.in_flight[-1]} on the last"

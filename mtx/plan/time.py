@@ -54,6 +54,13 @@ class StepTime:
     def step_s(self) -> float:
         return sum(getattr(self, each.name) for each in fields(self))
 
+    @property
+    def bubble_over_ideal(self) -> float:
+        """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
+        microbatches with their collectives and messages. The rest of the step has no part in it."""
+        ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.ends_s
+        return self.bubble_s / (ideal_s + self.tensor_comm_s + self.pipeline_comm_s)
+
 
 def predict_step(
     model: ModelConfig,
@@ -264,6 +271,30 @@ def _with_messages(stages: Sequence[Seconds], hop_s: float, virtual: int) -> lis
 
 
 # --- stages ---------------------------------------------------------------------------------------
+
+
+def stage_times(
+    model: ModelConfig, layout: Layout, hardware: Hardware, *, scatter_gather: bool = True,
+    calibration: Calibration | None = None,
+) -> tuple[list[Seconds], float]:  # fmt: skip
+    """F, B and W of a microbatch on each stage as `predict_step` has them, and how long a message
+    takes to arrive: 0 where its time is part of the stages' own."""
+    calibration = calibration or calibration_of(hardware, family=model.family)
+    shard = Shard(
+        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
+    )  # fmt: skip
+    counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
+    block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
+    first, last, every = _ends(shard, layout)
+    stages = _stage_seconds(counts, block=block, first=first, last=last, every=every)
+    hop_s = _hop_s(shard, layout, scatter_gather)
+    if calibration.software.pipeline == "lockstep":
+        return stages, hop_s
+    hops_s = layout.virtual * hop_s  # a program a stage stands still meanwhile
+    return [
+        (forward + hops_s, backward + hops_s, weight) for forward, backward, weight in stages
+    ], 0.0
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from mtx.config import RunConfig, to_dict
-from mtx.pipeline.simulate import simulate
+from mtx.pipeline.simulate import bubble_text, simulate
 from mtx.plan.flops import parameters
 from mtx.train.metrics import StepRecord
 from mtx.train.step import Trainer
@@ -135,15 +135,13 @@ def changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def _schedule_text(trainer: Trainer) -> str:
-    """The bubble by the table as it runs, in lock-step, an F, a B and a W counting alike."""
+    """The bubble by the table as it runs, in lock-step, F, B and W taking as long."""
     table, layout = trainer.schedule, trainer.run.layout
     slices = f", slices = {table.slices}" if table.slices > 1 else ""
-    idle = simulate(table, model="lockstep").bubble_over_ideal
-    formula = (table.stages - 1) / (table.virtual * table.microbatches)
-    source = ", (p-1)/(v m)" if math.isclose(idle, formula, abs_tol=1e-9) else ""
+    idle = bubble_text(simulate(table, model="lockstep").bubble_over_ideal)
     return (
-        f"{layout.schedule}, v = {table.virtual}, m = {table.microbatches}{slices}: bubble "
-        f"{idle:.1%} of the ideal time{source}"
+        f"{layout.schedule}, v = {table.virtual}, m = {table.microbatches}{slices}: {idle}, "
+        "F, B and W taking equally long"
     )
 
 

@@ -234,7 +234,7 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
 
     wide = min(row, node_size)
     high = -(-node_size // wide)
-    label = "p{}\nd{}\nt{}" if row > 2 else "p{} d{} t{}"
+    label = "p{}\nd{}\nt{}"
     columns = max(1, math.ceil(math.sqrt(len(nodes) * 1.2)))
     colours = _stage_colours(layout.pipe)
     for place, node in enumerate(nodes):
@@ -345,8 +345,8 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
             facecolors=[colours[stage] for stage, _ in corners], edgecolors="none",
         )
     )  # fmt: skip
-    # One cell a stage leaves room for names at the left of each row only.
-    alone = grid.cells == 1 and layout.pipe > grid.per_row
+    # One cell a stage, or one stage a row, leaves room for names at the left of each row only.
+    alone = 1 in (grid.cells, grid.per_row) and layout.pipe > grid.per_row
     every = grid.per_row if alone else -(-layout.pipe // 32)
     for stage in range(0, layout.pipe, every):
         x, y = grid.corner(stage * stage_devices, stage_devices)
@@ -395,7 +395,7 @@ def _write_links(axes: Axes, layout: Layout, hardware: Hardware) -> None:
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(3, -0.6)
-    columns = (0.0, 0.07, 0.25, 0.6)
+    columns = (0.0, 0.065, 0.235, 0.68)
     for x, title in zip(columns, ("axis", "groups", "links of a group", "what is sent")):
         axes.text(x, -0.3, title, fontsize=7.5, color=FAINT, va="center")
     for row, link in enumerate(axis_links(layout, hardware.node_devices)):

@@ -72,7 +72,10 @@ def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
     import matplotlib
 
     fonts = ["DejaVu Sans", "Verdana"]
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "mtx", "font.sans-serif": fonts}
+    settings = {
+        "svg.fonttype": "none", "svg.hashsalt": "mtx", "font.sans-serif": fonts,
+        "savefig.bbox": "tight", "savefig.pad_inches": 0.1,  # nothing is cut at an edge
+    }  # fmt: skip
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
         figure.savefig(file, format=kind, dpi=150, metadata=undated.get(kind))

@@ -6,14 +6,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
+from mtx.pipeline.simulate import Simulation, bubble_text, simulate
 from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
-from mtx.plan.summary import part_name, title
+from mtx.plan.summary import NOTHING, part_name, title
+from mtx.plan.time import stage_times
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
 from mtx.view.picture import (
@@ -29,13 +28,14 @@ from mtx.view.picture import (
     new_figure,
     save_figure,
 )
-from mtx.view.schedule import draw_timeline
+from mtx.view.spans import MODELS, describe
+from mtx.view.timeline import fill_timeline, legend_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {
+TIME_COLOURS = {
     "matmul_s": FORWARD,
     "attention_s": "#7fb0e0",
     "elementwise_s": BACKWARD,
@@ -46,7 +46,7 @@ _COLOURS = {
     "bubble_s": IDLE,
     "optimizer_s": WEIGHT,
 }
-_MOST_OPS = 120_000  # of a schedule that is drawn
+_MOST_OPS = 500_000  # of a schedule that is drawn
 _DOUBLINGS = 5  # of the replicas, below and above the plan's
 
 
@@ -58,16 +58,17 @@ def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
     """
     if path is not None:
         check_suffix(path)
-    figure = new_figure(13.0, 11.5)
-    figure.suptitle(title(plan), x=0.01, ha="left", fontsize=13, color=INK)
-    mesh, needs, runs = figure.subfigures(3, 1, height_ratios=(4.6, 2.7, 3.7))
+    figure = new_figure(13.0, 11.0)
+    figure.suptitle(title(plan), x=0.005, ha="left", fontsize=13, color=INK)
+    above, runs = figure.subfigures(2, 1, height_ratios=(7.2, 3.8))
+    left, right = above.subfigures(1, 2, width_ratios=(1.7, 1))
+    mesh, memory = left.subfigures(2, 1, height_ratios=(4.4, 2.6))
+    time, throughput = right.subfigures(2, 1, height_ratios=(3.6, 3.4))
     fill_mesh(mesh, plan.run.layout, plan.hardware)
-    left, right = needs.subfigures(1, 2, width_ratios=(1.45, 1))
-    fill_bars(left.add_subplot(), [plan])
-    fill_time(right.add_subplot(), plan)
-    left, right = runs.subfigures(1, 2, width_ratios=(1.45, 1))
-    _place_timeline(left.add_subplot(), plan)
-    fill_throughput(right.add_subplot(), plan)
+    fill_bars(memory.add_subplot(), [plan])
+    fill_time(time.add_subplot(), plan)
+    fill_throughput(throughput.add_subplot(), plan)
+    fill_schedule(runs.add_subplot(), plan, (11.8, 3.0))  # less labels and legend
     if path is not None:
         save_figure(figure, path)
     return figure
@@ -99,10 +100,10 @@ def fill_time(axes: Axes, plan: Plan) -> None:
     """The bars of `draw_time`."""
     whole = plan.time.step_s
     parts = [(each.name, getattr(plan.time, each.name)) for each in fields(plan.time)]
-    parts = [(name, value) for name, value in parts if value]
-    unit, scale = ("seconds", 1.0) if whole > 0.1 else ("milliseconds", 1e3)
+    parts = [(name, value) for name, value in parts if value > NOTHING * whole]
+    unit, scale = _unit(whole)
     for row, (name, value) in enumerate(parts):
-        axes.barh(row, scale * value, height=0.7, color=_COLOURS.get(name, FAINT))
+        axes.barh(row, scale * value, height=0.7, color=TIME_COLOURS.get(name, FAINT))
         text = f" {seconds(value)}, {value / whole:.1%}"
         axes.text(scale * value, row, text, va="center", fontsize=7.5, color=INK)
     axes.set_yticks(range(len(parts)), [part_name(name) for name, _ in parts], fontsize=8)
@@ -130,9 +131,16 @@ def fill_throughput(axes: Axes, plan: Plan) -> None:
     axes.plot(plan.gpus, plan.tflops_per_gpu_sc21, "o", markersize=9, mfc="none", color=INK)
     axes.set_xscale("log", base=2)
     gpus = sorted({one.gpus for weak in (True, False) for one in scaled_plans(plan, weak=weak)})
-    axes.set_xticks(gpus, [f"{count:,}" for count in gpus], fontsize=7, rotation=30)
+    axes.set_xticks(
+        gpus,
+        [f"{count:,}" for count in gpus],
+        fontsize=7,
+        rotation=35,
+        ha="right",
+        rotation_mode="anchor",
+    )
     axes.set_xticks([], minor=True)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.set_xlabel("GPUs: more replicas of the same pipe and tensor", fontsize=8)
     axes.set_ylabel("teraFLOP/s a GPU (SC'21's unit)", fontsize=8)
     axes.set_title("Throughput, predicted (circle: this plan)", loc="left", fontsize=9.5, color=INK)
@@ -160,24 +168,39 @@ def scaled_plans(plan: Plan, *, weak: bool) -> list[Plan]:
     return scaled
 
 
-def _place_timeline(axes: Axes, plan: Plan) -> None:
-    """The picture of `draw_timeline` in lock-step, as a bitmap, where it is not too long."""
+def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
+    """The plan's table in its predicted times, where it is not too long; so wide and high."""
     layout, microbatches = plan.run.layout, plan.run.microbatches
-    axes.set_axis_off()
     if layout.pipe * layout.virtual * microbatches > _MOST_OPS:
+        axes.set_axis_off()
         axes.text(0, 1, "the schedule is too long for a picture", fontsize=9, color=FAINT, va="top")
         return
-    again = 1.0 if layout.recompute == "full" else 0.0  # B computes F once more
-    times = Times(forward=1.0, backward=1.0 + again, weight=1.0)
-    run = simulate(schedule_for(layout, microbatches), times, model="lockstep")
-    drawn = draw_timeline(run, memory=False)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    unit, scale = _unit(plan.time.step_s)
+    run = _simulation(plan, scale)
+    how = f"{MODELS[run.model]}, {bubble_text(plan.bubble_over_ideal)}"
+    swatches = fill_timeline(axes, run, inches, title=f"{describe(run.schedule)}; {how}")
+    axes.tick_params(labelbottom=True)
+    axes.set_xlabel(f"{unit}, predicted", fontsize=8.5)
+    axes.figure.legend(loc="outside lower right", fontsize=8.5, **legend_of(swatches))
 
-    drawn.set_dpi(200)
-    canvas = FigureCanvasAgg(drawn)
-    canvas.draw()
-    axes.imshow(np.asarray(canvas.buffer_rgba()), interpolation="antialiased")
-    axes.set_aspect("equal", anchor="NW")
+
+def _unit(step_s: float) -> tuple[str, float]:
+    """In which a step's times are drawn, and how many of it are a second."""
+    return ("seconds", 1.0) if step_s > 0.1 else ("milliseconds", 1e3)
+
+
+def _simulation(plan: Plan, scale: float) -> Simulation:
+    """The plan's table with the times of its stages, `scale` a second, as its software runs it."""
+    layout = plan.run.layout
+    stages, hop_s = stage_times(
+        plan.run.model, layout, plan.hardware, scatter_gather=plan.scatter_gather
+    )
+    times = Times(
+        comm=scale * hop_s / layout.slices,
+        stage_times=tuple(tuple(scale * part for part in seconds) for seconds in stages),
+    )
+    table = schedule_for(layout, plan.run.microbatches)
+    return simulate(table, times, model=plan.calibration.software.pipeline)
 
 
 def _plain(axes: Axes) -> None:

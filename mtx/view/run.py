@@ -1,23 +1,36 @@
-"""A training run as pictures: loss, throughput, where its time went, and which process was slow."""
+"""A training run as pictures: loss, learning rate, gradients, throughput, where its time went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mtx.train.goodput import Goodput, Record, measure_goodput, steps_that_count
-from mtx.view.picture import BACKWARD, COMMUNICATION, FAINT, FORWARD, IDLE, INK, LIMIT, new_figure
+from mtx.view.picture import (
+    BACKWARD,
+    COMMUNICATION,
+    COMMUNICATION_LIGHT,
+    FAINT,
+    FORWARD,
+    IDLE,
+    INK,
+    LIMIT,
+    WEIGHT,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MOST_POINTS = 2000  # of a curve: beyond it, means of as many steps as it takes
+_WIDE_RANGE = 30  # the largest gradient norm over the smallest: from there on, a logarithmic axis
 _COLOURS = {
-    "steps": BACKWARD, "lost": LIMIT, "skipped": "#e08a2e", "start": "#9cc4ee", "compile": FORWARD,
-    "eval": COMMUNICATION, "save": "#c3a6dc", "other": IDLE, "down": INK,
+    "steps": BACKWARD, "lost": LIMIT, "skipped": WEIGHT, "start": "#9cc4ee", "compile": FORWARD,
+    "eval": COMMUNICATION, "save": COMMUNICATION_LIGHT, "other": IDLE, "down": INK,
 }  # fmt: skip
 WORDS = {
     "steps": "steps that count", "lost": "steps trained again later", "skipped": "skipped steps",
@@ -26,88 +39,137 @@ WORDS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunLog:
+    """A run's log, and what every picture needs of it."""
+
+    records: Sequence[Record]
+    steps: Sequence[Record]  # those that count, in order
+    goodput: Goodput
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> RunLog:
+        steps, goodput = steps_that_count(records), measure_goodput(records)
+        return cls(records=records, steps=steps, goodput=goodput)
+
+    def told(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def start(self) -> Record:
+        """Of the last session."""
+        return self.told("start")[-1]
+
+
 def draw_run(records: Sequence[Record]) -> Figure:
-    """Loss, throughput, goodput and processes of a run's log, one below the other."""
-    steps, goodput = steps_that_count(records), measure_goodput(records)
-    figure = new_figure(9.0, 10.0)
-    loss, speed, time, processes = figure.subplots(4, 1, height_ratios=(3, 2.2, 1, 2.2))
-    fill_loss(loss, steps, records)
-    fill_throughput(speed, steps)
-    fill_goodput(time, goodput)
-    fill_processes(processes, records, steps)
+    """All panels of a run's log in one figure."""
+    log = RunLog.of(records)
+    figure = new_figure(12.0, 11.0)
+    names = [["loss", "rate"], ["gradients", "skipped"], ["speed", "processes"], ["goodput"] * 2]
+    axes = figure.subplot_mosaic(names, height_ratios=(3, 2.4, 2.4, 0.8))
+    for name, (fill, _) in PANELS.items():
+        fill(axes[name], log)
     return figure
 
 
-def fill_loss(axes: Axes, steps: Sequence[Record], records: Sequence[Record]) -> None:
+def draw_panels(records: Sequence[Record]) -> list[Figure]:
+    """Each panel as a figure of its own, narrow enough for a telephone."""
+    log, figures = RunLog.of(records), []
+    for fill, height_inches in PANELS.values():
+        figures.append(new_figure(4.5, height_inches))
+        fill(figures[-1].add_subplot(), log)
+    return figures
+
+
+def fill_loss(axes: Axes, log: RunLog) -> None:
     """Training and held-out loss over the steps; rollbacks and restarts as lines."""
-    x, y = _thinned(steps, "loss")
-    axes.plot(x, y, color=FORWARD, linewidth=1.0, label="training")
-    held_out = [r for r in records if r["kind"] == "eval" and r["loss"] is not None]
+    axes.plot(*_thinned(log.steps, "loss"), color=FORWARD, linewidth=1.0, label="training")
+    held_out = [record for record in log.told("eval") if record["loss"] is not None]
     axes.plot(
         [r["step"] for r in held_out], [r["loss"] for r in held_out], "o-", color=BACKWARD,
-        markersize=3.5, linewidth=1.0, label="held out",
+        markersize=3.5, linewidth=1.0, label="held out" if held_out else None,
     )  # fmt: skip
-    starts = [r["step"] for r in records if r["kind"] == "start" and r["step"]]
-    backs = [r["step"] for r in records if r["kind"] == "rollback"]
+    starts = [r["step"] for r in log.told("start") if r["step"]]
+    backs = [r["step"] for r in log.told("rollback")]
     for places, colour, label in ((starts, FAINT, "started again"), (backs, LIMIT, "went back to")):
         for number, step in enumerate(places):
             axes.axvline(
                 step, color=colour, linewidth=0.8, linestyle=":",
                 label=label if number == 0 else None,
             )  # fmt: skip
-    axes.set_ylabel("loss, nats a token", fontsize=8)
-    axes.legend(fontsize=7.5, frameon=False)
-    _plain(axes, "Loss")
+    axes.legend(fontsize=8, frameon=False)
+    _over_steps(axes, log, "Loss, nats a token")
 
 
-def fill_throughput(axes: Axes, steps: Sequence[Record]) -> None:
+def fill_rate(axes: Axes, log: RunLog) -> None:
+    """The learning rate over the steps."""
+    axes.plot(*_thinned(log.steps, "learning_rate"), color=FORWARD, linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    _over_steps(axes, log, "Learning rate")
+
+
+def fill_gradients(axes: Axes, log: RunLog) -> None:
+    """The gradients' global norm before clipping, and where clipping begins."""
+    x, norm = _thinned(log.steps, "gradient_norm")
+    axes.plot(x, norm, color=BACKWARD, linewidth=1.0)
+    clip = log.start["run"].get("optimizer", {}).get("clip")
+    if clip and len(norm):
+        axes.axhline(clip, color=INK, linewidth=0.8, linestyle="--", label=f"clipped to {clip:g}")
+        axes.legend(fontsize=8, frameon=False)
+    if len(norm) and norm.min() > 0 and norm.max() > _WIDE_RANGE * norm.min():
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    _over_steps(axes, log, "Gradient norm, before clipping")
+
+
+def fill_skipped(axes: Axes, log: RunLog) -> None:
+    """How many steps were skipped so far, and in float16 the loss scale that this lowers."""
+    skipped = [step["step"] for step in log.steps if not step["finite"]]
+    last = log.steps[-1]["step"] if log.steps else 0
+    axes.step(
+        [0, *skipped, last], [*range(len(skipped) + 1), len(skipped)], where="post", color=WEIGHT,
+        linewidth=1.4,
+    )  # fmt: skip
+    axes.set_ylim(0, max(1, len(skipped)) * 1.1)
+    if not skipped:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", fontsize=9, color=FAINT)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    title = f"Skipped steps, gradients not finite: {len(skipped):,} of {len(log.steps):,}"
+    if any(step.get("loss_scale", 1) != 1 for step in log.steps):
+        scale = axes.twinx()
+        scale.plot(*_thinned(log.steps, "loss_scale"), color=FAINT, linewidth=1.0)
+        scale.set_yscale("log", base=2)
+        scale.set_ylabel("loss scale", fontsize=8, color=FAINT)
+        scale.tick_params(labelsize=8, color=FAINT, labelcolor=FAINT)
+        scale.spines[:].set_visible(False)
+    _over_steps(axes, log, title)
+
+
+def fill_throughput(axes: Axes, log: RunLog) -> None:
     """Tokens a second over the steps, with the median."""
-    x, y = _thinned(steps, "tokens_per_s")
+    x, y = _thinned(log.steps, "tokens_per_s")
     axes.plot(x, y, color=COMMUNICATION, linewidth=1.0)
     if len(y):
-        middle = float(np.median([step["tokens_per_s"] for step in steps]))
-        axes.axhline(middle, color=INK, linewidth=0.8, linestyle="--")
-        axes.annotate(
-            f"median {middle:,.0f}", (1, 1), xycoords="axes fraction", fontsize=7.5, ha="right",
-            va="bottom", color=INK,
-        )  # fmt: skip
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel("tokens/s", fontsize=8)
-    _plain(axes, "Throughput, all devices")
+        middle = float(np.median([step["tokens_per_s"] for step in log.steps]))
+        axes.axhline(
+            middle, color=INK, linewidth=0.8, linestyle="--", label=f"median {middle:,.0f}"
+        )
+        axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    _over_steps(axes, log, "Throughput of all devices, tokens/s")
 
 
-def fill_goodput(axes: Axes, goodput: Goodput) -> None:
-    """One bar: the wall clock's time, by what it went to."""
-    left = 0.0
-    for name, seconds in goodput.parts.items():
-        if seconds:
-            share = seconds / goodput.wall_s
-            axes.barh(
-                0, seconds, left=left, color=_COLOURS[name], edgecolor="white", linewidth=0.5,
-                label=f"{WORDS[name]} {share:.1%}",
-            )  # fmt: skip
-            left += seconds
-    axes.set_yticks([])
-    axes.set_xlim(0, max(goodput.wall_s, 1e-9))
-    axes.set_xlabel("seconds since the first launch", fontsize=8)
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.75), ncols=3, fontsize=7.5, frameon=False,
-        handlelength=1.0,
-    )  # fmt: skip
-    sessions = f"{goodput.sessions} session" + ("s" if goodput.sessions > 1 else "")
-    _plain(axes, f"Goodput {goodput.fraction:.1%}, {sessions}")
-
-
-def fill_processes(axes: Axes, records: Sequence[Record], steps: Sequence[Record]) -> None:
+def fill_processes(axes: Axes, log: RunLog) -> None:
     """A heat map of each process's own time at each probe; of one process, its steps' times."""
-    probes = [r for r in records if r["kind"] == "processes"]
+    probes = log.told("processes")
     counts = {len(r["host_s"]) for r in probes}
     if len(counts) != 1 or counts == {1}:
-        axes.hist([1e3 * s["step_s"] for s in steps], bins=60, color=FORWARD)
+        axes.hist([1e3 * step["step_s"] for step in log.steps], bins=60, color=FORWARD)
         axes.set_xlabel("ms a step", fontsize=8)
-        axes.set_ylabel("steps", fontsize=8)
-        _plain(axes, "Step times")
+        _plain(axes, "Steps by their time")
         return
     own_NT = np.array([[h + d for h, d in zip(r["host_s"], r["device_s"])] for r in probes]).T
     ratio_NT = own_NT / np.median(own_NT, axis=0, keepdims=True)
@@ -122,13 +184,47 @@ def fill_processes(axes: Axes, records: Sequence[Record], steps: Sequence[Record
     axes.set_ylabel("process", fontsize=8)
     axes.set_xlabel("step", fontsize=8)
     axes.yaxis.get_major_locator().set_params(integer=True)
-    _plain(axes, "Time of each process outside of collectives, over the median of all")
+    _plain(axes, "Time of each process by itself, over the median of all")
+
+
+def fill_goodput(axes: Axes, log: RunLog) -> None:
+    """One bar: the wall clock's time, by what it went to."""
+    goodput, left = log.goodput, 0.0
+    for name, seconds in goodput.parts.items():
+        if seconds:
+            share = seconds / goodput.wall_s
+            axes.barh(
+                0, seconds, left=left, color=_COLOURS[name], edgecolor="white", linewidth=0.5,
+                label=f"{WORDS[name]} {share:.1%}",
+            )  # fmt: skip
+            left += seconds
+    axes.set_yticks([])
+    axes.set_xlim(0, max(goodput.wall_s, 1e-9))
+    axes.set_xlabel("seconds since the first launch", fontsize=8)
+    axes.figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8,
+        frameon=False, handlelength=1.0,
+    )  # fmt: skip
+    sessions = f"{goodput.sessions} session" + ("s" if goodput.sessions > 1 else "")
+    _plain(axes, f"Goodput {goodput.fraction:.1%}, {sessions}")
+
+
+# Of each panel: what fills it, and its height in inches where it stands alone.
+PANELS: dict[str, tuple[Callable[[Axes, RunLog], None], float]] = {
+    "loss": (fill_loss, 3.2),
+    "rate": (fill_rate, 2.2),
+    "gradients": (fill_gradients, 2.6),
+    "skipped": (fill_skipped, 2.2),
+    "speed": (fill_throughput, 2.6),
+    "processes": (fill_processes, 2.6),
+    "goodput": (fill_goodput, 2.4),
+}
 
 
 def _thinned(steps: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values), means of neighbours where there are very many; values that are not finite
     are left out."""
-    known = [(s["step"], s[name]) for s in steps if s[name] is not None]
+    known = [(s["step"], s[name]) for s in steps if s.get(name) is not None]
     if not known:
         return np.empty(0), np.empty(0)
     x, y = np.array(known, float).T
@@ -137,6 +233,12 @@ def _thinned(steps: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray
     return np.array([x[c : c + each].mean() for c in cuts]), np.array(
         [y[c : c + each].mean() for c in cuts]
     )
+
+
+def _over_steps(axes: Axes, log: RunLog, title: str) -> None:
+    axes.set_xlim(0, max(1, log.steps[-1]["step"] if log.steps else 0))
+    axes.set_xlabel("step", fontsize=8)
+    _plain(axes, title)
 
 
 def _plain(axes: Axes, title: str) -> None:

@@ -1,8 +1,7 @@
 """A schedule as text, and as what a notebook shows.
 
 `timeline_text` shows the table, tick by tick; `run_text` shows a simulation, on a time axis.
-Microbatches are counted from 1 here and in pictures, as in figure 4 of Narayanan et al., SC'21;
-tables and files count from 0.
+Microbatches, slices and chunks are counted from 0, as in files, traces and pictures.
 
 Legend: T ticks · P stages.
 """
@@ -15,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.pipeline.orders import KINDS, orders_of
+from mtx.pipeline.formats_text import op_text
+from mtx.pipeline.orders import KINDS, F, orders_of
 from mtx.pipeline.schedule import IDLE, Schedule
 from mtx.pipeline.simulate import Simulation
 from mtx.view.colours import ink, shade
 from mtx.view.picture import Picture
-from mtx.view.spans import MODELS, Shown, count, describe, op_label, shares, waits
+from mtx.view.spans import Shown, count, describe, run_title, shares, waits
 from mtx.view.timeline import draw_timeline
 
 __all__ = [
@@ -75,17 +75,16 @@ class _Cell(NamedTuple):
 def _timeline(schedule: Schedule, width: int | None, render: Callable[[_Cell], str]) -> str:
     runs = np.stack([half.busy.any(axis=1) for half in schedule.halves], axis=1)
     columns = [np.flatnonzero(kinds).tolist() for kinds in runs]  # the kinds of every tick
-    wide = [len(_label(kind, schedule.items - 1, schedule.virtual - 1, schedule))
-            for kind in range(len(schedule.halves))]  # fmt: skip
+    wide = _longest(schedule)
     label = len(f"stage {schedule.stages - 1} ")
-    widths = [sum(wide[kind] + 1 for kind in kinds) or 1 for kinds in columns]
+    widths = [len(kinds) * (wide + 1) or 1 for kinds in columns]
     head, tail = _fitting(widths, width and width - label - 1)
     left_out = schedule.ticks - head - tail
     lines = [describe(schedule) + f", {count(schedule.ticks, 'tick')}"]
     lines[0] += f"; {left_out} ticks in the middle left out" if left_out else ""
     for stage in range(schedule.stages):
         ticks = [
-            " ".join(render(_tick_cell(schedule, kind, tick, stage, wide[kind]))
+            " ".join(render(_tick_cell(schedule, kind, tick, stage, wide))
                      for kind in columns[tick])
             for tick in [*range(head), *range(schedule.ticks - tail, schedule.ticks)]
         ]  # fmt: skip
@@ -96,12 +95,15 @@ def _timeline(schedule: Schedule, width: int | None, render: Callable[[_Cell], s
 
 
 def _notation(schedule: Schedule) -> str:
-    item = "1" if schedule.slices == 1 else "1.1"
-    of = "microbatch 1" if schedule.slices == 1 else "microbatch 1, slice 1"
-    weight = f"; W{item}a: its W" if schedule.split else ""
-    several = f", chunks {_letters(0)} to {_letters(schedule.virtual - 1)}"
-    chunks = several if schedule.virtual > 1 else ""
-    return f"{item}a: F of {of}, chunk a; {item}A: its B{weight}{chunks}; {NOTHING}: idle"
+    """What the labels mean, by the example of the last op of all."""
+    item, chunk = schedule.items - 1, schedule.virtual - 1
+    microbatch, part = divmod(item, schedule.slices)
+    of = f"microbatch {microbatch}"
+    of += f", slice {part}" if schedule.slices > 1 else ""
+    of += f", chunk {chunk}" if schedule.virtual > 1 else ""
+    others = "B and W" if schedule.split else "B"
+    label = op_text(F, item, chunk, schedule)
+    return f"{label}: F of {of}, counted from 0; {others} likewise; {NOTHING}: idle"
 
 
 def _fitting(widths: list[int], available: int | None) -> tuple[int, int]:
@@ -123,19 +125,13 @@ def _tick_cell(schedule: Schedule, kind: int, tick: int, stage: int, width: int)
     item, chunk = int(half.item[tick, stage]), int(half.chunk[tick, stage])
     if item == IDLE:
         return _Cell(NOTHING.rjust(width))
-    text = _label(kind, item, chunk, schedule).rjust(width)
+    text = op_text(kind, item, chunk, schedule).rjust(width)
     return _Cell(text, kind, chunk, schedule.virtual)
 
 
-def _label(kind: int, item: int, chunk: int, schedule: Schedule) -> str:
-    number, letters = op_label(item, schedule), _letters(chunk)
-    return (f"{number}{letters}", f"{number}{letters.upper()}", f"W{number}{letters}")[kind]
-
-
-def _letters(chunk: int) -> str:
-    """a, b, … z, aa, ab, … as a spreadsheet names its columns."""
-    before, last = divmod(chunk, 26)
-    return (_letters(before - 1) if before else "") + chr(ord("a") + last)
+def _longest(schedule: Schedule) -> int:
+    """Characters of the longest label."""
+    return len(op_text(F, schedule.items - 1, schedule.virtual - 1, schedule))
 
 
 def _plain(cell: _Cell) -> str:
@@ -174,9 +170,7 @@ def _run(run: Simulation, width: int, render: Callable[[_Cell], str]) -> str:
         raise UserError(f"width={width} leaves no room for a timeline; use at least {label + 10}")
     lengths = run.end - run.start
     shortest = lengths[lengths > 1e-9 * run.makespan].min() * columns / run.makespan
-    longest = max(len(_label(kind, schedule.items - 1, schedule.virtual - 1, schedule))
-                  for kind in range(len(schedule.halves)))  # fmt: skip
-    single = shortest >= longest + 1  # what rounding takes is less than one character
+    single = shortest >= _longest(schedule) + 1  # what rounding takes is less than one character
     cells = _op_cells(run, columns) if single else _share_cells(run, columns)
     rows = [
         f"{f'stage {stage}'.rjust(label - 1)} |{''.join(map(render, row))}|"
@@ -186,8 +180,8 @@ def _run(run: Simulation, width: int, render: Callable[[_Cell], str]) -> str:
     crowded = f"{kinds}: what takes the time; {SEVERAL}: they take turns; {NOTHING}: idle"
     notation = _notation(schedule) if single else crowded
     notation += f"; {WAITING}: waiting for data" if run.times.comm else ""
-    title = f"{describe(schedule)}; {MODELS[run.model]}: {run.makespan:.4g}, a character is "
-    return "\n".join([f"{title}{run.makespan / columns:.3g}", *rows, notation])
+    title = f"{run_title(run)}; a character is {run.makespan / columns:.3g}"
+    return "\n".join([title, *rows, notation])
 
 
 def _op_cells(run: Simulation, columns: int) -> list[list[_Cell]]:
@@ -204,7 +198,7 @@ def _op_cells(run: Simulation, columns: int) -> list[list[_Cell]]:
         starts = np.rint((run.start[stage] - origin) * scale).astype(int).tolist()
         ends = np.rint((run.end[stage] - origin) * scale).astype(int).tolist()
         for op, first, last in zip(orders.of(stage), starts, ends):
-            label = _label(*op, schedule)
+            label = op_text(*op, schedule)
             if first > at:
                 row.append(_Cell(idle[at:first]))
             if last > first:

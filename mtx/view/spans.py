@@ -11,7 +11,7 @@ import numpy as np
 
 from mtx.errors import UserError
 from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.simulate import Simulation, simulate
+from mtx.pipeline.simulate import Simulation, bubble_text, simulate
 
 Shown = Schedule | Simulation
 MODELS = {"lockstep": "lock-step", "asynchronous": "asynchronous"}  # as titles have them
@@ -25,6 +25,13 @@ def runs_of(shown: Shown | Sequence[Shown]) -> list[Simulation]:
     return [
         one if isinstance(one, Simulation) else simulate(one, model="lockstep") for one in several
     ]
+
+
+def run_title(run: Simulation) -> str:
+    """What ran, how, how long, and the bubble: the same in text, picture and trace."""
+    ticks = f", {count(run.schedule.ticks, 'tick')}" if run.model == "lockstep" else ""
+    priced = f"{MODELS[run.model]}: {run.makespan:.5g}, {bubble_text(run.bubble_over_ideal)}"
+    return f"{describe(run.schedule)}{ticks}; {priced}"
 
 
 def describe(schedule: Schedule) -> str:
@@ -41,13 +48,6 @@ def describe(schedule: Schedule) -> str:
 def count(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-def op_label(item: int, schedule: Schedule) -> str:
-    """The microbatch, counted from 1: "3", or "3.2" for its slice 2."""
-    if schedule.slices == 1:
-        return f"{item + 1}"
-    return f"{item // schedule.slices + 1}.{item % schedule.slices + 1}"
 
 
 def op_ticks(run: Simulation) -> np.ndarray:

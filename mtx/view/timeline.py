@@ -1,23 +1,25 @@
 """Simulations as pictures: what every stage does over time, and what it keeps meanwhile.
 
 Several are drawn one above the other on the same time axis. Where ops are too narrow for their
-microbatch they are boxes without numbers; where they are too many to be told apart, each stage's
-share of F, B, W and idling over time takes their place.
+microbatch they are boxes without numbers; where they are too many to be told apart, bands as high
+as their share of the time take their place. Microbatches and chunks are counted from 0.
 
 Legend: P stages · K ops of one stage · N moments
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mtx.pipeline.cells import item_text
 from mtx.pipeline.orders import KINDS, F
 from mtx.pipeline.simulate import Simulation
-from mtx.view.colours import hexadecimal, ink, rgb, shade
+from mtx.view.colours import ink, rgb, shade
 from mtx.view.picture import (
     COMMUNICATION,
     FAINT,
@@ -29,12 +31,9 @@ from mtx.view.picture import (
     save_figure,
 )
 from mtx.view.spans import (
-    MODELS,
     Shown,
-    count,
-    describe,
     memory_between,
-    op_label,
+    run_title,
     runs_of,
     shares,
     tick_spans,
@@ -47,11 +46,13 @@ if TYPE_CHECKING:
 
 _INCHES_PER_OP = 0.18  # of the shortest, where the picture may choose its own width
 _EDGED_OP_INCHES = 0.08  # a narrower op has no edge, and is a bitmap in an SVG
-_NARROWEST_OP_INCHES, _LOWEST_ROW_INCHES = 0.02, 0.1  # below either, shares are drawn, not ops
-_SMALLEST_FONT_POINTS = 4.5
+_NARROWEST_OP_INCHES, _LOWEST_ROW_INCHES = 0.04, 0.1  # below either, shares are drawn, not ops
+_SMALLEST_FONT_POINTS, _TITLE_POINTS = 4.5, 10.0
 _MOST_NUMBERS = 6000  # of one run: each takes about a third of a millisecond
 _MOST_SWATCHES = 4  # with more chunks than this, the legend lists the first and the last
 _BINS = 800  # of time, about, in the picture of shares
+_LOWEST_BANDS_INCHES = 0.18  # of a row of shares; with more stages than fit, a row is several
+_LEVELS, _GAP_LEVELS = 36, 3  # of a row's height, in the picture of shares
 _MOST_LINES = 8  # of memory: with more stages, some of them and the range of all
 
 Swatches = dict[str, str]  # text of the legend: colour
@@ -82,14 +83,15 @@ def draw_timeline(
     swatches: Swatches = {}
     for i, run in enumerate(runs):
         axes = grid[i * (1 + memory), 0]
-        swatches |= _draw_run(axes, run, 0.92 * width / total)
-        _frame(axes, run, total)
+        swatches |= fill_timeline(axes, run, (0.92 * width, _rows_inches(run)), total=total)
         if memory:
             _draw_memory(grid[2 * i + 1, 0], run, memory_limit)
     grid[-1, 0].set_xlabel(_time_label(runs), fontsize=8.5)
     grid[-1, 0].tick_params(labelbottom=True)
-    waiting = {"waiting for data": COMMUNICATION} if any(run.times.comm for run in runs) else {}
-    _legend(figure, swatches | waiting | {"idle": IDLE})
+    for still in ("waiting for data", "idle"):  # last, whichever run named them first
+        if still in swatches:
+            swatches[still] = swatches.pop(still)
+    figure.legend(loc="outside lower right", fontsize=8.5, **legend_of(swatches))
     if path is not None:
         save_figure(figure, path)
     return figure
@@ -119,19 +121,36 @@ def _time_label(runs: list[Simulation]) -> str:
 # --- ops ------------------------------------------------------------------------------------------
 
 
-def _draw_run(axes: Axes, run: Simulation, inches_per_time: float) -> Swatches:
-    op_inches = _shortest_op(run) * inches_per_time
-    row_inches = _rows_inches(run) / run.schedule.stages
-    if op_inches < _NARROWEST_OP_INCHES or row_inches < _LOWEST_ROW_INCHES:
-        return _draw_shares(axes, run)
-    return _draw_ops(axes, run, op_inches)
+def fill_timeline(
+    axes: Axes, run: Simulation, inches: tuple[float, float], *, total: float | None = None,
+    title: str | None = None,
+) -> Swatches:  # fmt: skip
+    """The rows of `draw_timeline`, with title and phases, in axes about so wide and high.
+
+    total: the length of the time axis; None: the run's. title: None, what `run_title` says.
+    Returns the colours and what they mean.
+    """
+    total = total or run.makespan
+    op_inches, row_inches = _shortest_op(run) * inches[0] / total, inches[1] / run.schedule.stages
+    by_op = op_inches >= _NARROWEST_OP_INCHES and row_inches >= _LOWEST_ROW_INCHES
+    swatches = _draw_ops(axes, run, op_inches) if by_op else _draw_shares(axes, run, inches[1])
+    axes.set_xlim(0, total)
+    _plain_axes(axes)
+    title, lockstep = title or run_title(run), run.model == "lockstep"
+    if len(title) * _TITLE_POINTS * 0.55 > 72 * inches[0]:
+        title = title.replace("; ", "\n")
+    axes.set_title(title, loc="left", fontsize=_TITLE_POINTS, pad=18 if lockstep else 6)
+    if lockstep:
+        _bracket_phases(axes, run, total)
+    waiting = {"waiting for data": COMMUNICATION} if run.times.comm else {}
+    return swatches | waiting | {"idle": IDLE}
 
 
 def _draw_ops(axes: Axes, run: Simulation, op_inches: float) -> Swatches:
     """One box an op, with its microbatch where there is room."""
     schedule, orders = run.schedule, run.orders
-    longest = len(op_label(schedule.items - 1, schedule))
-    font_points = min(8.5, op_inches * 72 / (0.66 * longest))
+    longest = len(item_text(schedule.items - 1, schedule.slices))
+    font_points = min(8.5, op_inches * 72 / (0.75 * longest))
     numbered = font_points >= _SMALLEST_FONT_POINTS and orders.kind.size <= _MOST_NUMBERS
     wide = op_inches > _EDGED_OP_INCHES
     start, length = run.start - run.start.min(), run.end - run.start
@@ -154,9 +173,10 @@ def _draw_ops(axes: Axes, run: Simulation, op_inches: float) -> Swatches:
         middle = start[stage] + length[stage] / 2
         for x, item, colour in zip(middle.tolist(), orders.item[stage].tolist(), colours):
             axes.text(
-                x, stage, op_label(item, schedule), ha="center", va="center_baseline",
+                x, stage, item_text(item, schedule.slices), ha="center", va="center_baseline",
                 color=ink(colour), fontsize=font_points, zorder=3, clip_on=True,
             )  # fmt: skip
+    _label_stages(axes, schedule.stages, 1, _rows_inches(run))
     return _op_swatches(run, palette)
 
 
@@ -170,29 +190,34 @@ def _op_swatches(run: Simulation, palette: list[list[str]]) -> Swatches:
     }
 
 
-def _draw_shares(axes: Axes, run: Simulation) -> Swatches:
-    """Each stage's share of F, B, W, waiting and idling, as the mixture of their colours.
+def _draw_shares(axes: Axes, run: Simulation, inches: float) -> Swatches:
+    """Rows of one stage or several, cut into bands: what F, B, W, waiting and idling take of their
+    time, from the top.
 
     A bin of time is a whole number of the steady state's periods: other bins would beat with it and
     show stripes.
     """
-    schedule, times = run.schedule, run.times
-    period = _period(run)
-    bins = -(-run.makespan // (period * -(-run.makespan // (period * _BINS))))
+    stages, period = run.schedule.stages, _period(run)
     width = period * -(-run.makespan // (period * _BINS))
-    edges = run.start.min() + np.append(np.arange(bins) * width, run.makespan)
+    bins = int(-(-run.makespan // width))
+    least = -(-stages // max(1, int(inches / _LOWEST_BANDS_INCHES)))
+    together = next((n for n in range(least, 2 * least) if stages % n == 0), least)
+    share = shares(run, run.start.min() + width * np.arange(bins + 1))
+    firsts = np.arange(0, stages, together)
+    share = np.add.reduceat(share, firsts) / np.diff([*firsts, stages])[:, None, None]
+    level = (
+        np.arange(_LEVELS + _GAP_LEVELS) + 0.5
+    ) / _LEVELS  # beyond 1 is the gap to the next row
+    kind = (level[:, None, None] >= share.cumsum(axis=-1)[:, None]).sum(axis=-1)  # [rows, L, N]
     ops = [shade(kind) for kind in range(3)]
-    palette = np.stack([rgb(colour) for colour in (*ops, COMMUNICATION, IDLE)])
-    colours = np.clip(shares(run, edges) @ palette, 0, 1)
-    axes.pcolormesh(
-        edges - edges[0], np.arange(schedule.stages + 1) - 0.5, colours, rasterized=True
-    )
-    kinds = len(schedule.halves)
-    weights = [times.forward, times.backward, times.weight]
-    weights = weights if schedule.split else [times.forward, times.backward + times.weight, 0.0]
-    mixture = hexadecimal(np.average(palette[:3], axis=0, weights=weights))
-    names = "F, B and W in turn" if schedule.split else "F and B in turn"
-    return {names: mixture} | dict(zip(KINDS[:kinds], ops))
+    palette = np.stack([rgb(colour) for colour in (*ops, COMMUNICATION, IDLE, "#ffffff")])
+    axes.imshow(
+        palette[kind].reshape(-1, bins, 3), aspect="auto", interpolation="nearest",
+        extent=(0, bins * width, len(firsts) * together - 0.5, -0.5),
+    )  # fmt: skip
+    _label_stages(axes, stages, together, inches)
+    return {f"{kind}'s share of the time": colour
+            for kind, colour in zip(KINDS[: len(run.schedule.halves)], ops)}  # fmt: skip
 
 
 def _period(run: Simulation) -> float:
@@ -207,23 +232,15 @@ def _period(run: Simulation) -> float:
 # --- frame, memory, legend ------------------------------------------------------------------------
 
 
-def _frame(axes: Axes, run: Simulation, total: float) -> None:
-    """Axes, title, and in lock-step what the phases of the table run, above the rows."""
-    stages = run.schedule.stages
-    lockstep = run.model == "lockstep"
-    axes.set_xlim(0, total)
-    axes.set_ylim(stages - 0.5, -0.5)
-    idle = 1 - (run.end - run.start).sum() / (stages * run.makespan)
-    ticks = f", {count(run.schedule.ticks, 'tick')}" if lockstep else ""
-    title = f"{describe(run.schedule)}; {MODELS[run.model]}{ticks}: {run.makespan:.4g}"
-    axes.set_title(
-        f"{title}, idle {idle:.1%}", loc="left", fontsize=10.5, pad=18 if lockstep else 6
-    )
-    labelled = range(0, stages, -(-stages // 16))
-    axes.set_yticks(labelled, [f"stage {stage}" for stage in labelled])
-    _plain_axes(axes)
-    if lockstep:
-        _bracket_phases(axes, run, total)
+def _label_stages(axes: Axes, stages: int, together: int, inches: float) -> None:
+    """Names as many rows as there is room for; a row is so many stages."""
+    rows = -(-stages // together)
+    axes.set_ylim(rows * together - 0.5, -0.5)
+    firsts = range(0, stages, together * max(1, math.ceil(rows * 0.2 / inches)))
+    lasts = [min(first + together, stages) - 1 for first in firsts]
+    names = [f"stage {first}" if first == last else f"stages {first}-{last}"
+             for first, last in zip(firsts, lasts, strict=True)]  # fmt: skip
+    axes.set_yticks([first + (together - 1) / 2 for first in firsts], names)
 
 
 def _plain_axes(axes: Axes) -> None:
@@ -300,11 +317,12 @@ def _draw_memory(axes: Axes, run: Simulation, limit: float | None) -> None:
     )  # fmt: skip
 
 
-def _legend(figure: Figure, swatches: Swatches) -> None:
+def legend_of(swatches: Swatches) -> dict:
+    """What the legend of a timeline is made of, as matplotlib's `legend` takes it."""
     from matplotlib.patches import Patch
 
-    figure.legend(
-        handles=[Patch(facecolor=colour, label=text) for text, colour in swatches.items()],
-        loc="outside lower right", ncols=min(8, len(swatches)), fontsize=8.5, frameon=False,
-        handlelength=1.2, handleheight=1.0, columnspacing=1.2,
-    )  # fmt: skip
+    return {
+        "handles": [Patch(facecolor=colour, label=text) for text, colour in swatches.items()],
+        "ncols": min(8, len(swatches)), "frameon": False, "handlelength": 1.2,
+        "handleheight": 1.0, "columnspacing": 1.2,
+    }  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from mtx.pipeline.orders import KINDS, B, F, stage_of_piece
 from mtx.pipeline.simulate import Simulation
 from mtx.view.files import replacing
-from mtx.view.spans import MODELS, Shown, describe, runs_of
+from mtx.view.spans import Shown, run_title, runs_of
 
 UNIT_US = 1000.0  # one unit of the simulation's time: times given in ms are shown as such
 MOST_ARROWS = 100_000  # of one simulation; where there would be more, none is drawn
@@ -26,11 +26,15 @@ _INSIDE = 0.01  # of an op: an arrow belongs to the op that is going on, not to 
 def trace_events(shown: Shown | Sequence[Shown], *, unit_us: float = UNIT_US) -> dict[str, Any]:
     """The trace as JSON has it: {"traceEvents": [...], ...}; times in microseconds, from 0.
 
-    "otherData" says what one unit of the simulation's time is, and whether arrows were too many.
+    "otherData" says what one unit of the simulation's time is, the bubble of each, and whether
+    arrows were too many.
     """
     runs = runs_of(shown)
     events = [event for pid, run in enumerate(runs) for event in _process(run, pid, unit_us)]
-    other = {"unit": f"1 of the simulation's time is {unit_us:g} us"}
+    other: dict[str, Any] = {
+        "unit": f"1 of the simulation's time is {unit_us:g} us",
+        "bubble_over_ideal": [run.bubble_over_ideal for run in runs],
+    }
     crowded = [run for run in runs if _sends(run) > MOST_ARROWS]
     if crowded:
         other["arrows"] = f"left out where there are more than {MOST_ARROWS:,}"
@@ -48,7 +52,7 @@ def write_trace(
 
 def _process(run: Simulation, pid: int, unit_us: float) -> Iterator[dict[str, Any]]:
     schedule = run.schedule
-    yield _name(pid, 0, "process", f"{describe(schedule)}; {MODELS[run.model]}")
+    yield _name(pid, 0, "process", run_title(run))
     for stage in range(schedule.stages):
         yield _name(pid, stage, "thread", f"stage {stage}")
         yield {"ph": "M", "pid": pid, "tid": stage, "name": "thread_sort_index",
@@ -59,7 +63,8 @@ def _process(run: Simulation, pid: int, unit_us: float) -> Iterator[dict[str, An
         rows = zip(run.orders.of(stage), start[stage].tolist(), length[stage].tolist())
         for op, ts, dur in rows:
             microbatch, part = divmod(op.item, schedule.slices)
-            args = {"microbatch": microbatch, "piece": int(schedule.pieces[op.chunk, stage])}
+            args = {"microbatch": microbatch, "chunk": op.chunk,
+                    "piece": int(schedule.pieces[op.chunk, stage])}  # fmt: skip
             args |= {"slice": part} if schedule.slices > 1 else {}
             yield {"ph": "X", "pid": pid, "tid": stage, "ts": ts, "dur": dur,
                    "cat": KINDS[op.kind], "name": op.describe(schedule.slices),
