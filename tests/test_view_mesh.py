@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.hardware import hardware
-from mtx.view.mesh import MeshView, _Map, axis_links, draw_mesh, mesh_text
+from mtx.view.mesh import MeshView, MeshMap, axis_links, draw_mesh, mesh_text
 
 
 def test_one_node():
@@ -137,7 +137,7 @@ def test_three_thousand_devices_are_drawn_by_node():
 )
 def test_no_two_cells_lie_on_each_other_and_no_device_is_left_out(pipe, data, tensor, name):
     layout, target = Layout(pipe=pipe, data=data, tensor=tensor), hardware(name)
-    grid, stage = _Map.of(layout, target.node_devices), data * tensor
+    grid, stage = MeshMap.of(layout, target.node_devices), data * tensor
     corners = {}
     for rank in range(layout.devices):
         corners.setdefault(grid.corner(rank, stage), []).append(rank)

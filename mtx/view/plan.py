@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {
+TIME_COLOURS = {
     "matmul_s": FORWARD,
     "attention_s": "#7fb0e0",
     "elementwise_s": BACKWARD,
@@ -102,7 +102,7 @@ def fill_time(axes: Axes, plan: Plan) -> None:
     parts = [(name, value) for name, value in parts if value]
     unit, scale = ("seconds", 1.0) if whole > 0.1 else ("milliseconds", 1e3)
     for row, (name, value) in enumerate(parts):
-        axes.barh(row, scale * value, height=0.7, color=_COLOURS.get(name, FAINT))
+        axes.barh(row, scale * value, height=0.7, color=TIME_COLOURS.get(name, FAINT))
         text = f" {seconds(value)}, {value / whole:.1%}"
         axes.text(scale * value, row, text, va="center", fontsize=7.5, color=INK)
     axes.set_yticks(range(len(parts)), [part_name(name) for name, _ in parts], fontsize=8)
