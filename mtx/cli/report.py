@@ -49,7 +49,7 @@ def report_command(arguments: list[str]) -> None:
 
         figure = draw_run(records)
         if suffix == ".html":
-            svg = Picture(figure=figure)._repr_svg_()
+            svg = Picture(figure=figure).svg()
             _write(options.out, _page(numbers, directory, svg))
         else:
             save_figure(figure, options.out)

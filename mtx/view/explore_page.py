@@ -22,7 +22,7 @@ from mtx.view.colours import hexadecimal, ink
 from mtx.view.explore import Look
 from mtx.view.explore_device import Device, Held, numbers_text
 from mtx.view.memory import MEMORY_COLOURS
-from mtx.view.mesh import MeshMap, link_text, stage_colours
+from mtx.view.mesh import AXES, MeshMap, link_text, stage_colours
 from mtx.view.picture import COMMUNICATION, COMMUNICATION_LIGHT, FAINT, INK, LIMIT
 from mtx.view.plan import TIME_COLOURS
 from mtx.view.spans import count
@@ -42,6 +42,7 @@ box-sizing:border-box;max-width:100%%;overflow-wrap:anywhere}
 .mtx .row{display:flex;flex-wrap:wrap;gap:4px 28px}.mtx .row>div{flex:1 1 380px;min-width:0}
 .mtx table{border-collapse:collapse;font-size:12px;margin:0;width:100%%}
 .mtx td,.mtx th{text-align:left;padding:1px 10px 1px 0;vertical-align:top;white-space:normal}
+.mtx td:first-child,.mtx .held td:nth-child(2){white-space:nowrap}
 .mtx th,.mtx small{color:%(faint)s;font-weight:400}.mtx [data-device]{cursor:pointer}
 .mtx .bar{display:flex;position:relative;height:26px;width:100%%;background:#f4f4f4}
 .mtx .bar>i{position:absolute;top:-3px;bottom:-3px;border-left:2px solid %(limit)s}
@@ -129,13 +130,13 @@ def mesh_svg(look: Look, grid: MeshMap) -> str:
         for cell in range(grid.cells)
     ]
     places = {first: grid.corner(first, stage_devices) for first, _ in cells}
-    marks = {axis: _cells_of(look.device.group(axis), grid, stage_devices) for axis in AXES_DRAWN}
+    groups = {axis: look.device.group(axis) for axis in AXES if getattr(layout, axis) > 1}
     drawn = []
     for first, stage in cells:
         stop = min(first + grid.unit, (stage + 1) * stage_devices)
         drawn.append(_cell(look, places[first], range(first, stop), colours[stage]))
-    for axis, firsts in marks.items():
-        drawn += [_mark(places[first], axis) for first in sorted(firsts)]
+    for axis, ranks in groups.items():
+        drawn += [_mark(places[at], axis) for at in sorted(_cells_of(ranks, grid, stage_devices))]
     (own,) = _cells_of(range(look.device.rank, look.device.rank + 1), grid, stage_devices)
     drawn.append(_own(places[own]))
     drawn += _node_frames(places, grid, look.plan.hardware.node_devices)
@@ -146,9 +147,6 @@ def mesh_svg(look: Look, grid: MeshMap) -> str:
         f'<svg viewBox="-1 -1 {width + 2:g} {height + 2:g}" width="{pixels}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
     )
-
-
-AXES_DRAWN = ("pipe", "data", "tensor")  # the tensor group's frames on top
 
 
 def _cells_of(ranks: Iterable[int], grid: MeshMap, stage_devices: int) -> set[int]:
@@ -183,7 +181,7 @@ def tooltip(look: Look, ranks: range) -> str:
         lines[0] = f"devices {ranks[0]:,} to {ranks[-1]:,}: stage {device.stage}, from {lines[0]}"
     lines += [
         f"{axis} group: {numbers_text(group)}"
-        for axis in AXES_DRAWN
+        for axis in AXES
         if len(group := device.group(axis)) > 1
     ]
     return "\n".join([*lines, *_part_lines(look.held_by(device))])
@@ -264,7 +262,7 @@ def device_html(look: Look) -> str:
     groups = "".join(
         f"<tr><td>{axis}</td><td>{numbers_text(group)}</td><td>{_nodes_text(group, node_size)}</td>"
         f"</tr>"
-        for axis in AXES_DRAWN
+        for axis in AXES
         for group in [device.group(axis)]
     )
     held = look.held
@@ -280,7 +278,7 @@ def device_html(look: Look) -> str:
     return (
         f"<h4>{device}, in node {device.rank // node_size}</h4>"
         f"<table><tr><th>axis</th><th>its group</th><th>in nodes</th></tr>{groups}</table>"
-        "<h4>What it holds</h4><table><tr><th>parameter</th><th>layers</th>"
+        '<h4>What it holds</h4><table class="held"><tr><th>parameter</th><th>layers</th>'
         "<th>part that it computes with</th><th>of that, in float32 with Adam's moments</th></tr>"
         f"{rows}<tr><td>in all</td><td></td><td>{parts:,} numbers</td><td>{masters:,} numbers, "
         "three times</td></tr></table>"

@@ -179,8 +179,8 @@ class MeshView:
     def __str__(self) -> str:
         return mesh_text(self.layout, node_size=self.hardware.node_devices)
 
-    def _repr_svg_(self) -> str:
-        return Picture(figure=draw_mesh(self.layout, self.hardware))._repr_svg_()
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        return Picture(figure=draw_mesh(self.layout, self.hardware))._repr_png_()
 
 
 def draw_mesh(layout: Layout, hardware: Hardware, path: str | Path | None = None) -> Figure:

@@ -18,23 +18,33 @@ FORWARD, BACKWARD, WEIGHT = "#2f6db5", "#3d9a5b", "#e08a2e"
 COMMUNICATION, COMMUNICATION_LIGHT = "#7d4fa8", "#c3a6dc"
 IDLE, INK, FAINT = "#e4e4e4", "#303030", "#8a8a8a"
 LIMIT = "#b3261e"
+_PIXELS_PER_INCH = 96  # on a page, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure that a notebook shows as SVG."""
+    """A figure that a notebook shows, no wider than its cell.
+
+    As PNG: JupyterLab lets an SVG run out of its cell, and shows none of a notebook that it does
+    not trust, such as one that has just been cloned.
+    """
 
     figure: Figure
 
     def save(self, path: str | Path) -> None:
         save_figure(self.figure, path)
 
-    def _repr_svg_(self) -> str:
+    def svg(self) -> str:
+        """The picture as an element of a page."""
         text = io.BytesIO()
         _write(self.figure, text, "svg")
-        # A notebook wants the element, without the declaration before it.
         svg = text.getvalue().decode()
-        return svg[svg.index("<svg") :]
+        return svg[svg.index("<svg") :]  # without the declaration before it
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        data = io.BytesIO()
+        _write(self.figure, data, "png")
+        return data.getvalue(), {"width": round(_PIXELS_PER_INCH * self.figure.get_figwidth())}
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
