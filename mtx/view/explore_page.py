@@ -32,7 +32,8 @@ _LABELLED = 128  # with their numbers in them
 _CELL_PIXELS = 84  # at most
 _WIDE, _HIGH = 10.0, 7.0  # of a cell, in the units of its picture
 _GROUP_COLOURS = {"tensor": COMMUNICATION, "data": COMMUNICATION_LIGHT, "pipe": LIMIT}
-_ROWS, _BAND_PIXELS = 16, 7  # of a schedule: rows of stages, at most; height of a kind of op
+_ROWS = 16  # of stages of a schedule, at most
+_PIXELS = 240  # height of a schedule, at most; and a row's is a tenth
 _TOY = 0.1  # GiB: below, MiB are shown
 _STYLE = (
     """
@@ -42,7 +43,7 @@ box-sizing:border-box;max-width:100%%;overflow-wrap:anywhere}
 .mtx .row{display:flex;flex-wrap:wrap;gap:4px 28px}.mtx .row>div{flex:1 1 380px;min-width:0}
 .mtx table{border-collapse:collapse;font-size:12px;margin:0;width:100%%}
 .mtx td,.mtx th{text-align:left;padding:1px 10px 1px 0;vertical-align:top;white-space:normal}
-.mtx td:first-child,.mtx .held td:nth-child(2){white-space:nowrap}
+.mtx td:first-child,.mtx .held td:nth-child(2),.mtx th{white-space:nowrap}
 .mtx th,.mtx small{color:%(faint)s;font-weight:400}.mtx [data-device]{cursor:pointer}
 .mtx .bar{display:flex;position:relative;height:26px;width:100%%;background:#f4f4f4}
 .mtx .bar>i{position:absolute;top:-3px;bottom:-3px;border-left:2px solid %(limit)s}
@@ -131,12 +132,14 @@ def mesh_svg(look: Look, grid: MeshMap) -> str:
     ]
     places = {first: grid.corner(first, stage_devices) for first, _ in cells}
     groups = {axis: look.device.group(axis) for axis in AXES if getattr(layout, axis) > 1}
-    drawn = []
+    drawn, labelled = [], layout.devices <= _LABELLED
     for first, stage in cells:
         stop = min(first + grid.unit, (stage + 1) * stage_devices)
-        drawn.append(_cell(look, places[first], range(first, stop), colours[stage]))
+        ranks = range(first, stop)
+        drawn.append(_cell(look, places[first], ranks, colours[stage], labelled))
     for axis, ranks in groups.items():
-        drawn += [_mark(places[at], axis) for at in sorted(_cells_of(ranks, grid, stage_devices))]
+        firsts = sorted(_cells_of(ranks, grid, stage_devices))
+        drawn += [_mark(places[first], axis, labelled) for first in firsts]
     (own,) = _cells_of(range(look.device.rank, look.device.rank + 1), grid, stage_devices)
     drawn.append(_own(places[own]))
     drawn += _node_frames(places, grid, look.plan.hardware.node_devices)
@@ -154,11 +157,11 @@ def _cells_of(ranks: Iterable[int], grid: MeshMap, stage_devices: int) -> set[in
     return {rank - rank % stage_devices % grid.unit for rank in ranks}
 
 
-def _cell(look: Look, place: tuple[float, float], ranks: range, colour: str) -> str:
+def _cell(look: Look, place: tuple[float, float], ranks: range, colour: str, labelled: bool) -> str:
     x, y = place[0] * _WIDE, place[1] * _HIGH
     device = Device.of(look.layout, ranks[0])
     text = ""
-    if look.layout.devices <= _LABELLED:
+    if labelled:
         at = f"p{device.stage} d{device.replica} t{device.shard}"
         text = "".join(
             f'<text x="{x + _WIDE / 2:g}" y="{y + down:g}" font-size="{points}" fill="{ink(colour)}'
@@ -194,11 +197,12 @@ def _part_lines(held: list[Held]) -> list[str]:
     return list(dict.fromkeys([*layers, *cuts]))
 
 
-def _mark(place: tuple[float, float], axis: str) -> str:
+def _mark(place: tuple[float, float], axis: str, labelled: bool) -> str:
     """A dot on a cell of the device's group over `axis`."""
     right, down = {"tensor": (1.5, 1.6), "data": (8.5, 1.6), "pipe": (8.5, 4.0)}[axis]
+    radius = 0.9 if labelled else 1.4
     return (
-        f'<circle class="{axis}" cx="{place[0] * _WIDE + right:g}" r="0.9" stroke="#ffffff" '
+        f'<circle class="{axis}" cx="{place[0] * _WIDE + right:g}" r="{radius}" stroke="#ffffff" '
         f'cy="{place[1] * _HIGH + down:g}" fill="{_GROUP_COLOURS[axis]}" stroke-width="0.25" '
         'pointer-events="none"/>'
     )
@@ -243,7 +247,8 @@ def _node(look: Look) -> str:
     drawn = []
     for place, rank in enumerate(range(first, min(first + size, layout.devices))):
         at = (place % 16, place // 16)
-        drawn.append(_cell(look, at, range(rank, rank + 1), colours[Device.of(layout, rank).stage]))
+        colour = colours[Device.of(layout, rank).stage]
+        drawn.append(_cell(look, at, range(rank, rank + 1), colour, labelled=True))
         if rank == look.device.rank:
             drawn.append(_own(at))
     wide, high = min(size, 16) * _WIDE, -(-min(size, layout.devices) // 16) * _HIGH
@@ -279,9 +284,10 @@ def device_html(look: Look) -> str:
         f"<h4>{device}, in node {device.rank // node_size}</h4>"
         f"<table><tr><th>axis</th><th>its group</th><th>in nodes</th></tr>{groups}</table>"
         '<h4>What it holds</h4><table class="held"><tr><th>parameter</th><th>layers</th>'
-        "<th>part that it computes with</th><th>of that, in float32 with Adam's moments</th></tr>"
-        f"{rows}<tr><td>in all</td><td></td><td>{parts:,} numbers</td><td>{masters:,} numbers, "
-        "three times</td></tr></table>"
+        "<th>computes with</th><th>updates, of that</th></tr>"
+        f"{rows}<tr><td>in all</td><td></td><td>{parts:,} numbers</td><td>{masters:,} numbers</td>"
+        "</tr></table><small>computes with: in the compute type, and a float32 gradient as large; "
+        "updates: float32 master and Adam's two moments, its shard over data</small>"
     )
 
 
@@ -353,8 +359,9 @@ def _schedule(look: Look) -> str:
     every = -(-layout.pipe // _ROWS)
     drawn = look.timeline[::every]
     stages, kinds = drawn.shape[:2]
-    picture = np.repeat(drawn.reshape(stages * kinds, *drawn.shape[2:]), _BAND_PIXELS, axis=0)
-    picture[:: _BAND_PIXELS * kinds] = 1.0  # between stages
+    high = min(_PIXELS // 10, _PIXELS // stages) // kinds
+    picture = np.repeat(drawn.reshape(stages * kinds, *drawn.shape[2:]), high, axis=0)
+    picture[:: high * kinds] = 1.0  # between stages
     rows = "a stage" if every == 1 else f"for every {every} stages"
     return (
         f"<h4>{heading}</h4>{_png(picture)}<small>{layout.schedule}: a row {rows}, from p0; in "

@@ -67,7 +67,7 @@ class Explorer:
             for choice in (*CHOICES, "global_batch")
         }
         self.device = {
-            axis: ipywidgets.BoundedIntText(description=f"{axis} of device", min=0, max=0)
+            axis: ipywidgets.BoundedIntText(description=f"device {axis[0]}", min=0, max=0)
             for axis in AXES
         }
         self.message = ipywidgets.HTML()
