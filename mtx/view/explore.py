@@ -94,7 +94,7 @@ class Look:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of the timeline's bands."""
-        return KINDS[: self.timeline.shape[1]] if self.timeline is not None else ()
+        return tuple(KINDS[: self.timeline.shape[1]]) if self.timeline is not None else ()
 
     def _repr_png_(self):
         from mtx.view.plan import draw_plan

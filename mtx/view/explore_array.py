@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mtx.view.colours import hexadecimal, ink
-from mtx.view.explore_device import cut_text
+from mtx.view.explore_device import cut_text, numbers_text
 from mtx.view.mesh import stage_colours
-from mtx.view.picture import FAINT, INK, Picture, new_figure
+from mtx.view.picture import FAINT, IDLE, INK, Picture, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +22,8 @@ def show_array(array: Any, name: str = "", dims: Sequence[str] = ()) -> Picture:
     """A `jax.Array` (or anything with a shape and a NamedSharding), cut as its devices hold it.
 
     The two last dims that are cut span a panel, whose cells name their devices; those before them
-    count the panels. Colours are the stages, as in pictures of the mesh. dims: what the array's
-    dims are called.
+    count the panels. Colours are the stages, as in pictures of the mesh; grey is held by several.
+    dims: what the array's dims are called.
     """
     parts = array.sharding.devices_indices_map(array.shape)
     dims = tuple(dims) or tuple(f"dim {dim}" for dim in range(len(array.shape)))
@@ -37,7 +37,7 @@ def show_array(array: Any, name: str = "", dims: Sequence[str] = ()) -> Picture:
         cell = tuple(index[dim].start or 0 for dim in inside)
         panels.setdefault(place, {}).setdefault(cell, []).append((device, index))
     shown = sorted(panels)[:_MOST_PANELS]
-    figure = new_figure(min(10.0, 1.2 + 4.2 * len(shown)), 2.9)
+    figure = new_figure(min(10.0, 1.2 + 4.2 * len(shown)), 2.9 if len(inside) > 1 else 1.5)
     spec = ", ".join(_entry(entry) for entry in array.sharding.spec)
     left_out = f"; {len(panels) - len(shown)} panels more" if len(shown) < len(panels) else ""
     figure.suptitle(
@@ -84,10 +84,11 @@ def _fill_panel(
     rows, columns = ([[0], [0]] + starts)[-2:]
     for cell, holders in cells.items():
         y, x = ([0, 0] + [first.index(at) for first, at in zip(starts, cell)])[-2:]
-        colour = colours[holders[0][0]]
+        stages = {colours[device] for device, _ in holders}
+        colour = stages.pop() if len(stages) == 1 else IDLE
         axes.add_patch(Rectangle((x + 0.02, y + 0.02), 0.96, 0.96, facecolor=colour, linewidth=0))
         axes.text(
-            x + 0.5, y + 0.5, "device " + ", ".join(str(device.id) for device, _ in holders),
+            x + 0.5, y + 0.5, f"device {numbers_text([device.id for device, _ in holders])}",
             ha="center", va="center", fontsize=8, color=ink(colour), wrap=True,
         )  # fmt: skip
     axes.set_xlim(0, len(columns))

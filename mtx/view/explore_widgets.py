@@ -14,6 +14,7 @@ import traitlets
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.plan.hardware import HARDWARE
+from mtx.plan.summary import title
 from mtx.presets import NAMES, preset
 from mtx.view.explore import CHOICES, Look, choices_of, look
 from mtx.view.explore_device import Device
@@ -150,4 +151,8 @@ class Explorer:
         bundle = self.widget._repr_mimebundle_(**options)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         png, size = self.look._repr_png_()
-        return {**data, "image/png": png}, {**metadata, "image/png": size}
+        shown = {"image/png": png, "text/plain": repr(self)}
+        return {**data, **shown}, {**metadata, "image/png": size}
+
+    def __repr__(self) -> str:
+        return f"Explorer: {title(self.look.plan)}, {self.look.layout}"

@@ -169,14 +169,14 @@ _MOST_CELLS = 1200  # of the map; above, a cell is several nodes
 _ASPECT = 2.6  # width over height of the map
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MeshView:
     """A layout on nodes of some hardware: text when printed, a picture in a notebook."""
 
     layout: Layout
     hardware: Hardware
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return mesh_text(self.layout, node_size=self.hardware.node_devices)
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
@@ -298,7 +298,8 @@ class MeshMap:
         def misfit(high: int, wide: int, per_row: int) -> float:
             rows = -(-layout.pipe // per_row)
             aspect = per_row * (wide + gap) / (rows * (high + 2 * gap))
-            return abs(math.log(aspect / _ASPECT))
+            empty = high * wide / cells - 1
+            return abs(math.log(aspect / _ASPECT)) + empty
 
         # All ways to fold a stage, its tensor groups in one piece, and to wrap the row of stages.
         group = min(cells, max(1, layout.tensor // unit))

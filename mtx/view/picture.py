@@ -18,7 +18,9 @@ FORWARD, BACKWARD, WEIGHT = "#2f6db5", "#3d9a5b", "#e08a2e"
 COMMUNICATION, COMMUNICATION_LIGHT = "#7d4fa8", "#c3a6dc"
 IDLE, INK, FAINT = "#e4e4e4", "#303030", "#8a8a8a"
 LIMIT = "#b3261e"
+_DPI = 150
 _PIXELS_PER_INCH = 96  # on a page, at most
+_MOST_PIXELS = 1400  # across a picture in a notebook, which keeps it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,9 @@ class Picture:
         return svg[svg.index("<svg") :]  # without the declaration before it
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        data = io.BytesIO()
-        _write(self.figure, data, "png")
-        return data.getvalue(), {"width": round(_PIXELS_PER_INCH * self.figure.get_figwidth())}
+        data, width = io.BytesIO(), self.figure.get_figwidth()
+        _write(self.figure, data, "png", dpi=min(_DPI, _MOST_PIXELS / width))
+        return data.getvalue(), {"width": round(_PIXELS_PER_INCH * width)}
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
@@ -76,7 +78,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
+def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str, *, dpi: float = _DPI) -> None:
     """Text stays text in an SVG, and the same picture gives the same bytes."""
     import matplotlib
 
@@ -84,4 +86,4 @@ def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
     settings = {"svg.fonttype": "none", "svg.hashsalt": "mtx", "font.sans-serif": fonts}
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
-        figure.savefig(file, format=kind, dpi=150, metadata=undated.get(kind))
+        figure.savefig(file, format=kind, dpi=dpi, metadata=undated.get(kind))
