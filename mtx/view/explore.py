@@ -15,11 +15,15 @@ import numpy as np
 from mtx.config import Layout, RunConfig
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.orders import KINDS
+from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
+from mtx.plan.summary import title
 from mtx.view.colours import rgb, shade
 from mtx.view.explore_device import Device, Held, Holdings
-from mtx.view.mesh import AxisLinks, axis_links
-from mtx.view.picture import IDLE, Picture
+from mtx.view.memory import fill_bars
+from mtx.view.mesh import AxisLinks, axis_links, fill_mesh
+from mtx.view.picture import IDLE, INK, Picture, new_figure
+from mtx.view.plan import fill_time
 from mtx.view.spans import runs_of, shares
 
 CHOICES = ("data", "pipe", "tensor", "virtual", "microbatch")  # fields of the layout with a slider
@@ -96,10 +100,19 @@ class Look:
         """Of the timeline's bands."""
         return tuple(KINDS[: self.timeline.shape[1]]) if self.timeline is not None else ()
 
-    def _repr_png_(self):
-        from mtx.view.plan import draw_plan
-
-        return Picture(figure=draw_plan(self.plan))._repr_png_()
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        plan = self.plan
+        figure = new_figure(9.5, 9.6)
+        figure.suptitle(
+            f"{title(plan)}: {seconds(plan.time.step_s)} a step, "
+            f"bubble {plan.bubble_over_ideal:.2%} of ideal time",
+            x=0.008, ha="left", fontsize=11, color=INK,
+        )  # fmt: skip
+        mesh, memory, time = figure.subfigures(3, 1, height_ratios=(4.4, 2.2, 3.0))
+        fill_mesh(mesh, self.layout, plan.hardware)
+        fill_bars(memory.add_subplot(), [plan])
+        fill_time(time.add_subplot(), plan)
+        return Picture(figure=figure)._repr_png_()
 
 
 @functools.lru_cache(maxsize=16)

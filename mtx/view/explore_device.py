@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path
 
 from mtx.config import Layout, RunConfig
+from mtx.pipeline.makers import MAKERS
 from mtx.pipeline.partition import EMPTY
 from mtx.sharding.mesh import AXES
 from mtx.sharding.optimizer import DataShard
@@ -186,8 +187,13 @@ class Holdings:
     """What the devices of a run hold, by their coordinates."""
 
     def __init__(self, run: RunConfig):
-        # The kernel of attention holds nothing; "auto" would ask which devices are there.
-        self._trainer = Trainer(replace(run, layout=replace(run.layout, attention="blocked")))
+        # The kernel of attention holds nothing; "auto" would ask which devices are there. Of a
+        # schedule only its chunks' places count, so that a short one does.
+        layout, batch = replace(run.layout, attention="blocked"), run.global_batch
+        if layout.schedule in MAKERS:
+            most = 4 * layout.pipe * layout.data * layout.microbatch
+            batch = min(batch, most)
+        self._trainer = Trainer(replace(run, layout=layout, global_batch=batch))
         self.layout = self._trainer.run.layout
 
     @cached_property

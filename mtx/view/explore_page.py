@@ -112,7 +112,12 @@ def _mesh(look: Look) -> str:
         for axis, colour in _GROUP_COLOURS.items()
         if getattr(layout, axis) > 1
     )
-    below = "" if grid.unit == 1 else f"<small>its node:</small>{_node(look)}"
+    below = ""
+    if grid.unit > 1:
+        stage_devices = layout.data * layout.tensor
+        (first,) = _cells_of([look.device.rank], grid, stage_devices)
+        stop = min(first + grid.unit, (look.device.stage + 1) * stage_devices)
+        below = f"<small>the devices of its cell:</small>{_inside(look, range(first, stop))}"
     return (
         f"<h4>Mesh</h4>{mesh_svg(look, grid)}<small>colour: stage, p0 to p{layout.pipe - 1}; "
         f"{cell}; {framed}{nodes} of {node_size}; click one, hover for what it is</small>"
@@ -140,7 +145,7 @@ def mesh_svg(look: Look, grid: MeshMap) -> str:
     for axis, ranks in groups.items():
         firsts = sorted(_cells_of(ranks, grid, stage_devices))
         drawn += [_mark(places[first], axis, labelled) for first in firsts]
-    (own,) = _cells_of(range(look.device.rank, look.device.rank + 1), grid, stage_devices)
+    (own,) = _cells_of([look.device.rank], grid, stage_devices)
     drawn.append(_own(places[own]))
     drawn += _node_frames(places, grid, look.plan.hardware.node_devices)
     width = (max(x for x, _ in places.values()) + 1) * _WIDE
@@ -239,19 +244,18 @@ def _node_frames(
         start, before = x if start is None else start, (node, y, x)
 
 
-def _node(look: Look) -> str:
-    """The devices of the chosen one's node, to be clicked."""
-    size, layout = look.plan.hardware.node_devices, look.layout
-    first = look.device.rank // size * size
+def _inside(look: Look, ranks: range) -> str:
+    """The devices of the chosen one's cell, to be clicked."""
+    layout = look.layout
     colours = [hexadecimal(colour) for colour in stage_colours(layout.pipe)]
     drawn = []
-    for place, rank in enumerate(range(first, min(first + size, layout.devices))):
+    for place, rank in enumerate(ranks):
         at = (place % 16, place // 16)
         colour = colours[Device.of(layout, rank).stage]
         drawn.append(_cell(look, at, range(rank, rank + 1), colour, labelled=True))
         if rank == look.device.rank:
             drawn.append(_own(at))
-    wide, high = min(size, 16) * _WIDE, -(-min(size, layout.devices) // 16) * _HIGH
+    wide, high = min(len(ranks), 16) * _WIDE, -(-len(ranks) // 16) * _HIGH
     return (
         f'<svg viewBox="-1 -1 {wide + 2:g} {high + 2:g}" width="{round(4 * wide)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'

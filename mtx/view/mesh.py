@@ -265,9 +265,8 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
     axes.set_ylim(rows * (high + 0.9) - 0.5, -0.75)
     axes.set_aspect("equal" if row > 2 else "auto", anchor="NW")
     axes.set_axis_off()
-    axes.set_title(
-        "p: stage, d: replica, t: tensor shard", loc="left", fontsize=8, color=FAINT, pad=2
-    )
+    legend = "p: stage, d: replica,{}t: tensor shard".format(" " if row > 2 else "\n")
+    axes.set_title(legend, loc="left", fontsize=8, color=FAINT, pad=2)
 
 
 @dataclass(frozen=True, kw_only=True)
