@@ -337,8 +337,6 @@ def test_without_a_kernel_a_picture_stays(explorer):
 
 @pytest.mark.parametrize("missing", ["ipywidgets", "anywidget"])
 def test_without_widgets_one_line_says_what_to_install(missing, monkeypatch, capsys):
-    if missing == "anywidget":
-        pytest.importorskip("ipywidgets")
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "mtx.view.explore_widgets", raising=False)
     shown = explore("miniature")

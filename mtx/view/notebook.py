@@ -33,7 +33,8 @@ def explore(run: str | RunConfig, *, target: str = "a100-80gb") -> Explorer | Lo
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _WIDGETS:
             raise
-        print(f"sliders need {error.name}: pip install 'mtx[notebook]', then restart the kernel")
+        wanted = " and ".join(_WIDGETS)
+        print(f"sliders need {wanted}: pip install 'mtx[notebook]', then restart the kernel")
         return look(given, target=target)
     return Explorer(given, name=run if isinstance(run, str) else None, target=target)
 
