@@ -275,7 +275,7 @@ def test_a_toy_schedule_of_ones_own_draws_and_trains_with_the_same_gradients():
     assert table.split and table.in_flight.max() == 6
     assert table.in_flight.tolist() == [6, 6, 4, 2]
     assert len(timeline_text(table).splitlines()) >= 4
-    assert show(table)._repr_svg_().startswith("<svg")
+    assert show(table).svg().startswith("<svg")
     check(TIED, Layout(pipe=4, tensor=2), 6, schedule=table)
     trainer = mtx.trainer_for(TIED, Layout(pipe=4, tensor=2), global_batch=6, schedule=table)
     state, metrics = trainer.train_step(trainer.init(), trainer.place(batch_of(TIED, 6)))

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.hardware import hardware
-from mtx.view.mesh import MeshView, _Map, axis_links, draw_mesh, mesh_text
+from mtx.view.mesh import MeshMap, MeshView, axis_links, draw_mesh, mesh_text
 
 
 def test_one_node():
@@ -137,7 +137,7 @@ def test_three_thousand_devices_are_drawn_by_node():
 )
 def test_no_two_cells_lie_on_each_other_and_no_device_is_left_out(pipe, data, tensor, name):
     layout, target = Layout(pipe=pipe, data=data, tensor=tensor), hardware(name)
-    grid, stage = _Map.of(layout, target.node_devices), data * tensor
+    grid, stage = MeshMap.of(layout, target.node_devices), data * tensor
     corners = {}
     for rank in range(layout.devices):
         corners.setdefault(grid.corner(rank, stage), []).append(rank)
@@ -176,6 +176,19 @@ def test_a_picture_that_cannot_be_saved(tmp_path):
 
 def test_a_notebook_sees_the_picture_and_a_terminal_the_text():
     view = MeshView(layout=Layout(data=2, pipe=2, tensor=2), hardware=A100)
-    svg = view._repr_svg_()
-    assert svg.startswith("<svg") and ">node 0<" in svg
+    png, metadata = view._repr_png_()
+    assert png.startswith(b"\x89PNG") and metadata == {"width": 1104}
     assert str(view) == mesh_text(view.layout)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([1, 3, 8]), st.sampled_from([1, 6, 16]), st.sampled_from([1, 2, 8]))
+def test_devices_that_are_drawn_alone_keep_their_tensor_group_in_a_row(pipe, data, tensor):
+    layout = Layout(pipe=pipe, data=data, tensor=tensor)
+    grid = MeshMap.of(layout, 8, alone=1024)
+    corners = [grid.corner(rank, data * tensor) for rank in range(layout.devices)]
+    assert grid.unit == 1 and len(set(corners)) == layout.devices
+    for first in range(0, layout.devices, tensor):
+        x, y = corners[first]
+        group = corners[first : first + tensor]
+        assert group == [(x + shard, y) for shard in range(tensor)]

@@ -105,8 +105,8 @@ def test_pictures_are_saved_or_refused(draw, tmp_path):
 
 def test_a_figure_is_svg_in_a_notebook_and_the_same_bytes_each_time(tmp_path):
     figure = draw_time(TRILLION)
-    svg = Picture(figure=figure)._repr_svg_()
+    svg = Picture(figure=figure).svg()
     assert svg.startswith("<svg") and ">matmuls<" in svg
-    assert Picture(figure=draw_time(TRILLION))._repr_svg_() == svg
+    assert Picture(figure=draw_time(TRILLION)).svg() == svg
     Picture(figure=new_figure(1, 1)).save(tmp_path / "empty.pdf")
     assert (tmp_path / "empty.pdf").read_bytes().startswith(b"%PDF")

@@ -351,17 +351,19 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
 
 
 def test_a_notebook_shows_the_picture():
-    svg = show(FIGURE_4)._repr_svg_()
+    svg = show(FIGURE_4).svg()
     assert svg.startswith("<svg") and svg.rstrip().endswith("</svg>")
     shown: dict = {}
     formatter = SimpleNamespace(for_type=shown.__setitem__, pop=shown.pop)
     ipython = SimpleNamespace(
-        display_formatter=SimpleNamespace(formatters={"image/svg+xml": formatter})
+        display_formatter=SimpleNamespace(formatters={"image/png": formatter})
     )
     load_ipython_extension(ipython)
-    assert shown[type(FIGURE_4)](FIGURE_4).startswith("<svg")
     run = simulate(make("1f1b", microbatches=2, stages=2))
-    assert "asynchronous: 9" in shown[type(run)](run)
+    for one in (FIGURE_4, run):
+        png, metadata = shown[type(one)](one)
+        assert png.startswith(b"\x89PNG") and metadata["width"] > 0
+    assert "asynchronous: 9" in show(run).svg()
     unload_ipython_extension(ipython)
     assert shown == {}
 
@@ -373,4 +375,4 @@ def test_ipython_takes_the_extension():
     shell = InteractiveShell()
     shell.run_line_magic("load_ext", "mtx.view.notebook")
     shown, _ = shell.display_formatter.format(make("1f1b", microbatches=2, stages=2))
-    assert shown["image/svg+xml"].startswith("<svg")
+    assert shown["image/png"].startswith(b"\x89PNG")

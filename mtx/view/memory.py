@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {
+MEMORY_COLOURS = {
     "parameters_bytes": "#1d4f91",
     "gradients_bytes": "#9cc4ee",
     "optimizer_bytes": "#e08a2e",
@@ -156,10 +156,10 @@ def _parts(plan: Plan) -> list[tuple[str, float]]:
 
 
 def _colour(name: str, plan: Plan) -> str:
-    unknown = [each.name for each in fields(plan.memory) if each.name not in _COLOURS]
+    unknown = [each.name for each in fields(plan.memory) if each.name not in MEMORY_COLOURS]
     if name in unknown:
         return _OTHERS[unknown.index(name) % len(_OTHERS)]
-    return _COLOURS[name]
+    return MEMORY_COLOURS[name]
 
 
 def _limits(axes: Axes, memory_gib: float, *, along: str = "x") -> None:

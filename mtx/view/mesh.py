@@ -169,18 +169,18 @@ _MOST_CELLS = 1200  # of the map; above, a cell is several nodes
 _ASPECT = 2.6  # width over height of the map
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MeshView:
     """A layout on nodes of some hardware: text when printed, a picture in a notebook."""
 
     layout: Layout
     hardware: Hardware
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return mesh_text(self.layout, node_size=self.hardware.node_devices)
 
-    def _repr_svg_(self) -> str:
-        return Picture(figure=draw_mesh(self.layout, self.hardware))._repr_svg_()
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        return Picture(figure=draw_mesh(self.layout, self.hardware))._repr_png_()
 
 
 def draw_mesh(layout: Layout, hardware: Hardware, path: str | Path | None = None) -> Figure:
@@ -221,7 +221,7 @@ def fill_mesh(figure: Figure | SubFigure, layout: Layout, hardware: Hardware) ->
     _write_links(below.add_subplot(), layout, hardware)
 
 
-def _stage_colours(stages: int) -> np.ndarray:
+def stage_colours(stages: int) -> np.ndarray:
     """float [stages, 3]: from dark to light, so that neighbours differ and the order is seen."""
     from matplotlib import colormaps
 
@@ -236,7 +236,7 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
     high = -(-node_size // wide)
     label = "p{}\nd{}\nt{}"
     columns = max(1, math.ceil(math.sqrt(len(nodes) * 1.2)))
-    colours = _stage_colours(layout.pipe)
+    colours = stage_colours(layout.pipe)
     for place, node in enumerate(nodes):
         left, top = (place % columns) * (wide + 0.6), (place // columns) * (high + 0.9)
         axes.add_patch(
@@ -265,13 +265,12 @@ def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: range, *, row
     axes.set_ylim(rows * (high + 0.9) - 0.5, -0.75)
     axes.set_aspect("equal" if row > 2 else "auto", anchor="NW")
     axes.set_axis_off()
-    axes.set_title(
-        "p: stage, d: replica, t: tensor shard", loc="left", fontsize=8, color=FAINT, pad=2
-    )
+    legend = "p: stage, d: replica,{}t: tensor shard".format(" " if row > 2 else "\n")
+    axes.set_title(legend, loc="left", fontsize=8, color=FAINT, pad=2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Map:
+class MeshMap:
     """Cells of `unit` devices each, in blocks of `high` x `wide` cells, one block a stage."""
 
     unit: int  # devices of a cell; those of the last cell of a stage may be fewer
@@ -282,11 +281,13 @@ class _Map:
     per_row: int  # blocks side by side
 
     @classmethod
-    def of(cls, layout: Layout, node_size: int) -> _Map:
-        stage = layout.data * layout.tensor  # devices
-        unit = math.gcd(stage, node_size)
-        if unit > _WIDEST_NODE:
-            unit = math.gcd(layout.tensor, node_size)
+    def of(cls, layout: Layout, node_size: int, *, alone: int = 0) -> MeshMap:
+        """Up to `alone` devices have a cell each; of more, a cell is part of a node, or several."""
+        stage, unit = layout.data * layout.tensor, 1  # devices
+        if layout.devices > alone:
+            unit = math.gcd(stage, node_size)
+            if unit > _WIDEST_NODE:
+                unit = math.gcd(layout.tensor, node_size)
         together = -(-layout.devices // (unit * _MOST_CELLS))
         aligned = together == 1 or unit % node_size == 0
         unit *= together
@@ -296,15 +297,16 @@ class _Map:
         def misfit(high: int, wide: int, per_row: int) -> float:
             rows = -(-layout.pipe // per_row)
             aspect = per_row * (wide + gap) / (rows * (high + 2 * gap))
-            return abs(math.log(aspect / _ASPECT))
+            empty = high * wide / cells - 1
+            return abs(math.log(aspect / _ASPECT)) + empty
 
-        # All ways to fold a stage and to wrap the row of stages.
+        # All ways to fold a stage, its tensor groups in one piece, and to wrap the row of stages.
+        group = min(cells, max(1, layout.tensor // unit))
         ways = [
             (-(-cells // wide), wide, per_row)
-            for wide in range(1, cells + 1)
+            for wide in range(group, cells + 1, group)
             for per_row in range(1, layout.pipe + 1)
-            if (wide - 1) * -(-cells // wide) < cells
-            and (layout.pipe % per_row == 0 or layout.pipe > 16)
+            if layout.pipe % per_row == 0 or layout.pipe > 16
         ]
         high, wide, per_row = min(ways, key=lambda way: misfit(*way))
         return cls(unit=unit, aligned=aligned, cells=cells, high=high, wide=wide, per_row=per_row)
@@ -312,7 +314,7 @@ class _Map:
     def corner(self, rank: int, stage_devices: int) -> tuple[float, float]:
         """Left and top of the cell that holds device `rank`."""
         stage, inside = divmod(rank, stage_devices)
-        column, row = divmod(inside // self.unit, self.high)
+        row, column = divmod(inside // self.unit, self.wide)
         block_row, block = divmod(stage, self.per_row)
         left, top = block * (self.wide + self.gap), block_row * (self.high + 2 * self.gap)
         return left + column, top + row
@@ -332,8 +334,8 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    grid, stage_devices = _Map.of(layout, node_size), layout.data * layout.tensor
-    colours = _stage_colours(layout.pipe)
+    grid, stage_devices = MeshMap.of(layout, node_size), layout.data * layout.tensor
+    colours = stage_colours(layout.pipe)
     corners = [
         (stage, grid.corner(stage * stage_devices + cell * grid.unit, stage_devices))
         for stage in range(layout.pipe)
@@ -381,7 +383,7 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
         )  # fmt: skip
 
 
-def _cell(grid: _Map, node_size: int) -> str:
+def _cell(grid: MeshMap, node_size: int) -> str:
     devices = _count(grid.unit, "device")
     if not grid.aligned:
         return devices
@@ -400,11 +402,12 @@ def _write_links(axes: Axes, layout: Layout, hardware: Hardware) -> None:
         axes.text(x, -0.3, title, fontsize=7.5, color=FAINT, va="center")
     for row, link in enumerate(axis_links(layout, hardware.node_devices)):
         groups = f"{layout.devices // link.size:,} of {_count(link.size, 'device')}"
-        for x, text in zip(columns, (link.axis, groups, _rates(link, hardware), link.sends)):
+        for x, text in zip(columns, (link.axis, groups, link_text(link, hardware), link.sends)):
             axes.text(x, row + 0.5, text, fontsize=8.5, color=INK, va="center")
 
 
-def _rates(link: AxisLinks, hardware: Hardware) -> str:
+def link_text(link: AxisLinks, hardware: Hardware) -> str:
+    """The links of an axis, and the rate at which a device sends over each."""
     if link.size == 1:
         return "none"
     inside, outside = f"{hardware.link_gb_s:g} GB/s", f"{hardware.network_gb_s:g} GB/s"

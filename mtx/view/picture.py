@@ -19,23 +19,35 @@ FORWARD, BACKWARD, WEIGHT = "#2f6db5", "#3d9a5b", "#e08a2e"
 COMMUNICATION, COMMUNICATION_LIGHT = "#7d4fa8", "#c3a6dc"
 IDLE, INK, FAINT = "#e4e4e4", "#303030", "#8a8a8a"
 LIMIT = "#b3261e"
+_DPI = 150
+_PIXELS_PER_INCH = 96  # on a page, at most
+_MOST_PIXELS = 1400  # across a picture in a notebook, which keeps it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure that a notebook shows as SVG."""
+    """A figure that a notebook shows, no wider than its cell.
+
+    As PNG: JupyterLab lets an SVG run out of its cell, and shows none of a notebook that it does
+    not trust, such as one that has just been cloned.
+    """
 
     figure: Figure
 
     def save(self, path: str | Path) -> None:
         save_figure(self.figure, path)
 
-    def _repr_svg_(self) -> str:
+    def svg(self) -> str:
+        """The picture as an element of a page."""
         text = io.BytesIO()
         _write(self.figure, text, "svg")
-        # A notebook wants the element, without the declaration before it.
         svg = text.getvalue().decode()
-        return svg[svg.index("<svg") :]
+        return svg[svg.index("<svg") :]  # without the declaration before it
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        data, width = io.BytesIO(), self.figure.get_figwidth()
+        _write(self.figure, data, "png", dpi=min(_DPI, _MOST_PIXELS / width))
+        return data.getvalue(), {"width": round(_PIXELS_PER_INCH * width)}
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
@@ -67,7 +79,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
+def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str, *, dpi: float = _DPI) -> None:
     """Text stays text in an SVG, and the same picture gives the same bytes."""
     import matplotlib
 
@@ -78,4 +90,4 @@ def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str) -> None:
     }  # fmt: skip
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
-        figure.savefig(file, format=kind, dpi=150, metadata=undated.get(kind))
+        figure.savefig(file, format=kind, dpi=dpi, metadata=undated.get(kind))
