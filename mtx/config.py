@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mtx import optimizers
 from mtx.errors import UserError, unknown_name
 from mtx.fields import settle_types
 from mtx.pipeline.formats import SUFFIXES
@@ -284,17 +285,22 @@ Rates = Literal["cosine", "linear", "wsd", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and decay, global-norm clipping and, in float16, a dynamic loss scale."""
+    """An optimizer (`mtx.optimizers`) with warm-up and decay, global-norm clipping and, in float16,
+    a dynamic loss scale."""
 
+    name: str = "adamw"  # or lion: a file of mtx/optimizers
+    rest: str | None = None  # of embeddings, head, norms and biases, with its own b1, b2, epsilon;
+    # None: as of the matrices
     lr: float = 1.5e-4
+    rest_lr: float | None = None  # with `rest`; rises and decays as lr does. None: lr
     min_lr: float = 1e-5
     rate: Rates = "cosine"
     warmup_steps: int = 0
     decay_steps: int | None = None  # the step at which min_lr is reached; None: the run's steps
     wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
+    b1: float | None = None  # None: the optimizer's own; of AdamW 0.9, 0.95 and 1e-8
+    b2: float | None = None
+    epsilon: float | None = None
     weight_decay: float = 0.1  # not applied to biases and norms
     clip: float = 1.0  # global gradient norm; 0 turns it off
     loss_scale: float = 2.0**16  # float16 only: the first scale
@@ -303,7 +309,8 @@ class OptimizerConfig:
     def __post_init__(self):
         settle_types(self)
         _require_choice(self, "rate", Rates)
-        _require_above(self, 0, "lr", "epsilon")
+        self._check_optimizers()
+        _require_above(self, 0, "lr")
         _require_above(self, 0, "warmup_steps", "weight_decay", inclusive=True)
         _require_int32(self, "warmup_steps", "decay_steps")
         _require_above(self, 1, "loss_scale", inclusive=True)
@@ -322,8 +329,31 @@ class OptimizerConfig:
         if not self.clip >= 0:
             raise UserError(f"clip={self.clip} must be at least 0 (0 turns clipping off)")
         for name in ("b1", "b2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
+            if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+
+    def _check_optimizers(self) -> None:
+        for name, value in (("optimizer.name", self.name), ("optimizer.rest", self.rest)):
+            if value is not None and value not in optimizers.NAMES:
+                raise unknown_name(name, value, optimizers.NAMES)
+        for name in ("rest_lr", "epsilon"):
+            if getattr(self, name) is not None:
+                _require_above(self, 0, name)
+        if self.rest is None and self.rest_lr is not None:
+            raise UserError(f"rest_lr={self.rest_lr} is the rate of rest=None; name one, or use lr")
+        defaults = optimizers.optimizer_module(self.name).DEFAULTS
+        for name in ("b1", "b2", "epsilon"):
+            if getattr(self, name) is not None and name not in defaults:
+                raise UserError(
+                    f"{name}={getattr(self, name)} is not of optimizer.name={self.name!r}, which "
+                    f"has {', '.join(defaults)}; leave it out"
+                )
+
+    def hyperparameters(self, name: str) -> dict[str, float]:
+        """Those of the optimizer of that name: this config's, where it is `name`, else its own."""
+        defaults = optimizers.optimizer_module(name).DEFAULTS
+        given = {key: getattr(self, key) for key in defaults} if name == self.name else {}
+        return defaults | {key: value for key, value in given.items() if value is not None}
 
 
 Order = Literal["sop", "nsp", "none"]

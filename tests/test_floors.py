@@ -18,6 +18,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.config": GROUND,
     "mtx.api": PARTS,
     "mtx.errors": GROUND,
+    "mtx.optimizers": GROUND,
     "mtx.fields": GROUND,
     "mtx.presets": GROUND,
     "mtx.data": GROUND,

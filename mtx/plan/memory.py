@@ -21,7 +21,8 @@ from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from mtx.config import Layout, ModelConfig, Recompute
+from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
+from mtx.optimizers import optimizer_module
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import place_layers
 from mtx.plan.attention import Attention, Backend, attention_of
@@ -37,7 +38,7 @@ class Memory:
 
     parameters_bytes: int  # in the compute type, gathered at the start of the step
     gradients_bytes: int  # float32, accumulated over the microbatches
-    optimizer_bytes: int  # float32 masters and Adam's two moments
+    optimizer_bytes: int  # float32 masters and the optimizer's state, of AdamW two moments
     stash_bytes: int  # what waits between F, B and W: ring slots x (residuals or chunk inputs)
     transfer_bytes: int  # x and dx between stages, and what waits for its tick
     activations_bytes: int  # of the layer, or chunk, whose backward pass is running
@@ -55,12 +56,13 @@ def predict_memory(
     *,
     backend: Backend = "cuda",
     zero: Zero | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> Memory:
     """The memory of one training step. UserError where the batch or the layers do not divide.
 
     zero: what is sharded over `data` (Rajbhandari et al. 2020); None: what the layout says. 1:
     masters and moments; 3: gradients and parameters as well, gathered a chunk at a time; 0, which
-    this program does not run: nothing.
+    this program does not run: nothing. optimizer: None, AdamW.
     """
     zero = layout.zero if zero is None else zero
     slots = _slots(layout, layout.microbatches(global_batch))
@@ -75,7 +77,7 @@ def predict_memory(
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=-(-12 * parameters_per_device(model, layout) // shards),
+        optimizer_bytes=-(-_optimizer_bytes(model, layout, optimizer) // shards),
         stash_bytes=stash + waiting,
         transfer_bytes=(2 + slots.mailboxes) * _input_bytes(model, layout),
         activations_bytes=working,
@@ -107,6 +109,18 @@ def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int,
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.data == 1 or zero == 0)
     return 0 if same else item * held, 4 * held
+
+
+def _optimizer_bytes(model: ModelConfig, layout: Layout, optimizer: OptimizerConfig | None) -> int:
+    """Masters and the optimizer's arrays beside them, not yet sharded over `data`."""
+    optimizer = optimizer or OptimizerConfig()
+    held = parameters_per_device(model, layout)
+    matrices = sum(each.held(layout.tensor)[0] for each in layer_of(model).linears)
+    matrices *= layout.virtual * _places(model, layout)
+    states, of_rest = (
+        optimizer_module(name).STATES for name in (optimizer.name, optimizer.rest or optimizer.name)
+    )
+    return 4 * (held + states * matrices + of_rest * (held - matrices))
 
 
 def parameters_per_device(model: ModelConfig, layout: Layout) -> int:

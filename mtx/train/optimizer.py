@@ -1,16 +1,28 @@
-"""AdamW through optax, its learning rates, and the dynamic loss scale of float16."""
+"""The optimizer of each role, its learning rates, its state by name, and float16's loss scale."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey
 
 from mtx.config import OptimizerConfig
+from mtx.errors import UserError
+from mtx.optimizers import optimizer_module
+from mtx.sharding.parameter import DECAYED
 
-_NOT_DECAYED = {"b", "bias", "scale"}  # biases and norms, as in Megatron-LM
+Tree = Any
+Path = tuple[Any, ...]  # of a leaf, as jax.tree_util has it
+_PARTS = "ends", "block"  # of the parameters
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -39,20 +51,137 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, decay], [warmup])
 
 
-def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW; weight decay on matrices and embeddings, not on biases and norms."""
-    return optax.adamw(
-        learning_rate(config, steps),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=_decayed,
+def make_optimizer(
+    config: OptimizerConfig, steps: int, roles: Tree
+) -> optax.GradientTransformation:
+    """What `config` names, of `mtx.optimizers`: for matrices, and where it names another for the
+    `rest`, that for all else; a parameter's role decides (`mtx.sharding.parameter`). roles: a tree
+    like the parameters. UserError where one looks at more than an element at a time.
+    """
+    decayed = jax.tree.map(DECAYED.__contains__, roles)
+
+    def make(name: str, rate: optax.Schedule) -> optax.GradientTransformation:
+        def mask(params):  # of which those of another optimizer are masked
+            return jax.tree.map(lambda _, decays: decays, params, decayed, is_leaf=_is_masked)
+
+        _check(name)
+        return optimizer_module(name).make(
+            rate, weight_decay=config.weight_decay, mask=mask, **config.hyperparameters(name)
+        )
+
+    of_matrices = make(config.name, learning_rate(config, steps))
+    if config.rest is None:
+        return of_matrices
+    rest_lr = config.rest_lr or config.lr
+    rate = replace(config, lr=rest_lr, min_lr=config.min_lr * rest_lr / config.lr)
+    labels = jax.tree.map(lambda role: "matrix" if role == "matrix" else "rest", roles)
+    parts = {"matrix": of_matrices, "rest": make(config.rest, learning_rate(rate, steps))}
+    return optax.partition(parts, labels)
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+# --- what an optimizer may be ---------------------------------------------------------------------
+
+_ELEMENTWISE = frozenset(
+    "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy cos div eq erf exp "
+    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
+    "nextafter not or pow rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh "
+    "xor".split()
+)
+
+
+@lru_cache
+def _check(name: str) -> None:
+    """Raises UserError where the update of an optimizer is not elementwise, so that it would be
+    another one on a shard than on a whole matrix; or where its state has arrays that are neither
+    like a parameter nor a count of updates, which could not be sharded, nor saved."""
+    module = optimizer_module(name)
+    made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
+    sizes = (2, 3, 5, 7, 11, 13)
+    params = {"block": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
+    state = jax.eval_shape(made.init, params)
+    seen = set()
+    for path, leaf in jax.tree.leaves_with_path(state):
+        field, parameter = _parts(path)
+        if (leaf.shape, leaf.dtype) == ((), jnp.int32):
+            continue
+        twice = (field, parameter) in seen
+        seen.add((field, parameter))
+        if twice or not parameter or leaf.shape != params["block"][parameter[-1]].shape:
+            raise UserError(
+                f"optimizer {name!r} keeps {field or 'an array'}: {leaf.dtype} {list(leaf.shape)}, "
+                "and can keep only arrays like the parameters, one of each name; use another"
+            )
+    for equation in _equations(jax.make_jaxpr(made.update)(params, state, params).jaxpr):
+        of_arrays = any(variable.aval.shape for variable in equation.invars)
+        if of_arrays and equation.primitive.name not in _ELEMENTWISE:
+            raise UserError(
+                f"optimizer {name!r} looks at more than an element at a time "
+                f"({equation.primitive.name}), and each device has a shard alone; use one whose "
+                "update is elementwise"
+            )
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Those of a program and of its calls, in their place."""
+    for equation in jaxpr.eqns:
+        inner = [
+            getattr(each, "jaxpr", each)
+            for value in equation.params.values()
+            for each in (value if isinstance(value, tuple | list) else (value,))
+            if hasattr(each, "jaxpr") or hasattr(each, "eqns")
+        ]
+        if not inner:
+            yield equation
+        for program in inner:
+            yield from _equations(program)
+
+
+# --- its state, by name ---------------------------------------------------------------------------
+
+
+def _parts(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Of a leaf of an optimizer's state: the field that it is of, and the parameter, () if none."""
+    first = next(
+        (n for n, key in enumerate(path) if isinstance(key, DictKey) and key.key in _PARTS),
+        len(path),
     )
+    fields = [key.name for key in path[:first] if isinstance(key, GetAttrKey)]
+    return (fields[-1] if fields else ""), tuple(key.key for key in path[first:])
 
 
-def _decayed(params):
-    return jax.tree.map_with_path(lambda path, _: path[-1].key not in _NOT_DECAYED, params)
+def state_arrays(state: Tree) -> dict[str, Any]:
+    """The arrays of an optimizer's state that are like parameters, by name: "mu.block.mlp.up.w".
+    Its counts of updates, which are all the rest, are left out."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        field, parameter = _parts(path)
+        if parameter:
+            found[".".join((field, *parameter))] = leaf
+    return found
+
+
+def state_specs(shapes: Tree, specs: Tree) -> Tree:
+    """The PartitionSpecs of a state, from those of the parameters; counts are whole everywhere."""
+
+    def spec(path: Path, _):
+        _, parameter = _parts(path)
+        return reduce(operator.getitem, parameter, specs) if parameter else P()
+
+    return jax.tree.map_with_path(spec, shapes)
+
+
+def state_with(shapes: Tree, arrays: dict[str, Any], count: Callable[[], Any]) -> Tree:
+    """A state of these shapes, of what `state_arrays` gave; `count()` for each count of updates."""
+
+    def value(path: Path, _):
+        field, parameter = _parts(path)
+        return arrays[".".join((field, *parameter))] if parameter else count()
+
+    return jax.tree.map_with_path(value, shapes)
 
 
 class LossScale(NamedTuple):

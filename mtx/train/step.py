@@ -7,7 +7,7 @@ mesh, a pure function of (state, batch):
 2. run the pipeline: losses, and gradients in float32;
 3. sum partial gradients over `tensor`, reduce-scatter over `data`;
 4. clip by the norm over all axes; skip the update where it is not finite;
-5. AdamW on each device's shard of the masters.
+5. the optimizer of each role (`mtx.optimizers`), on each device's shard of the masters.
 
 It is written for an abstract mesh, runs on whatever mesh its state lies on, and compiles for
 devices that are not there. Which ones are there is asked at one place only, where the layout leaves
@@ -45,7 +45,7 @@ from mtx.sharding.checksum import checksum, on_each_device
 from mtx.sharding.mesh import AXES, Axes, make_mesh
 from mtx.sharding.optimizer import axes_of, global_norm, shard_over_data
 from mtx.sharding.random import fold, key_data
-from mtx.train.optimizer import LossScale, adamw, learning_rate
+from mtx.train.optimizer import LossScale, learning_rate, make_optimizer, state_specs
 
 Tree = Any
 _BATCH_SPEC = P("data")  # every array of a batch is [G, S], replicas along G
@@ -94,7 +94,6 @@ class Trainer:
             model.layers, pipe=layout.pipe, virtual=layout.virtual,
             stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
         )  # fmt: skip
-        self.optimizer = adamw(run.optimizer, run.steps)
         self._mesh = mesh
 
     @cached_property
@@ -142,6 +141,10 @@ class Trainer:
         there = nvidia and jax.default_backend() == "gpu"
         return "cudnn" if there and cudnn_serves(self.run.model) else "blocked"
 
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        return make_optimizer(self.run.optimizer, self.run.steps, self.model.roles)
+
     # -- where everything lies --------------------------------------------------------------------
 
     @cached_property
@@ -186,10 +189,7 @@ class Trainer:
     def state_specs(self) -> TrainState:
         """The PartitionSpec of every array of the state; of the masters, with ZeRO's shards."""
         params = jax.tree.map(lambda shard: shard.spec, self.shards)
-        moments = optax.tree_utils.tree_map_params(
-            self.optimizer, lambda _, spec: spec, self.state_shapes.moments, params,
-            transform_non_params=lambda _: P(),
-        )  # fmt: skip
+        moments = state_specs(self.state_shapes.moments, params)
         seals = P(*AXES) if self.run.guard.checksums else None
         return TrainState(P(), params, moments, LossScale(P(), P()), P(), seals)
 
