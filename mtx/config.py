@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from mtx import optimizers
@@ -19,6 +20,7 @@ from mtx.fields import settle_types
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
+from mtx.sharding.axes import AXES, BATCH
 
 
 def _require_positive(config: object, *names: str) -> None:
@@ -217,9 +219,19 @@ class Layout:
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SUFFIXES)
 
-    @property
+    @cached_property
     def devices(self) -> int:
-        return self.data * self.pipe * self.tensor
+        return math.prod(self.sizes.values())
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, in the mesh's order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @cached_property
+    def replicas(self) -> int:
+        """The parts into which the batch is split."""
+        return math.prod(self.sizes[axis] for axis in BATCH)
 
     @property
     def vocab_shards(self) -> int:
@@ -228,11 +240,12 @@ class Layout:
 
     def microbatches(self, global_batch: int) -> int:
         """m, the microbatches of one replica in one step."""
-        unit = self.data * self.microbatch
+        unit = self.replicas * self.microbatch
         if global_batch < 1 or global_batch % unit:
+            parts = "*".join(str(self.sizes[axis]) for axis in BATCH)
             raise UserError(
-                f"global_batch={global_batch} cannot be divided into data*microbatch="
-                f"{self.data}*{self.microbatch}; use global_batch="
+                f"global_batch={global_batch} cannot be divided into {'*'.join(BATCH)}*microbatch="
+                f"{parts}*{self.microbatch}; use global_batch="
                 f"{_nearest_multiples(global_batch, unit)}"
             )
         return global_batch // unit

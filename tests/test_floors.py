@@ -32,6 +32,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.pipeline.vjp": PROGRAM,
     "mtx.pipeline.weights": PROGRAM,
     "mtx.sharding": SHARDING,
+    "mtx.sharding.axes": GROUND,
     "mtx.models": MODELS,
     "mtx.launch": PARTS,
     "mtx.checkpoint": PARTS,

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.checksum import checksum, on_each_device
-from mtx.sharding.mesh import AXES
-from mtx.sharding.optimizer import axes_of
 from mtx.train.guard import name_devices
 from mtx.train.step import Trainer, TrainState
 

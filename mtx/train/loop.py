@@ -26,6 +26,7 @@ from mtx.errors import UserError
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.plan.hardware import find_hardware
+from mtx.sharding.axes import BATCH
 from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
 from mtx.train.history import History
@@ -178,7 +179,7 @@ def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int
 def _local_rows(trainer: Trainer) -> np.ndarray:
     """The rows of a global batch that this process's devices hold."""
     rows = np.arange(trainer.run.global_batch)
-    held = trainer.shardings(P("data")).addressable_devices_indices_map(rows.shape)
+    held = trainer.shardings(P(BATCH)).addressable_devices_indices_map(rows.shape)
     return np.unique(np.concatenate([rows[index] for index in held.values()]))
 
 

@@ -41,14 +41,15 @@ from mtx.pipeline.makers import forward_table
 from mtx.pipeline.partition import EMPTY, place_layers
 from mtx.pipeline.program import Pipeline
 from mtx.pipeline.schedule import Schedule
+from mtx.sharding.axes import AXES, BATCH, axes_of, sum_axes
 from mtx.sharding.checksum import checksum, on_each_device
-from mtx.sharding.mesh import AXES, Axes, make_mesh
-from mtx.sharding.optimizer import axes_of, global_norm, shard_over_data
+from mtx.sharding.mesh import Axes, make_mesh
+from mtx.sharding.optimizer import global_norm, shard_over_replicas
 from mtx.sharding.random import fold, key_data
 from mtx.train.optimizer import LossScale, learning_rate, make_optimizer, state_specs
 
 Tree = Any
-_BATCH_SPEC = P("data")  # every array of a batch is [G, S], replicas along G
+_BATCH_SPEC = P(BATCH)  # every array of a batch is [G, S], replicas along G
 _DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
 
 
@@ -154,7 +155,7 @@ class Trainer:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis of the mesh, in the mesh's order."""
-        return {axis: getattr(self.run.layout, axis) for axis in AXES}
+        return self.run.layout.sizes
 
     @cached_property
     def specs(self) -> Tree:
@@ -171,11 +172,13 @@ class Trainer:
     def shards(self) -> Tree:
         """How every master is sharded over `data`; a layer's own dims, where a chunk is gathered
         at a time."""
-        data, stacked = self.run.layout.data, 3 if self.run.layout.zero == 3 else 0
+        replicas, stacked = self.run.layout.replicas, 3 if self.run.layout.zero == 3 else 0
 
         def shard(tree, specs, stacked):
             return jax.tree.map(
-                lambda a, spec: shard_over_data(a.shape, spec, data=data, stacked=stacked),
+                lambda a, spec: shard_over_replicas(
+                    a.shape, spec, replicas=replicas, stacked=stacked
+                ),
                 tree,
                 specs,
             )
@@ -331,7 +334,7 @@ class Trainer:
             params = self.gather(masters)
         with jax.named_scope("pipeline"):
             batch = self._split(batch)
-            tokens = _sum_over_data(batch["weights"].sum())
+            tokens = _sum_over_replicas(batch["weights"].sum())
             key = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
                 params, batch, self._samples(batch), key, scale / tokens
@@ -345,7 +348,7 @@ class Trainer:
                 )
                 for part in gradients
             }  # fmt: skip
-        return lax.psum(loss, "data") / tokens, gradients
+        return _sum_over_replicas(loss) / tokens, gradients
 
     def gather(self, masters):
         """This stage's parameters in the compute type: the ends, and the block's [C, N, ...], of
@@ -363,30 +366,32 @@ class Trainer:
         return {"ends": ends, "block": jax.tree.map(gather, block, shards)}
 
     def _reduce(self, gradient, spec, shard, *, summed: bool):
-        """Sums a gradient over the replicas of its parameter that hold only a part of it; those
-        over `data` may be `summed` already."""
-        if self.axes.sequence_parallel and "tensor" not in axes_of(spec):
-            gradient = lax.psum(gradient, "tensor")
+        """A gradient's shard of its sum over `sum_axes`; over the replicas it may be `summed`
+        already."""
+        over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
+        beside_replicas = tuple(axis for axis in over if axis not in BATCH)
+        if beside_replicas:
+            gradient = lax.psum(gradient, beside_replicas)
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def _split(self, batch):
         """This replica's rows [G/d, S] as microbatches [M, B, S], weighed. Raises UserError where
         they are not those of a global batch."""
         size = self.run.layout.microbatch
-        rows = self.run.layout.data * len(batch["tokens"])
+        rows = self.run.layout.replicas * len(batch["tokens"])
         if rows != self.run.global_batch:
             raise UserError(
                 f"a batch of {rows} rows for a schedule of global_batch={self.run.global_batch}; "
                 "give it as many, or make a trainer with another global_batch"
             )
         if "weights" in batch:
-            batch = self.model.weigh(batch, _sum_over_data)
+            batch = self.model.weigh(batch, _sum_over_replicas)
         return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
 
     def _samples(self, batch):
         """int32 [M, B]: the places of this replica's rows in the global batch."""
         shape = batch["tokens"].shape[:2]
-        first = lax.axis_index("data") * shape[0] * shape[1]
+        first = lax.axis_index(BATCH) * shape[0] * shape[1]
         return first + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
 
     # -- other things one can ask of a model ------------------------------------------------------
@@ -397,7 +402,7 @@ class Trainer:
 
         def evaluate(params, batch):
             losses_M = self._forward_pipeline.forward(params, batch, self.model.loss)
-            return _sum_over_data((losses_M.sum(), batch["weights"].sum()))
+            return _sum_over_replicas((losses_M.sum(), batch["weights"].sum()))
 
         return self._forward(evaluate, (P(), P()))
 
@@ -413,7 +418,7 @@ class Trainer:
             logits_MBv = self._forward_pipeline.forward(params, batch, output)
             return logits_MBv.reshape(-1, logits_MBv.shape[-1])
 
-        return self._forward(predict, P("data", self.axes.vocab or None))
+        return self._forward(predict, P(BATCH, self.axes.vocab or None))
 
     @cached_property
     def score(self):
@@ -497,8 +502,8 @@ def _is_vocab(spec: P) -> bool:
     return "pipe" in axes_of(spec)
 
 
-def _sum_over_data(values):
-    return lax.psum(values, "data")
+def _sum_over_replicas(values):
+    return lax.psum(values, BATCH)
 
 
 def _abstract(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
