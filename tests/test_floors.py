@@ -25,6 +25,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.plan": GROUND,
     "mtx.plan.compile": PARTS,
     "mtx.pipeline": GROUND,
+    "mtx.pipeline.model": PROGRAM,
     "mtx.pipeline.program": PROGRAM,
     "mtx.pipeline.slots": PROGRAM,
     "mtx.pipeline.stage": PROGRAM,

@@ -259,9 +259,8 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _arrays(state: TrainState) -> dict[str, Any]:
     """The leaves of a state, or of a tree like it, that are saved, by name."""
     scalars = {"step": state.step, "skipped": state.skipped}
-    return state_arrays(state.moments) | _named(
-        {"params": state.params, **scalars, "loss_scale": state.loss_scale._asdict()}
-    )
+    scalars |= {"loss_scale": state.loss_scale._asdict()}
+    return _named({"params": state.params}) | state_arrays(state.moments) | _named(scalars)
 
 
 def _named(tree: Tree) -> dict[str, Any]:

@@ -6,11 +6,9 @@ next tick. So the send of a tick's F may overlap with its B, and the send of its
 next F. What F, B and W do with a stage's layers is in `stage`. Nothing here grows with the
 microbatches.
 
-Three model functions are all it knows (see `mtx.models.model.Model`): `embed(ends, batch, place)`,
-`block(params, x, place)` and `loss(ends, x, batch)`; for slices of sequences, `block` takes and
-returns keys and values as well. Embedding and head are sharded over `pipe`, so all stages run them
-together, in the ticks that the table names; their collectives span `pipe` and must not stand in a
-branch that only some stages take.
+What it knows of a model stands in `model`. Embedding and head are sharded over `pipe`, so all
+stages run them together, in the ticks that the table names; their collectives span `pipe` and must
+not stand in a branch that only some stages take.
 
 Legend: M microbatches · B rows · S sequence (s: shard) · D hidden · C chunks · N layers a chunk ·
 R ring slots · T ticks
@@ -28,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.config import Layout
+from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.partition import Placement
 from mtx.pipeline.schedule import IDLE, Route, Schedule, by_tick
 from mtx.pipeline.slots import read, read_each, write
@@ -69,7 +68,7 @@ class Carry(NamedTuple):
 class Pipeline:
     """A model, where its layers lie, and the table that says when each runs."""
 
-    model: Any  # embed, block, loss
+    model: PipelineModel
     schedule: Schedule
     placement: Placement
     layout: Layout

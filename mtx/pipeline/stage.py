@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline import slots
+from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.partition import Placement
 from mtx.pipeline.slots import read, read_each, write, write_each
 from mtx.pipeline.ticks import Op
@@ -37,7 +38,7 @@ class Stage:
     them at hand at a time.
     """
 
-    model: Any
+    model: PipelineModel
     layer_params: Tree  # one layer's; shapes and dtypes count only
     placement: Placement
     layer_CN: jax.Array  # int32, of this stage
