@@ -25,7 +25,7 @@ from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.stage import Kept, Stage
 from mtx.pipeline.ticks import Op
 from mtx.sharding.collectives import broadcast_from
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 REFERENCE = "1f1b"  # the plainest table
 _REPEATS = 2  # ops of one kind on whole sequences and stages in a row, timed together
@@ -133,7 +133,7 @@ class Ops:
             held = f({"ends": params["ends"], "block": block}, *held)
             return jax.tree.map(lambda a: a[None], held)
 
-        specs = self.trainer.state_specs.params
+        specs = self.trainer.states.specs.params
         mapped = {
             count: jax.shard_map(
                 local, mesh=self.trainer.mesh, in_specs=(specs, P("pipe"))[:count],

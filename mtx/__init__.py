@@ -31,7 +31,7 @@ _HOMES = {
     "mtx.sharding.mesh": ("make_mesh",),
     "mtx.launch.start": ("use_virtual_devices",),
     "mtx.train.loop": ("run_training",),
-    "mtx.train.step": ("Trainer",),
+    "mtx.step.trainer": ("Trainer",),
     "mtx.view.mesh": ("draw_mesh", "mesh_text"),
     "mtx.view.schedule": ("draw_timeline", "show", "timeline_text"),
     "mtx.view.trace": ("write_trace",),

@@ -15,7 +15,7 @@ import numpy as np
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.schedule import Schedule
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 Tree = Any
 
@@ -85,7 +85,7 @@ def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
 
 
 def _check_params(params: Tree, trainer: Trainer) -> None:
-    wanted = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    wanted = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     shapes, wanted = (
         {jax.tree_util.keystr(path): np.shape(a) for path, a in jax.tree.leaves_with_path(tree)}
         for tree in (params, wanted)

@@ -37,6 +37,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.models": MODELS,
     "mtx.launch": PARTS,
     "mtx.checkpoint": PARTS,
+    "mtx.step": PARTS,
     "mtx.train": PARTS,
     "mtx.evaluate": PARTS,
     "mtx.convert": PARTS,

@@ -16,7 +16,7 @@ from mtx.errors import UserError
 from mtx.models.families import FAMILIES
 from mtx.plan.memory import predict_memory
 from mtx.sharding.parameter import ROLES
-from mtx.train.optimizer import make_optimizer, state_arrays
+from mtx.step.optimizer import make_optimizer, state_arrays
 
 SIZES = dict(layers=4, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8)
 MODEL = ModelConfig(compute_dtype="float32", tied=False, **SIZES)
@@ -152,9 +152,9 @@ def twice(*args, **kwargs):
 def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
     module = SimpleNamespace(STATES=1, DEFAULTS={}, make=make)
     monkeypatch.setattr(optimizers, "NAMES", (*optimizers.NAMES, "shampoo"))
-    for place in ("mtx.optimizers", "mtx.train.optimizer"):
+    for place in ("mtx.optimizers", "mtx.step.optimizer"):
         monkeypatch.setattr(f"{place}.optimizer_module", lambda name: module)
-    from mtx.train.optimizer import _check
+    from mtx.step.optimizer import _check
 
     _check.cache_clear()
     with pytest.raises(UserError, match=f"'shampoo'.*({what})"):
@@ -190,7 +190,7 @@ def test_what_does_not_go_together_is_refused(values, named):
 def test_the_planner_knows_the_bytes_of_the_state(config):
     layout = Layout(pipe=2, tensor=2)
     trainer = trainer_on(layout, config)
-    shapes, specs = trainer.state_shapes, trainer.state_specs
+    shapes, specs = trainer.states.shapes, trainer.states.specs
     shards = jax.tree.leaves(
         jax.tree.map(
             lambda a, sharding: 4 * np.prod(sharding.shard_shape(a.shape)),

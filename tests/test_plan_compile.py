@@ -20,7 +20,7 @@ from mtx.plan.compiler import find_compiler
 from mtx.plan.hlo import Instruction
 from mtx.plan.memory import parameters_per_device, predict_memory
 from mtx.plan.target import GPU_TARGETS, gpu_topology, tpu_topology
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(
     layers=8, hidden=64, heads=4, sequence=64, vocab=500, vocab_multiple=8, compute_dtype="float32"

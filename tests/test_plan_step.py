@@ -12,7 +12,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hlo import read_program
 from mtx.plan.memory import layer_residual_bytes
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 GLOBAL_BATCH = 8
 _BODY = re.compile(r"while/body/(?:closed_call/|eval_jaxpr/)?")  # of the loop over the ticks
@@ -160,7 +160,7 @@ def collectives_of(case: str):
     trainer, program = compiled(case)
     counts, sizes = Counter(), Counter()
     for collective in program.collectives(branch_weights(trainer)):
-        at = collective.kind, collective.axes(trainer.sizes)
+        at = collective.kind, collective.axes(trainer.run.layout.sizes)
         counts[at] += collective.count
         sizes[at] += round(collective.count * collective.operand_bytes)
     return trainer, counts, sizes
@@ -169,10 +169,12 @@ def collectives_of(case: str):
 def local_bytes(trainer, part: str, but: tuple[str, ...] = ()) -> int:
     """Float32 parameters of one device, before `data` shards them: those that it can shard, but
     for some names."""
-    shapes = jax.tree.leaves_with_path(trainer.param_shapes[part])
-    others = (jax.tree.leaves(tree[part]) for tree in (trainer.specs, trainer.shards))
+    shapes = jax.tree.leaves_with_path(trainer.states.param_shapes[part])
+    others = (
+        jax.tree.leaves(tree[part]) for tree in (trainer.states.param_specs, trainer.states.shards)
+    )
     return 4 * sum(
-        leaf.size // shards(spec, trainer.sizes)
+        leaf.size // shards(spec, trainer.run.layout.sizes)
         for (path, leaf), spec, shard in zip(shapes, *others, strict=True)
         if shard.dim is not None and path[-1].key not in but
     )

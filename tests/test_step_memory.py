@@ -13,7 +13,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.models.gpt import GPT
 from mtx.pipeline.vjp import LayerVJP
 from mtx.plan.hlo import read_program
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 # Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.
 MODEL = ModelConfig(layers=8, hidden=64, heads=4, sequence=64, vocab=128, compute_dtype="float32")
@@ -133,8 +133,8 @@ def state_bytes(layout: Layout) -> int:
     trainer = trainer_of(layout, 1)
     shards = jax.tree.map(
         lambda a, s: jnp.zeros(s.shard_shape(a.shape), a.dtype).nbytes,
-        trainer.state_shapes,
-        trainer.shardings(trainer.state_specs),
+        trainer.states.shapes,
+        trainer.shardings(trainer.states.specs),
     )
     return sum(jax.tree.leaves(shards))
 

@@ -26,8 +26,9 @@ from jax.sharding import NamedSharding
 from mtx.checkpoint.store import Part, Region, Store
 from mtx.errors import UserError
 from mtx.pipeline.partition import EMPTY
-from mtx.train.optimizer import LossScale, state_arrays, state_with
-from mtx.train.step import Trainer, TrainState
+from mtx.step.optimizer import LossScale, state_arrays, state_with
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 Tree = Any
 
@@ -109,8 +110,8 @@ class Snapshot:
     def leaves(self) -> dict[str, Leaf]:
         trainer = self.trainer
         layers = trainer.placement.layer
-        canonical = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
-        masters, specs = _arrays(trainer.state_shapes), _arrays(trainer.state_specs)
+        canonical = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
+        masters, specs = _arrays(trainer.states.shapes), _arrays(trainer.states.specs)
         shapes = _named(canonical)
         leaves = {}
         for name, master in masters.items():
@@ -212,7 +213,7 @@ class Snapshot:
         return jax.make_array_from_single_device_arrays(leaf.master_shape, leaf.sharding, placed)
 
     def _state(self, arrays: dict[str, jax.Array]) -> TrainState:
-        shapes = self.trainer.state_shapes
+        shapes = self.trainer.states.shapes
         updates = np.int32(arrays["step"]) - np.int32(arrays["skipped"])
         replicated = self.leaves["step"].sharding
 

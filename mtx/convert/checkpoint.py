@@ -15,8 +15,8 @@ from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import ArrayInfo, Block, Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
 from mtx.convert.huggingface import Canonical, Report, Shape, parts
-from mtx.train.optimizer import LossScale, state_arrays
-from mtx.train.step import Trainer
+from mtx.step.optimizer import LossScale, state_arrays
+from mtx.step.trainer import Trainer
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -24,7 +24,7 @@ _FLOAT32 = np.dtype(np.float32)
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The shapes of a model's canonical arrays, by path: "ends.tokens", "block.mlp.up.w"."""
     trainer = Trainer(RunConfig(model=model, global_batch=1))
-    tree = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    tree = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     return {
         ".".join(key.key for key in path): leaf.shape
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -124,7 +124,7 @@ def _scalars(run: RunConfig) -> dict[str, np.ndarray]:
 def _moments(run: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The canonical shapes of the arrays in the optimizer's state, by name: a parameter's each."""
     trainer = Trainer(RunConfig(model=run.model, optimizer=run.optimizer, global_batch=1))
-    names = state_arrays(trainer.state_shapes.moments)
+    names = state_arrays(trainer.states.shapes.moments)
     return {name: shapes[name.partition(".")[2]] for name in names}
 
 

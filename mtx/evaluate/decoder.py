@@ -29,7 +29,8 @@ from mtx.pipeline.makers import forward_table
 from mtx.pipeline.program import Pipeline
 from mtx.sharding.axes import BATCH
 from mtx.sharding.candidates import candidates
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 Tree = Any
 _ROWS = P(BATCH)
@@ -166,10 +167,10 @@ class Programs:
         """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
 
         def gather(masters):
-            params = self._trainer.gather(masters)
+            params = self._trainer.step.gather(masters)
             return params | {"block": jax.tree.map(lambda a: a[None], params["block"])}
 
-        masters = self._trainer.state_specs.params
+        masters = self._trainer.states.specs.params
         return jax.jit(self._trainer.shard_map(gather, (masters,), self._specs))
 
     @cached_property
@@ -222,9 +223,13 @@ class Programs:
     def _specs(self) -> Tree:
         """Of gathered parameters."""
         trainer = self._trainer
-        masters = trainer.state_specs.params
-        block = masters["block"] if trainer.run.layout.zero == 3 else trainer.specs["block"]
-        return {"ends": trainer.specs["ends"], "block": block}
+        masters = trainer.states.specs.params
+        block = (
+            masters["block"]
+            if trainer.run.layout.zero == 3
+            else trainer.states.param_specs["block"]
+        )
+        return {"ends": trainer.states.param_specs["ends"], "block": block}
 
     def _chosen_specs(self, count: int):
         return (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))

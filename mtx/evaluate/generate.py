@@ -17,7 +17,8 @@ from mtx.errors import UserError
 from mtx.evaluate.decoder import Choices, Decoder, check_generates
 from mtx.evaluate.sampling import Sampling
 from mtx.evaluate.stops import Stops
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 Ended = Literal["eod", "stop", "length"]
 _MOST_CANDIDATES = 1024  # sorting more on the devices costs more than bringing all to the host

@@ -18,7 +18,8 @@ from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
 from mtx.errors import UserError
 from mtx.evaluate.score import Report, score_batch
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _EVALUATION = 5  # in the key of a row's draws, where training has other numbers
 _TRAINING = Masking()

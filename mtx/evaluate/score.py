@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 
 from mtx.config import Layout, RunConfig
 from mtx.errors import UserError
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _LEAST_ROWS = 16  # a batch of one would leave a pipeline's stages idle
 Report = Callable[[int, int], None]  # called with (rows done, all rows)

@@ -6,7 +6,7 @@
 
 rate: step -> learning rate. mask: params -> tree of bool, those that decay. Each device updates its
 shards of the masters by itself: an update that is not elementwise, or a state of other shapes than
-the parameters', is refused (`mtx.train.optimizer`). Clipping, the loss scale and steps that are not
+the parameters', is refused (`mtx.step.optimizer`). Clipping, the loss scale and steps that are not
 finite are the step's, for all of them.
 """
 

@@ -27,6 +27,7 @@ from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.plan.hardware import find_hardware
 from mtx.sharding.axes import BATCH
+from mtx.step.trainer import Trainer
 from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
 from mtx.train.history import History
@@ -35,7 +36,6 @@ from mtx.train.metrics import Meter, StepRecord
 from mtx.train.programs import Programs
 from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
-from mtx.train.step import Trainer
 from mtx.train.track import make_trackers
 
 
@@ -144,7 +144,7 @@ def _train(
             else:
                 report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
                 report.lines(changes(checkpoints.run(latest), run))
-                state = trainer.sealed(checkpoints.restore(trainer, latest))
+                state = trainer.with_checksums(checkpoints.restore(trainer, latest))
             history.start_from(start)
             session = Session(
                 programs=programs,
