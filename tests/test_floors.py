@@ -27,6 +27,7 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.pipeline": GROUND,
     "mtx.pipeline.model": PROGRAM,
     "mtx.pipeline.program": PROGRAM,
+    "mtx.pipeline.run": PROGRAM,
     "mtx.pipeline.slots": PROGRAM,
     "mtx.pipeline.stage": PROGRAM,
     "mtx.pipeline.ticks": PROGRAM,

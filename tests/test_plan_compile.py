@@ -132,7 +132,7 @@ def test_branches_of_split_sharded_and_sliced_steps():
     share, trainer = plan_compile.busy_shares(Trainer(run)), Trainer(run)
     ticks = trainer.schedule.ticks
     # Breadth first: every chunk once for F, once for B, and its gradients spent once.
-    for scope in ("fetch", "B/fetch", "B/spend"):
+    for scope in ("all_gather", "B/all_gather", "B/reduce_scatter"):
         assert share(conditional(scope))[1] == pytest.approx(2 / ticks)
     split = dataclasses.replace(RUN, layout=Layout(pipe=2, schedule="zb_h1"), global_batch=4)
     trainer = Trainer(split)

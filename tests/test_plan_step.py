@@ -89,8 +89,8 @@ def branch_weights(trainer):
     shares |= {"F/embed/cond": 1.0, "embed_backward/cond": 1.0}  # no matmuls
     if layout.zero == 3:
         (fetch, _), (fetch_back, spend) = table.forward.runs, table.backward.runs
-        shares |= {"fetch/cond": fetch.mean(), "B/fetch/cond": fetch_back.mean()}
-        shares |= {"B/spend/cond": spend.mean()}
+        shares |= {"all_gather/cond": fetch.mean(), "B/all_gather/cond": fetch_back.mean()}
+        shares |= {"B/reduce_scatter/cond": spend.mean()}
 
     def weights(conditional):
         busy = shares.get(_BODY.split(conditional.op_name, maxsplit=1)[1])
@@ -199,7 +199,7 @@ def test_what_crosses_stages_is_one_permute_a_tick_and_route(case):
     expected = sum(
         ticks * occurs * sum(route.by != 0 for route in routes)
         for ticks, *kinds in phases
-        for occurs, routes in zip(kinds, (table.inboxes, table.gradient_inboxes), strict=True)
+        for occurs, routes in zip(kinds, (table.receives, table.gradient_receives), strict=True)
     )
     across = "collective-permute", ("pipe",)
     assert counts[across] == expected

@@ -49,7 +49,7 @@ def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
     cache = (gpt.empty_cache(layout.microbatch),) if table.slices > 1 else ()
     layer = LayerVJP(gpt.block, params, x, place, *cache)
     kept = nbytes(x) if layout.stash == "inputs" else layers * nbytes(layer.residuals)
-    held = table.slots * kept + table.mailbox_slots * nbytes(x)
+    held = table.slots * kept + table.receive_slots * nbytes(x)
     if table.split:
         waiting = table.weight_stash.slots + (layout.idle != "skip")  # and a slot of zeros
         held += waiting * layers * nbytes(layer.cut.deferred)

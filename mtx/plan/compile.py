@@ -196,7 +196,9 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
     return gradients + (temp - gradients) // 2 + copy
 
 
-_TAKEN_OR_NOT = re.compile(r"/(F|(?:B/)?(?:fetch|spend)|B|W|embed|head|embed_backward)/cond$")
+_TAKEN_OR_NOT = re.compile(
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward)/cond$"
+)
 
 
 def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
@@ -220,14 +222,14 @@ def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
         "embed": share_of(schedule.embed >= 0, "forward"),
         "head": share_of(schedule.head >= 0, "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
-        "fetch": share_of(forward.runs[0], "forward"),
-        "B/fetch": share_of(backward.runs[0], "backward"),
-        "B/spend": share_of(backward.runs[1], "backward"),
+        "all_gather": share_of(forward.runs[0], "forward"),
+        "B/all_gather": share_of(backward.runs[0], "backward"),
+        "B/reduce_scatter": share_of(backward.runs[1], "backward"),
     }
     if weight is not None:
         shares |= {
             "W": share_of(weight.busy, "weight"),
-            "spend": share_of(weight.runs[1], "weight"),
+            "reduce_scatter": share_of(weight.runs[1], "weight"),
         }
 
     def branches(conditional: Instruction) -> Sequence[float]:

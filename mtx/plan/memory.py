@@ -79,7 +79,7 @@ def predict_memory(
         gradients_bytes=gradients,
         optimizer_bytes=-(-_optimizer_bytes(model, layout, optimizer) // shards),
         stash_bytes=stash + waiting,
-        transfer_bytes=(2 + slots.mailboxes) * _input_bytes(model, layout),
+        transfer_bytes=(2 + slots.rings) * _input_bytes(model, layout),
         activations_bytes=working,
         logits_bytes=max(0, head - working),
     )
@@ -213,7 +213,7 @@ class _Slots(NamedTuple):
 
     stash: int  # from F to B, of a chunk
     weight_stash: int  # from B to W, of a chunk
-    mailboxes: int  # for x and dx that have come before their tick
+    rings: int  # for x and dx that have come before their tick
     caches: int  # of a chunk's keys and values, and for their gradients
 
 
@@ -224,10 +224,10 @@ def _slots(layout: Layout, microbatches: int) -> _Slots:
         warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
         # One more than are in flight where a stage sits ticks out: it writes to a free slot.
         most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
-        return _Slots(stash=most, weight_stash=0, mailboxes=0, caches=0)
+        return _Slots(stash=most, weight_stash=0, rings=0, caches=0)
     if layout.slices == 1 and name == "gpipe":
         most = microbatches * virtual + 1
-        return _Slots(stash=most, weight_stash=0, mailboxes=microbatches + 1, caches=0)
+        return _Slots(stash=most, weight_stash=0, rings=microbatches + 1, caches=0)
     slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches)
     if slots.weight_stash and layout.idle != "skip":  # a slot of zeros, which an idle W reads
         return slots._replace(weight_stash=slots.weight_stash + 1)
@@ -239,12 +239,12 @@ def _slots_of_table(name: str, pipe: int, virtual: int, slices: int, microbatche
     """The planner's one view of a schedule's table that has to do with memory."""
     layout = Layout(pipe=pipe, virtual=virtual, schedule=name, slices=slices)
     table = schedule_for(layout, microbatches)
-    boxes = [route.mailbox for route in (*table.inboxes, *table.gradient_inboxes)]
+    boxes = [route.ring for route in (*table.receives, *table.gradient_receives)]
     caches = [cache.slots for cache in (table.cache, table.gradient_cache) if cache]
     return _Slots(
         stash=table.slots,
         weight_stash=table.weight_stash.slots if table.weight_stash else 0,
-        mailboxes=sum(box.slots for box in (*boxes, table.outbox)),
+        rings=sum(box.slots for box in (*boxes, table.outputs)),
         caches=sum(caches),
     )
 
