@@ -59,7 +59,7 @@ def measure(folder: Path, state_bytes: float, rounds: int) -> None:
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
-    from mtx.train.step import Trainer
+    from mtx.step.trainer import Trainer
 
     devices = len(jax.devices())
     pipe = 2 if devices >= 2 else 1

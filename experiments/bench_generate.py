@@ -43,7 +43,8 @@ from mtx.errors import UserError
 from mtx.evaluate.decoder import Decoder
 from mtx.plan.flops import parameters
 from mtx.presets import preset
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _MIB = 2**20
 _SUMMED_BYTES = 256 * _MIB  # beyond any cache

@@ -44,7 +44,7 @@ from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.presets import preset
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 BASELINE = "GPipe by autodiff"
 _MATMUL_SIZE = 2048

@@ -166,7 +166,7 @@ def _beside_ops(schedule: Schedule, costs: Costs) -> float:
 def slot_bytes(schedule: Schedule, sizes: Sizes) -> int:
     """All slots of the table, with those of what is under way between two ticks."""
     total = schedule.slots * sizes.residuals
-    total += (schedule.mailbox_slots + len(schedule.inboxes) + 1) * sizes.input
+    total += (schedule.receive_slots + len(schedule.receives) + 1) * sizes.input
     if schedule.split:
         total += schedule.weight_stash.slots * sizes.deferred
     if schedule.cache:
@@ -309,7 +309,7 @@ def _row_of(one: Measured, constant_bytes: int, *, own_cores: bool) -> dict:
         "ticks": schedule.ticks,
         "slots": schedule.slots,
         "weight_slots": schedule.weight_stash.slots if schedule.split else 0,
-        "mailbox_slots": schedule.mailbox_slots,
+        "receive_slots": schedule.receive_slots,
         "compile_s": one.compile_s,
         "losses": one.losses,
         "step_s": step_s,

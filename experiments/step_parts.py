@@ -25,7 +25,7 @@ from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.stage import Kept, Stage
 from mtx.pipeline.ticks import Op
 from mtx.sharding.collectives import broadcast_from
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 REFERENCE = "1f1b"  # the plainest table
 _REPEATS = 2  # ops of one kind on whole sequences and stages in a row, timed together
@@ -78,9 +78,9 @@ class Held(NamedTuple):
     cache: jax.Array | None
     dcache: jax.Array | None
     gradients: dict  # of B with W
-    early: dict  # of B
+    b_gradients: dict  # of B
     deferred: tuple
-    late: dict  # of W
+    w_gradients: dict  # of W
     dends: dict  # of embedding and head
 
 
@@ -133,7 +133,7 @@ class Ops:
             held = f({"ends": params["ends"], "block": block}, *held)
             return jax.tree.map(lambda a: a[None], held)
 
-        specs = self.trainer.state_specs.params
+        specs = self.trainer.states.specs.params
         mapped = {
             count: jax.shard_map(
                 local, mesh=self.trainer.mesh, in_specs=(specs, P("pipe"))[:count],
@@ -163,16 +163,17 @@ class Ops:
 
         def zeros(keep, tree):
             return jax.tree.map(
-                lambda a, late: jnp.zeros(a.shape, jnp.float32) if keep(late) else None,
-                tree, stage.is_late(),
+                lambda a, by_w: jnp.zeros(a.shape, jnp.float32) if keep(by_w) else None,
+                tree, stage.made_by_w(),
             )  # fmt: skip
 
         block = params["block"]
         return Held(
             x_BsD=jax.random.normal(jax.random.key(0), self.x_BsD.shape, self.x_BsD.dtype),
             ring=stage.stash(_SLOTS), cache=stage.caches(1), dcache=stage.caches(1),
-            gradients=zeros(lambda late: True, block), early=zeros(lambda late: not late, block),
-            deferred=stage.weight_stash(_SLOTS), late=zeros(lambda late: late, block),
+            gradients=zeros(lambda by_w: True, block), deferred=stage.weight_stash(_SLOTS),
+            b_gradients=zeros(lambda by_w: not by_w, block),
+            w_gradients=zeros(lambda by_w: by_w, block),
             dends=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params["ends"]),
         )  # fmt: skip
 
@@ -206,14 +207,14 @@ class Ops:
     def _backward(self, params, op: Op, held: Held) -> Held:
         x_BsD, kept = self._stage(params, split=True).backward(
             op, params["block"], held.x_BsD, held.ring, held.cache,
-            Kept(held.early, held.deferred, held.dcache),
+            Kept(held.b_gradients, held.deferred, held.dcache),
         )  # fmt: skip
-        early, deferred, dcache = kept
-        return held._replace(x_BsD=x_BsD, early=early, deferred=deferred, dcache=dcache)
+        gradients, deferred, dcache = kept
+        return held._replace(x_BsD=x_BsD, b_gradients=gradients, deferred=deferred, dcache=dcache)
 
     def _weight(self, params, op: Op, held: Held) -> Held:
-        late = self._stage(params, split=True).weight(op, held.deferred, held.late)
-        return held._replace(late=late)
+        gradients = self._stage(params, split=True).weight(op, held.deferred, held.w_gradients)
+        return held._replace(w_gradients=gradients)
 
     def _ends(self, params, op: Op, held: Held) -> Held:
         """Embedding and head as all stages run them together, there and back."""

@@ -45,7 +45,6 @@ from mtx.plan.search import search as search
 from mtx.presets import preset as preset
 from mtx.sharding.mesh import make_mesh as make_mesh
 from mtx.train.loop import run_training as run_training
-from mtx.train.step import Trainer as Trainer
 from mtx.view.mesh import MeshView as MeshView
 from mtx.view.mesh import draw_mesh as draw_mesh
 from mtx.view.mesh import mesh_text as mesh_text

@@ -20,8 +20,9 @@ from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.evaluate.score import evaluation_run
 from mtx.pipeline.schedule import Schedule
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 from mtx.train.fit import fit_layout
-from mtx.train.step import Trainer, TrainState
 
 Tree = Any
 
@@ -116,7 +117,7 @@ def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
 
 
 def _check_params(params: Tree, trainer: Trainer) -> None:
-    wanted = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    wanted = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     shapes, wanted = (
         {jax.tree_util.keystr(path): np.shape(a) for path, a in jax.tree.leaves_with_path(tree)}
         for tree in (params, wanted)

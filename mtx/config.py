@@ -11,14 +11,17 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
+from mtx import optimizers
 from mtx.errors import UserError, shown, unknown_name
 from mtx.fields import Between, checked, settle_types
 from mtx.paths import check_path
 from mtx.pipeline.formats import SUFFIXES
 from mtx.pipeline.makers import check_virtual
 from mtx.pipeline.partition import place_layers
+from mtx.sharding.axes import AXES, BATCH
 from mtx.sizes import (
     DataSeed,
     Devices,
@@ -211,9 +214,19 @@ class Layout:
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SUFFIXES)
 
-    @property
+    @cached_property
     def devices(self) -> int:
-        return self.data * self.pipe * self.tensor
+        return math.prod(self.sizes.values())
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, in the mesh's order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @cached_property
+    def replicas(self) -> int:
+        """The parts into which the batch is split."""
+        return math.prod(self.sizes[axis] for axis in BATCH)
 
     @property
     def vocab_shards(self) -> int:
@@ -222,11 +235,12 @@ class Layout:
 
     def microbatches(self, global_batch: int) -> int:
         """m, the microbatches of one replica in one step."""
-        unit = self.data * self.microbatch
+        unit = self.replicas * self.microbatch
         if global_batch < 1 or global_batch % unit:
+            parts = "*".join(str(self.sizes[axis]) for axis in BATCH)
             raise UserError(
-                f"global_batch={global_batch} cannot be divided into data*microbatch="
-                f"{self.data}*{self.microbatch}; use global_batch="
+                f"global_batch={global_batch} cannot be divided into {'*'.join(BATCH)}*microbatch="
+                f"{parts}*{self.microbatch}; use global_batch="
                 f"{_nearest_multiples(global_batch, unit)}"
             )
         return global_batch // unit
@@ -279,17 +293,22 @@ Rates = Literal["cosine", "linear", "wsd", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and decay, global-norm clipping and, in float16, a dynamic loss scale."""
+    """An optimizer (`mtx.optimizers`) with warm-up and decay, global-norm clipping and, in float16,
+    a dynamic loss scale."""
 
+    name: str = "adamw"  # or lion: a file of mtx/optimizers
+    # of embeddings, head, norms and biases, with its own b1, b2, epsilon; None: as of the matrices
+    rest: str | None = None
     lr: float = 1.5e-4  # the largest learning rate: after the warm-up
+    rest_lr: float | None = None  # with `rest`; rises and decays as lr does. None: lr
     min_lr: float = 1e-5  # the last one, which the decay ends at
     rate: Rates = "cosine"  # how it decays; wsd: warm up, stay, decay
     warmup_steps: Interval = 0  # in which the learning rate rises linearly
     decay_steps: Step | None = None  # the step at which min_lr is reached; None: the run's steps
     wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
-    b1: float = 0.9  # decay of the mean of gradients
-    b2: float = 0.95  # decay of the mean of their squares
-    epsilon: float = 1e-8  # beside the root of the second
+    b1: float | None = None  # decay of the mean of gradients; None: the optimizer's, AdamW's 0.9
+    b2: float | None = None  # and of that of their squares; None: the optimizer's, AdamW's 0.95
+    epsilon: float | None = None  # beside the root of the second; None: AdamW's 1e-8
     weight_decay: NotNegative = 0.1  # not applied to biases and norms
     clip: float = 1.0  # global gradient norm; 0 turns it off
     loss_scale: Annotated[float, Between(1, 2.0**127)] = 2.0**16  # float16 only: the first scale
@@ -298,7 +317,8 @@ class OptimizerConfig:
     def __post_init__(self):
         settle_types(self)
         _require_choice(self, "rate", Rates)
-        _require_above(self, 0, "lr", "epsilon")
+        self._check_optimizers()
+        _require_above(self, 0, "lr")
         if self.decay_steps is not None and self.rate != "constant":
             if self.warmup_steps >= self.decay_steps:
                 raise UserError(
@@ -312,8 +332,31 @@ class OptimizerConfig:
         if not self.clip >= 0:
             raise UserError(f"clip={self.clip} must be at least 0 (0 turns clipping off)")
         for name in ("b1", "b2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
+            if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+
+    def _check_optimizers(self) -> None:
+        for name, value in (("optimizer.name", self.name), ("optimizer.rest", self.rest)):
+            if value is not None and value not in optimizers.NAMES:
+                raise unknown_name(name, value, optimizers.NAMES)
+        for name in ("rest_lr", "epsilon"):
+            if getattr(self, name) is not None:
+                _require_above(self, 0, name)
+        if self.rest is None and self.rest_lr is not None:
+            raise UserError(f"rest_lr={self.rest_lr} is the rate of rest=None; name one, or use lr")
+        defaults = optimizers.optimizer_module(self.name).DEFAULTS
+        for name in ("b1", "b2", "epsilon"):
+            if getattr(self, name) is not None and name not in defaults:
+                raise UserError(
+                    f"{name}={getattr(self, name)} is not of optimizer.name={self.name!r}, which "
+                    f"has {', '.join(defaults)}; leave it out"
+                )
+
+    def hyperparameters(self, name: str) -> dict[str, float]:
+        """Those of the optimizer of that name: this config's, where it is `name`, else its own."""
+        defaults = optimizers.optimizer_module(name).DEFAULTS
+        given = {key: getattr(self, key) for key in defaults} if name == self.name else {}
+        return defaults | {key: value for key, value in given.items() if value is not None}
 
 
 Order = Literal["sop", "nsp", "none"]

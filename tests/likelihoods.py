@@ -9,7 +9,7 @@ import numpy as np
 import reference
 
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(
     layers=2, hidden=32, heads=4, sequence=16, vocab=256, compute_dtype="float32", init_std=0.3,

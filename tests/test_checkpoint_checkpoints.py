@@ -22,8 +22,9 @@ from mtx.checkpoint.snapshot import Snapshot
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.errors import UserError
-from mtx.train.optimizer import LossScale
-from mtx.train.step import Trainer, TrainState
+from mtx.step.optimizer import LossScale
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(layers=4, hidden=32, heads=4, sequence=16, vocab=200, compute_dtype="float32")
 RUN = RunConfig(model=MODEL, layout=Layout(data=2, pipe=2, tensor=2, virtual=2), global_batch=12)
@@ -44,15 +45,15 @@ def assert_same(one, other) -> None:
 def random_state(trainer: Trainer) -> tuple[TrainState, dict]:
     """After three steps, one of them skipped; and its parameters and moments in model order."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    shapes = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     arrays = {
         name: jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), shapes)
         for name in ("params", "mu", "nu")
     }
-    shardings = trainer.shardings(trainer.state_specs)
+    shardings = trainer.shardings(trainer.states.specs)
     place = jax.jit(trainer.from_canonical, out_shardings=shardings.params)
     params, mu, nu = map(place, arrays.values())
-    counted = optax.tree_utils.tree_set(trainer.state_shapes.moments, mu=mu, nu=nu)
+    counted = optax.tree_utils.tree_set(trainer.states.shapes.moments, mu=mu, nu=nu)
     moments = jax.tree.map(lambda a: a if isinstance(a, jax.Array) else np.int32(2), counted)
     state = TrainState(
         step=np.int32(3), params=params, moments=moments, skipped=np.int32(1),
@@ -94,7 +95,7 @@ def test_same_layout_is_bit_for_bit_the_same(saved):
     assert jax.tree.structure(restored) == jax.tree.structure(saved.host)
     assert_same(jax.device_get(restored), saved.host)
     assert (int(restored.step), int(restored.skipped)) == (3, 1)
-    wanted = trainer.shardings(trainer.state_specs)
+    wanted = trainer.shardings(trainer.states.specs)
     assert jax.tree.map(lambda a: a.sharding, restored) == wanted
 
 
@@ -116,7 +117,7 @@ def test_other_layouts_have_the_same_values(saved, layout):
     assert restored.step == 3 and restored.skipped == 1
     counts = optax.tree_utils.tree_get_all_with_path(restored.moments, "count")
     assert [int(count) for _, count in counts] == [2, 2]
-    shapes = trainer.state_shapes
+    shapes = trainer.states.shapes
     assert jax.tree.map(lambda a: (a.shape, a.dtype), restored) == jax.tree.map(
         lambda a: (a.shape, a.dtype), shapes
     )

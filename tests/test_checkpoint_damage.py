@@ -23,7 +23,7 @@ from mtx.checkpoint.store import Damaged
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")
 RUN = RunConfig(model=MODEL, layout=Layout(pipe=2), global_batch=2)
@@ -206,7 +206,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk(saved, small_disk, caplog):
-    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.state_specs))
+    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.states.specs))
     checkpoints = Checkpoints(small_disk / "run", keep=1)
     save(checkpoints, saved.trainer, state, 1)
     checkpoints.wait()
@@ -236,7 +236,7 @@ def test_a_full_disk(saved, small_disk, caplog):
 
 
 def test_a_failure_in_the_background_is_told_between_steps(saved, tmp_path, monkeypatch):
-    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.state_specs))
+    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.states.specs))
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, saved.trainer, state, 1)
     checkpoints.wait()
@@ -261,7 +261,7 @@ def test_a_failure_in_the_background_is_told_between_steps(saved, tmp_path, monk
 
 def test_a_step_that_is_saved_anew(saved, tmp_path, monkeypatch):
     """The old one counts until the new one is whole, whoever asks in between."""
-    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.state_specs))
+    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.states.specs))
     checkpoints, go_on = Checkpoints(tmp_path), threading.Event()
     save(checkpoints, saved.trainer, state, 1)
     checkpoints.wait()
@@ -277,7 +277,7 @@ def test_a_step_that_is_saved_anew(saved, tmp_path, monkeypatch):
 
 
 def test_a_directory_of_something_else(saved, tmp_path):
-    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.state_specs))
+    state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.states.specs))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="no checkpoint can be written in .*Not a directory"):
         save(Checkpoints(tmp_path / "file" / "checkpoints"), saved.trainer, state, 1)

@@ -20,7 +20,7 @@ from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.convert.safetensors import SafetensorsFile
 from mtx.data.tokenizer import ByteTokenizer
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")
 RUN = RunConfig(model=MODEL, layout=Layout(pipe=2), global_batch=2)

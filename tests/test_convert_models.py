@@ -27,7 +27,7 @@ from mtx.convert.tokenizer import write_tokenizer
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODELS = {
     "gpt2": gpt2(),

@@ -17,7 +17,7 @@ from mtx.errors import UserError
 from mtx.evaluate.choice import choice, read_race
 from mtx.evaluate.cloze import cloze, read_passages
 from mtx.evaluate.perplexity import perplexity
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 WIKITEXT = "The film 's 1 @,@ 000 dogs ( all of them ) . \n"
 LAMBADA = '{"text": "the cat sat"}\n\n{"text": "word"}\n'

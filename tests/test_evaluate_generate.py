@@ -18,7 +18,7 @@ from mtx.errors import UserError
 from mtx.evaluate.decoder import Decoder, programs_of
 from mtx.evaluate.generate import Generator, generate
 from mtx.evaluate.sampling import Sampling
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 GPT = ModelConfig(
     layers=4, hidden=32, heads=4, sequence=16, vocab=300, compute_dtype="float32", init_std=0.3,

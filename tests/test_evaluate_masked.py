@@ -15,7 +15,7 @@ from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
 from mtx.evaluate.cloze import cloze
 from mtx.evaluate.masked import masked_perplexity
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(
     family="bert", layers=2, hidden=32, heads=4, sequence=16, vocab=260, compute_dtype="float32",

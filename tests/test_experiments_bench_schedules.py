@@ -79,7 +79,7 @@ def test_bytes_of_all_slots():
     assert bench_schedules.slot_bytes(table("1f1b"), sizes) == 7 * 100 + 2  # one way up, one down
     split = table("zb_h1")
     waiting = split.slots * 100 + split.weight_stash.slots * 10_000
-    assert bench_schedules.slot_bytes(split, sizes) == waiting + split.mailbox_slots + 2
+    assert bench_schedules.slot_bytes(split, sizes) == waiting + split.receive_slots + 2
     sliced = table("seq1f1b")
     caches = sliced.cache.slots + sliced.gradient_cache.slots
     assert bench_schedules.slot_bytes(sliced, sizes) // 1_000_000 == caches > 0

@@ -19,7 +19,7 @@ from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.launch import shared
 from mtx.launch.exits import Exit
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")

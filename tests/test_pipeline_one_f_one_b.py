@@ -25,7 +25,7 @@ def test_1f1b_closed_forms(groups, p, v):
     assert schedule.in_flight.tolist() == [min(n, m * v) for n in megatron]
     if m * v >= megatron[0]:
         assert schedule.slots == megatron[0]
-    assert schedule.mailbox_slots == 0
+    assert schedule.receive_slots == 0
 
 
 @quick

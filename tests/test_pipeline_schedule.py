@@ -137,20 +137,20 @@ class Ring:
         return self.values[slot]
 
 
-def through(mailbox, ring, tick: int, stage: int, arrival, *, use: bool):
-    """The value that the stage uses in this tick; every stage writes its mailbox in every tick."""
-    if mailbox.slots == 0:
+def through(slots, ring, tick: int, stage: int, arrival, *, use: bool):
+    """The value that the stage uses in this tick; every stage writes its ring in every tick."""
+    if slots.slots == 0:
         return arrival if use else None
-    ring.write(mailbox.write[tick, stage], arrival, keep=arrival is not None)
-    return ring.read(mailbox.read[tick, stage]) if use else None
+    ring.write(slots.write[tick, stage], arrival, keep=arrival is not None)
+    return ring.read(slots.read[tick, stage]) if use else None
 
 
 class Post:
-    """The routes of one direction, the mailboxes at their ends, and what is on its way."""
+    """The routes of one direction, the rings at their ends, and what is on its way."""
 
     def __init__(self, routes, stages: int):
         self.routes, self.stages = routes, stages
-        self.rings = [[Ring(route.mailbox.slots) for _ in range(stages)] for route in routes]
+        self.rings = [[Ring(route.ring.slots) for _ in range(stages)] for route in routes]
         self.sent = [(None, None)] * stages  # (value, the stage that is to have it), last tick
 
     def receive(self, tick: int, stage: int):
@@ -160,7 +160,7 @@ class Post:
             value, wanted_by = self.sent[(stage - route.by) % self.stages]
             arrival = value if wanted_by == stage else None
             use = bool(route.used[tick, stage])
-            got = through(route.mailbox, rings[stage], tick, stage, arrival, use=use)
+            got = through(route.ring, rings[stage], tick, stage, arrival, use=use)
             values += [got] if use else []
         assert len(values) <= 1
         return values[0] if values else None
@@ -175,9 +175,9 @@ def test_replay_of_the_table_moves_the_right_values(schedule):
     stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.pieces)}
     stash = [Ring(schedule.slots) for _ in range(stages)]
     waits = [Ring(schedule.weight_stash.slots if schedule.split else 0) for _ in range(stages)]
-    outbox = [Ring(schedule.outbox.slots) for _ in range(stages)]
-    forward_post = Post(schedule.inboxes, stages)
-    backward_post = Post(schedule.gradient_inboxes, stages)
+    outputs = [Ring(schedule.outputs.slots) for _ in range(stages)]
+    forward_post = Post(schedule.receives, stages)
+    backward_post = Post(schedule.gradient_receives, stages)
     finished, weights = [], 0
     for tick in range(schedule.ticks):
         sending, sending_back = [(None, None)] * stages, [(None, None)] * stages
@@ -201,7 +201,7 @@ def test_replay_of_the_table_moves_the_right_values(schedule):
 
             item, piece, busy = op(schedule.backward)
             use = busy and piece == last_piece
-            at_head = through(schedule.outbox, outbox[stage], tick, stage, at_head, use=use)
+            at_head = through(schedule.outputs, outputs[stage], tick, stage, at_head, use=use)
             gradient = backward_post.receive(tick, stage)
             if busy and piece == last_piece:
                 assert schedule.head[tick] == item

@@ -59,8 +59,8 @@ def whole(vjp, residuals, params, given, dy):
 
 
 def in_two(vjp, residuals, params, given, dy):
-    early, others, waits = vjp.cut.first(residuals, params, given, dy)
-    late = vjp.cut.then(waits)
+    early, others, waits = vjp.cut.backward(residuals, params, given, dy)
+    late = vjp.cut.weight(waits)
     joined = jax.tree.map(
         lambda a, b: b if a is None else a, early, late, is_leaf=lambda a: a is None
     )
@@ -77,8 +77,8 @@ def test_w_is_the_matmuls_of_weight_gradients_and_b_is_the_rest(recompute):
     vjp, params, _, given = layer(recompute=recompute)
     arguments = vjp.residuals, params, given, vjp.output
     together = flops(partial(whole, vjp), *arguments)
-    assert flops(vjp.cut.then, vjp.cut.deferred) == LINEAR
-    assert flops(vjp.cut.first, *arguments) == together - LINEAR
+    assert flops(vjp.cut.weight, vjp.cut.deferred) == LINEAR
+    assert flops(vjp.cut.backward, *arguments) == together - LINEAR
     assert together > 2 * LINEAR
 
 
@@ -116,7 +116,7 @@ def test_the_two_parts_give_the_gradients_of_the_whole(case):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_weights_wait_and_what_they_need_is_2f_plus_8_hidden_vectors_a_token(recompute, dtype):
     vjp, *_ = layer(recompute=recompute, compute_dtype=dtype, dropout=0.1)
-    late = jax.tree.leaves_with_path(vjp.cut.late)
+    late = jax.tree.leaves_with_path(vjp.cut.made_by_w)
     assert {tuple(k.key for k in path) for path, is_late in late if is_late} == WEIGHTS
     assert {str(a.dtype) for a in vjp.cut.deferred} == {dtype}
     elements = sum(a.size for a in vjp.cut.deferred)
@@ -152,10 +152,10 @@ def sharded(recompute, sequence_parallel, tensor=2):
     def local(params, x):
         vjp = LayerVJP(gpt.block, params, x, None)
         arguments = vjp.residuals, params, (None,), vjp.output
-        parts = dict(whole=partial(whole, vjp), first=vjp.cut.first)
+        parts = dict(whole=partial(whole, vjp), first=vjp.cut.backward)
         for name, f in parts.items():
             seen[name] = collectives(jax.make_jaxpr(f)(*arguments).jaxpr)
-        seen["then"] = collectives(jax.make_jaxpr(vjp.cut.then)(vjp.cut.deferred).jaxpr)
+        seen["then"] = collectives(jax.make_jaxpr(vjp.cut.weight)(vjp.cut.deferred).jaxpr)
         seen["deferred"] = [a.shape for a in vjp.cut.deferred]
         return x
 
@@ -206,7 +206,7 @@ def check_block(block, params):
     want = jax.vjp(lambda params, x: block(params, x, None), params, x)[1](dy)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got[0], want[0])
     np.testing.assert_allclose(got[1][0], want[1], rtol=1e-5, atol=1e-6)
-    return vjp.cut.late, [a.shape for a in vjp.cut.deferred]
+    return vjp.cut.made_by_w, [a.shape for a in vjp.cut.deferred]
 
 
 def test_a_weight_that_is_used_twice_and_one_that_is_not_used():

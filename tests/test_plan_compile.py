@@ -23,7 +23,7 @@ from mtx.plan.hlo import read_program
 from mtx.plan.hlo_text import Instruction
 from mtx.plan.memory import parameters_per_device, predict_memory
 from mtx.plan.target import GPU_TARGETS, gpu_topology, tpu_topology
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(
     layers=8, hidden=64, heads=4, sequence=64, vocab=500, vocab_multiple=8, compute_dtype="float32"
@@ -135,7 +135,7 @@ def test_branches_of_split_sharded_and_sliced_steps():
     share, trainer = plan_compile.busy_shares(Trainer(run)), Trainer(run)
     ticks = trainer.schedule.ticks
     # Breadth first: every chunk once for F, once for B, and its gradients spent once.
-    for scope in ("fetch", "B/fetch", "B/spend"):
+    for scope in ("all_gather", "B/all_gather", "B/reduce_scatter"):
         assert share(conditional(scope))[1] == pytest.approx(2 / ticks)
     split = dataclasses.replace(RUN, layout=Layout(pipe=2, schedule="zb_h1"), global_batch=4)
     trainer = Trainer(split)

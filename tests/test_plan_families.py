@@ -11,7 +11,7 @@ from mtx.plan.families import ends_of, layer_of, parameters_by_part
 from mtx.plan.flops import forward_flops, model_flops, parameters, sc21_flops
 from mtx.plan.memory import parameters_per_device
 from mtx.presets import NAMES, preset
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 LLAMA = dict(family="llama", kv_heads=2, ffn=48, tied=False)
 BERT = dict(family="bert")
@@ -64,8 +64,12 @@ def test_berts_of_the_2019_paper_have_its_sizes(name, billions):
 
 def held_by_a_device(trainer: Trainer) -> int:
     """From the shapes and specs of the parameters: layers with the padding of uneven stages."""
-    shapes, specs = (jax.tree.leaves(tree) for tree in (trainer.param_shapes, trainer.specs))
-    return sum(leaf.size // _parts(spec, trainer.sizes) for leaf, spec in zip(shapes, specs))
+    shapes, specs = (
+        jax.tree.leaves(tree) for tree in (trainer.states.param_shapes, trainer.states.param_specs)
+    )
+    return sum(
+        leaf.size // _parts(spec, trainer.run.layout.sizes) for leaf, spec in zip(shapes, specs)
+    )
 
 
 def _parts(spec, sizes) -> int:
@@ -95,7 +99,9 @@ def test_parameters_are_those_of_the_models(changes, layout):
     assert parameters_per_device(model, layout) == held_by_a_device(trainer)
     if trainer.placement.even:
         exact = dataclasses.replace(model, vocab=model.padded_vocab(layout.vocab_shards))
-        assert parameters(exact) == sum(a.size for a in jax.tree.leaves(trainer.param_shapes))
+        assert parameters(exact) == sum(
+            a.size for a in jax.tree.leaves(trainer.states.param_shapes)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hlo import read_program
 from mtx.plan.memory import layer_residual_bytes
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 GLOBAL_BATCH = 8
 _BODY = re.compile(r"while/body/(?:closed_call/|eval_jaxpr/)?")  # of the loop over the ticks
@@ -89,8 +89,8 @@ def branch_weights(trainer):
     shares |= {"F/embed/cond": 1.0, "embed_backward/cond": 1.0}  # no matmuls
     if layout.zero == 3:
         (fetch, _), (fetch_back, spend) = table.forward.runs, table.backward.runs
-        shares |= {"fetch/cond": fetch.mean(), "B/fetch/cond": fetch_back.mean()}
-        shares |= {"B/spend/cond": spend.mean()}
+        shares |= {"all_gather/cond": fetch.mean(), "B/all_gather/cond": fetch_back.mean()}
+        shares |= {"B/reduce_scatter/cond": spend.mean()}
 
     def weights(conditional):
         busy = shares.get(_BODY.split(conditional.op_name, maxsplit=1)[1])
@@ -160,7 +160,7 @@ def collectives_of(case: str):
     trainer, program = compiled(case)
     counts, sizes = Counter(), Counter()
     for collective in program.collectives(branch_weights(trainer)):
-        at = collective.kind, collective.axes(trainer.sizes)
+        at = collective.kind, collective.axes(trainer.run.layout.sizes)
         counts[at] += collective.count
         sizes[at] += round(collective.count * collective.operand_bytes)
     return trainer, counts, sizes
@@ -169,10 +169,12 @@ def collectives_of(case: str):
 def local_bytes(trainer, part: str, but: tuple[str, ...] = ()) -> int:
     """Float32 parameters of one device, before `data` shards them: those that it can shard, but
     for some names."""
-    shapes = jax.tree.leaves_with_path(trainer.param_shapes[part])
-    others = (jax.tree.leaves(tree[part]) for tree in (trainer.specs, trainer.shards))
+    shapes = jax.tree.leaves_with_path(trainer.states.param_shapes[part])
+    others = (
+        jax.tree.leaves(tree[part]) for tree in (trainer.states.param_specs, trainer.states.shards)
+    )
     return 4 * sum(
-        leaf.size // shards(spec, trainer.sizes)
+        leaf.size // shards(spec, trainer.run.layout.sizes)
         for (path, leaf), spec, shard in zip(shapes, *others, strict=True)
         if shard.dim is not None and path[-1].key not in but
     )
@@ -197,7 +199,7 @@ def test_what_crosses_stages_is_one_permute_a_tick_and_route(case):
     expected = sum(
         ticks * occurs * sum(route.by != 0 for route in routes)
         for ticks, *kinds in phases
-        for occurs, routes in zip(kinds, (table.inboxes, table.gradient_inboxes), strict=True)
+        for occurs, routes in zip(kinds, (table.receives, table.gradient_receives), strict=True)
     )
     across = "collective-permute", ("pipe",)
     assert counts[across] == expected

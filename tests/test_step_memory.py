@@ -13,7 +13,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.models.gpt import GPT
 from mtx.pipeline.vjp import LayerVJP
 from mtx.plan.hlo import read_program
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 # Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.
 MODEL = ModelConfig(layers=8, hidden=64, heads=4, sequence=64, vocab=128, compute_dtype="float32")
@@ -49,7 +49,7 @@ def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
     cache = (gpt.empty_cache(layout.microbatch),) if table.slices > 1 else ()
     layer = LayerVJP(gpt.block, params, x, place, *cache)
     kept = nbytes(x) if layout.stash == "inputs" else layers * nbytes(layer.residuals)
-    held = table.slots * kept + table.mailbox_slots * nbytes(x)
+    held = table.slots * kept + table.receive_slots * nbytes(x)
     if table.split:
         waiting = table.weight_stash.slots + (layout.idle != "skip")  # and a slot of zeros
         held += waiting * layers * nbytes(layer.cut.deferred)
@@ -133,8 +133,8 @@ def state_bytes(layout: Layout) -> int:
     trainer = trainer_of(layout, 1)
     shards = jax.tree.map(
         lambda a, s: jnp.zeros(s.shard_shape(a.shape), a.dtype).nbytes,
-        trainer.state_shapes,
-        trainer.shardings(trainer.state_specs),
+        trainer.states.shapes,
+        trainer.shardings(trainer.states.specs),
     )
     return sum(jax.tree.leaves(shards))
 

@@ -238,8 +238,8 @@ def test_cudnn_is_refused_where_there_is_no_such_gpu():
 
 def test_shapes_need_no_devices():
     trainer = mtx.trainer_for(MODEL, Layout(data=64, tensor=8), global_batch=64)
-    assert trainer.param_shapes["ends"]["tokens"].shape[1] == MODEL.hidden
-    assert trainer.state_shapes.params["ends"]["tokens"].shape[1] == 64  # padded to the replicas
+    assert trainer.states.param_shapes["ends"]["tokens"].shape[1] == MODEL.hidden
+    assert trainer.states.shapes.params["ends"]["tokens"].shape[1] == 64  # padded to the replicas
 
 
 def test_gradients_equal_the_reference_in_bfloat16():

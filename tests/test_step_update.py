@@ -8,7 +8,7 @@ import pytest
 
 import mtx
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.train.optimizer import learning_rate
+from mtx.step.optimizer import learning_rate
 
 TINY = dict(layers=2, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8)
 
@@ -147,9 +147,9 @@ def test_gathered_parameters_lie_row_major(zero):
     would be copied out of their stack."""
     layout = Layout(data=2, microbatch=2, zero=zero)
     trainer = mtx.Trainer(RunConfig(model=ModelConfig(**TINY), layout=layout, global_batch=8))
-    text = trainer.train_step.lower(trainer.state_shapes, trainer.model.batch_fields(8)).as_text()
+    text = trainer.train_step.lower(trainer.states.shapes, trainer.model.batch_fields(8)).as_text()
     layouts = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[?([\d, ]+)", text)
-    assert len(layouts) >= sum(s.dim is not None for s in jax.tree.leaves(trainer.shards))
+    assert len(layouts) >= sum(s.dim is not None for s in jax.tree.leaves(trainer.states.shards))
     for axes in layouts:
         minor_to_major = [int(axis) for axis in axes.split(",")]
         assert minor_to_major == sorted(minor_to_major, reverse=True)

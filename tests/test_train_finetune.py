@@ -23,6 +23,7 @@ from mtx.errors import UserError
 from mtx.evaluate.choice import Question
 from mtx.models.classifier import ClassifierEnds
 from mtx.sharding.mesh import Axes
+from mtx.step.trainer import Trainer
 from mtx.train.examples import (
     Example,
     Labelled,
@@ -38,7 +39,6 @@ from mtx.train.examples import (
     training_batch,
 )
 from mtx.train.finetune import FinetuneTrainer, Finetuning, load_finetuned, with_pretrained
-from mtx.train.step import Trainer
 
 MARKS = Marks(begin=96, end=97, mask=98, pad=99)
 MODEL = ModelConfig(
@@ -70,7 +70,7 @@ def random_examples(task, count, seed=0):
 
 def random_params(trainer, seed=0):
     """In canonical form; sooner made than initial values, which are compiled."""
-    shapes = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    shapes = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     random = np.random.default_rng(seed)
 
     def values(path, shape):

@@ -51,7 +51,10 @@ def flip_bit(state, leaf, device, bit=9):
 
 
 def leaf_of(trainer, name):
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(trainer.specs)]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree.leaves_with_path(trainer.states.param_specs)
+    ]
     return paths.index(name)
 
 
@@ -60,13 +63,13 @@ LAYOUT = Layout(data=2, pipe=2, tensor=2)
 
 
 @pytest.fixture(scope="module")
-def sealing():
+def checked():
     trainer = trainer_of(LAYOUT, checksums=True)
     return trainer, trainer.place(reference.random_batch(MODEL, 8))
 
 
-def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(sealing):
-    trainer, batch = sealing
+def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(checked):
+    trainer, batch = checked
     state = trainer.init()
     for _ in range(2):
         state, metrics = trainer.train_step(state, batch)
@@ -81,8 +84,8 @@ def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(sealing):
         Guard(GuardConfig()).check(3, 1.0, np.asarray(metrics.corrupt))
 
 
-def test_seals_change_no_value(sealing):
-    trainer, batch = sealing
+def test_checksums_change_no_value(checked):
+    trainer, batch = checked
     plain = trainer_of(LAYOUT)
     _, want = plain.train_step(plain.init(), batch)
     _, got = trainer.train_step(trainer.state_from(mtx.init_params(MODEL)), batch)

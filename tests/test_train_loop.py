@@ -34,10 +34,10 @@ from mtx.errors import UserError
 from mtx.launch.exits import Exit, leave_at_once
 from mtx.launch.interrupt import stop_requests
 from mtx.plan.flops import parameters
+from mtx.step.trainer import Trainer
 from mtx.train import session
 from mtx.train.log import Log
 from mtx.train.loop import run_training
-from mtx.train.step import Trainer
 
 ROOT = Path(__file__).parent.parent
 

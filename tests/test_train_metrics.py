@@ -12,10 +12,10 @@ import pytest
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.presets import preset
+from mtx.step.state import Metrics
 from mtx.train.log import Log
 from mtx.train.metrics import Meter
 from mtx.train.report import step_text
-from mtx.train.step import Metrics
 
 
 def metrics(loss: float = 2.5, finite: float = 1.0) -> Metrics:

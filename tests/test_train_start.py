@@ -22,8 +22,8 @@ from mtx.data import load_data
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.data.tokenizer_files import write_tokenizer
 from mtx.evaluate.score import score_batch
+from mtx.step.trainer import Trainer
 from mtx.train.start import find_start
-from mtx.train.step import Trainer
 
 TEXT = "What goes on was there before; what was there before goes on. \n" * 60
 TINY = [

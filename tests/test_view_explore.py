@@ -22,7 +22,7 @@ from mtx.plan.memory import parameters_per_device
 from mtx.plan.plan import make_plan
 from mtx.presets import NAMES, preset
 from mtx.sharding.mesh import AXES
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 from mtx.view.explore import CHOICES, choices_of, look
 from mtx.view.explore_array import show_array
 from mtx.view.explore_device import Device, Holdings, dims_of, numbers_text
@@ -78,8 +78,8 @@ def test_what_devices_hold_is_what_jax_places_on_them(run):
     trainer = Trainer(run)
     held = [Holdings(run).of(Device.of(run.layout, rank)) for rank in range(run.layout.devices)]
     for shapes, specs, name in (
-        (trainer.param_shapes, trainer.specs, "part"),
-        (trainer.state_shapes.params, trainer.state_specs.params, "master"),
+        (trainer.states.param_shapes, trainer.states.param_specs, "part"),
+        (trainer.states.shapes.params, trainer.states.specs.params, "master"),
     ):
         leaves, specs = jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs)
         for n, ((path, leaf), spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -236,8 +236,8 @@ def texts(picture) -> list[str]:
 
 def test_an_array_is_drawn_as_its_devices_hold_it():
     trainer = Trainer(MINIATURE)
-    spec = trainer.state_specs.params["block"]["mlp"]["up"]["w"]
-    shape = trainer.state_shapes.params["block"]["mlp"]["up"]["w"].shape
+    spec = trainer.states.specs.params["block"]["mlp"]["up"]["w"]
+    shape = trainer.states.shapes.params["block"]["mlp"]["up"]["w"].shape
     array = jax.device_put(np.zeros(shape, np.float32), NamedSharding(trainer.mesh, spec))
     said = texts(show_array(array, "up", ("stage", "chunk", "layer", "hidden", "columns")))
     assert [text for text in said if text.startswith("device")] == [

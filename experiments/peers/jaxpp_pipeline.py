@@ -163,8 +163,9 @@ def make_step(run: RunConfig, schedule: str, optimizer):
 
 
 def make_optimizer(config: OptimizerConfig):
+    how = config.hyperparameters("adamw")
     return optax.adamw(
-        config.lr, b1=config.b1, b2=config.b2, eps=config.epsilon, weight_decay=config.weight_decay
+        config.lr, b1=how["b1"], b2=how["b2"], eps=how["epsilon"], weight_decay=config.weight_decay
     )
 
 

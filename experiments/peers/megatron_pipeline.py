@@ -104,9 +104,10 @@ def transformer_config(model: ModelConfig, stages: int, chunks: int) -> Transfor
 
 def make_optimizer(models: list[nn.Module], config: OptimizerConfig):
     """Megatron's own, which falls back on torch's AdamW without Transformer Engine and Apex."""
+    how = config.hyperparameters("adamw")
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam", lr=config.lr, min_lr=config.lr, weight_decay=config.weight_decay,
-        adam_beta1=config.b1, adam_beta2=config.b2, adam_eps=config.epsilon,
+        adam_beta1=how["b1"], adam_beta2=how["b2"], adam_eps=how["epsilon"],
         clip_grad=config.clip, params_dtype=torch.float32,
     )  # fmt: skip
     return megatron_optimizer.get_megatron_optimizer(settings, models)

@@ -213,7 +213,8 @@ def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> t
         {"params": [p for p in parameters if p.dim() == 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() != 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, config.lr, (config.b1, config.b2), config.epsilon, fused=True)
+    how = config.hyperparameters("adamw")
+    return torch.optim.AdamW(groups, config.lr, (how["b1"], how["b2"]), how["epsilon"], fused=True)
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:

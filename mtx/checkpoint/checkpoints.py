@@ -41,8 +41,9 @@ from mtx.data import Tokenizer, tokenizer_from_dict
 from mtx.errors import UserError
 from mtx.launch.agree import agree
 from mtx.paths import check_path
-from mtx.train.optimizer import LossScale
-from mtx.train.step import Trainer, TrainState
+from mtx.step.optimizer import LossScale
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _SHAPE_FIELDS = (
     "family", "layers", "hidden", "heads", "groups", "sequence", "vocab", "ffn_hidden", "tied",
@@ -267,7 +268,7 @@ class Checkpoints:
         if saved.model.compute_dtype == trainer.run.model.compute_dtype:
             return state
         scale = LossScale.start(trainer.run.optimizer, trainer.run.model.compute_dtype)
-        shardings = trainer.shardings(trainer.state_specs.loss_scale)
+        shardings = trainer.shardings(trainer.states.specs.loss_scale)
         return state._replace(loss_scale=jax.device_put(scale, shardings))
 
     def find(self, say: Callable[[str], None]) -> int | None:

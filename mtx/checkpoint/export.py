@@ -20,14 +20,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mtx.checkpoint.checkpoints import Checkpoints
-from mtx.checkpoint.snapshot import TREES, Snapshot
+from mtx.checkpoint.snapshot import NUMBERS, Snapshot
 from mtx.checkpoint.store import Store
 from mtx.config import Layout, to_dict
 from mtx.convert.safetensors import DTYPES, SafetensorsWriter
 from mtx.errors import UserError
 from mtx.paths import check_path
+from mtx.step.trainer import Trainer
 from mtx.train.finetune import FinetuneTrainer, finetuned_task
-from mtx.train.step import Trainer
 
 Format = Literal["safetensors", "orbax"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -46,12 +46,12 @@ def export(
 ) -> int:
     """Makes the folder `out`, whole or not at all; the number of parameters in it.
 
-    safetensors: model.safetensors, a few rows in memory at a time. With `optimizer`, both moments
-    as optimizer.safetensors, float32 and named mu.<name> and nu.<name>, and the numbers beside them
-    (step, skipped, loss_scale) as state.json.
+    safetensors: model.safetensors, a few rows in memory at a time. With `optimizer`, its
+    state as optimizer.safetensors, float32 and named as AdamW's mu.<name> and nu.<name>, and the
+    numbers beside it (step, skipped, loss_scale) as state.json.
     orbax: a folder for `ocp.StandardCheckpointer().restore`: {"params": ...}, NumPy arrays in
-    nested dicts; with `optimizer` also "mu", "nu", "step", "skipped" and "loss_scale". All of it
-    has to fit into memory.
+    nested dicts; with `optimizer` also its state, as AdamW's "mu" and "nu", "step", "skipped" and
+    "loss_scale". All of it has to fit into memory.
 
     `dtype` is that of the parameters. Beside them lie run.json and tokenizer.json. Raises Damaged,
     and UserError where `out` is there already or cannot be written.
@@ -96,7 +96,7 @@ def _names(checkpoints: Checkpoints, step: int, store: Store) -> list[str]:
 
 
 def _is_of(name: str, *trees: str) -> bool:
-    return name.partition(".")[0] in trees
+    return name in trees or name.partition(".")[0] in trees
 
 
 def _write_safetensors(
@@ -105,9 +105,9 @@ def _write_safetensors(
     parameters = {n.removeprefix("params."): n for n in names if _is_of(n, "params")}
     _write_tensors(store, folder / "model.safetensors", parameters, _NAMES[dtype])
     if optimizer:
-        moments = {name: name for name in names if _is_of(name, "mu", "nu")}
+        moments = {name: name for name in names if not _is_of(name, "params", *NUMBERS)}
         _write_tensors(store, folder / "optimizer.safetensors", moments, _NAMES["float32"])
-        numbers = {name: store.read(name).item() for name in names if not _is_of(name, *TREES)}
+        numbers = {name: store.read(name).item() for name in NUMBERS}
         text = json.dumps(_nested(numbers.items()), indent=1) + "\n"
         (folder / "state.json").write_text(text, encoding="utf-8")
 

@@ -1,7 +1,8 @@
 """A trainer's state as canonical arrays: which part of each a device holds, and back.
 
 Canonical: every array in its global shape, unpadded, and its layers as [L, ...] in model order.
-`params.block.mlp.up.w`, `mu.ends.tokens`, `step`, ...; the optimizer's counts follow from the rest.
+`params.block.mlp.up.w`, `step`, ..., and of the optimizer's state by its fields, as AdamW's
+`mu.ends.tokens`; its counts follow from the rest.
 A device's shard is cut into runs of layers that follow each other, and these are parts of the
 canonical array as they lie: whatever the layout, nothing is exchanged between devices, and nothing
 is copied on one. Padding is left out on the way there, and zero on the way back.
@@ -19,22 +20,20 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 
 from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
 from mtx.errors import UserError
 from mtx.pipeline.partition import EMPTY
-from mtx.train.optimizer import LossScale
-from mtx.train.step import Trainer, TrainState
+from mtx.step.optimizer import LossScale, state_arrays, state_with
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 Tree = Any
 
-TREES = ("params", "mu", "nu")
-_NUMBERS = ("step", "skipped", *(f"loss_scale.{field}" for field in LossScale._fields))
+NUMBERS = ("step", "skipped", *(f"loss_scale.{field}" for field in LossScale._fields))
 _ALIGNMENT = 64  # bytes, of XLA's CPU buffers
 _SLICE = 1 << 22  # elements that a thread copies at once
 _CORES = os.cpu_count() or 1
@@ -42,16 +41,19 @@ _COPYING, _READING = min(8, _CORES), min(16, 2 * _CORES)  # threads; those that 
 
 
 def odd_one_out(catalog: Catalog) -> str | None:
-    """The name of an array that can be of no state: parameters and both moments have the same
-    names, shapes and dtype, and its numbers are all there. None where all is well."""
-    trees = {tree: set() for tree in TREES}
-    for name, info in catalog.items():
-        tree, _, path = name.partition(".")
-        if tree in TREES:
-            trees[tree].add((path, info.shape, info.dtype))
-    differing = set.union(*trees.values()) - set.intersection(*trees.values())
-    missing = [name for name in _NUMBERS if name not in catalog]
-    return min((path for path, *_ in differing), default=None) or next(iter(missing), None)
+    """The name of an array that can be of no state: every parameter has one or more arrays of the
+    optimizer, all with its name, shape and dtype, and the numbers are all there. None where all is
+    well."""
+    arrays = {name.partition(".")[::2]: info for name, info in catalog.items()}
+    parameters = {path: info for (tree, path), info in arrays.items() if tree == "params"}
+    kept = {key: info for key, info in arrays.items() if ".".join(key) not in NUMBERS}
+    for (_, path), info in sorted(kept.items()):
+        own = parameters.get(path)
+        if own is None or (own.shape, own.dtype) != (info.shape, info.dtype):
+            return path
+    bare = parameters.keys() - {path for tree, path in kept if tree != "params"}
+    missing = [name for name in NUMBERS if name not in catalog]
+    return min(bare, default=None) or next(iter(missing), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +128,9 @@ class Snapshot:
     def leaves(self) -> dict[str, Leaf]:
         trainer = self.trainer
         layers = trainer.placement.layer
-        canonical = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
-        masters, specs = _arrays(trainer.state_shapes), _arrays(trainer.state_specs)
-        shapes = {
-            f"{tree}.{name}": shape for tree in TREES for name, shape in _named(canonical).items()
-        }
+        canonical = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
+        masters, specs = _arrays(trainer.states.shapes), _arrays(trainer.states.specs)
+        shapes = _named(canonical)
         leaves = {}
         for name, master in masters.items():
             stack = None
@@ -138,7 +138,8 @@ class Snapshot:
                 widths = [(0, n - m) for n, m in zip(master.shape, layers.shape)]
                 stack = np.pad(layers, widths, constant_values=EMPTY)
             leaves[name] = Leaf(
-                name=name, shape=shapes.get(name, master).shape, dtype=np.dtype(master.dtype),
+                name=name, shape=shapes.get(name.partition(".")[2], master).shape,
+                dtype=np.dtype(master.dtype),
                 master_shape=master.shape, sharding=NamedSharding(trainer.mesh, specs[name]),
                 layers=stack,
             )  # fmt: skip
@@ -192,9 +193,11 @@ class Snapshot:
             there = store.catalog.get(leaf.name)
             if there is None or there.shape != leaf.shape or there.dtype != leaf.dtype:
                 what = "none" if there is None else f"{there.dtype} {list(there.shape)}"
+                other = "model" if leaf.name.startswith("params.") else "optimizer"
                 raise UserError(
-                    f"checkpoint {store.directory} is of another model: {leaf.name} is {what} "
-                    f"there and {leaf.dtype} {list(leaf.shape)} here"
+                    f"checkpoint {store.directory} is of another {other}: {leaf.name} is {what} "
+                    f"there and {leaf.dtype} {list(leaf.shape)} here; go on with the {other} that "
+                    "it was saved with, or start anew elsewhere"
                 )
 
     def load(self, store: Store) -> TrainState:
@@ -232,23 +235,17 @@ class Snapshot:
         return jax.make_array_from_single_device_arrays(leaf.master_shape, leaf.sharding, placed)
 
     def _state(self, arrays: dict[str, jax.Array]) -> TrainState:
-        shapes = self.trainer.state_shapes
-        trees = {tree: _filled(shapes.params, arrays, tree) for tree in TREES}
+        shapes = self.trainer.states.shapes
         updates = np.int32(arrays["step"]) - np.int32(arrays["skipped"])
+        replicated = self.leaves["step"].sharding
 
-        def count(leaf):
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf
-            if leaf.shape or leaf.dtype != jnp.int32:
-                raise TypeError(f"the optimizer's state has a leaf that is not saved: {leaf}")
-            replicated = self.leaves["step"].sharding
+        def count() -> jax.Array:  # of its own for each: a step donates them
             return jax.make_array_from_callback((), replicated, lambda _: updates)
 
-        moments = optax.tree_utils.tree_set(shapes.moments, mu=trees["mu"], nu=trees["nu"])
         return TrainState(
             step=arrays["step"],
-            params=trees["params"],
-            moments=jax.tree.map(count, moments),
+            params=_filled(shapes.params, arrays, "params"),
+            moments=state_with(shapes.moments, arrays, count),
             loss_scale=LossScale(*(arrays[f"loss_scale.{field}"] for field in LossScale._fields)),
             skipped=arrays["skipped"],
         )
@@ -284,11 +281,9 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _arrays(state: TrainState) -> dict[str, Any]:
     """The leaves of a state, or of a tree like it, that are saved, by name."""
-    moments = {name: optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu")}
     scalars = {"step": state.step, "skipped": state.skipped}
-    return _named(
-        {"params": state.params, **moments, **scalars, "loss_scale": state.loss_scale._asdict()}
-    )
+    scalars |= {"loss_scale": state.loss_scale._asdict()}
+    return _named({"params": state.params}) | state_arrays(state.moments) | _named(scalars)
 
 
 def _named(tree: Tree) -> dict[str, Any]:

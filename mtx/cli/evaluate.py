@@ -24,8 +24,9 @@ from mtx.sizes import Interval, Seed, Tokens, VirtualDevices, Width
 
 if TYPE_CHECKING:
     from mtx.data import Tokenizer
+    from mtx.step.state import TrainState
+    from mtx.step.trainer import Trainer
     from mtx.train.examples import Task
-    from mtx.train.step import Trainer, TrainState
 
 _Text = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -153,8 +154,8 @@ def _check(options: EvaluateOptions) -> None:
 def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Trainer:
     """head: of a fine-tuned model."""
     from mtx.evaluate.score import evaluation_run
+    from mtx.step.trainer import Trainer
     from mtx.train.finetune import FinetuneTrainer
-    from mtx.train.step import Trainer
 
     if head is not None and options.task != head.kind:
         raise UserError(

@@ -72,8 +72,8 @@ def generate_command(arguments: list[str]) -> None:
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.evaluate.generate import Generator, check_asked
+    from mtx.step.trainer import Trainer
     from mtx.train.fit import fit_layout
-    from mtx.train.step import Trainer
 
     checkpoints = Checkpoints(directory)
     run = computing_in(checkpoints.run(options.step), options.dtype)

@@ -18,18 +18,17 @@ from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.convert.huggingface import Canonical, Report, Shape, parts
 from mtx.errors import UserError
 from mtx.sharding.mesh import make_mesh
-from mtx.train.optimizer import LossScale
-from mtx.train.step import Trainer
+from mtx.step.optimizer import LossScale, state_arrays
+from mtx.step.trainer import Trainer
 
 _FLOAT32 = np.dtype(np.float32)
-_MOMENTS = ("mu", "nu")
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The shapes of a model's canonical arrays, by path: "ends.tokens", "block.mlp.up.w"."""
     mesh = make_mesh(Layout(), jax.local_devices()[:1])  # one process asks, of a cluster perhaps
     trainer = Trainer(RunConfig(model=model, global_batch=1), mesh=mesh)
-    tree = jax.eval_shape(trainer.to_canonical, trainer.state_shapes.params)
+    tree = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     return {
         ".".join(key.key for key in path): leaf.shape
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -78,6 +77,7 @@ def write_checkpoint(
     """Writes a checkpoint of step 0 into an empty directory: `source`'s parameters, and moments
     that are zero, all of which share the same bytes of one file. Raises OSError."""
     shapes = source.shapes
+    moments = _moments(run, shapes)
     total, done = sum(4 * math.prod(shape) for shape in shapes.values()), 0
     blocks: list[Block] = []
     for number, group in enumerate(_files(shapes)):
@@ -95,15 +95,12 @@ def write_checkpoint(
     scalars = _scalars(run)
     held = [Part(name=name, start=(), values=value) for name, value in scalars.items()]
     blocks += write_parts(directory / f"arrays.{number + 1}.bin", held)
-    blocks += _write_zeros(directory / f"arrays.{number + 2}.bin", shapes)
+    blocks += _write_zeros(directory / f"arrays.{number + 2}.bin", moments)
     found = defaultdict(list)
     for block in blocks:
         found[block.name].append(block)
-    arrays = {
-        f"{tree}.{path}": (shape, _FLOAT32)
-        for tree in ("params", *_MOMENTS)
-        for path, shape in shapes.items()
-    }
+    held = {f"params.{path}": shape for path, shape in shapes.items()} | moments
+    arrays = {name: (shape, _FLOAT32) for name, shape in held.items()}
     arrays |= {name: (value.shape, value.dtype) for name, value in scalars.items()}
     catalog = {
         name: ArrayInfo(shape=tuple(shape), dtype=dtype, blocks=tuple(found[name]))
@@ -139,21 +136,27 @@ def _scalars(run: RunConfig) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in arrays.items()}
 
 
+def _moments(run: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The canonical shapes of the arrays in the optimizer's state, by name: a parameter's each."""
+    trainer = Trainer(RunConfig(model=run.model, optimizer=run.optimizer, global_batch=1))
+    names = state_arrays(trainer.states.shapes.moments)
+    return {name: shapes[name.partition(".")[2]] for name in names}
+
+
 def _write_zeros(path: Path, shapes: Mapping[str, Shape]) -> list[Block]:
     """A file of as many zeros as the largest block has, and the blocks of the moments, all of
     which lie at its start. The fingerprint of zeros is 0."""
     blocks, most_bytes = [], 0
-    for tree in _MOMENTS:
-        for name, shape in shapes.items():
-            for rows in parts(name, shape):
-                cut = (rows.stop - rows.start, *shape[1:])
-                most_bytes = max(most_bytes, 4 * math.prod(cut))
-                blocks.append(
-                    Block(
-                        name=f"{tree}.{name}", start=(rows.start, *(0,) * (len(shape) - 1)),
-                        shape=cut, file=path.name, offset=0, fingerprint=0,
-                    )
-                )  # fmt: skip
+    for name, shape in shapes.items():
+        for rows in parts(name.partition(".")[2], shape):
+            cut = (rows.stop - rows.start, *shape[1:])
+            most_bytes = max(most_bytes, 4 * math.prod(cut))
+            blocks.append(
+                Block(
+                    name=name, start=(rows.start, *(0,) * (len(shape) - 1)), shape=cut,
+                    file=path.name, offset=0, fingerprint=0,
+                )
+            )  # fmt: skip
     with path.open("xb") as file:
         file.truncate(most_bytes)
     return blocks

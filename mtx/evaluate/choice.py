@@ -16,7 +16,8 @@ from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.evaluate.files import read_records, require_text, text_field
 from mtx.evaluate.score import Report, Row, continuation_row, score_rows
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 PROMPT = "Article: {article}\n\nQuestion: {question}\nAnswer:"  # and a blank before each answer
 

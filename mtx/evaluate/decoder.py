@@ -27,12 +27,14 @@ from mtx.config import ModelConfig
 from mtx.errors import UserError
 from mtx.pipeline.makers import forward_table
 from mtx.pipeline.program import Pipeline
+from mtx.sharding.axes import BATCH
 from mtx.sharding.candidates import candidates
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 Tree = Any
-_ROWS = P("data")
-_PAST = P("pipe", None, None, None, "data", "tensor")  # [P, C, N, n, G, heads, S, K]
+_ROWS = P(BATCH)
+_PAST = P("pipe", None, None, None, BATCH, "tensor")  # [P, C, N, n, G, heads, S, K]
 _FEWEST = 16  # positions of a first pass, and kept: few sizes, few programs
 # Rows of a microbatch of single tokens. A stage reads its weights once for each microbatch, and up
 # to about so many rows that takes longer than their matmuls (an H100 makes 990e12 / 3.35e12 = 296
@@ -153,11 +155,11 @@ class Programs:
     def __init__(self, trainer: Trainer):
         # A single position cannot be divided: neither slices nor sequence parallelism.
         layout = replace(trainer.run.layout, slices=1, sequence_parallel=False)
-        run = replace(trainer.run, layout=layout, global_batch=layout.data * layout.microbatch)
+        run = replace(trainer.run, layout=layout, global_batch=layout.replicas * layout.microbatch)
         table = forward_table(trainer.schedule.pieces, 1)
         self._trainer = Trainer(run, mesh=trainer.mesh, schedule=table)
         self._microbatch = layout.microbatch
-        self.data = layout.data
+        self.data = layout.replicas
         self.place = self._trainer.place
 
     @cached_property
@@ -165,10 +167,10 @@ class Programs:
         """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
 
         def gather(masters):
-            params = self._trainer.gather(masters)
+            params = self._trainer.step.gather(masters)
             return params | {"block": jax.tree.map(lambda a: a[None], params["block"])}
 
-        masters = self._trainer.state_specs.params
+        masters = self._trainer.states.specs.params
         return jax.jit(self._trainer.shard_map(gather, (masters,), self._specs))
 
     @cached_property
@@ -221,12 +223,16 @@ class Programs:
     def _specs(self) -> Tree:
         """Of gathered parameters."""
         trainer = self._trainer
-        masters = trainer.state_specs.params
-        block = masters["block"] if trainer.run.layout.zero == 3 else trainer.specs["block"]
-        return {"ends": trainer.specs["ends"], "block": block}
+        masters = trainer.states.specs.params
+        block = (
+            masters["block"]
+            if trainer.run.layout.zero == 3
+            else trainer.states.param_specs["block"]
+        )
+        return {"ends": trainer.states.param_specs["ends"], "block": block}
 
     def _chosen_specs(self, count: int):
-        return (_ROWS, _ROWS) if count else (None, P("data", self._trainer.axes.vocab or None))
+        return (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
 
     def _pipeline(self, batch: Tree, most: int) -> Pipeline:
         """For the rows of this replica, in microbatches of `most` at most."""

@@ -19,7 +19,8 @@ from mtx.evaluate.sampling import Sampling
 from mtx.evaluate.stops import Stops
 from mtx.fields import checked
 from mtx.sizes import Seed, Sequences, Tokens
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 Ended = Literal["eod", "stop", "length"]
 _MOST_CANDIDATES = 1024  # sorting more on the devices costs more than bringing all to the host

@@ -25,8 +25,9 @@ from mtx.errors import UserError
 from mtx.evaluate.generate import Generator
 from mtx.evaluate.sampling import Sampling
 from mtx.evaluate.score import Row, continuation_row, evaluation_run, score_rows
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 from mtx.train.fit import fit_layout
-from mtx.train.step import Trainer, TrainState
 
 try:
     from lm_eval.api.model import TemplateLM

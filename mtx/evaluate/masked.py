@@ -20,7 +20,8 @@ from mtx.errors import UserError
 from mtx.evaluate.score import Report, score_batch
 from mtx.fields import checked
 from mtx.sizes import Seed
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _EVALUATION = 5  # in the key of a row's draws, where training has other numbers
 _TRAINING = Masking()

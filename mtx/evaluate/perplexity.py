@@ -16,7 +16,8 @@ import numpy as np
 from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.evaluate.score import Report, Row, score_rows
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _LARGEST_EXPONENT = 20.0  # the published code's: of an untrained model, e^20 is printed
 

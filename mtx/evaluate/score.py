@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 
 from mtx.config import Layout, RunConfig
 from mtx.errors import UserError
-from mtx.train.step import Trainer, TrainState
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 
 _LEAST_ROWS = 16  # a batch of one would leave a pipeline's stages idle
 Report = Callable[[int, int], None]  # called with (rows done, all rows)
@@ -24,7 +25,7 @@ Report = Callable[[int, int], None]  # called with (rows done, all rows)
 def evaluation_run(run: RunConfig, layout: Layout, *, batch: int = 0) -> RunConfig:
     """`run` on another layout, `batch` rows at once; by default about as many as in training, and
     at least 16 where a microbatch has fewer."""
-    unit = layout.data * layout.microbatch
+    unit = layout.replicas * layout.microbatch
     batch = batch or max(max(run.global_batch, _LEAST_ROWS) // unit, 1) * unit
     return replace(run, layout=layout, global_batch=batch)
 

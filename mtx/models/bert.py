@@ -29,6 +29,7 @@ from mtx.models.place import Place
 from mtx.sharding.collectives import reduce_from
 from mtx.sharding.linear import matmul
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import parameter
 from mtx.sharding.vocab import embed_tokens, vocab_logits, vocab_losses, vocab_scores
 
 
@@ -46,8 +47,8 @@ class Dense(nnx.Module):
 
     def __init__(self, inputs: int, outputs: int, *, std: float, rngs: nnx.Rngs):
         w = std * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32)
-        self.w = nnx.Param(w, spec=P(None, None))
-        self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(None))
+        self.w = parameter(w, spec=P(None, None), role="matrix")
+        self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
 
     def __call__(self, x_BSD):
         return matmul(x_BSD, self.w[...]) + self.b[...]
@@ -59,7 +60,7 @@ class MaskedHead(Dense):
     def __init__(self, config: ModelConfig, *, vocab_rows: int, rngs: nnx.Rngs):
         super().__init__(config.hidden, config.hidden, std=config.init_std, rngs=rngs)
         self.norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
-        self.bias = nnx.Param(jnp.zeros(vocab_rows, jnp.float32), spec=P(VOCAB))
+        self.bias = parameter(jnp.zeros(vocab_rows, jnp.float32), spec=P(VOCAB), role="bias")
         self.gelu = config.gelu
 
     def __call__(self, x_BsD):
@@ -73,9 +74,11 @@ class BertEnds(nnx.Module):
         def table(rows):
             return config.init_std * jax.random.normal(rngs.params(), (rows, config.hidden))
 
-        self.tokens = nnx.Param(token_table(config, vocab_rows, rngs.params()), spec=P(VOCAB, None))
-        self.positions = nnx.Param(table(config.sequence), spec=P(None, None))
-        self.types = nnx.Param(table(2), spec=P(None, None))
+        self.tokens = parameter(
+            token_table(config, vocab_rows, rngs.params()), spec=P(VOCAB, None), role="embedding"
+        )
+        self.positions = parameter(table(config.sequence), spec=P(None, None), role="embedding")
+        self.types = parameter(table(2), spec=P(None, None), role="embedding")
         norm = LayerNorm(config.hidden, epsilon=config.norm_epsilon)
         if config.norm_placement == "post":
             self.embed_norm = norm

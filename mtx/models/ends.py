@@ -15,6 +15,7 @@ from mtx.config import ModelConfig
 from mtx.models.place import Place, first_position
 from mtx.sharding.collectives import all_gather_sequence, shard_of_sequence
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import parameter
 from mtx.sharding.random import dropout_rows, fold
 from mtx.sharding.vocab import embed_tokens, vocab_logits, vocab_losses, vocab_scores
 
@@ -64,15 +65,17 @@ class Ends(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """norm: LayerNorm or RMSNorm."""
-        self.tokens = nnx.Param(token_table(config, vocab_rows, rngs.params()), spec=P(VOCAB, None))
+        self.tokens = parameter(
+            token_table(config, vocab_rows, rngs.params()), spec=P(VOCAB, None), role="embedding"
+        )
         if learned_positions:
             shape = (config.sequence, config.hidden)
             positions = config.init_std * jax.random.normal(rngs.params(), shape)
-            self.positions = nnx.Param(positions, spec=P(None, None))
+            self.positions = parameter(positions, spec=P(None, None), role="embedding")
         self.norm = norm(config.hidden, epsilon=config.norm_epsilon)
         if not config.tied:
             table = token_table(config, vocab_rows, rngs.params())
-            self.output = nnx.Param(table, spec=P(VOCAB, None))
+            self.output = parameter(table, spec=P(VOCAB, None), role="head")
         self.learned_positions = learned_positions
         self.config = config
         self.axes = axes

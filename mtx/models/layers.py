@@ -19,6 +19,7 @@ from jax.scipy.special import erf
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import Gelu
+from mtx.sharding.parameter import parameter
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -54,8 +55,8 @@ class LayerNorm(nnx.Module):
     """Layer norm over the last dim, replicated over `tensor`."""
 
     def __init__(self, size: int, *, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32), spec=P(None))
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), spec=P(None))
+        self.scale = parameter(jnp.ones(size, jnp.float32), spec=P(None), role="norm")
+        self.bias = parameter(jnp.zeros(size, jnp.float32), spec=P(None), role="bias")
         self.epsilon = epsilon
 
     def __call__(self, x_BSD):
@@ -93,7 +94,7 @@ class RMSNorm(nnx.Module):
     """RMS norm over the last dim, replicated over `tensor`."""
 
     def __init__(self, size: int, *, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32), spec=P(None))
+        self.scale = parameter(jnp.ones(size, jnp.float32), spec=P(None), role="norm")
         self.epsilon = epsilon
 
     def __call__(self, x_BSD):

@@ -32,6 +32,7 @@ from mtx.sharding.linear import (
     output_std,
 )
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import parameter
 
 
 class GroupedProjection(nnx.Module):
@@ -42,9 +43,11 @@ class GroupedProjection(nnx.Module):
             return config.init_std * jax.random.normal(rngs.params(), (config.hidden, *shape))
 
         self.groups = config.groups
-        self.q = nnx.Param(weight(config.heads, config.head_size), spec=P(None, "tensor", None))
+        self.q = parameter(
+            weight(config.heads, config.head_size), spec=P(None, "tensor", None), role="matrix"
+        )
         spec = P(None, None, None if self._repeated(axes) else "tensor", None)
-        self.kv = nnx.Param(weight(2, config.groups, config.head_size), spec=spec)
+        self.kv = parameter(weight(2, config.groups, config.head_size), spec=spec, role="matrix")
         self.axes = axes
 
     def _repeated(self, axes: Axes) -> bool:

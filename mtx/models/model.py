@@ -1,7 +1,8 @@
 """A model as the pipeline sees it: embed, block and loss over plain trees of parameters.
 
 Modules are Flax NNX, written for the local shard: the same module runs on one device with
-`Axes()`, and that is the reference of the tests. Every `nnx.Param` carries its PartitionSpec.
+`Axes()`, and that is the reference of the tests. Every parameter carries its PartitionSpec and
+role.
 
 Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard) · G heads of keys
 and values (g: shard) · K head size
@@ -54,7 +55,9 @@ class Model:
         block = nnx.eval_shape(lambda: self.make_block(nnx.Rngs(params=0)))
         self._ends_graph, ends_state = nnx.split(ends)
         self._block_graph, block_state = nnx.split(block)
-        self.specs = {"ends": _specs(ends_state), "block": _specs(block_state)}  # of one layer
+        states = {"ends": ends_state, "block": block_state}
+        self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
+        self.roles: dict = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
 
     # -- what a family says -----------------------------------------------------------------------
 
@@ -159,9 +162,11 @@ def _init_key(seed: int, layer):
     return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
-def _specs(state: nnx.State) -> dict:
-    """The PartitionSpec of every parameter, as a plain nested dict."""
+def _metadata(tree, name: str) -> dict:
+    """What every parameter says of itself under that name, as a plain nested dict."""
     return {
-        name: value.get_metadata()["spec"] if isinstance(value, nnx.Variable) else _specs(value)
-        for name, value in state.items()
+        key: value.get_metadata()[name]
+        if isinstance(value, nnx.Variable)
+        else _metadata(value, name)
+        for key, value in tree.items()
     }

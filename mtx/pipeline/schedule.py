@@ -80,7 +80,7 @@ class Half:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Mailbox:
+class Ring:
     """Slots for values that wait for the tick that uses them; int32 [T, P] each.
 
     `slots` is 0 where every value is used in the tick of its arrival: then nothing is kept.
@@ -93,10 +93,10 @@ class Mailbox:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
-    """One way that values take between stages, and their mailbox at its end."""
+    """One way that values take between stages, and their ring at its end."""
 
     by: int  # from stage s to stage (s + by) mod P; 0: they stay
-    mailbox: Mailbox
+    ring: Ring
     used: np.ndarray  # bool [T, P]: this tick's op takes its input from here
 
 
@@ -125,14 +125,14 @@ class Schedule:
     backward: Half
     weight: Half | None
     slots: int  # R, ring slots of the stash, from F to B
-    weight_stash: Mailbox | None  # from B to W
-    inboxes: tuple[Route, ...]  # activations from the stage of the piece before
-    gradient_inboxes: tuple[Route, ...]  # gradients from the stage of the piece after
-    outbox: Mailbox  # the last piece's output, until the head reads it
+    weight_stash: Ring | None  # from B to W
+    receives: tuple[Route, ...]  # activations from the stage of the piece before
+    gradient_receives: tuple[Route, ...]  # gradients from the stage of the piece after
+    outputs: Ring  # the last piece's output, until the head reads it
     # Of a sliced sequence: keys and values, from its first F to its last B; and their gradients,
     # from its first B to its last. Slots for each F and B of it.
-    cache: Mailbox | None
-    gradient_cache: Mailbox | None
+    cache: Ring | None
+    gradient_cache: Ring | None
 
     @classmethod
     def from_ticks(
@@ -183,9 +183,9 @@ class Schedule:
             weight=halves[W] if weight_ticks is not None else None,
             slots=stash.slots,
             weight_stash=weight_stash,
-            inboxes=_routes(arrival, forward_ticks, ticks, _senders(pieces, -1)),
-            gradient_inboxes=_routes(gradient_arrival, backward_ticks, ticks, _senders(pieces, 1)),
-            outbox=_mailbox(at_head, backward_ticks, ticks),
+            receives=_routes(arrival, forward_ticks, ticks, _senders(pieces, -1)),
+            gradient_receives=_routes(gradient_arrival, backward_ticks, ticks, _senders(pieces, 1)),
+            outputs=_ring(at_head, backward_ticks, ticks),
             cache=_cache(forward_ticks, backward_ticks, 0, slices, ticks),
             gradient_cache=_cache(backward_ticks, backward_ticks, slices - 1, slices, ticks),
         )
@@ -282,10 +282,10 @@ class Schedule:
         return _most_waiting(self.backward, self.weight)
 
     @property
-    def mailbox_slots(self) -> int:
+    def receive_slots(self) -> int:
         """Inputs of one stage that are kept for a later tick than that of their arrival."""
-        routes = (*self.inboxes, *self.gradient_inboxes)
-        return self.outbox.slots + sum(route.mailbox.slots for route in routes)
+        routes = (*self.receives, *self.gradient_receives)
+        return self.outputs.slots + sum(route.ring.slots for route in routes)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -411,14 +411,12 @@ def _routes(
         mine = travels & (by_CP == by)
         used = np.zeros((ticks, stages), bool)
         used[use[mine], np.nonzero(mine)[2]] = True
-        mailbox = _mailbox(np.where(mine, arrival, IDLE), use, ticks)
-        routes.append(Route(by=int(by), mailbox=mailbox, used=used))
+        ring = _ring(np.where(mine, arrival, IDLE), use, ticks)
+        routes.append(Route(by=int(by), ring=ring, used=used))
     return tuple(routes)
 
 
-def _cache(
-    begin: np.ndarray, end: np.ndarray, first: int, slices: int, ticks: int
-) -> Mailbox | None:
+def _cache(begin: np.ndarray, end: np.ndarray, first: int, slices: int, ticks: int) -> Ring | None:
     """One slot for each (microbatch, chunk), from the `begin` of slice `first` to the `end` of
     slice 0; `write` and `read` hold it at every begin and end of a slice. None without slices."""
     if slices == 1:
@@ -440,15 +438,15 @@ def by_tick(ticks_I: np.ndarray, ticks: int) -> np.ndarray:
     return item
 
 
-def _mailbox(arrival: np.ndarray, use: np.ndarray, ticks: int) -> Mailbox:
+def _ring(arrival: np.ndarray, use: np.ndarray, ticks: int) -> Ring:
     waits = (arrival != IDLE) & (arrival != use)
     if not waits.any():
         nothing = np.zeros((ticks, use.shape[2]), np.int32)
-        return Mailbox(write=nothing, read=nothing, slots=0)
+        return Ring(write=nothing, read=nothing, slots=0)
     return _assign_slots(arrival, use, ticks)
 
 
-def _assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -> Mailbox:
+def _assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -> Ring:
     """Gives each item the lowest slot that is free from its write to its read, both included.
 
     That is interval colouring: no assignment needs fewer slots. A stage without a write in a tick
@@ -473,4 +471,4 @@ def _assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -
         busy = until[tick] != IDLE
         held_until[every[busy], slot[busy]] = until[tick, busy]
         read[until[tick, busy], every[busy]] = slot[busy]
-    return Mailbox(write=write, read=read, slots=int(write.max()) + 1)
+    return Ring(write=write, read=read, slots=int(write.max()) + 1)

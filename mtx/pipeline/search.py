@@ -3,7 +3,7 @@
 The price is the makespan in lock-step, which is what our scan does; what a runtime with a program
 per stage would need stands beside it. Memory is what the scan allocates: ring slots of the stash
 and, where W is split from B, those that wait for W; the same number on every stage. What waits in
-mailboxes, and the keys and values of cut sequences, come on top.
+rings, and the keys and values of cut sequences, come on top.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline import slots
+from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.partition import Placement
 from mtx.pipeline.slots import read, read_each, write, write_each
 from mtx.pipeline.ticks import Op
@@ -34,10 +35,10 @@ class Stage:
     """The layers of this stage and the rules by which their ops run.
 
     Parameters and gradients are leaves [C, N, ...], or [1, N, ...] where a stage has one chunk of
-    them at hand at a time.
+    them gathered at a time.
     """
 
-    model: Any
+    model: PipelineModel
     layer_params: Tree  # one layer's; shapes and dtypes count only
     placement: Placement
     layer_CN: jax.Array  # int32, of this stage
@@ -150,7 +151,7 @@ class Stage:
             dy = dy_BsD if cache is None else (dy_BsD, self._own(kept.dcache, op, n))
             deferred = kept.deferred
             if self.split:
-                dparams, others, waits = self.layer_vjp.cut.first(
+                dparams, others, waits = self.layer_vjp.cut.backward(
                     residuals, layer_params, given, dy
                 )
                 deferred = write_each(deferred, waits, op.deferred, n)
@@ -169,16 +170,16 @@ class Stage:
         """The gradients, with those of the weights that have waited added at [held, n]."""
 
         def layer(n, gradients):
-            dparams = self.layer_vjp.cut.then(read_each(deferred, op.slot, n))
+            dparams = self.layer_vjp.cut.weight(read_each(deferred, op.slot, n))
             return _accumulate(gradients, dparams, op.held, n)
 
         return self._layers(op, layer, gradients)
 
-    def is_late(self) -> Tree:
+    def made_by_w(self) -> Tree:
         """Which gradients W makes; B makes the others. bool, like the parameters."""
         if not self.split:
             return jax.tree.map(lambda _: False, self.layer_params)
-        return self.layer_vjp.cut.late
+        return self.layer_vjp.cut.made_by_w
 
     # -- layers -----------------------------------------------------------------------------------
 

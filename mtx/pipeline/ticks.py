@@ -20,7 +20,7 @@ class Op(NamedTuple):
 
     item: jax.Array  # IDLE where the stage sits it out
     chunk: jax.Array
-    held: jax.Array  # where that chunk stands among the parameters and gradients at hand
+    held: jax.Array  # where that chunk stands among the gathered parameters and gradients
     slot: jax.Array  # of the stash; W: of what waits for it
     deferred: jax.Array | None = None  # B, where W is split: the slot that takes what W needs
     cache: jax.Array | None = None  # slot of keys and values, where sequences are sliced
@@ -31,8 +31,8 @@ class Op(NamedTuple):
         return self.item != IDLE
 
 
-class Letter(NamedTuple):
-    """One mailbox in one tick; int32 [] (the whole table: [T])."""
+class Receive(NamedTuple):
+    """One ring in one tick; int32 [] (the whole table: [T])."""
 
     arrives: jax.Array  # the slot of what arrives
     uses: jax.Array  # the slot of the input
@@ -45,13 +45,13 @@ class Tick(NamedTuple):
     forward: Op
     backward: Op
     weight: Op | None
-    inboxes: tuple[Letter, ...]
-    gradient_inboxes: tuple[Letter, ...]
-    fetch: jax.Array  # bool: F begins with another chunk, whose parameters are to be gathered
-    fetch_back: jax.Array  # the same for B
-    spend: tuple[jax.Array, ...]  # bool: B, W are done with a chunk, whose gradients are to go
-    output: jax.Array  # outbox slot that takes the last piece's output
-    head_input: jax.Array  # outbox slot that the head reads
+    receives: tuple[Receive, ...]
+    gradient_receives: tuple[Receive, ...]
+    gather: jax.Array  # bool: F begins with another chunk, whose parameters are to be gathered
+    gather_back: jax.Array  # the same for B
+    scatter: tuple[jax.Array, ...]  # bool: B, W are done with a chunk, whose gradients are to go
+    output: jax.Array  # outputs slot that takes the last piece's output
+    head_input: jax.Array  # outputs slot that the head reads
     embed: jax.Array  # items, or IDLE, the same on every stage
     head: jax.Array
     embed_backward: jax.Array
@@ -61,7 +61,7 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
     """The columns of stage number `stage`, int32 []; leaves [T].
 
     zero_slot: an idle W reads the slot after the last. one_chunk: parameters and gradients of one
-    chunk at a time are at hand.
+    chunk at a time are gathered.
     """
 
     def column(table):
@@ -72,9 +72,9 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
         columns = half.item, half.chunk, held, half.slot, deferred, cache, cache_gradient
         return Op(*map(column, columns))
 
-    def letters(routes: tuple[Route, ...]) -> tuple[Letter, ...]:
-        boxes = [(route.mailbox.write, route.mailbox.read, route.used) for route in routes]
-        return tuple(Letter(*map(column, box)) for box in boxes)
+    def receives(routes: tuple[Route, ...]) -> tuple[Receive, ...]:
+        boxes = [(route.ring.write, route.ring.read, route.used) for route in routes]
+        return tuple(Receive(*map(column, box)) for box in boxes)
 
     weight, waits = None, None
     if schedule.split:
@@ -87,13 +87,13 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
         forward=op(schedule.forward, cache=keys and keys.write),
         backward=op(schedule.backward, waits, keys and keys.read, dkeys and dkeys.write),
         weight=weight,
-        inboxes=letters(schedule.inboxes),
-        gradient_inboxes=letters(schedule.gradient_inboxes),
-        fetch=column(schedule.forward.runs[0]),
-        fetch_back=column(schedule.backward.runs[0]),
-        spend=tuple(column(half.runs[1]) for half in schedule.halves[1:]),
-        output=column(schedule.outbox.write),
-        head_input=column(schedule.outbox.read),
+        receives=receives(schedule.receives),
+        gradient_receives=receives(schedule.gradient_receives),
+        gather=column(schedule.forward.runs[0]),
+        gather_back=column(schedule.backward.runs[0]),
+        scatter=tuple(column(half.runs[1]) for half in schedule.halves[1:]),
+        output=column(schedule.outputs.write),
+        head_input=column(schedule.outputs.read),
         embed=jnp.asarray(schedule.embed),
         head=jnp.asarray(schedule.head),
         embed_backward=jnp.asarray(schedule.embed_backward),

@@ -80,9 +80,9 @@ class Cut:
     """
 
     deferred: Arrays  # shapes and dtypes of what waits
-    late: Tree  # bool, like the parameters: which gradients W makes
-    _first: Callable
-    _then: Callable
+    made_by_w: Tree  # bool, like the parameters: which gradients W makes
+    _backward: Callable
+    _weight: Callable
 
     @classmethod
     def of(cls, backward: Callable, residuals, params, given, dy_BsD) -> Cut:
@@ -92,41 +92,41 @@ class Cut:
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
         others = jax.tree.structure(shapes[1])
-        now, later = _divide(flat.jaxpr, weights)
-        made_later = {var for eqn in later for var in eqn.outvars}
+        of_b, of_w = _divide(flat.jaxpr, weights)
+        from_w = {var for eqn in of_w for var in eqn.outvars}
         dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
-        waits = _inputs(later, exclude=set(flat.jaxpr.constvars))
-        is_late = [var in made_later if not isinstance(var, Literal) else False for var in dweights]
-        early = [var for var, late in zip(dweights, is_late) if not late]
-        late = [var for var, late in zip(dweights, is_late) if late]
+        waits = _inputs(of_w, exclude=set(flat.jaxpr.constvars))
+        made_by_w = [var in from_w if not isinstance(var, Literal) else False for var in dweights]
+        in_b = [var for var, waits_for_w in zip(dweights, made_by_w) if not waits_for_w]
+        in_w = [var for var, waits_for_w in zip(dweights, made_by_w) if waits_for_w]
         constants = flat.consts
-        first = _function(flat.jaxpr, constants, now, flat.jaxpr.invars, [*early, *rest, *waits])
-        then = _function(flat.jaxpr, constants, later, waits, late)
+        run_b = _function(flat.jaxpr, constants, of_b, flat.jaxpr.invars, [*in_b, *rest, *waits])
+        run_w = _function(flat.jaxpr, constants, of_w, waits, in_w)
 
-        def run_first(residuals, params, given, dy_BsD):
-            values = first(*jax.tree.leaves((residuals, params, given, dy_BsD)))
-            gradients = iter(values[: len(early)])
-            dparams = structure.unflatten(None if late else next(gradients) for late in is_late)
-            end = len(early) + len(rest)
-            return dparams, others.unflatten(values[len(early) : end]), tuple(values[end:])
+        def b(residuals, params, given, dy_BsD):
+            values = run_b(*jax.tree.leaves((residuals, params, given, dy_BsD)))
+            gradients = iter(values[: len(in_b)])
+            dparams = structure.unflatten(None if w else next(gradients) for w in made_by_w)
+            end = len(in_b) + len(rest)
+            return dparams, others.unflatten(values[len(in_b) : end]), tuple(values[end:])
 
-        def run_then(deferred):
-            gradients = iter(then(*deferred))
-            return structure.unflatten(next(gradients) if late else None for late in is_late)
+        def w(deferred):
+            gradients = iter(run_w(*deferred))
+            return structure.unflatten(next(gradients) if w else None for w in made_by_w)
 
         deferred = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits)
         return cls(
-            deferred=deferred, late=structure.unflatten(is_late), _first=run_first, _then=run_then
+            deferred=deferred, made_by_w=structure.unflatten(made_by_w), _backward=b, _weight=w
         )
 
-    def first(self, residuals: Arrays, params, given: tuple, dy_BsD):
+    def backward(self, residuals: Arrays, params, given: tuple, dy_BsD):
         """B: (gradients of the parameters that need not wait, None for the others; the other
         gradients; what waits for W)"""
-        return self._first(residuals, params, given, dy_BsD)
+        return self._backward(residuals, params, given, dy_BsD)
 
-    def then(self, deferred: Arrays):
+    def weight(self, deferred: Arrays):
         """W: the gradients of the parameters that have waited, None for the others."""
-        return self._then(deferred)
+        return self._weight(deferred)
 
 
 def _without_given(vjp):

@@ -1,4 +1,4 @@
-"""A stage's parameters, at hand all the time or, with zero=3, a chunk at a time.
+"""A stage's parameters, gathered all the time or, with zero=3, a chunk at a time.
 
 With zero=3 every device keeps its shard over `data` of each chunk's parameters. A chunk is gathered
 when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
@@ -27,28 +27,28 @@ class Weights:
     """The parameters of a stage's blocks."""
 
     block: Tree  # leaves [C, N, ...], shards over `data` with zero=3
-    shards: Tree  # how a chunk's leaves [N, ...] are sharded over `data`; None: all are at hand
+    shards: Tree  # how a chunk's leaves [N, ...] are sharded over `data`; None: all are gathered
 
     @property
     def layer(self) -> Tree:
         """Shapes and dtypes of one layer's parameters."""
-        return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.at_hand(self.start())))
+        return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.gathered(self.start())))
 
     def start(self) -> Tree:
-        """[1, N, ...] zeros, before a chunk is gathered; None where all are at hand."""
+        """[1, N, ...] zeros, before a chunk is gathered; None where all are gathered."""
         if self.shards is None:
             return None
         return _zeros(jax.eval_shape(lambda: self._gather(0)))
 
-    def at_hand(self, chunk: Tree) -> Tree:
+    def gathered(self, chunk: Tree) -> Tree:
         """[1, N, ...], the chunk that was gathered; or all, [C, N, ...]."""
         return self.block if chunk is None else chunk
 
-    def fetch(self, held: Tree, wanted, chunk) -> Tree:
+    def all_gather(self, held: Tree, wanted, chunk) -> Tree:
         """The chunk of that number where it is wanted, else the one that is held."""
         if held is None:
             return None
-        with jax.named_scope("fetch"):
+        with jax.named_scope("all_gather"):
             return lax.cond(wanted, self._gather, lambda _: held, chunk)
 
     def _gather(self, chunk) -> Tree:
@@ -61,7 +61,7 @@ class Weights:
         """Float32 zeros like the parameters' shards; None where gradients are summed later."""
         return None if self.shards is None else _zeros(self.block, jnp.float32)
 
-    def spend(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
+    def reduce_scatter(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
         """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over
         `data` with them. Leaves may be None: gradients that are made elsewhere."""
         if sums is None:
@@ -77,7 +77,7 @@ class Weights:
             added = jax.tree.map(add, gradients, sums, self.shards, is_leaf=is_none)
             return jax.tree.map(jnp.zeros_like, gradients), added
 
-        with jax.named_scope("spend"):
+        with jax.named_scope("reduce_scatter"):
             return lax.cond(done, scatter, lambda *kept: kept, gradients, sums)
 
 

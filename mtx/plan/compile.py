@@ -1,6 +1,6 @@
 """The real training step, compiled on a laptop for a cluster that is not there.
 
-`compile_plan` traces `mtx.train.step` for abstract arrays that lie on the target's mesh and hands
+`compile_plan` traces `mtx.step.step` for abstract arrays that lie on the target's mesh and hands
 it to XLA's compiler for that target (`mtx.plan.compiler`): nothing is allocated and no device is
 needed. XLA compiles one SPMD program, so 3,072 devices cost what eight do.
 
@@ -42,7 +42,7 @@ from mtx.plan.target import GPU_TARGETS
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mtx.train.step import Trainer
+    from mtx.step.trainer import Trainer
 
 __all__ = ["Compiled", "compile_plan"]
 
@@ -133,7 +133,7 @@ def main() -> None:
 def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Compiled:
     import jax
 
-    from mtx.train.step import Trainer
+    from mtx.step.trainer import Trainer
 
     start = time.perf_counter()
     changes = {"layout": dataclasses.replace(run.layout, attention=compiler.attention)}
@@ -157,7 +157,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
     )  # fmt: skip
     overlap = ()
     if compiler.backend == "gpu":
-        machine = Machine.of(hardware(target), mesh_shape=trainer.sizes)
+        machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
         overlap = exposure(program, machine, busy, trip_counts=trips)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
@@ -172,7 +172,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=temp,
         largest=_largest(dump, program, trainer),
-        collectives=collect_traffic(program, trainer.sizes, busy, trips),
+        collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
         overlap_estimate=overlap,
         matmul_flops=flops * run.layout.devices,
         formula_flops=formula,
@@ -211,7 +211,9 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
     return gradients + (temp - gradients) // 2 + copy
 
 
-_TAKEN_OR_NOT = re.compile(r"/(F|(?:B/)?(?:fetch|spend)|B|W|embed|head|embed_backward)/cond$")
+_TAKEN_OR_NOT = re.compile(
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward)/cond$"
+)
 
 
 def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
@@ -235,14 +237,14 @@ def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
         "embed": share_of(schedule.embed >= 0, "forward"),
         "head": share_of(schedule.head >= 0, "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
-        "fetch": share_of(forward.runs[0], "forward"),
-        "B/fetch": share_of(backward.runs[0], "backward"),
-        "B/spend": share_of(backward.runs[1], "backward"),
+        "all_gather": share_of(forward.runs[0], "forward"),
+        "B/all_gather": share_of(backward.runs[0], "backward"),
+        "B/reduce_scatter": share_of(backward.runs[1], "backward"),
     }
     if weight is not None:
         shares |= {
             "W": share_of(weight.busy, "weight"),
-            "spend": share_of(weight.runs[1], "weight"),
+            "reduce_scatter": share_of(weight.runs[1], "weight"),
         }
 
     def branches(conditional: Instruction) -> Sequence[float]:
@@ -335,14 +337,14 @@ def _parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], tuple[
     import jax
     from jax.tree_util import keystr, tree_leaves_with_path
 
-    masters = jax.tree.leaves(trainer.state_shapes.params)
-    specs = jax.tree.leaves(trainer.specs)
+    masters = jax.tree.leaves(trainer.states.shapes.params)
+    specs = jax.tree.leaves(trainer.states.param_specs)
     for (path, leaf), master, spec in zip(
-        tree_leaves_with_path(trainer.param_shapes), masters, specs, strict=True
+        tree_leaves_with_path(trainer.states.param_shapes), masters, specs, strict=True
     ):
         entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
         entries += [()] * (leaf.ndim - len(entries))
-        parts = [math.prod(trainer.sizes[axis] for axis in entry) for entry in entries]
+        parts = [math.prod(trainer.run.layout.sizes[axis] for axis in entry) for entry in entries]
         whole, padded = (
             tuple(size // part for size, part in zip(each.shape, parts, strict=True))
             for each in (leaf, master)

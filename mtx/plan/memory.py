@@ -21,7 +21,8 @@ from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from mtx.config import Layout, ModelConfig, Recompute
+from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
+from mtx.optimizers import optimizer_module
 from mtx.pipeline.choose import schedule_for
 from mtx.pipeline.partition import place_layers
 from mtx.plan.attention import Attention, Backend, attention_of
@@ -37,7 +38,7 @@ class Memory:
 
     parameters_bytes: int  # in the compute type, gathered at the start of the step
     gradients_bytes: int  # float32, accumulated over the microbatches
-    optimizer_bytes: int  # float32 masters and Adam's two moments
+    optimizer_bytes: int  # float32 masters and the optimizer's state, of AdamW two moments
     stash_bytes: int  # what waits between F, B and W: ring slots x (residuals or chunk inputs)
     transfer_bytes: int  # x and dx between stages, and what waits for its tick
     activations_bytes: int  # of the layer, or chunk, whose backward pass is running
@@ -55,12 +56,13 @@ def predict_memory(
     *,
     backend: Backend = "cuda",
     zero: Zero | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> Memory:
     """The memory of one training step. UserError where the batch or the layers do not divide.
 
     zero: what is sharded over `data` (Rajbhandari et al. 2020); None: what the layout says. 1:
     masters and moments; 3: gradients and parameters as well, gathered a chunk at a time; 0, which
-    this program does not run: nothing.
+    this program does not run: nothing. optimizer: None, AdamW.
     """
     zero = layout.zero if zero is None else zero
     slots = _slots(layout, layout.microbatches(global_batch))
@@ -75,9 +77,9 @@ def predict_memory(
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=-(-12 * parameters_per_device(model, layout) // shards),
+        optimizer_bytes=-(-_optimizer_bytes(model, layout, optimizer) // shards),
         stash_bytes=stash + waiting,
-        transfer_bytes=(2 + slots.mailboxes) * _input_bytes(model, layout),
+        transfer_bytes=(2 + slots.rings) * _input_bytes(model, layout),
         activations_bytes=working,
         logits_bytes=max(0, head - working),
     )
@@ -107,6 +109,18 @@ def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int,
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.data == 1 or zero == 0)
     return 0 if same else item * held, 4 * held
+
+
+def _optimizer_bytes(model: ModelConfig, layout: Layout, optimizer: OptimizerConfig | None) -> int:
+    """Masters and the optimizer's arrays beside them, not yet sharded over `data`."""
+    optimizer = optimizer or OptimizerConfig()
+    held = parameters_per_device(model, layout)
+    matrices = sum(each.held(layout.tensor)[0] for each in layer_of(model).linears)
+    matrices *= layout.virtual * _places(model, layout)
+    states, of_rest = (
+        optimizer_module(name).STATES for name in (optimizer.name, optimizer.rest or optimizer.name)
+    )
+    return 4 * (held + states * matrices + of_rest * (held - matrices))
 
 
 def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
@@ -199,7 +213,7 @@ class _Slots(NamedTuple):
 
     stash: int  # from F to B, of a chunk
     weight_stash: int  # from B to W, of a chunk
-    mailboxes: int  # for x and dx that have come before their tick
+    rings: int  # for x and dx that have come before their tick
     caches: int  # of a chunk's keys and values, and for their gradients
 
 
@@ -210,10 +224,10 @@ def _slots(layout: Layout, microbatches: int) -> _Slots:
         warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
         # One more than are in flight where a stage sits ticks out: it writes to a free slot.
         most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
-        return _Slots(stash=most, weight_stash=0, mailboxes=0, caches=0)
+        return _Slots(stash=most, weight_stash=0, rings=0, caches=0)
     if layout.slices == 1 and name == "gpipe":
         most = microbatches * virtual + 1
-        return _Slots(stash=most, weight_stash=0, mailboxes=microbatches + 1, caches=0)
+        return _Slots(stash=most, weight_stash=0, rings=microbatches + 1, caches=0)
     slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches)
     if slots.weight_stash and layout.idle != "skip":  # a slot of zeros, which an idle W reads
         return slots._replace(weight_stash=slots.weight_stash + 1)
@@ -225,12 +239,12 @@ def _slots_of_table(name: str, pipe: int, virtual: int, slices: int, microbatche
     """The planner's one view of a schedule's table that has to do with memory."""
     layout = Layout(pipe=pipe, virtual=virtual, schedule=name, slices=slices)
     table = schedule_for(layout, microbatches)
-    boxes = [route.mailbox for route in (*table.inboxes, *table.gradient_inboxes)]
+    boxes = [route.ring for route in (*table.receives, *table.gradient_receives)]
     caches = [cache.slots for cache in (table.cache, table.gradient_cache) if cache]
     return _Slots(
         stash=table.slots,
         weight_stash=table.weight_stash.slots if table.weight_stash else 0,
-        mailboxes=sum(box.slots for box in (*boxes, table.outbox)),
+        rings=sum(box.slots for box in (*boxes, table.outputs)),
         caches=sum(caches),
     )
 

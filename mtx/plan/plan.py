@@ -94,7 +94,9 @@ def make_plan(
         time=predict_step(
             model, layout, batch, device, zero=zero, scatter_gather=scatter_gather
         ),
-        memory=predict_memory(model, layout, batch, backend=device.backend, zero=zero),
+        memory=predict_memory(
+            model, layout, batch, backend=device.backend, zero=zero, optimizer=run.optimizer
+        ),
         chosen=(*chosen, *([why] if why else [])), compiled=compiled,
     )  # fmt: skip
 

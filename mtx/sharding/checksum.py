@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.sharding.mesh import AXES
+from mtx.sharding.axes import AXES
 
 Tree = Any
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by the bytes of an element

@@ -29,6 +29,7 @@ from mtx.sharding.collectives import (
     scatter_sequence,
 )
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import parameter
 
 MATMUL_OUTPUT = "matmul_output"  # what selective recomputation keeps
 
@@ -157,9 +158,9 @@ class ColumnLinear(nnx.Module):
     def __init__(self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         names = ["tensor" if dim == split else None for dim in range(len(outputs))]
         w = std * jax.random.normal(rngs.params(), (inputs, *outputs), jnp.float32)
-        self.w = nnx.Param(w, spec=P(None, *names))
+        self.w = parameter(w, spec=P(None, *names), role="matrix")
         if bias:
-            self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(*names))
+            self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(*names), role="bias")
         self.bias = bias
         self.axes = axes
 
@@ -175,9 +176,9 @@ class RowLinear(nnx.Module):
     def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         shape = (*inputs, outputs)
         w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.w = nnx.Param(w, spec=P("tensor", *(None for _ in shape[1:])))
+        self.w = parameter(w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix")
         if bias:
-            self.b = nnx.Param(jnp.zeros(outputs, jnp.float32), spec=P(None))
+            self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
         self.bias = bias
         self.axes = axes
 

@@ -1,7 +1,8 @@
-"""Masters and optimizer state, sharded over `data` as well (ZeRO-1, Rajbhandari et al. 2020).
+"""Masters and optimizer state, sharded over the replicas as well (ZeRO-1, Rajbhandari et al. 2020):
+over all axes that split the batch.
 
-Every parameter keeps its shape; one dim of its float32 master is sharded over `data`: the first
-that no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas),
+Every parameter keeps its shape; one dim of its float32 master is sharded over them: the first that
+no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas),
 the largest is padded with zeros. A step gathers the parameters in the compute type at its start and
 reduce-scatters their gradients at its end: for n parameters 2n(d-1)/d + 4n(d-1)/d bytes a device in
 16 bits, and 2 + 4 + 12/d bytes a parameter of memory.
@@ -18,13 +19,15 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+from mtx.sharding.axes import BATCH, axes_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataShard:
-    """How one parameter's master is sharded over `data`."""
+    """How one parameter's master is sharded over the replicas."""
 
-    spec: P  # of the master: the parameter's, with "data" at `dim`
-    dim: int | None  # None: not sharded over `data`
+    spec: P  # of the master: the parameter's, with `BATCH` at `dim`
+    dim: int | None  # None: not sharded over them
     size: int  # of that dim in the parameter
     padded: int  # and in the master
     replicas: bool = False  # not sharded, though there are others that hold it
@@ -54,39 +57,35 @@ class DataShard:
         local = master.astype(dtype)
         if self.dim is None:
             return local
-        whole = self.unpad(lax.all_gather(local, "data", axis=self.dim, tiled=True))
+        whole = self.unpad(lax.all_gather(local, BATCH, axis=self.dim, tiled=True))
         # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
         # read one layer's weights would be a copy, in place of an offset into the stack.
         return with_layout_constraint(whole, Layout(major_to_minor=tuple(range(whole.ndim))))
 
     def reduce_scatter(self, gradient):
-        """This device's shard of the sum over `data` of a gradient. In `shard_map`."""
+        """This device's shard of the sum over the replicas of a gradient. In `shard_map`."""
         if self.dim is None:
-            return lax.psum(gradient, "data") if self.replicas else gradient
+            return lax.psum(gradient, BATCH) if self.replicas else gradient
         gradient = self.pad(gradient)
-        return lax.psum_scatter(gradient, "data", scatter_dimension=self.dim, tiled=True)
+        return lax.psum_scatter(gradient, BATCH, scatter_dimension=self.dim, tiled=True)
 
 
-def shard_over_data(shape: tuple[int, ...], spec: P, *, data: int, stacked: int = 0) -> DataShard:
-    """The way to shard a parameter of that (global) shape and spec over `data` replicas, leaving
+def shard_over_replicas(
+    shape: tuple[int, ...], spec: P, *, replicas: int, stacked: int = 0
+) -> DataShard:
+    """The way to shard a parameter of that (global) shape and spec over so many replicas, leaving
     the first `stacked` dims whole."""
     names = tuple(spec) + (None,) * (len(shape) - len(spec))
-    if data == 1:
+    if replicas == 1:
         return DataShard(spec=P(*names), dim=None, size=0, padded=0)
     free = [dim for dim in range(stacked, len(names)) if names[dim] is None]
     if not free:
         return DataShard(spec=P(*names), dim=None, size=0, padded=0, replicas=True)
-    even = [dim for dim in free if shape[dim] % data == 0]
+    even = [dim for dim in free if shape[dim] % replicas == 0]
     dim = even[0] if even else max(free, key=lambda dim: shape[dim])
-    padded = math.ceil(shape[dim] / data) * data
-    spec = P(*("data" if n == dim else name for n, name in enumerate(names)))
+    padded = math.ceil(shape[dim] / replicas) * replicas
+    spec = P(*(BATCH if n == dim else name for n, name in enumerate(names)))
     return DataShard(spec=spec, dim=dim, size=shape[dim], padded=padded)
-
-
-def axes_of(spec: P) -> tuple[str, ...]:
-    """The mesh axes that shard an array of that spec."""
-    entries = [entry for entry in spec if entry is not None]
-    return tuple(a for e in entries for a in (e if isinstance(e, tuple) else (e,)))
 
 
 def global_norm(gradients, specs, sizes: dict[str, int]):

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.checksum import checksum, on_each_device
-from mtx.sharding.mesh import AXES
-from mtx.sharding.optimizer import axes_of
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 from mtx.train.guard import name_devices
-from mtx.train.step import Trainer, TrainState
 
 Tree = Any
 
@@ -50,8 +50,11 @@ class Audit:
 
     def _specs(self) -> Tree:
         trainer = self._trainer
-        held = {"params": trainer.state_specs.params, "moments": trainer.state_specs.moments}
-        gathered = dict(trainer.specs)
+        held = {
+            "params": trainer.states.specs.params,
+            "moments": trainer.states.specs.moments,
+        }
+        gathered = dict(trainer.states.param_specs)
         if trainer.run.layout.zero == 3:
             del gathered["block"]  # no device holds them for longer than a chunk's turn
         return held | {"gathered": gathered}
@@ -62,14 +65,14 @@ class Audit:
         trainer = self._trainer
 
         def table(params, moments):
-            gathered = trainer.gather(params)
+            gathered = trainer.step.gather(params)
             if trainer.run.layout.zero == 3:
                 del gathered["block"]
             leaves = jax.tree.leaves({"params": params, "moments": moments, "gathered": gathered})
             words_L = jnp.stack([checksum(leaf) for leaf in leaves])
-            return on_each_device(words_L, tuple(trainer.sizes.values()))
+            return on_each_device(words_L, tuple(trainer.run.layout.sizes.values()))
 
-        specs = trainer.state_specs
+        specs = trainer.states.specs
         mapped = trainer.shard_map(table, (specs.params, specs.moments), P())
         return jax.jit(lambda state: mapped(state.params, state.moments))
 

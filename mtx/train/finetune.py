@@ -25,8 +25,9 @@ from mtx.fields import settle_types
 from mtx.models.classifier import Classifier
 from mtx.models.model import Model
 from mtx.sizes import Seed, Sequences, Step
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 from mtx.train.examples import Example, Task, make_batch, training_batch
-from mtx.train.step import Trainer, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ def with_pretrained(trainer: FinetuneTrainer, before: Trainer, params) -> TrainS
         return trainer.from_canonical({"ends": ends, "block": old["block"]})
 
     state = trainer.init()
-    shardings = trainer.shardings(trainer.state_specs.params)
+    shardings = trainer.shardings(trainer.states.specs.params)
     return state._replace(params=jax.jit(joined, out_shardings=shardings)(state.params, params))
 
 

@@ -28,7 +28,9 @@ def refuse_if_too_large(run: RunConfig, devices: Sequence) -> None:
     if room is None:
         return
     layout, backend = run.layout, room.backend
-    memory = predict_memory(run.model, layout, run.global_batch, backend=backend)
+    memory = predict_memory(
+        run.model, layout, run.global_batch, backend=backend, optimizer=run.optimizer
+    )
     held = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
     if room.holds(held, layout):
         return

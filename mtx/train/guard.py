@@ -1,6 +1,6 @@
 """Numbers that go wrong while a run trains, and what is done about them.
 
-Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.train.step`).
+Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.step.step`).
 Many in a row, and the run ends: its parameters give no others; it saves none of them meanwhile.
 A loss that is far above what is usual: back to the newest checkpoint, and past the batches that led
 there (as for PaLM, Chowdhery et al. 2022, section 5.1); where that checkpoint leads to another

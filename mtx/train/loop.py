@@ -30,6 +30,8 @@ from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.paths import check_path
 from mtx.plan.hardware import find_hardware
+from mtx.sharding.axes import BATCH
+from mtx.step.trainer import Trainer
 from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
 from mtx.train.history import History
@@ -38,7 +40,6 @@ from mtx.train.metrics import Meter, StepRecord
 from mtx.train.programs import Programs
 from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
-from mtx.train.step import Trainer
 from mtx.train.track import make_trackers
 
 _FILES, _FOLDERS = ("run.json", "log.jsonl"), ("checkpoints", "profile", "tensorboard", "wandb")
@@ -148,7 +149,7 @@ def _train(
             else:
                 report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
                 report.lines(changes(checkpoints.run(latest), run))
-                state = trainer.sealed(checkpoints.restore(trainer, latest))
+                state = trainer.with_checksums(checkpoints.restore(trainer, latest))
             history.start_from(start)
             session = Session(
                 programs=programs,
@@ -196,7 +197,7 @@ def _usual_loss(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> f
 def _local_rows(trainer: Trainer) -> np.ndarray:
     """The rows of a global batch that this process's devices hold."""
     rows = np.arange(trainer.run.global_batch)
-    held = trainer.shardings(P("data")).addressable_devices_indices_map(rows.shape)
+    held = trainer.shardings(P(BATCH)).addressable_devices_indices_map(rows.shape)
     return np.unique(np.concatenate([rows[index] for index in held.values()]))
 
 

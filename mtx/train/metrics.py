@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mtx.config import RunConfig
 from mtx.plan.flops import model_flops, sc21_flops
-from mtx.train.step import Metrics
+from mtx.step.state import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mtx.step.state import TrainState
+from mtx.step.trainer import Trainer
 from mtx.train.audit import Audit
-from mtx.train.step import Trainer, TrainState
 
 Tree = Any
 

@@ -17,8 +17,8 @@ from rich.text import Text
 from mtx.config import RunConfig, to_dict
 from mtx.pipeline.simulate import bubble_text, simulate
 from mtx.plan.flops import parameters
+from mtx.step.trainer import Trainer
 from mtx.train.metrics import StepRecord
-from mtx.train.step import Trainer
 
 # Where there is no terminal, a line for about every twentieth of the run, but not less often:
 _PLAIN_LINES, _PLAIN_STEPS, _PLAIN_S = 20, 100, 60.0

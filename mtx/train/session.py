@@ -22,6 +22,8 @@ from mtx.launch.interrupt import StopRequests, stop_requests
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch
 from mtx.plan.flops import parameters
+from mtx.step.state import Metrics, TrainState
+from mtx.step.trainer import Trainer
 from mtx.train.guard import Faults, RollBack
 from mtx.train.history import Clock, History, Seconds
 from mtx.train.log import Log
@@ -30,7 +32,6 @@ from mtx.train.metrics import Meter, StepRecord
 from mtx.train.profile import ProfileWindow
 from mtx.train.programs import Programs
 from mtx.train.report import Report
-from mtx.train.step import Metrics, Trainer, TrainState
 
 _MOST_LOSS = 1e30  # JSON has no infinity
 _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished

@@ -19,7 +19,7 @@ from mtx.pipeline.makers import MAKERS
 from mtx.pipeline.partition import EMPTY
 from mtx.sharding.mesh import AXES
 from mtx.sharding.optimizer import DataShard
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 _STACKED = 3  # dims before a layer's own: stage, chunk, place in the chunk
 _DIMS = {  # what the dims of a parameter are, by the end of its name and their number
@@ -199,8 +199,13 @@ class Holdings:
     @cached_property
     def _leaves(self) -> list[_Leaf]:
         trainer = self._trainer
-        shapes = tree_leaves_with_path(trainer.param_shapes)
-        leaves = zip(shapes, tree_leaves(trainer.specs), tree_leaves(trainer.shards), strict=True)
+        shapes = tree_leaves_with_path(trainer.states.param_shapes)
+        leaves = zip(
+            shapes,
+            tree_leaves(trainer.states.param_specs),
+            tree_leaves(trainer.states.shards),
+            strict=True,
+        )
         return [
             _Leaf(
                 name=(name := keystr(path, simple=True, separator=".").removeprefix("ends.")),

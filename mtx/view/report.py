@@ -208,7 +208,7 @@ def report_page(records: Sequence[Record], name: str) -> str:
         )
         parts.append(f"<section><h2>{section}</h2>\n<table>\n{rows}</table></section>")
     parts += [
-        f"<figure style='margin:0'>{Picture(figure=figure)._repr_svg_()}</figure>"
+        f"<figure style='margin:0'>{Picture(figure=figure).svg()}</figure>"
         for figure in draw_panels(records)
     ]
     return (

@@ -27,7 +27,7 @@ import numpy as np
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
-from mtx.train.step import Trainer
+from mtx.step.trainer import Trainer
 
 _MOST_SAVES, _LONGEST_S = 6, 0.1  # that a process begins, and from the last of these to its kill
 _START_S = 120
@@ -45,7 +45,7 @@ def save_on_and_on(folder: Path, run: RunConfig, ready: int) -> None:
     """Saves the next step, and the next; writes a byte to the pipe `ready` before the first, and
     whenever another has begun."""
     trainer = Trainer(run)
-    _ = trainer.state_shapes
+    _ = trainer.states.shapes
     checkpoints = Checkpoints(folder, keep=_KEEP)
     step = checkpoints.latest() or 0
     checkpoints.prepare(trainer)  # and JAX is started
@@ -55,7 +55,7 @@ def save_on_and_on(folder: Path, run: RunConfig, ready: int) -> None:
         step += 1
         state = jax.tree.map(
             lambda a, step=step: jax.device_put(np.full(a.shape, step, a.dtype)),
-            trainer.state_shapes,
+            trainer.states.shapes,
         )
         checkpoints.save(trainer, state, tokenizer=ByteTokenizer(), extra={"step": step})
         os.write(ready, b"s")

@@ -40,7 +40,7 @@ def layouts() -> list:
 
 def trainer_of(layout):
     from mtx.config import ModelConfig, RunConfig
-    from mtx.train.step import Trainer
+    from mtx.step.trainer import Trainer
 
     # 250 is no multiple of 4 x 128, nor 20 of 8: the vocabulary and some masters are padded.
     model = ModelConfig(
@@ -104,7 +104,7 @@ def random_state(trainer):
         values = rng.standard_normal(shape.shape).astype(shape.dtype)
         return jax.device_put(values, sharding)
 
-    state = jax.tree.map(draw, trainer.state_shapes, trainer.shardings(trainer.state_specs))
+    state = jax.tree.map(draw, trainer.states.shapes, trainer.shardings(trainer.states.specs))
     return state._replace(
         step=jax.device_put(np.int32(7), state.step.sharding),
         skipped=jax.device_put(np.int32(2), state.step.sharding),

@@ -25,7 +25,7 @@ from mtx.config import Layout  # noqa: E402
 from mtx.convert.checkpoint import canonical_shapes  # noqa: E402
 from mtx.convert.convert import to_checkpoint, to_huggingface  # noqa: E402
 from mtx.convert.huggingface import HuggingFaceModel  # noqa: E402
-from mtx.train.step import Trainer  # noqa: E402
+from mtx.step.trainer import Trainer  # noqa: E402
 
 V, S, G = 96, 24, 4
 LLAMA3 = {

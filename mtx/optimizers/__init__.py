@@ -1,0 +1,24 @@
+"""Optimizers, a file each, whose name is the optimizer's. A file says
+
+    STATES    int: the arrays like a parameter that it keeps, float32
+    DEFAULTS  of those of b1, b2 and epsilon that it has
+    make      (rate, *, weight_decay, mask, **DEFAULTS) -> optax.GradientTransformation
+
+rate: step -> learning rate. mask: params -> tree of bool, those that decay. Each device updates its
+shards of the masters by itself: an update that is not elementwise, or a state of other shapes than
+the parameters', is refused (`mtx.step.optimizer`). Clipping, the loss scale and steps that are not
+finite are the step's, for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def optimizer_module(name: str) -> ModuleType:
+    """The file of one of `NAMES`."""
+    return importlib.import_module(f"{__name__}.{name}")

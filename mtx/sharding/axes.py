@@ -1,0 +1,44 @@
+"""The axes of the device mesh, and what each splits: the one place that lists them.
+
+An axis is a record in `MESH` and its size, a field of `mtx.config.Layout`. Over which axes anything
+is summed follows from what they split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh."""
+
+    name: str
+    splits: Literal["layers", "batch", "weights"]
+
+
+# Outermost first. Devices are taken in the order of their ids: along the last axis they are
+# neighbours and stay inside a node, as SC'21's first takeaway asks; stages, which send the least,
+# are the farthest apart.
+MESH = (Axis("pipe", "layers"), Axis("data", "batch"), Axis("tensor", "weights"))
+AXES = tuple(axis.name for axis in MESH)
+BATCH = tuple(axis.name for axis in MESH if axis.splits == "batch")
+
+
+def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
+    """The axes that shard an array of that PartitionSpec."""
+    entries = [entry for entry in spec if entry is not None]
+    return tuple(a for e in entries for a in (e if isinstance(e, tuple) else (e,)))
+
+
+def sum_axes(
+    spec: Iterable[str | tuple[str, ...] | None], *, sequence_parallel: bool
+) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed, of those that do not shard it: devices
+    along them have seen other rows of the batch or, with sequence parallelism, along those that
+    split weights, other positions."""
+    partial = {"batch", "weights"} if sequence_parallel else {"batch"}
+    held = axes_of(spec)
+    return tuple(axis.name for axis in MESH if axis.splits in partial and axis.name not in held)

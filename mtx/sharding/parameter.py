@@ -1,0 +1,20 @@
+"""What every parameter says about itself: how it is sharded, and what it is for.
+
+Weight decay, the choice of an optimizer and conversion ask for the role, never for a name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+Role = Literal["matrix", "embedding", "head", "norm", "bias"]
+ROLES: tuple[Role, ...] = get_args(Role)
+DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head"})  # as in Megatron-LM
+
+
+def parameter(value, *, spec: P, role: Role) -> nnx.Param:
+    """`value`, the global array, as a parameter that `spec` shards over the mesh."""
+    return nnx.Param(value, spec=spec, role=role)

@@ -1,0 +1,57 @@
+"""Forward passes alone: held-out loss, scores of every token, and the next one.
+
+Legend: G global batch · S sequence · M microbatches · B rows · V padded vocabulary (v: shard)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from mtx.pipeline.makers import forward_table
+from mtx.pipeline.program import Pipeline
+from mtx.step.step import Step, sum_over_replicas
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forward:
+    """What one can ask of a model beside its gradients, of local shards; no dropout."""
+
+    step: Step
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The step's with F alone, without slices of sequences."""
+        pipeline = self.step.pipeline
+        table = forward_table(pipeline.schedule.pieces, self.step.run.microbatches)
+        return replace(pipeline, schedule=table)
+
+    def evaluate(self, masters: Tree, batch: Tree):
+        """(sum of losses, sum of weights); float32 []."""
+        params, batch = self._start(masters, batch)
+        losses_M = self.pipeline.forward(params, batch, self.step.states.model.loss)
+        return sum_over_replicas((losses_M.sum(), batch["weights"].sum()))
+
+    def predict(self, masters: Tree, batch: Tree):
+        """logits [G, v] float32, of the token that follows each row's last one: of {"tokens":
+        [G, S], "last": [G]}."""
+
+        def output(ends, y_BsD, batch):
+            return self.step.states.model.next_logits(ends, y_BsD, batch["last"])
+
+        logits_MBv = self.pipeline.forward(*self._start(masters, batch), output)
+        return logits_MBv.reshape(-1, logits_MBv.shape[-1])
+
+    def score(self, masters: Tree, batch: Tree):
+        """(losses, hits) [G, S] float32 of batch["targets"], unweighted."""
+        params, batch = self._start(masters, batch)
+        scores_MBS = self.pipeline.forward(params, batch, self.step.states.model.scores)
+        return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), scores_MBS)
+
+    def _start(self, masters: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        return self.step.gather(masters), self.step.microbatches(batch)

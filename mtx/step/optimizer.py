@@ -1,0 +1,207 @@
+"""The optimizer of each role, its learning rates, its state by name, and float16's loss scale."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey
+
+from mtx.config import OptimizerConfig
+from mtx.errors import UserError
+from mtx.optimizers import optimizer_module
+from mtx.sharding.parameter import DECAYED
+
+Tree = Any
+Path = tuple[Any, ...]  # of a leaf, as jax.tree_util has it
+_PARTS = "ends", "block"  # of the parameters
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """step, counted from 0 -> rate: a linear warm-up from lr / warmup_steps in step 0 to lr in step
+    warmup_steps - 1, and from lr in step warmup_steps the decay to `min_lr` in step `decay_steps`.
+
+    After the warm-up that is Megatron-LM's OptimizerParamScheduler, but that a "wsd" decay longer
+    than what the warm-up leaves is shortened to it: there it would begin below lr. Megatron's
+    warm-up is a step behind ours: its step 0 has the rate 0.
+    """
+    end = config.decay_steps or steps
+    warmup, after = config.warmup_steps, max(end - config.warmup_steps, 1)
+    floor = config.min_lr / config.lr
+    if config.rate == "cosine":
+        decay = optax.cosine_decay_schedule(config.lr, after, alpha=floor)
+    elif config.rate == "linear":
+        decay = optax.linear_schedule(config.lr, config.min_lr, after)
+    elif config.rate == "wsd":
+        decaying = min(max(round(config.wsd_decay_fraction * end), 1), after)
+        decay = optax.linear_schedule(config.lr, config.min_lr, decaying, after - decaying)
+    else:
+        decay = optax.constant_schedule(config.lr)
+    if not warmup:
+        return decay
+    rise = optax.linear_schedule(config.lr / warmup, config.lr, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, roles: Tree
+) -> optax.GradientTransformation:
+    """What `config` names, of `mtx.optimizers`: for matrices, and where it names another for the
+    `rest`, that for all else; a parameter's role decides (`mtx.sharding.parameter`). roles: a tree
+    like the parameters. UserError where one looks at more than an element at a time.
+    """
+    decayed = jax.tree.map(DECAYED.__contains__, roles)
+
+    def make(name: str, rate: optax.Schedule) -> optax.GradientTransformation:
+        def mask(params):  # of which those of another optimizer are masked
+            return jax.tree.map(lambda _, decays: decays, params, decayed, is_leaf=_is_masked)
+
+        _check(name)
+        return optimizer_module(name).make(
+            rate, weight_decay=config.weight_decay, mask=mask, **config.hyperparameters(name)
+        )
+
+    of_matrices = make(config.name, learning_rate(config, steps))
+    if config.rest is None:
+        return of_matrices
+    rest_lr = config.rest_lr or config.lr
+    rate = replace(config, lr=rest_lr, min_lr=config.min_lr * rest_lr / config.lr)
+    labels = jax.tree.map(lambda role: "matrix" if role == "matrix" else "rest", roles)
+    parts = {"matrix": of_matrices, "rest": make(config.rest, learning_rate(rate, steps))}
+    return optax.partition(parts, labels)
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+# --- what an optimizer may be ---------------------------------------------------------------------
+
+_ELEMENTWISE = frozenset(
+    "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy cos div eq erf exp "
+    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
+    "nextafter not or pow rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh "
+    "xor".split()
+)
+
+
+@lru_cache
+def _check(name: str) -> None:
+    """Raises UserError where the update of an optimizer is not elementwise, so that it would be
+    another one on a shard than on a whole matrix; or where its state has arrays that are neither
+    like a parameter nor a count of updates, which could not be sharded, nor saved."""
+    module = optimizer_module(name)
+    made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
+    sizes = (2, 3, 5, 7, 11, 13)
+    params = {"block": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
+    state = jax.eval_shape(made.init, params)
+    seen = set()
+    for path, leaf in jax.tree.leaves_with_path(state):
+        field, parameter = _parts(path)
+        if (leaf.shape, leaf.dtype) == ((), jnp.int32):
+            continue
+        twice = (field, parameter) in seen
+        seen.add((field, parameter))
+        if twice or not parameter or leaf.shape != params["block"][parameter[-1]].shape:
+            raise UserError(
+                f"optimizer {name!r} keeps {field or 'an array'}: {leaf.dtype} {list(leaf.shape)}, "
+                "and can keep only arrays like the parameters, one of each name; use another"
+            )
+    for equation in _equations(jax.make_jaxpr(made.update)(params, state, params).jaxpr):
+        of_arrays = any(variable.aval.shape for variable in equation.invars)
+        if of_arrays and equation.primitive.name not in _ELEMENTWISE:
+            raise UserError(
+                f"optimizer {name!r} looks at more than an element at a time "
+                f"({equation.primitive.name}), and each device has a shard alone; use one whose "
+                "update is elementwise"
+            )
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Those of a program and of its calls, in their place."""
+    for equation in jaxpr.eqns:
+        inner = [
+            getattr(each, "jaxpr", each)
+            for value in equation.params.values()
+            for each in (value if isinstance(value, tuple | list) else (value,))
+            if hasattr(each, "jaxpr") or hasattr(each, "eqns")
+        ]
+        if not inner:
+            yield equation
+        for program in inner:
+            yield from _equations(program)
+
+
+# --- its state, by name ---------------------------------------------------------------------------
+
+
+def _parts(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Of a leaf of an optimizer's state: the field that it is of, and the parameter, () if none."""
+    first = next(
+        (n for n, key in enumerate(path) if isinstance(key, DictKey) and key.key in _PARTS),
+        len(path),
+    )
+    fields = [key.name for key in path[:first] if isinstance(key, GetAttrKey)]
+    return (fields[-1] if fields else ""), tuple(key.key for key in path[first:])
+
+
+def state_arrays(state: Tree) -> dict[str, Any]:
+    """The arrays of an optimizer's state that are like parameters, by name: "mu.block.mlp.up.w".
+    Its counts of updates, which are all the rest, are left out."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        field, parameter = _parts(path)
+        if parameter:
+            found[".".join((field, *parameter))] = leaf
+    return found
+
+
+def state_specs(shapes: Tree, specs: Tree) -> Tree:
+    """The PartitionSpecs of a state, from those of the parameters; counts are whole everywhere."""
+
+    def spec(path: Path, _):
+        _, parameter = _parts(path)
+        return reduce(operator.getitem, parameter, specs) if parameter else P()
+
+    return jax.tree.map_with_path(spec, shapes)
+
+
+def state_with(shapes: Tree, arrays: dict[str, Any], count: Callable[[], Any]) -> Tree:
+    """A state of these shapes, of what `state_arrays` gave; `count()` for each count of updates."""
+
+    def value(path: Path, _):
+        field, parameter = _parts(path)
+        return arrays[".".join((field, *parameter))] if parameter else count()
+
+    return jax.tree.map_with_path(value, shapes)
+
+
+class LossScale(NamedTuple):
+    """The factor on the loss that keeps float16 gradients in range; 1 in other types."""
+
+    scale: jax.Array  # float32 []
+    good_steps: jax.Array  # int32 [], finite steps since the scale last changed
+
+    @classmethod
+    def start(cls, config: OptimizerConfig, compute_dtype: str):
+        """The first scale: `config.loss_scale` in float16, 1 in other types."""
+        scale = config.loss_scale if compute_dtype == "float16" else 1.0
+        return cls(jnp.float32(scale), jnp.int32(0))
+
+    def after(self, finite, config: OptimizerConfig, compute_dtype: str):
+        """Halved after a step that was not finite, doubled after a window of finite ones."""
+        if compute_dtype != "float16":
+            return self
+        good_steps = jnp.where(finite, self.good_steps + 1, 0)
+        grow = good_steps >= config.loss_scale_window
+        factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5)
+        scale = jnp.maximum(self.scale * factor, 1.0)
+        return LossScale(scale, jnp.where(grow, 0, good_steps))

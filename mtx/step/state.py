@@ -1,0 +1,127 @@
+"""A run's state: what is in it, where each array lies, and the first one.
+
+Legend: P stages · C chunks · N layers a chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from mtx.config import RunConfig
+from mtx.models.model import Model
+from mtx.pipeline.partition import EMPTY, Placement
+from mtx.sharding.axes import AXES
+from mtx.sharding.optimizer import shard_over_replicas
+from mtx.step.optimizer import LossScale, make_optimizer, state_specs
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """All that a step changes. Masters and moments are float32, sharded over replicas as well."""
+
+    step: jax.Array  # int32 []
+    params: Tree  # the masters: {"ends": ..., "block": leaves [P, C, N, ...]}
+    moments: optax.OptState
+    loss_scale: LossScale
+    skipped: jax.Array  # int32 [], steps whose gradients were not finite
+    checksums: jax.Array | None = (
+        None  # uint32, one a device: of its masters and moments; if wanted
+    )
+
+
+class Metrics(NamedTuple):
+    """What a step reports; float32 []."""
+
+    loss: jax.Array  # mean over the tokens of the global batch
+    gradient_norm: jax.Array  # before clipping
+    learning_rate: jax.Array
+    loss_scale: jax.Array
+    finite: jax.Array  # 1, or 0 where the update was skipped
+    corrupt: jax.Array  # one a device: 1 where memory has changed by itself; [] without checksums
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class States:
+    """The states of a run on its layout: shapes, specs, and the first."""
+
+    run: RunConfig
+    model: Model
+    placement: Placement
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        return make_optimizer(self.run.optimizer, self.run.steps, self.model.roles)
+
+    @cached_property
+    def param_specs(self) -> Tree:
+        """The PartitionSpec of every parameter, layers stacked."""
+        stack = jax.tree.map(lambda spec: P("pipe", None, None, *spec), self.model.specs["block"])
+        return {"ends": self.model.specs["ends"], "block": stack}
+
+    @cached_property
+    def param_shapes(self) -> Tree:
+        """The global shape of every parameter, layers stacked; float32."""
+        return jax.eval_shape(self._params, 0)
+
+    @cached_property
+    def shards(self) -> Tree:
+        """How every master is sharded over the replicas; a layer's own dims, where a chunk is
+        gathered at a time."""
+        replicas, stacked = self.run.layout.replicas, 3 if self.run.layout.zero == 3 else 0
+
+        def shard(part: str, stacked: int):
+            return jax.tree.map(
+                lambda a, spec: shard_over_replicas(
+                    a.shape, spec, replicas=replicas, stacked=stacked
+                ),
+                self.param_shapes[part],
+                self.param_specs[part],
+            )
+
+        return {"ends": shard("ends", 0), "block": shard("block", stacked)}
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """The PartitionSpec of every array of the state; of the masters, with ZeRO's shards."""
+        params = jax.tree.map(lambda shard: shard.spec, self.shards)
+        moments = state_specs(self.shapes.moments, params)
+        checksums = P(*AXES) if self.run.guard.checksums else None
+        return TrainState(P(), params, moments, LossScale(P(), P()), P(), checksums)
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """Global shapes and dtypes of the state."""
+        return jax.eval_shape(self.first, 0)
+
+    def first(self, seed) -> TrainState:
+        """The state that training starts from; checksums are still to be taken."""
+        params = self._params(seed)
+        return self.of(jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards))
+
+    def of(self, masters: Tree) -> TrainState:
+        """The first state with these masters."""
+        start = LossScale.start(self.run.optimizer, self.run.model.compute_dtype)
+        checksums = None
+        if self.run.guard.checksums:
+            checksums = jnp.zeros(tuple(self.run.layout.sizes.values()), jnp.uint32)
+        moments = self.optimizer.init(masters)
+        return TrainState(jnp.int32(0), masters, moments, start, jnp.int32(0), checksums)
+
+    def _params(self, seed) -> Tree:
+        layers = jnp.asarray(self.placement.layer)
+        flat = layers.reshape(-1)
+        blocks = jax.vmap(partial(self.model.init_block, seed))(flat)
+
+        def stack(a):
+            used = (flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+            return jnp.where(used, a, 0).reshape(*layers.shape, *a.shape[1:])
+
+        return {"ends": self.model.init_ends(seed), "block": jax.tree.map(stack, blocks)}

@@ -1,0 +1,167 @@
+"""One training step, top to bottom: the file to read first.
+
+It runs inside of one `shard_map` over the whole mesh, a pure function of (state, batch), and never
+asks which devices there are:
+
+1. gather the parameters in the compute type from the masters that are sharded over the replicas;
+2. run the pipeline: losses, and gradients in float32;
+3. sum partial gradients over the axes that have seen other parts of the batch;
+4. clip by the norm over all axes; skip the update where it is not finite;
+5. update each device's shard of the masters, by the optimizer of each role (`mtx.optimizers`).
+
+Legend: G global batch · S sequence · M microbatches · B rows of one · C chunks · N layers a chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from mtx.config import RunConfig
+from mtx.errors import UserError
+from mtx.pipeline.program import Pipeline
+from mtx.sharding.axes import AXES, BATCH, sum_axes
+from mtx.sharding.checksum import checksum, on_each_device
+from mtx.sharding.mesh import Axes
+from mtx.sharding.optimizer import global_norm
+from mtx.sharding.random import fold, key_data
+from mtx.step.optimizer import learning_rate
+from mtx.step.state import Metrics, States, TrainState
+
+Tree = Any
+_DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """A step of a run, of local shards."""
+
+    run: RunConfig
+    axes: Axes
+    states: States
+    pipeline: Pipeline
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        """(the next state, what is reported). batch: this replica's rows, [G/d, S] each."""
+        config, dtype, states = self.run.optimizer, self.run.model.compute_dtype, self.states
+        scale = state.loss_scale.scale
+        loss, gradients = self.loss_and_gradients(state.params, batch, state.step, scale)
+
+        with jax.named_scope("clip"):
+            gradients = jax.tree.map(lambda g: g / scale, gradients)
+            norm = global_norm(gradients, states.specs.params, self.run.layout.sizes)
+            finite = jnp.isfinite(norm)
+            factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
+            gradients = jax.tree.map(lambda g: g * factor, gradients)
+
+        with jax.named_scope("update"):
+            updates, moments = states.optimizer.update(gradients, state.moments, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params, moments = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, moments),
+                (state.params, state.moments),
+            )
+        loss_scale = state.loss_scale.after(finite, config, dtype)
+        rate = learning_rate(config, self.run.steps)(state.step - state.skipped)
+        finite = finite.astype(jnp.float32)
+        metrics = Metrics(loss, norm, jnp.float32(rate), scale, finite, self._corrupt(state))
+        skipped = state.skipped + (1 - finite).astype(jnp.int32)
+        new = TrainState(state.step + 1, params, moments, loss_scale, skipped)
+        return self.with_checksums(new), metrics
+
+    def loss_and_gradients(self, masters: Tree, batch: Tree, step, scale):
+        """(mean loss, gradients of scale * mean loss), shards like the masters, summed."""
+        with jax.named_scope("gather_params"):
+            params = self.gather(masters)
+        with jax.named_scope("pipeline"):
+            batch = self.microbatches(batch)
+            tokens = sum_over_replicas(batch["weights"].sum())
+            key = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
+            loss, gradients = self.pipeline.gradients(
+                params, batch, _samples(batch), key, scale / tokens
+            )
+            gradients["block"] = jax.tree.map(lambda a: a[None], gradients["block"])
+        with jax.named_scope("reduce"):
+            specs, shards = self.states.param_specs, self.states.shards
+            gradients = {
+                part: jax.tree.map(
+                    partial(self._reduce, summed=part == "block" and self.run.layout.zero == 3),
+                    gradients[part], specs[part], shards[part],
+                )
+                for part in gradients
+            }  # fmt: skip
+        return sum_over_replicas(loss) / tokens, gradients
+
+    def gather(self, masters: Tree) -> Tree:
+        """This stage's parameters in the compute type: the ends, and the block's [C, N, ...], of
+        which zero=3 leaves each device its shard."""
+        dtype, shards = jnp.dtype(self.run.model.compute_dtype), self.states.shards
+
+        def gather(master, shard):
+            return shard.gather(master, dtype)
+
+        ends = jax.tree.map(gather, masters["ends"], shards["ends"])
+        block = jax.tree.map(lambda a: a[0], masters["block"])
+        if self.run.layout.zero == 3:
+            return {"ends": ends, "block": jax.tree.map(lambda a: a.astype(dtype), block)}
+        below = jax.tree.map(lambda shard: shard.below(1), shards["block"])
+        return {"ends": ends, "block": jax.tree.map(gather, block, below)}
+
+    def _reduce(self, gradient, spec, shard, *, summed: bool):
+        """A gradient's shard of its sum over `sum_axes`; over the replicas it may be `summed`
+        already."""
+        over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
+        beside_replicas = tuple(axis for axis in over if axis not in BATCH)
+        if beside_replicas:
+            gradient = lax.psum(gradient, beside_replicas)
+        return gradient if summed else shard.reduce_scatter(gradient)
+
+    def microbatches(self, batch: Tree) -> Tree:
+        """This replica's rows [G/d, S] as microbatches [M, B, S], weighed. Raises UserError where
+        they are not those of a global batch."""
+        size = self.run.layout.microbatch
+        rows = self.run.layout.replicas * len(batch["tokens"])
+        if rows != self.run.global_batch:
+            raise UserError(
+                f"a batch of {rows} rows for a schedule of global_batch={self.run.global_batch}; "
+                "give it as many, or make a trainer with another global_batch"
+            )
+        if "weights" in batch:
+            batch = self.states.model.weigh(batch, sum_over_replicas)
+        return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
+
+    # -- whether memory has kept what was in it ---------------------------------------------------
+
+    def with_checksums(self, state: TrainState) -> TrainState:
+        """The state with the checksum of what this device holds, where checksums are wanted."""
+        if not self.run.guard.checksums:
+            return state
+        own = checksum((state.params, state.moments))
+        return state._replace(checksums=own.reshape((1,) * len(AXES)))
+
+    def _corrupt(self, state: TrainState):
+        """Metrics.corrupt"""
+        if state.checksums is None:
+            return jnp.float32(0)
+        changed = self.with_checksums(state).checksums != state.checksums
+        sizes = tuple(self.run.layout.sizes.values())
+        return on_each_device(changed.astype(jnp.float32).reshape(()), sizes)
+
+
+def sum_over_replicas(values):
+    """Of what each replica has of its part of the batch."""
+    return lax.psum(values, BATCH)
+
+
+def _samples(batch: Tree):
+    """int32 [M, B]: the places of this replica's rows in the global batch."""
+    shape = batch["tokens"].shape[:2]
+    first = lax.axis_index(BATCH) * shape[0] * shape[1]
+    return first + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)

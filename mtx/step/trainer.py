@@ -1,0 +1,228 @@
+"""A run's model, layout and schedule, as compiled functions of (state, batch)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtx.config import RunConfig
+from mtx.errors import UserError
+from mtx.models.attention import AttentionKernel, cudnn_serves
+from mtx.models.families import FAMILIES
+from mtx.models.model import Model
+from mtx.pipeline.choose import check_shape, schedule_for, settle
+from mtx.pipeline.partition import place_layers
+from mtx.pipeline.program import Pipeline
+from mtx.pipeline.schedule import Schedule
+from mtx.sharding.axes import AXES, BATCH
+from mtx.sharding.mesh import Axes, make_mesh
+from mtx.step.forward import Forward
+from mtx.step.order import from_canonical, to_canonical
+from mtx.step.state import Metrics, States, TrainState
+from mtx.step.step import Step
+
+Tree = Any
+_BATCH_SPEC = P(BATCH)  # every array of a batch is [G, S], replicas along G
+
+
+class Trainer:
+    """A run's model, layout and schedule as functions of (state, batch).
+
+    Nothing touches a device until `init`, `train_step` or another of its functions is called, and
+    `mesh` is then the one of the real devices unless another is given. It is written for an
+    abstract mesh, runs on whatever mesh its state lies on, and compiles for devices that are not
+    there. Which ones are there is asked at one place only, where the layout leaves the kernel of
+    attention open.
+    """
+
+    def __init__(
+        self, run: RunConfig, *, mesh: Mesh | None = None, schedule: Schedule | None = None
+    ):
+        model = run.model
+        layout, self.reason = settle(run.layout, model, run.global_batch)
+        self.run = run = replace(run, layout=layout)
+        self.axes = Axes.of(layout)
+        self.schedule = schedule or schedule_for(layout, run.microbatches)
+        check_shape(self.schedule, layout, run.microbatches)
+        self.placement = place_layers(
+            model.layers, pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
+        )  # fmt: skip
+        self._mesh = mesh
+
+    @cached_property
+    def model(self) -> Model:
+        layout = self.run.layout
+        return FAMILIES[self.run.model.family](
+            self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
+            vocab_shards=layout.vocab_shards, slices=self.schedule.slices,
+        )  # fmt: skip
+
+    def _kernel(self) -> AttentionKernel:
+        """ "auto" looks at a device, of the mesh that was given or of this machine; cuDNN cannot be
+        compiled for devices that are not there."""
+        wanted = self.run.layout.attention
+        if wanted == "blocked":
+            return wanted
+        devices = self._mesh.devices.flat if self._mesh else jax.devices()
+        nvidia = "nvidia" in devices[0].device_kind.lower()
+        if wanted == "cudnn":
+            if not nvidia:
+                raise UserError(
+                    f"attention='cudnn' is for NVIDIA GPUs, not {devices[0].device_kind}; use auto"
+                )
+            return wanted
+        there = nvidia and jax.default_backend() == "gpu"
+        return "cudnn" if there and cudnn_serves(self.run.model) else "blocked"
+
+    @cached_property
+    def states(self) -> States:
+        return States(run=self.run, model=self.model, placement=self.placement)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        shards = None
+        if self.run.layout.zero == 3:  # how a chunk's leaves [N, ...] are sharded over the replicas
+            shards = jax.tree.map(lambda shard: shard.below(2), self.states.shards["block"])
+        return Pipeline(
+            model=self.model, schedule=self.schedule, placement=self.placement,
+            layout=self.run.layout, axes=self.axes, data_shards=shards,
+        )  # fmt: skip
+
+    @cached_property
+    def step(self) -> Step:
+        return Step(run=self.run, axes=self.axes, states=self.states, pipeline=self.pipeline)
+
+    # -- where everything lies --------------------------------------------------------------------
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return self._mesh or make_mesh(self.run.layout)
+
+    def shardings(self, specs: Tree, mesh: Mesh | None = None) -> Tree:
+        """NamedShardings of a tree of specs on this trainer's mesh, or on another."""
+        mesh = mesh or self.mesh
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def shard_map(self, f, in_specs, out_specs):
+        """f of local shards, as a function of arrays on this trainer's mesh."""
+        # check_vma=False: the collectives' gradients are our own (sharding.collectives), and a cond
+        # on a stage-dependent predicate gives wrong gradients under it (jax issue 40823).
+        sizes = tuple(self.run.layout.sizes.values())
+        mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def place(self, batch: dict[str, np.ndarray]) -> Tree:
+        """A batch of host arrays [G, S], each device given its rows."""
+        sharding = NamedSharding(self.mesh, _BATCH_SPEC)
+        return jax.tree.map(
+            lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index]), batch
+        )
+
+    # -- the beginning ----------------------------------------------------------------------------
+
+    def init(self, seed: int | None = None) -> TrainState:
+        """The first state, made shard by shard where it lies; the same values on every layout."""
+        seed = self.run.seed if seed is None else seed
+        init = jax.jit(self.states.first, out_shardings=self.shardings(self.states.specs))
+        return self.with_checksums(init(seed))
+
+    def state_from(self, params: Tree) -> TrainState:
+        """The first state with these parameters, float32 in canonical form."""
+
+        def start(params):
+            return self.states.of(self.from_canonical(params))
+
+        start = jax.jit(start, out_shardings=self.shardings(self.states.specs))
+        return self.with_checksums(start(params))
+
+    @cached_property
+    def with_checksums(self):
+        """state -> the state with the checksums of what each device holds, where they are wanted.
+        Every step takes those of what it returns and compares those of what it is given."""
+        if not self.run.guard.checksums:
+            return lambda state: state
+        specs = self.states.specs
+        return jax.jit(self.shard_map(self.step.with_checksums, (specs,), specs))
+
+    # -- functions of (state, batch) --------------------------------------------------------------
+
+    @cached_property
+    def train_step(self):
+        """(state, batch) -> (state, metrics), compiled at the first call; the state is donated."""
+        specs = self.states.specs
+        metrics = Metrics(*(P() for _ in Metrics._fields))
+        step = self.shard_map(self.step, (specs, _BATCH_SPEC), (specs, metrics))
+        return jax.jit(step, donate_argnums=0)
+
+    def compile_step(self, mesh: Mesh | None = None):
+        """The step, compiled for this trainer's mesh or another, from shapes alone: nothing is
+        allocated, and the devices of `mesh` need not be there. Those of another kind need a layout
+        that names the kernel of attention."""
+        shardings = self.shardings(self.states.specs, mesh)
+        state = jax.tree.map(_abstract, self.states.shapes, shardings)
+        rows = NamedSharding(mesh or self.mesh, _BATCH_SPEC)
+        fields = self.model.batch_fields(self.run.global_batch)
+        batch = {name: _abstract(shape, rows) for name, shape in fields.items()}
+        return self.train_step.lower(state, batch).compile()
+
+    @cached_property
+    def evaluate(self):
+        """(state, batch) -> (sum of losses, sum of weights) without dropout; float32 []."""
+        return self._forward(Forward(step=self.step).evaluate, (P(), P()))
+
+    @cached_property
+    def predict(self):
+        """(state, {"tokens": [G, S], "last": [G]}) -> logits [G, V] float32, of the token that
+        follows each row's last one, at that place. V is padded, the padding -inf."""
+        return self._forward(Forward(step=self.step).predict, P(BATCH, self.axes.vocab or None))
+
+    @cached_property
+    def score(self):
+        """(state, batch) -> (losses, hits) [G, S] float32 of batch["targets"], unweighted and
+        without dropout: a hit is 1 where the target is the likeliest token."""
+        return self._forward(Forward(step=self.step).score, (_BATCH_SPEC, _BATCH_SPEC))
+
+    def _forward(self, f, out_specs):
+        mapped = self.shard_map(f, (self.states.specs.params, _BATCH_SPEC), out_specs)
+        return jax.jit(lambda state, batch: mapped(state.params, batch))
+
+    def loss_and_gradients(self, state: TrainState, batch: Tree):
+        """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays."""
+        return jax.device_get(self._loss_and_gradients(state, self.place(batch)))
+
+    @cached_property
+    def _loss_and_gradients(self):
+        specs = self.states.specs.params
+
+        def compute(masters, step, batch):
+            return self.step.loss_and_gradients(masters, batch, step, jnp.float32(1))
+
+        mapped = self.shard_map(compute, (specs, P(), _BATCH_SPEC), (P(), specs))
+
+        def run(state, batch):
+            loss, gradients = mapped(state.params, state.step, batch)
+            return loss, self.to_canonical(gradients)
+
+        return jax.jit(run, out_shardings=NamedSharding(self.mesh, P()))
+
+    # -- model order ------------------------------------------------------------------------------
+
+    def to_canonical(self, tree: Tree) -> Tree:
+        """A tree like the masters (gradients, moments) -> layers [L, ...], no padding."""
+        return to_canonical(tree, self.states)
+
+    def from_canonical(self, tree: Tree) -> Tree:
+        """The inverse of `to_canonical`."""
+        return from_canonical(tree, self.states)
+
+
+def _abstract(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -1,0 +1,202 @@
+"""Optimizers by role, on every layout: their updates, their state in checkpoints, and refusals."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import mtx
+from mtx import optimizers
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.data.tokenizer import ByteTokenizer
+from mtx.errors import UserError
+from mtx.models.families import FAMILIES
+from mtx.plan.memory import predict_memory
+from mtx.sharding.parameter import ROLES
+from mtx.step.optimizer import make_optimizer, state_arrays
+
+SIZES = dict(layers=4, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8)
+MODEL = ModelConfig(compute_dtype="float32", tied=False, **SIZES)
+LAYOUTS = [
+    Layout(),
+    Layout(data=2, pipe=2, tensor=2, virtual=2),
+    Layout(data=4, tensor=2, zero=3),
+    Layout(data=3, pipe=2, stage_layers=(3, 1)),  # padded: 16 over three replicas
+]
+LION = OptimizerConfig(name="lion", lr=1e-2, rate="constant", weight_decay=0.3, clip=0.0)
+MIXED = OptimizerConfig(
+    name="lion", rest="adamw", rest_lr=3e-2, b2=0.98, lr=1e-2, rate="constant", weight_decay=0.3,
+    clip=0.0,
+)  # fmt: skip
+
+
+def trainer_on(layout: Layout, optimizer: OptimizerConfig) -> mtx.Trainer:
+    return mtx.Trainer(
+        RunConfig(model=MODEL, layout=layout, global_batch=12, optimizer=optimizer, steps=10)
+    )
+
+
+def batches(count: int) -> list[dict]:
+    ids = np.random.default_rng(3).integers(0, 30, (count, 12, 9), dtype=np.int32)
+    ones = np.ones((12, 8), np.float32)
+    return [{"tokens": a[:, :-1], "targets": a[:, 1:], "weights": ones} for a in ids]
+
+
+def canonical(trainer, tree):
+    return jax.device_get(jax.jit(trainer.to_canonical)(tree))
+
+
+def by_hand(p, g, state, step: int, *, name: str, lr, b1, b2, decay):
+    """The papers' formulas, an array at a time: (new parameter, new state)."""
+    if name == "lion":
+        (m,) = state
+        direction, state = np.sign(b1 * m + (1 - b1) * g), (b2 * m + (1 - b2) * g,)
+    else:
+        m, n = b1 * state[0] + (1 - b1) * g, b2 * state[1] + (1 - b2) * g * g
+        corrected = m / (1 - b1**step), n / (1 - b2**step)
+        direction, state = corrected[0] / (np.sqrt(corrected[1]) + 1e-8), (m, n)
+    return p - lr * (direction + decay * p), state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", [LION, MIXED], ids=["lion", "lion, adamw"])
+def test_updates_are_those_of_the_papers_for_each_role(config, layout):
+    trainer = trainer_on(layout, config)
+    state, seen = trainer.init(), {}
+    for step, batch in enumerate(batches(3), start=1):
+        before = canonical(trainer, state.params)
+        _, gradients = trainer.loss_and_gradients(state, batch)
+        state, _ = trainer.train_step(state, trainer.place(batch))
+        after = canonical(trainer, state.params)
+
+        def check(path, role, p, g, got, step=step):
+            of_rest = config.rest is not None and role != "matrix"
+            how = dict(name="adamw", lr=3e-2, b1=0.9, b2=0.95) if of_rest else dict(
+                name="lion", lr=1e-2, b1=0.9, b2=config.b2 or 0.99
+            )  # fmt: skip
+            zeros = np.zeros_like(p)
+            decay = 0.0 if role in ("norm", "bias") else 0.3
+            last = seen.get(path, (zeros, zeros) if of_rest else (zeros,))
+            want, seen[path] = by_hand(p, g, last, step, decay=decay, **how)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=str(path))
+
+        jax.tree.map_with_path(check, trainer.model.roles, before, gradients, after)
+    kept = {name.partition(".")[0] for name in state_arrays(state.moments)}
+    assert kept == ({"mu"} if config is LION else {"mu", "nu"})
+
+
+def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_path):
+    one, other = trainer_on(LAYOUTS[1], MIXED), trainer_on(LAYOUTS[2], MIXED)
+    state = one.init()
+    first, second = batches(2)
+    state, _ = one.train_step(state, one.place(first))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(one, state, tokenizer=ByteTokenizer())
+        checkpoints.wait()
+        moved = checkpoints.restore(other, 1)
+        names = set(checkpoints.manifest(1).catalog)
+    assert {"mu.block.mlp.up.w", "mu.ends.tokens", "nu.ends.tokens"} <= names
+    assert "nu.block.mlp.up.w" not in names  # Lion keeps one
+    assert {int(a) for a in jax.tree.leaves(moved.moments) if a.shape == ()} == {1}
+    losses = []
+    for trainer, at in ((one, state), (other, moved)):
+        at, metrics = trainer.train_step(at, trainer.place(second))
+        losses.append(float(metrics.loss))
+        at, metrics = trainer.train_step(at, trainer.place(second))
+        losses.append(float(metrics.loss))
+    np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-6)
+    with pytest.raises(UserError, match="another optimizer.*nu.block"), Checkpoints(tmp_path) as c:
+        c.restore(trainer_on(Layout(), OptimizerConfig()), 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_a_role(family):
+    tied = family != "llama"
+    model = FAMILIES[family](ModelConfig(family=family, tied=tied, **SIZES))
+    roles = {
+        ".".join(key.key for key in path): role
+        for path, role in jax.tree.leaves_with_path(model.roles)
+    }
+    assert set(roles.values()) <= set(ROLES)
+    assert jax.tree.structure(model.roles) == jax.tree.structure(
+        jax.tree.map(str, model.specs, is_leaf=lambda a: isinstance(a, jax.sharding.PartitionSpec))
+    )
+    # What is not decayed was once told by its name.
+    for name, role in roles.items():
+        undecayed = name.rpartition(".")[2] in ("b", "bias", "scale")
+        assert undecayed == (role in ("norm", "bias")), name
+    assert roles["ends.tokens"] == "embedding" and roles["block.mlp.down.w"] == "matrix"
+    if not tied:
+        assert roles["ends.output"] == "head"
+
+
+def twice(*args, **kwargs):
+    return optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-1e-3))
+
+
+@pytest.mark.parametrize(
+    "make, what",
+    [
+        (lambda *a, **k: optax.lamb(1e-3), "reduce_sum"),
+        (lambda *a, **k: optax.contrib.muon(1e-3), "ns_coeffs|dot_general"),
+        (lambda *a, **k: optax.adafactor(1e-3), "v_row"),
+        (lambda *a, **k: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), "reduce"),
+        (lambda *a, **k: optax.contrib.schedule_free_adamw(1e-3), "float32"),
+        (twice, "trace"),
+    ],
+    ids=["lamb", "muon", "adafactor", "clipped", "schedule-free", "twice"],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
+    module = SimpleNamespace(STATES=1, DEFAULTS={}, make=make)
+    monkeypatch.setattr(optimizers, "NAMES", (*optimizers.NAMES, "shampoo"))
+    for place in ("mtx.optimizers", "mtx.step.optimizer"):
+        monkeypatch.setattr(f"{place}.optimizer_module", lambda name: module)
+    from mtx.step.optimizer import _check
+
+    _check.cache_clear()
+    with pytest.raises(UserError, match=f"'shampoo'.*({what})"):
+        make_optimizer(OptimizerConfig(name="shampoo"), 10, {"block": {"w": "matrix"}})
+    _check.cache_clear()
+
+
+@pytest.mark.parametrize("name", optimizers.NAMES)
+def test_each_file_says_what_it_keeps(name):
+    module = optimizers.optimizer_module(name)
+    made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
+    params = {"block": {"w": jax.ShapeDtypeStruct((2, 3), "float32")}}
+    assert len(state_arrays(jax.eval_shape(made.init, params))) == module.STATES
+    RunConfig(model=MODEL, optimizer=OptimizerConfig(name=name))
+
+
+@pytest.mark.parametrize(
+    "values, named",
+    [
+        ({"name": "adam"}, "adamw"),
+        ({"rest": "liom"}, "lion"),
+        ({"name": "lion", "epsilon": 1e-8}, "epsilon=1e-08"),
+        ({"rest_lr": 1e-3}, "rest_lr=0.001"),
+        ({"rest": "adamw", "rest_lr": -1.0}, "rest_lr=-1.0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values, named):
+    with pytest.raises(UserError, match=named):
+        OptimizerConfig(**values)
+
+
+@pytest.mark.parametrize("config", [OptimizerConfig(), LION, MIXED], ids=["adamw", "lion", "both"])
+def test_the_planner_knows_the_bytes_of_the_state(config):
+    layout = Layout(pipe=2, tensor=2)
+    trainer = trainer_on(layout, config)
+    shapes, specs = trainer.states.shapes, trainer.states.specs
+    shards = jax.tree.leaves(
+        jax.tree.map(
+            lambda a, sharding: 4 * np.prod(sharding.shard_shape(a.shape)),
+            [shapes.params, list(state_arrays(shapes.moments).values())],
+            trainer.shardings([specs.params, list(state_arrays(specs.moments).values())]),
+        )
+    )
+    memory = predict_memory(MODEL, layout, 12, optimizer=config)
+    assert memory.optimizer_bytes == sum(shards)
