@@ -44,6 +44,7 @@ from mtx.plan.plan import save_plan as save_plan
 from mtx.plan.search import search as search
 from mtx.presets import preset as preset
 from mtx.sharding.mesh import make_mesh as make_mesh
+from mtx.step.trainer import Trainer as Trainer
 from mtx.train.loop import run_training as run_training
 from mtx.view.mesh import MeshView as MeshView
 from mtx.view.mesh import draw_mesh as draw_mesh
