@@ -10,8 +10,8 @@ seconds of a step).
 
 Expected time: two seconds.
 Expected result: every point of figures 11 to 18 within 5.3 %, but for p=16, t=4 of figure 13, where
-the paper's 111 teraFLOP/s fall out of the line between its neighbours. Figure 7 is predicted a
-quarter too fast on all microbatch sizes: its heads of 32 make attention half of the time, and which
+the paper's 111 teraFLOP/s fall out of the line between its neighbours. Figure 7 is predicted 27
+to 31 % too fast on all microbatch sizes: its heads of 32 make attention half of the time, and which
 of the fused operators it was run with the paper does not say. ZeRO-3 is up to a fifth too fast
 where its traffic takes about as long as the matmuls that hide it.
 """

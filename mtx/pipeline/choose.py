@@ -17,7 +17,6 @@ from mtx.pipeline.shape import Times
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
 
 
-@lru_cache(maxsize=64)
 def schedule_for(layout: Layout, microbatches: int) -> Schedule:
     """The table that a layout's schedule names, or that its file holds.
 
@@ -25,12 +24,17 @@ def schedule_for(layout: Layout, microbatches: int) -> Schedule:
     """
     if layout.schedule == "auto":
         raise UserError("schedule='auto' is still to be chosen: see mtx.pipeline.choose.settle")
-    if not layout.schedule_is_file:
-        return make(
-            layout.schedule, microbatches=microbatches, stages=layout.pipe, virtual=layout.virtual,
-            slices=layout.slices,
-        )  # fmt: skip
-    return read_schedule(Path(layout.schedule))
+    if layout.schedule_is_file:
+        return _read(Path(layout.schedule))
+    return _make(layout.schedule, microbatches, layout.pipe, layout.virtual, layout.slices)
+
+
+@lru_cache(maxsize=128)
+def _make(name: str, microbatches: int, stages: int, virtual: int, slices: int) -> Schedule:
+    return make(name, microbatches=microbatches, stages=stages, virtual=virtual, slices=slices)
+
+
+_read = lru_cache(maxsize=8)(read_schedule)
 
 
 def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:

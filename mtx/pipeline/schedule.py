@@ -462,13 +462,14 @@ def _assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -
     held_until = np.full((stages, 8), IDLE)  # per slot: the tick of its next read
     every = np.arange(stages)
     for tick in range(ticks):
-        if (held_until >= tick).all(axis=1).any():
+        slot = (held_until < tick).argmax(axis=1)
+        if (held_until[every, slot] >= tick).any():  # a stage has no free one
             held_until = np.pad(
                 held_until, ((0, 0), (0, held_until.shape[1])), constant_values=IDLE
             )
-        slot = (held_until < tick).argmax(axis=1)
+            slot = (held_until < tick).argmax(axis=1)
         write[tick] = slot
-        busy = until[tick] != IDLE
-        held_until[every[busy], slot[busy]] = until[tick, busy]
-        read[until[tick, busy], every[busy]] = slot[busy]
+        busy = np.flatnonzero(until[tick] != IDLE)
+        held_until[busy, slot[busy]] = until[tick, busy]
+        read[until[tick, busy], busy] = slot[busy]
     return Ring(write=write, read=read, slots=int(write.max()) + 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from mtx.config import ModelConfig, Recompute
 from mtx.plan.attention import attention_of
@@ -62,7 +62,7 @@ class Passes:
     backward: Work = Work()
     weight: Work = Work()
 
-    @property
+    @cached_property
     def all(self) -> Work:
         return self.forward + self.backward + self.weight
 

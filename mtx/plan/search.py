@@ -4,8 +4,9 @@ Nothing of SC'21's advice is in here: every way to write the devices as data x p
 microbatch, number of chunks, sharding of sequences and optimizer, and way to keep or recompute
 activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
 
-Candidates are taken in the order of their time, and the first that fits wins its mesh. Not priced
-is what cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
+Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
+due a bound stands for its time (`mtx.plan.time.pipeline_bound_s`), so that few are simulated. Not
+priced is what cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
   - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
     nothing on that mesh does
   - recomputing more never makes a step faster: it is tried where recomputing less does not fit

@@ -195,14 +195,27 @@ class _Case:
     model: Model
 
     def bound_s(self, microbatches: int) -> float:
-        """The longest of these: one microbatch through all stages; and for each stage all of its
-        work, and before and after it a chunk of every earlier stage, on the way there and back."""
+        """The longest of these. One microbatch through all stages. For each stage all of its work,
+        and before and after it a chunk of every earlier stage, on the way there and back. And a
+        pipeline of stages that are all as fast as the fastest, whose last group is short by -m mod
+        p microbatches and leaves so many places idle at the end of each chunk but the last: as it
+        does in lock-step, while a program a stage fills some of them with what is left of B.
+        """
+        pipe, virtual = len(self.stages), self.virtual
         bound_s = through_s = 0.0
         for seconds in self.stages:
             stage_s = sum(seconds)
-            bound_s = max(bound_s, through_s / self.virtual + microbatches * stage_s)
+            bound_s = max(bound_s, through_s / virtual + microbatches * stage_s)
             through_s += stage_s
-        return max(bound_s, through_s)
+        bound_s = max(bound_s, through_s)
+        short = -microbatches % pipe
+        if self.model == "lockstep" or microbatches < pipe or not short:
+            fastest_s = min(forward for forward, _, _ in self.stages)
+            fastest_s += min(backward + weight for _, backward, weight in self.stages)
+            places = microbatches * virtual + (virtual - 1) * short + pipe - 1
+            bound_s = max(bound_s, places / virtual * fastest_s)
+        sends = microbatches * virtual if self.model == "lockstep" else 0  # the first stage's F
+        return bound_s + sends * self.hop_s
 
     def reaches_bound(self, microbatches: int) -> bool:
         """Whether SC'21's schedules take as long as the bound, in the asynchronous model: where no
@@ -349,11 +362,16 @@ def _parameters_held(
     model: ModelConfig, layout: Layout, layers: int, calibration: Calibration
 ) -> float:
     """Of the device that has most: matrices of so many layers, and its part of a token table."""
-    matrices = sum(linear.held(layout.tensor)[0] for linear in layer_of(model).linears)
+    matrices = _matrices_held(model, layout.tensor)
     everywhere = calibration.software.head == "all stages"
     shards = layout.vocab_shards if everywhere else layout.tensor
     tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
     return layers * matrices + tables * model.padded_vocab(shards) / shards * model.hidden
+
+
+@lru_cache(maxsize=4096)
+def _matrices_held(model: ModelConfig, tensor: int) -> int:
+    return sum(linear.held(tensor)[0] for linear in layer_of(model).linears)
 
 
 def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: float) -> float:
