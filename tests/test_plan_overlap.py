@@ -133,6 +133,7 @@ def test_a_loop_of_matmuls_covers_as_often_as_it_runs():
     assert replay(*lines, before=TEST + body, trip_counts=1.5) == {("tensor",): (3, 1.5)}
 
 
+@pytest.mark.parametrize("last", ["received", "left"])  # what is left counts as exposed
 @pytest.mark.parametrize(
     ("order", "exposed"),
     [
@@ -142,7 +143,7 @@ def test_a_loop_of_matmuls_covers_as_often_as_it_runs():
         (("matmul", "done", "start"), 10 * 1 + 2),
     ],
 )
-def test_a_send_may_end_in_the_next_iteration(order, exposed):
+def test_a_send_may_end_in_the_next_iteration(order, exposed, last):
     shapes = "((bf16[1000000]{0}), bf16[1000000]{0})"
     lines = {
         "done": "%d = bf16[1000000]{0} collective-permute-done(%flight)",
@@ -165,7 +166,7 @@ def test_a_send_may_end_in_the_next_iteration(order, exposed):
         f"%t = (bf16[4]{{0}}, {shapes}) tuple(%p, %first)",
         loop("outer", 10),
         f"%last = {shapes} get-tuple-element(%outer), index=1",
-        "%d = bf16[1000000]{0} collective-permute-done(%last)",
+        *["%d = bf16[1000000]{0} collective-permute-done(%last)"][: last == "received"],
         before=TEST + body,
     )
     assert result == {("pipe",): (11 * 2, exposed)}
@@ -201,6 +202,12 @@ def test_async_wrappers_start_the_collective_inside():
     done = "%done = bf16[500000]{0} async-done(%w)"
     lines = (f"%w = {shapes} async-start(%x), calls=%wrapped", *matmuls(2), done)
     assert replay(*lines, before=wrapped) == {("tensor",): (3, 1)}
+    send_too = f"%c = bf16[1000000]{{0}} collective-permute(%y), {PIPE}"
+    both = wrapped.replace(
+        "  ROOT", f"  %y = bf16[1000000]{{0}} parameter(1)\n  {send_too}\n  ROOT"
+    )
+    lines = (f"%w = {shapes} async-start(%x, %x), calls=%wrapped", *matmuls(1), done)
+    assert replay(*lines, before=both) == {("tensor",): (3, 1), ("pipe",): (2, 1)}
 
 
 def test_a_start_whose_done_is_not_there_is_wholly_exposed():

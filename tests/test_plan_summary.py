@@ -1,6 +1,7 @@
 """The page of a plan."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -218,6 +219,16 @@ COMPILED = Compiled(
         Exposure(axes=("pipe", "data"), seconds=0.004, exposed_s=0.0),
     ),
 )  # fmt: skip
+
+
+def test_what_was_compiled_goes_through_json():
+    written = json.loads(json.dumps(COMPILED.to_dict()))
+    assert written["overlap_estimate"][0] == {
+        "axes": ["tensor"],
+        "seconds": 1.25,
+        "exposed_s": 0.75,
+    }
+    assert Compiled.from_dict(written) == COMPILED
 
 
 def test_what_the_compiler_says():

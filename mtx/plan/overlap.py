@@ -194,10 +194,14 @@ class _Replay:
             return self._choose(instruction, given, share)
         if instruction.operation in COLLECTIVES:
             return self._communicate(computation, instruction, share, opcode.endswith("-start"))
-        if opcode == "async-start":  # of a computation that holds the collective
+        if opcode == "async-start":  # of a computation that holds the collectives
             inside = self.program.computations[instruction.called]
             held = [each for each in inside.values() if each.operation in COLLECTIVES]
-            return self._communicate(inside, held[-1], share, True)
+            return {
+                (place, *path): flight
+                for place, each in enumerate(held)
+                for path, flight in self._communicate(inside, each, share, True).items()
+            }
         if instruction.called:
             return self.run(instruction.called, dict(enumerate(given)), share)
         for flight in given[0].values():
@@ -244,8 +248,10 @@ class _Replay:
         flights = self.run(body, {0: flights}, share * (trips - 1))
         skipped_s = (trips - 2) * (self.clock - begun)  # the iterations after the second
         self.clock += skipped_s
-        for flight in set(flights.values()):
-            flight.until += skipped_s if flight.begun >= begun else 0.0
+        for flight in {each for each in flights.values() if each.begun >= begun}:
+            flight.begun += skipped_s  # it is the last iteration's
+            flight.until += skipped_s
+            self.open[flight] = share
         self.free = {
             links: until + (skipped_s if until > begun else 0.0)
             for links, until in self.free.items()
