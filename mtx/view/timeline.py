@@ -108,7 +108,7 @@ def _rows_inches(run: Simulation) -> float:
 
 def _time_label(runs: list[Simulation]) -> str:
     times = [run.times for run in runs]
-    if any(other != times[0] for other in times):
+    if any(other != times[0] or other.stage_times for other in times):
         return "time"
     one, split = times[0], {run.schedule.split for run in runs}
     ways = [f"B {one.backward:g}, W {one.weight:g}"] if True in split else []
@@ -131,9 +131,15 @@ def fill_timeline(
     Returns the colours and what they mean.
     """
     total = total or run.makespan
-    op_inches, row_inches = _shortest_op(run) * inches[0] / total, inches[1] / run.schedule.stages
-    by_op = op_inches >= _NARROWEST_OP_INCHES and row_inches >= _LOWEST_ROW_INCHES
-    swatches = _draw_ops(axes, run, op_inches) if by_op else _draw_shares(axes, run, inches[1])
+    stages, together = run.schedule.stages, 1  # in a row
+    op_inches = _shortest_op(run) * inches[0] / total
+    if op_inches >= _NARROWEST_OP_INCHES and inches[1] / stages >= _LOWEST_ROW_INCHES:
+        swatches = _draw_ops(axes, run, op_inches, inches[1] / stages)
+    else:
+        least = -(-stages // max(1, int(inches[1] / _LOWEST_BANDS_INCHES)))
+        together = next((n for n in range(least, 2 * least) if stages % n == 0), least)
+        swatches = _draw_shares(axes, run, together)
+    _label_stages(axes, stages, together, inches[1])
     axes.set_xlim(0, total)
     _plain_axes(axes)
     title, lockstep = title or run_title(run), run.model == "lockstep"
@@ -146,11 +152,11 @@ def fill_timeline(
     return swatches | waiting | {"idle": IDLE}
 
 
-def _draw_ops(axes: Axes, run: Simulation, op_inches: float) -> Swatches:
+def _draw_ops(axes: Axes, run: Simulation, op_inches: float, row_inches: float) -> Swatches:
     """One box an op, with its microbatch where there is room."""
     schedule, orders = run.schedule, run.orders
     longest = len(item_text(schedule.items - 1, schedule.slices))
-    font_points = min(8.5, op_inches * 72 / (0.75 * longest))
+    font_points = min(8.5, op_inches * 72 / (0.75 * longest), row_inches * 72 * 0.65)
     numbered = font_points >= _SMALLEST_FONT_POINTS and orders.kind.size <= _MOST_NUMBERS
     wide = op_inches > _EDGED_OP_INCHES
     start, length = run.start - run.start.min(), run.end - run.start
@@ -176,7 +182,6 @@ def _draw_ops(axes: Axes, run: Simulation, op_inches: float) -> Swatches:
                 x, stage, item_text(item, schedule.slices), ha="center", va="center_baseline",
                 color=ink(colour), fontsize=font_points, zorder=3, clip_on=True,
             )  # fmt: skip
-    _label_stages(axes, schedule.stages, 1, _rows_inches(run))
     return _op_swatches(run, palette)
 
 
@@ -190,9 +195,9 @@ def _op_swatches(run: Simulation, palette: list[list[str]]) -> Swatches:
     }
 
 
-def _draw_shares(axes: Axes, run: Simulation, inches: float) -> Swatches:
-    """Rows of one stage or several, cut into bands: what F, B, W, waiting and idling take of their
-    time, from the top.
+def _draw_shares(axes: Axes, run: Simulation, together: int) -> Swatches:
+    """Rows of so many stages, cut into bands: what F, B, W, waiting and idling take of their time,
+    from the top.
 
     A bin of time is a whole number of the steady state's periods: other bins would beat with it and
     show stripes.
@@ -200,14 +205,10 @@ def _draw_shares(axes: Axes, run: Simulation, inches: float) -> Swatches:
     stages, period = run.schedule.stages, _period(run)
     width = period * -(-run.makespan // (period * _BINS))
     bins = int(-(-run.makespan // width))
-    least = -(-stages // max(1, int(inches / _LOWEST_BANDS_INCHES)))
-    together = next((n for n in range(least, 2 * least) if stages % n == 0), least)
     share = shares(run, run.start.min() + width * np.arange(bins + 1))
     firsts = np.arange(0, stages, together)
     share = np.add.reduceat(share, firsts) / np.diff([*firsts, stages])[:, None, None]
-    level = (
-        np.arange(_LEVELS + _GAP_LEVELS) + 0.5
-    ) / _LEVELS  # beyond 1 is the gap to the next row
+    level = (np.arange(_LEVELS + _GAP_LEVELS) + 0.5) / _LEVELS  # above 1: between two rows
     kind = (level[:, None, None] >= share.cumsum(axis=-1)[:, None]).sum(axis=-1)  # [rows, L, N]
     ops = [shade(kind) for kind in range(3)]
     palette = np.stack([rgb(colour) for colour in (*ops, COMMUNICATION, IDLE, "#ffffff")])
@@ -215,7 +216,6 @@ def _draw_shares(axes: Axes, run: Simulation, inches: float) -> Swatches:
         palette[kind].reshape(-1, bins, 3), aspect="auto", interpolation="nearest",
         extent=(0, bins * width, len(firsts) * together - 0.5, -0.5),
     )  # fmt: skip
-    _label_stages(axes, stages, together, inches)
     return {f"{kind}'s share of the time": colour
             for kind, colour in zip(KINDS[: len(run.schedule.halves)], ops)}  # fmt: skip
 
