@@ -28,6 +28,7 @@ def user_path(name: Name) -> Path:
     reached, so that Path's own questions (`is_dir`) get answers."""
     path = Path(os.path.expanduser(name))
     try:
+        str(path).encode()  # it goes into files of JSON
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
