@@ -22,11 +22,13 @@ def user_path(path: str | os.PathLike, name: str = "path") -> Path:
     check_path(name, path)
     path = Path(os.path.expanduser(path))
     try:
+        str(path).encode()  # it goes into files of JSON
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:
-        raise UserError(f"{name}={path} cannot be reached: {error.strerror}; use another") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise UserError(f"{name}={str(path)!r} cannot be reached: {why}; use another") from None
     return path
 
 

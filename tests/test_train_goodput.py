@@ -10,7 +10,8 @@ from mtx.train.goodput import measure_goodput, read_log, steps_that_count
 
 def start(step, unix_time, since_launch_s):
     return {"kind": "start", "step": step, "unix_time": unix_time, "t_s": 0.0,
-            "since_launch_s": since_launch_s}  # fmt: skip
+            "since_launch_s": since_launch_s, "parameters": 8, "devices": 1,
+            "device_kind": "cpu", "run": {"steps": 6}}  # fmt: skip
 
 
 def step(number, t_s, *, step_s=1.0, finite=True, loss=2.0):
@@ -65,6 +66,22 @@ def test_a_log_is_read_but_for_a_torn_line(tmp_path):
     path.write_text("text\n")
     with pytest.raises(UserError, match="line 1 is no record"):
         read_log(path)
+    for name, value in (("step", []), ("step_s", None), ("loss", "x"), ("t_s", float("nan"))):
+        path.write_text(json.dumps(LOG[0]) + "\n" + json.dumps(step(1, 0.0) | {name: value}) + "\n")
+        with pytest.raises(UserError, match="line 2 is no record"):
+            read_log(path)
+    for name in ("run", "unix_time", "devices"):
+        path.write_text(json.dumps({key: LOG[0][key] for key in LOG[0] if key != name}) + "\n")
+        with pytest.raises(UserError, match="line 1 is no record"):
+            read_log(path)
+    for name, value in (("step", []), ("step_s", None), ("loss", "x"), ("t_s", float("nan"))):
+        path.write_text(json.dumps(LOG[0]) + "\n" + json.dumps(step(1, 0.0) | {name: value}) + "\n")
+        with pytest.raises(UserError, match="line 2 is no record"):
+            read_log(path)
+    for name in ("run", "unix_time", "devices"):
+        path.write_text(json.dumps({key: LOG[0][key] for key in LOG[0] if key != name}) + "\n")
+        with pytest.raises(UserError, match="line 1 is no record"):
+            read_log(path)
     path.write_text(json.dumps(step(1, 0.0)) + "\n")
     with pytest.raises(UserError, match="no session"):
         read_log(path)

@@ -11,7 +11,9 @@ from typing import Any
 
 from mtx.config import ModelConfig
 from mtx.convert.names import BERT, GPT2, LLAMA, MEGATRON_BERT, Names
-from mtx.errors import UserError, unknown_name
+from mtx.errors import UserError, shown, unknown_name
+from mtx.fields import checked
+from mtx.sizes import Step
 
 Json = dict[str, Any]
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf"}
@@ -33,32 +35,26 @@ class Fields:
 
     def whole(self, name: str) -> int:
         """A whole number of at least 1."""
-        value = self._values.get(name)
-        if type(value) is not int or value < 1:
-            raise UserError(f"{self.where}: {name}={value!r} must be a whole number of at least 1")
-        return value
+        return checked(f"{self.where}: {name}", self._values.get(name), Step)
 
     def number(self, name: str) -> float:
-        value = self._values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{self.where}: {name}={value!r} must be a number")
-        return float(value)
+        return float(checked(f"{self.where}: {name}", self._values.get(name), float))
 
     def require(self, name: str, *allowed: Any) -> None:
         """UserError where it has another value; one that is not there is none."""
         value = self._values.get(name, _MISSING)
         if value is not _MISSING and value not in allowed:
             raise UserError(
-                f"{self.where}: {name}={value!r} is not in our models; "
+                f"{self.where}: {name}={shown(value)} is not in our models; "
                 f"{'it has' if len(allowed) == 1 else 'one of them has'} "
                 f"to be {' or '.join(map(repr, allowed))}"
             )
 
     def choice(self, name: str, choices: Mapping[str, str]) -> str:
         value = self._values.get(name)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise UserError(
-                f"{self.where}: {name}={value!r} is not in our models; they have "
+                f"{self.where}: {name}={shown(value)} is not in our models; they have "
                 f"{', '.join(choices)}"
             )
         return choices[value]
@@ -69,7 +65,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise UserError(f"{self.where}: {name}={value!r} must be a table")
+            raise UserError(f"{self.where}: {name}={shown(value)} must be a table")
         return Fields(value, {}, f"{self.where}: {name}")
 
 

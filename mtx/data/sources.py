@@ -61,7 +61,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
+            inside = sorted(p for p in path.rglob("*") if os.path.isfile(p) and _kind(p))
             files += [p for p in inside if not _is_hidden(p.relative_to(path))]
             continue
         if not path.is_file():

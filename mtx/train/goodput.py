@@ -38,6 +38,19 @@ class Goodput:
         return self.parts["steps"] / self.wall_s if self.wall_s else 0.0
 
 
+# What is read of records: numbers of each kind, those that may be null where one is not finite, and
+# those that may be left out.
+_NUMBERS = {
+    "start": ("step", "unix_time", "parameters", "devices"), "step": ("step", "step_s"),
+    "eval": ("step",), "rollback": ("step",), "processes": ("step",),
+}  # fmt: skip
+_NULLABLE = {"step": ("loss",), "eval": ("loss",)}
+_OPTIONAL = (
+    "tokens_per_s", "tflops_sc21", "tflops_model", "mfu", "learning_rate", "gradient_norm",
+    "compiled_bytes",
+)  # fmt: skip
+
+
 def read_log(path: str | Path) -> list[Record]:
     """The records of a log.jsonl; a last line that was cut short is left out.
 
@@ -51,15 +64,40 @@ def read_log(path: str | Path) -> list[Record]:
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn
         try:
             record = parse_json(line, f"line {number}")
-            record["kind"]
-        except (ValueError, TypeError, KeyError):
+        except UserError:
+            record = None
+        if not _is_record(record):
             raise UserError(
                 f"{path}, line {number} is no record of a run's log; take that line out"
-            ) from None
+            )
         records.append(record)
     if not any(record["kind"] == "start" for record in records):
         raise UserError(f"{path} has no session of a run in it")
     return records
+
+
+def _is_record(record: Record) -> bool:
+    try:
+        kind = record["kind"]
+        numbers = [record[name] for name in _NUMBERS.get(kind, ())]
+        numbers += [record.get(name, 0.0) for name in ("t_s", "since_launch_s")]
+        nullable = [record[name] for name in _NULLABLE.get(kind, ())]
+        nullable += [record.get(name) for name in _OPTIONAL]
+        if kind == "start":
+            numbers.append(record["run"]["steps"])
+        elif kind in ("compile", "eval", "save"):
+            numbers.append(record.get("seconds", 0.0))
+        elif kind == "processes":
+            numbers += [*record["host_s"], *record["device_s"]]
+        elif kind == "memory":
+            nullable += [device["peak_bytes"] for device in record.get("devices", ())]
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return all(map(_is_number, numbers + [value for value in nullable if value is not None]))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 2.0**127
 
 
 def steps_that_count(records: Sequence[Record]) -> list[Record]:

@@ -23,7 +23,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():
             yield path
             return
-        target = path.resolve()  # a link stays a link
+        target = Path(os.path.realpath(path))  # a link stays a link
         written = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
         written.touch()  # says what is wrong with a folder before anything is computed
         try:
