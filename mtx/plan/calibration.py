@@ -64,7 +64,8 @@ _MEGATRON_2021 = Software(
     overlaps_data=False,
     reduction_bytes=12,  # flattening 4, dividing by the replicas 4, copying back 4
     # Assumed: a ring enters a node by one card and leaves it by another. NCCL could not yet lend it
-    # the cards beside GPUs that are not its own (PXN came in 2022, with 2.12).
+    # the cards beside GPUs that are not its own (PXN came in 2022, with 2.12). SC'21's figure 15
+    # would tell; its layouts are known here, its numbers are not.
     ring_cards=2,
     # SC'21, section 5.9: all-reduces of the largest run cross a cut through the machine at 12.9
     # TB/s. Its 512 rings, of six nodes each, cross it twice: 12.6 GB/s a card with the copies
