@@ -32,7 +32,7 @@ def test_the_timeline_is_in_the_times_of_the_plan():
     waiting."""
     run = preset("gpt-145b")
     layout = replace(run.layout, data=1, microbatch=1)
-    plan = make_plan(replace(run, layout=layout, global_batch=48))
+    plan = make_plan(replace(run, layout=layout, global_batch=42))
     drawn = new_figure(9, 4).add_subplot()
     fill_schedule(drawn, plan, (8.0, 3.0))
     time = plan.time

@@ -13,7 +13,6 @@ Legend: P stages · K ops of one stage · T ticks · C chunks · I items
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -158,22 +157,6 @@ def simulate(
         schedule=schedule, times=times, model=model, weight_share=weight_share, orders=orders,
         start=start, end=end, before=before,
     )  # fmt: skip
-
-
-def makespan(
-    schedule: Schedule, times_PT: Sequence[Sequence[float]], *, comm: float, model: Model
-) -> float:
-    """From the start of the first op to the end of the last one, where each stage has times of its
-    own, [P, 3]: F, B and W of one microbatch, summed over its chunks as in `Times`."""
-    forward, backward, weight = np.array(times_PT, float).T
-    by_kind = np.stack([forward, backward if schedule.split else backward + weight, weight])
-    by_kind /= schedule.virtual * schedule.slices
-    stage = np.arange(schedule.stages)[:, None]
-    if model == "asynchronous":
-        lasts = by_kind[schedule.orders.kind, stage]
-        return float(_run_asynchronous(schedule, lasts, comm)[1].max())
-    orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
-    return float(_run_lockstep(schedule, orders, by_kind[orders.kind, stage], comm)[1].max())
 
 
 def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:

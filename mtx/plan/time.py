@@ -17,7 +17,8 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.pipeline.choose import check_shape, schedule_for
 from mtx.pipeline.partition import place_layers
-from mtx.pipeline.simulate import Model, makespan
+from mtx.pipeline.shape import Times
+from mtx.pipeline.simulate import Model, simulate
 from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.families import layer_of
@@ -148,7 +149,7 @@ def pipeline_s(
 ) -> float:
     """Seconds from the first op to the end of the last one: the one place that knows schedules.
 
-    They are the simulator's (`mtx.pipeline.simulate.makespan`) for the table that is run, where a
+    They are the simulator's (`mtx.pipeline.simulate`) for the table that is run, where a
     message takes `hop_s` to arrive. `model` is how the software runs it: Megatron has a program a
     stage, so its numbers are asynchronous, and what it waits for a message is part of the stages'
     own seconds; ours is one program, in lock-step, with a message a tick. (As on GPUs: there, says
@@ -244,7 +245,8 @@ def _simulated_s(case: _Case, microbatches: int) -> float:
     )
     table = schedule_for(layout, microbatches)
     check_shape(table, layout, microbatches)
-    return makespan(table, case.stages, comm=case.hop_s / case.slices, model=case.model)
+    times = Times(stage_times=case.stages, comm=case.hop_s / case.slices)
+    return simulate(table, times, model=case.model).makespan
 
 
 def _looped_s(case: _Case, microbatches: int) -> float:
@@ -304,10 +306,7 @@ def stage_times(
     hop_s = _hop_s(shard, layout, scatter_gather)
     if calibration.software.pipeline == "lockstep":
         return stages, hop_s
-    hops_s = layout.virtual * hop_s  # a program a stage stands still meanwhile
-    return [
-        (forward + hops_s, backward + hops_s, weight) for forward, backward, weight in stages
-    ], 0.0
+    return _with_messages(stages, hop_s, layout.virtual), 0.0
 
 
 @lru_cache(maxsize=4096)
