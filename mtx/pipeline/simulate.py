@@ -3,9 +3,9 @@
 Two models of cost. **Asynchronous**: a program per stage, as Megatron's or torch's: an op starts
 when its stage has finished the op before and its input has arrived. **Lock-step**: one program for
 all stages, as ours: every tick lasts as long as its longest stage, plus one `comm` where any stage
-sends in it. That is the price where sends overlap with computation, as on GPUs. XLA's CPU runtime
-blocks at the send of F, so that a tick there lasts max F + max (B + W): `deferred_zb` then costs
-what `aligned_zb` does (experiments/bench_schedules.py, which prices it so).
+sends in it. That is the price where sends overlap with computation, as XLA:GPU could. XLA's CPU
+runtime blocks at the send of F, so that a tick there lasts max F + max (B + W): `deferred_zb` then
+costs what `aligned_zb` does (experiments/bench_schedules.py, which prices it so).
 
 Legend: P stages · K ops of one stage · T ticks · C chunks · I items
 """
