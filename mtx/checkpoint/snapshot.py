@@ -44,16 +44,15 @@ def odd_one_out(catalog: Catalog) -> str | None:
     """The name of an array that can be of no state: every parameter has one or more arrays of the
     optimizer, all with its name, shape and dtype, and the numbers are all there. None where all is
     well."""
-    arrays = {name.partition(".")[::2]: info for name, info in catalog.items()}
-    parameters = {path: info for (tree, path), info in arrays.items() if tree == "params"}
-    kept = {key: info for key, info in arrays.items() if ".".join(key) not in NUMBERS}
-    for (_, path), info in sorted(kept.items()):
-        own = parameters.get(path)
+    parts = {name: name.partition(".")[::2] for name in catalog if name not in NUMBERS}
+    kept = {path for tree, path in parts.values() if tree != "params"}
+    for name, (tree, path) in sorted(parts.items()):
+        own, info = catalog.get(f"params.{path}"), catalog[name]
         if own is None or (own.shape, own.dtype) != (info.shape, info.dtype):
+            return path or name
+        if tree == "params" and path not in kept:
             return path
-    bare = parameters.keys() - {path for tree, path in kept if tree != "params"}
-    missing = [name for name in NUMBERS if name not in catalog]
-    return min(bare, default=None) or next(iter(missing), None)
+    return next((name for name in NUMBERS if name not in catalog), None)
 
 
 @dataclass(frozen=True, kw_only=True)
