@@ -16,7 +16,7 @@ def start(step, unix_time, since_launch_s):
 
 def step(number, t_s, *, step_s=1.0, finite=True, loss=2.0):
     return {"kind": "step", "step": number, "t_s": t_s, "step_s": step_s, "finite": finite,
-            "loss": loss}  # fmt: skip
+            "loss": loss, "tokens_per_s": 8.0}  # fmt: skip
 
 
 LOG = [

@@ -16,7 +16,7 @@ from typing import Literal
 
 from mtx.data.documents import TEXT_SUFFIXES
 from mtx.errors import UserError
-from mtx.files import open_file, parse_json
+from mtx.files import files_in, open_file, parse_json
 from mtx.paths import user_path
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -61,7 +61,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if os.path.isfile(p) and _kind(p))
+            inside = [p for p in files_in(path) if _kind(p)]
             files += [p for p in inside if not _is_hidden(p.relative_to(path))]
             continue
         if not path.is_file():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtx.errors import UserError
-from mtx.files import open_file, parse_json
+from mtx.files import files_in, open_file, parse_json
 from mtx.paths import user_path
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
@@ -52,7 +52,7 @@ def _files(names: Sequence[str]) -> Iterator[Path]:
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
+            inside = [p for p in files_in(path) if p.suffix.lower() in _SUFFIXES]
             if not inside:
                 raise UserError(f"{name} holds no file that ends in {', '.join(_SUFFIXES)}")
             yield from inside

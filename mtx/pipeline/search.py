@@ -18,7 +18,7 @@ from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.shape import WEIGHT_SHARE, Times
 from mtx.pipeline.simulate import bubble_text, simulate
 
-_MOST_OPS = 2**19  # of all stages and microbatches: of a dozen tables or more, one after another
+_MOST_OPS = 2**18  # of a table: a dozen and more are compared, one after another
 WORTH_SAYING = 0.1  # of a makespan: by how much a program per stage must be faster to be mentioned
 
 

@@ -44,9 +44,9 @@ _NUMBERS = {
     "start": ("step", "unix_time", "parameters", "devices"), "step": ("step", "step_s"),
     "eval": ("step",), "rollback": ("step",), "processes": ("step",),
 }  # fmt: skip
-_NULLABLE = {"step": ("loss",), "eval": ("loss",)}
+_NULLABLE = {"step": ("loss", "tokens_per_s"), "eval": ("loss",)}
 _OPTIONAL = (
-    "tokens_per_s", "tflops_sc21", "tflops_model", "mfu", "learning_rate", "gradient_norm",
+    "tflops_sc21", "tflops_model", "mfu", "learning_rate", "gradient_norm",
     "compiled_bytes",
 )  # fmt: skip
 
