@@ -9,6 +9,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from mtx.errors import UserError
