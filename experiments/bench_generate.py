@@ -40,7 +40,7 @@ from rich.table import Table
 from mtx.cli import exit_status, parse, start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
-from mtx.evaluate.decoder import Decoder
+from mtx.evaluation.decoder import Decoder
 from mtx.plan.flops import parameters
 from mtx.presets import preset
 from mtx.step.state import TrainState

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         start_devices(options.virtual_devices)
     import jax
 
-    from mtx.evaluate.generate import generate
+    from mtx.evaluation.generate import generate
     from mtx.launch.exits import leave_at_once
     from mtx.launch.startup import StartUp
     from mtx.train.loop import run_training

@@ -1,5 +1,7 @@
 """The names of `import mtx`, and where each is at home."""
 
+from mtx.api import convert as convert
+from mtx.api import evaluate as evaluate
 from mtx.api import init_params as init_params
 from mtx.api import load_model as load_model
 from mtx.api import loss_and_gradients as loss_and_gradients
@@ -10,19 +12,19 @@ from mtx.config import Layout as Layout
 from mtx.config import ModelConfig as ModelConfig
 from mtx.config import OptimizerConfig as OptimizerConfig
 from mtx.config import RunConfig as RunConfig
-from mtx.convert.convert import to_checkpoint as to_checkpoint
-from mtx.convert.convert import to_huggingface as to_huggingface
+from mtx.conversion.convert import to_checkpoint as to_checkpoint
+from mtx.conversion.convert import to_huggingface as to_huggingface
 from mtx.data.corpus import load_data as load_data
 from mtx.errors import UserError as UserError
-from mtx.evaluate.choice import choice as choice
-from mtx.evaluate.choice import read_race as read_race
-from mtx.evaluate.cloze import cloze as cloze
-from mtx.evaluate.cloze import read_passages as read_passages
-from mtx.evaluate.generate import Generator as Generator
-from mtx.evaluate.generate import generate as generate
-from mtx.evaluate.masked import masked_perplexity as masked_perplexity
-from mtx.evaluate.perplexity import perplexity as perplexity
-from mtx.evaluate.sampling import Sampling as Sampling
+from mtx.evaluation.choice import choice as choice
+from mtx.evaluation.choice import read_race as read_race
+from mtx.evaluation.cloze import cloze as cloze
+from mtx.evaluation.cloze import read_passages as read_passages
+from mtx.evaluation.generate import Generator as Generator
+from mtx.evaluation.generate import generate as generate
+from mtx.evaluation.masked import masked_perplexity as masked_perplexity
+from mtx.evaluation.perplexity import perplexity as perplexity
+from mtx.evaluation.sampling import Sampling as Sampling
 from mtx.launch.start import use_virtual_devices as use_virtual_devices
 from mtx.pipeline.formats import read_schedule as read_schedule
 from mtx.pipeline.formats import to_csv as to_csv

@@ -8,17 +8,25 @@ two layouts can be compared. Parity tests and outside checks use the same functi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.conversion.check import Check
+from mtx.conversion.convert import Converted, is_huggingface, to_checkpoint, to_huggingface
 from mtx.data import Tokenizer
+from mtx.data.documents import read_documents
 from mtx.errors import UserError
-from mtx.evaluate.score import evaluation_run
+from mtx.evaluation.choice import ChoiceScores, choice, read_race
+from mtx.evaluation.cloze import ClozeScores, cloze, read_passages
+from mtx.evaluation.masked import MaskedPerplexity, masked_perplexity
+from mtx.evaluation.perplexity import Perplexity, is_wikitext, perplexity
+from mtx.evaluation.score import evaluation_run
 from mtx.pipeline.schedule import Schedule
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -96,6 +104,38 @@ def load_model(
     layout = layout or fit_layout(run.layout, jax.device_count())
     trainer = Trainer(evaluation_run(run, layout, batch=batch))
     return LoadedModel(trainer, checkpoints.restore(trainer, step), checkpoints.tokenizer(step))
+
+
+def evaluate(
+    directory: str | Path,
+    path: str | Path | Sequence[str | Path],
+    *,
+    task: Literal["perplexity", "lambada", "race", "mlm"] = "perplexity",
+    step: int | None = None,
+    layout: Layout | None = None,
+) -> Perplexity | ClozeScores | ChoiceScores | MaskedPerplexity:
+    """What `mtx evaluate` finds, with its defaults: the model of a run (see `load_model`) measured
+    on files. For values of one's own, `perplexity` and the others take texts and a loaded model."""
+    names = [str(name) for name in ([path] if isinstance(path, (str, Path)) else path)]
+    if task == "race":
+        questions = read_race(names)
+        return choice(*load_model(directory, step=step, layout=layout), questions)
+    if task == "lambada":
+        passages = read_passages(names)
+        return cloze(*load_model(directory, step=step, layout=layout), passages)
+    texts = read_documents(names).texts
+    model = load_model(directory, step=step, layout=layout)
+    if task == "mlm":
+        return masked_perplexity(*model, texts)
+    stride = min(32, model.trainer.run.model.sequence)
+    return perplexity(*model, texts, stride=stride, wikitext=any(map(is_wikitext, texts)))
+
+
+def convert(source: str | Path, target: str | Path, *, check: Check = "formulas") -> Converted:
+    """Hugging Face's directory to a run of ours, or a run to their format: whichever `source` is.
+    `to_checkpoint` and `to_huggingface` take what else each direction can be asked for."""
+    there = is_huggingface(Path(source))
+    return (to_checkpoint if there else to_huggingface)(source, target, check=check)
 
 
 def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:

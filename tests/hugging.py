@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mtx.convert.safetensors import SafetensorsWriter
+from mtx.conversion.safetensors import SafetensorsWriter
 
 V, D, H, F, S, L = 61, 16, 4, 40, 24, 2
 

@@ -18,7 +18,7 @@ import pytest
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig, to_dict
-from mtx.convert.safetensors import SafetensorsFile
+from mtx.conversion.safetensors import SafetensorsFile
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.step.trainer import Trainer
 

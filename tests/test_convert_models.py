@@ -14,16 +14,16 @@ from hugging import LLAMA3, bert, gpt2, llama
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.convert import convert, names
-from mtx.convert.check import compare
-from mtx.convert.checkpoint import SavedParameters, canonical_shapes
-from mtx.convert.configs import KINDS, Fields, config_of, model_of
-from mtx.convert.convert import to_checkpoint, to_huggingface
-from mtx.convert.forward import FORWARDS
-from mtx.convert.huggingface import HuggingFaceModel
-from mtx.convert.names import Weight
-from mtx.convert.safetensors import DTYPES, SafetensorsFile
-from mtx.convert.tokenizer import write_tokenizer
+from mtx.conversion import convert, names
+from mtx.conversion.check import compare
+from mtx.conversion.checkpoint import SavedParameters, canonical_shapes
+from mtx.conversion.configs import KINDS, Fields, config_of, model_of
+from mtx.conversion.convert import to_checkpoint, to_huggingface
+from mtx.conversion.forward import FORWARDS
+from mtx.conversion.huggingface import HuggingFaceModel
+from mtx.conversion.names import Weight
+from mtx.conversion.safetensors import DTYPES, SafetensorsFile
+from mtx.conversion.tokenizer import write_tokenizer
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtx.convert.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
+from mtx.conversion.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
 from mtx.errors import UserError
 
 

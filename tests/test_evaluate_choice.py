@@ -11,8 +11,8 @@ from likelihoods import MODEL
 
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.evaluate.choice import Question, choice, read_race
-from mtx.evaluate.cloze import cloze, read_passages, split_passage
+from mtx.evaluation.choice import Question, choice, read_race
+from mtx.evaluation.cloze import cloze, read_passages, split_passage
 
 S = MODEL.sequence
 PASSAGES = [

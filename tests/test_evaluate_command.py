@@ -14,9 +14,9 @@ from mtx.cli import main
 from mtx.config import Layout, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.evaluate.choice import choice, read_race
-from mtx.evaluate.cloze import cloze, read_passages
-from mtx.evaluate.perplexity import perplexity
+from mtx.evaluation.choice import choice, read_race
+from mtx.evaluation.cloze import cloze, read_passages
+from mtx.evaluation.perplexity import perplexity
 from mtx.step.trainer import Trainer
 
 WIKITEXT = "The film 's 1 @,@ 000 dogs ( all of them ) . \n"
@@ -97,6 +97,9 @@ def test_a_loaded_model_measures_the_same(folder):
     found = mtx.perplexity(*loaded, texts, stride=4)
     expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), texts, stride=4)
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    (folder / "short.txt").write_text(texts[0])
+    whole = mtx.evaluate(folder / "run", folder / "short.txt", layout=layout)
+    assert whole == mtx.perplexity(*loaded, texts, stride=16)
     with pytest.raises(UserError, match="has no checkpoint of step 7"):
         mtx.load_model(folder / "run", step=7)
 

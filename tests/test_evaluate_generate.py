@@ -15,9 +15,9 @@ import mtx
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.evaluate.decoder import Decoder, programs_of
-from mtx.evaluate.generate import Generator, generate
-from mtx.evaluate.sampling import Sampling
+from mtx.evaluation.decoder import Decoder, programs_of
+from mtx.evaluation.generate import Generator, generate
+from mtx.evaluation.sampling import Sampling
 from mtx.step.trainer import Trainer
 
 GPT = ModelConfig(
@@ -108,7 +108,7 @@ def chosen(model, prompt, tokens):
 @pytest.mark.parametrize("model, layout, rows", LAYOUTS)
 def test_greedy_text_is_the_reference_s_token_for_token(model, layout, rows, monkeypatch):
     """Prompts of all lengths; texts that grow beyond the model's sequence or begin beyond it."""
-    monkeypatch.setattr("mtx.evaluate.decoder._ROWS_A_READ", rows)
+    monkeypatch.setattr("mtx.evaluation.decoder._ROWS_A_READ", rows)
     prompts = [*PROMPTS, LONG]
     texts = generate(*trained(model, layout), Latin(), prompts, tokens=18, temperature=0)
     assert texts == [chosen(model, prompt, 18) for prompt in prompts]

@@ -13,8 +13,8 @@ from mtx.data.marks import Marks, Pieces
 from mtx.data.masked import Masking, mask_words
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.evaluate.cloze import cloze
-from mtx.evaluate.masked import masked_perplexity
+from mtx.evaluation.cloze import cloze
+from mtx.evaluation.masked import masked_perplexity
 from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(

@@ -10,7 +10,7 @@ from likelihoods import MODEL
 
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.evaluate.perplexity import (
+from mtx.evaluation.perplexity import (
     count_words,
     detokenise_wikitext,
     is_wikitext,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtx.errors import UserError
-from mtx.evaluate.sampling import Sampling
+from mtx.evaluation.sampling import Sampling
 
 SHARES = np.array([0.05, 0.4, 0.1, 0.3, 0.15])
 LOGITS = np.log(SHARES).astype(np.float32) + 3

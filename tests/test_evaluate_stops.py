@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
-from mtx.evaluate.stops import Stops
+from mtx.evaluation.stops import Stops
 
 TEXTS = ["Once upon a time, 時間。 there was\n\nan é: Größe and größer 🙂 and so on\n"] * 3
 

@@ -16,7 +16,7 @@ from mtx.cli.plan import PlanOptions
 from mtx.cli.schedule import ScheduleOptions
 from mtx.cli.train import TrainOptions
 from mtx.config import DataConfig, GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.convert.configs import model_of
+from mtx.conversion.configs import model_of
 from mtx.data.build import build_dataset
 from mtx.data.tokenizer import train_bpe
 from mtx.data.wordpiece import train_wordpiece

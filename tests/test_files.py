@@ -8,11 +8,11 @@ import pytest
 
 from mtx.checkpoint.manifest import MANIFEST, read_manifest
 from mtx.checkpoint.store import Damaged
-from mtx.convert.huggingface import read_json as read_config
+from mtx.conversion.huggingface import read_json as read_config
 from mtx.data.indexed import read_identity
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
-from mtx.evaluate.files import read_records
+from mtx.evaluation.files import read_records
 from mtx.files import files_in, open_file, parse_json, read_json, read_text, read_toml
 from mtx.pipeline.formats import read_schedule
 from mtx.plan.hardware import load_hardware

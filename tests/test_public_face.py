@@ -34,7 +34,7 @@ def test_no_name_is_a_module_as_well():
 
 def test_names_are_listed():
     assert dir(mtx) == sorted([*mtx.__all__, "__version__"])
-    for name in ("Plan", "MeshView", "hardware", "generate", "perplexity", "to_huggingface"):
+    for name in ("Plan", "MeshView", "hardware", "generate", "evaluate", "convert"):
         assert name in mtx.__all__
     with pytest.raises(AttributeError, match="has no attribute 'make_pln'"):
         mtx.make_pln  # noqa: B018
@@ -78,7 +78,8 @@ batch = mtx.load_data(run).batch(0, run.global_batch)
 start = mtx.init_params(run.model)
 loss, gradients = mtx.loss_and_gradients(run.model, layout, batch, params=start)
 print(float(np.sqrt(loss)), gradients)
-mtx.to_checkpoint("gpt2", "runs/gpt2")
+print(mtx.convert("gpt2", "runs/gpt2").notes)
+print(mtx.evaluate("runs/gpt2", "wiki.txt"))
 model = mtx.load_model("runs/gpt2", layout=layout)
 texts: list[str] = mtx.generate(*model, ["The "], tokens=8)
 print(texts, mtx.perplexity(*model, texts).loss, mtx.to_huggingface("runs/gpt2", "back").notes)

@@ -20,7 +20,7 @@ from mtx.data.marks import Marks
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.data.wordpiece import train_wordpiece
 from mtx.errors import UserError
-from mtx.evaluate.choice import Question
+from mtx.evaluation.choice import Question
 from mtx.models.classifier import ClassifierEnds
 from mtx.sharding.mesh import Axes
 from mtx.step.trainer import Trainer

@@ -16,12 +16,12 @@ import pytest
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.convert.checkpoint import SavedParameters
-from mtx.convert.huggingface import HuggingFaceModel
+from mtx.conversion.checkpoint import SavedParameters
+from mtx.conversion.huggingface import HuggingFaceModel
 from mtx.data import load_data
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.data.tokenizer_files import write_tokenizer
-from mtx.evaluate.score import score_batch
+from mtx.evaluation.score import score_batch
 from mtx.step.trainer import Trainer
 from mtx.train.start import find_start
 

@@ -23,7 +23,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.snapshot import NUMBERS, Snapshot
 from mtx.checkpoint.store import Store
 from mtx.config import Layout, to_dict
-from mtx.convert.safetensors import DTYPES, SafetensorsWriter
+from mtx.conversion.safetensors import DTYPES, SafetensorsWriter
 from mtx.errors import UserError
 from mtx.paths import check_path
 from mtx.step.trainer import Trainer

@@ -20,8 +20,8 @@ from mtx.paths import user_path
 from mtx.sizes import Interval, Tokens
 
 if TYPE_CHECKING:
-    from mtx.convert.convert import Converted
-    from mtx.convert.huggingface import Report
+    from mtx.conversion.convert import Converted
+    from mtx.conversion.huggingface import Report
 
 _INT = tyro.conf.arg(metavar="INT")
 _Tokens = Annotated[Tokens | None, _INT]
@@ -63,7 +63,7 @@ def convert_command(arguments: list[str]) -> None:
             f"mtx convert SOURCE TARGET: name two directories before all options, not {len(names)}"
         )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes next to nothing
-    from mtx.convert.convert import is_huggingface, to_checkpoint, to_huggingface
+    from mtx.conversion.convert import is_huggingface, to_checkpoint, to_huggingface
 
     source, target = names
     theirs = is_huggingface(user_path(source))

@@ -153,7 +153,7 @@ def _check(options: EvaluateOptions) -> None:
 
 def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Trainer:
     """head: of a fine-tuned model."""
-    from mtx.evaluate.score import evaluation_run
+    from mtx.evaluation.score import evaluation_run
     from mtx.step.trainer import Trainer
     from mtx.train.finetune import FinetuneTrainer
 
@@ -179,7 +179,7 @@ Prepare = Callable[[EvaluateOptions, "Trainer", "Tokenizer", Callable[[int, int]
 
 def _perplexity(options, trainer, tokenizer, report) -> Evaluate:
     from mtx.data.documents import read_documents
-    from mtx.evaluate.perplexity import is_wikitext, perplexity
+    from mtx.evaluation.perplexity import is_wikitext, perplexity
 
     texts = read_documents(options.path).texts
     marked = any(map(is_wikitext, texts))
@@ -190,7 +190,7 @@ def _perplexity(options, trainer, tokenizer, report) -> Evaluate:
 
 
 def _lambada(options, trainer, tokenizer, report) -> Evaluate:
-    from mtx.evaluate.cloze import cloze, read_passages
+    from mtx.evaluation.cloze import cloze, read_passages
 
     texts = read_passages(options.path)
     return lambda state: cloze(
@@ -199,7 +199,7 @@ def _lambada(options, trainer, tokenizer, report) -> Evaluate:
 
 
 def _race(options, trainer, tokenizer, report) -> Evaluate:
-    from mtx.evaluate.choice import choice, read_race
+    from mtx.evaluation.choice import choice, read_race
 
     questions = read_race(options.path)
     if trainer.run.model.family == "bert":
@@ -223,7 +223,7 @@ def _judge(trainer, examples: list, report) -> Evaluate:
 def _mlm(options, trainer, tokenizer, report) -> Evaluate:
     from mtx.data.documents import read_documents
     from mtx.data.masked import Masking
-    from mtx.evaluate.masked import masked_perplexity
+    from mtx.evaluation.masked import masked_perplexity
 
     texts = read_documents(options.path).texts
     masking = Masking(fraction=options.mask_fraction, run=options.mask_run)

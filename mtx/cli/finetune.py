@@ -122,7 +122,7 @@ def finetune_command(arguments: list[str]) -> None:
 
 
 def _read(task: str, names: tuple[str, ...]) -> list:
-    from mtx.evaluate.choice import read_race
+    from mtx.evaluation.choice import read_race
     from mtx.train.examples import read_labelled
 
     return read_race(names) if task == "race" else read_labelled(names)

@@ -23,7 +23,7 @@ from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
 
 if TYPE_CHECKING:
-    from mtx.evaluate.generate import Progress
+    from mtx.evaluation.generate import Progress
 
 _Name = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 _Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
@@ -62,7 +62,7 @@ def generate_command(arguments: list[str]) -> None:
     options = parse(rest, GenerateOptions(), prog=prog, about=generate_command)
     if directory is None:
         raise UserError("mtx generate RUN_DIR: name the directory of a training run (its --out)")
-    from mtx.evaluate.sampling import Sampling
+    from mtx.evaluation.sampling import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     prompts = _prompts(options)
@@ -71,7 +71,7 @@ def generate_command(arguments: list[str]) -> None:
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
-    from mtx.evaluate.generate import Generator, check_asked
+    from mtx.evaluation.generate import Generator, check_asked
     from mtx.step.trainer import Trainer
     from mtx.train.fit import fit_layout
 
@@ -107,7 +107,7 @@ def _prompts(options: GenerateOptions) -> Sequence[str]:
         raise UserError("--prompt and --prompt-file both say what to begin with; give one of them")
     path = user_path(options.prompt_file)
     if path.suffix in (".jsonl", ".ndjson"):
-        from mtx.evaluate.files import read_records, text_field
+        from mtx.evaluation.files import read_records, text_field
 
         return [text_field(record, "prompt", where) for where, record in read_records([str(path)])]
     lines = read_text(path, "prompt_file").splitlines()

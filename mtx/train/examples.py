@@ -16,8 +16,8 @@ from mtx.data import Tokenizer
 from mtx.data.marks import Marks, find_marks
 from mtx.data.samples import shuffled
 from mtx.errors import UserError
-from mtx.evaluate.choice import Question
-from mtx.evaluate.files import read_records, text_field
+from mtx.evaluation.choice import Question
+from mtx.evaluation.files import read_records, text_field
 
 _DROPOUT = 6  # in the key of a step's draws
 

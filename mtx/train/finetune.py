@@ -20,7 +20,7 @@ from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import Tokenizer
 from mtx.data.marks import find_marks
 from mtx.errors import UserError
-from mtx.evaluate.score import Report, fetch
+from mtx.evaluation.score import Report, fetch
 from mtx.fields import settle_types
 from mtx.models.classifier import Classifier
 from mtx.models.model import Model

@@ -19,7 +19,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import MANIFEST
 from mtx.checkpoint.store import Damaged
 from mtx.config import DataConfig, RunConfig, from_dict
-from mtx.convert.convert import (
+from mtx.conversion.convert import (
     COMPANIONS,
     CONVERTED,
     model_to_train,
@@ -27,8 +27,8 @@ from mtx.convert.convert import (
     run_to_train,
     to_checkpoint,
 )
-from mtx.convert.huggingface import CONFIG, HuggingFaceModel, Report, read_json
-from mtx.convert.tokenizer import own_tokenizer
+from mtx.conversion.huggingface import CONFIG, HuggingFaceModel, Report, read_json
+from mtx.conversion.tokenizer import own_tokenizer
 from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError

@@ -22,9 +22,9 @@ transformers = pytest.importorskip(
 )
 from mtx.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from mtx.config import Layout  # noqa: E402
-from mtx.convert.checkpoint import canonical_shapes  # noqa: E402
-from mtx.convert.convert import to_checkpoint, to_huggingface  # noqa: E402
-from mtx.convert.huggingface import HuggingFaceModel  # noqa: E402
+from mtx.conversion.checkpoint import canonical_shapes  # noqa: E402
+from mtx.conversion.convert import to_checkpoint, to_huggingface  # noqa: E402
+from mtx.conversion.huggingface import HuggingFaceModel  # noqa: E402
 from mtx.step.trainer import Trainer  # noqa: E402
 
 V, S, G = 96, 24, 4

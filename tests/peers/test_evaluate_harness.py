@@ -16,7 +16,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is absent: its adapter 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from mtx.evaluate.harness import HarnessModel  # noqa: E402
+from mtx.evaluation.harness import HarnessModel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # of what the harness imports
 TASKS = {

@@ -1,6 +1,6 @@
 """Perplexity, cloze and choice against a GPT and evaluations written in torch alone.
 
-Same weights, same text; relative 1e-4. Nothing of `mtx.evaluate` is used on torch's side.
+Same weights, same text; relative 1e-4. Nothing of `mtx.evaluation` is used on torch's side.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 from mtx.api import init_params, trainer_for
 from mtx.config import Layout, ModelConfig
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
-from mtx.evaluate.choice import choice, read_race
-from mtx.evaluate.cloze import cloze, read_passages
-from mtx.evaluate.perplexity import perplexity
+from mtx.evaluation.choice import choice, read_race
+from mtx.evaluation.cloze import cloze, read_passages
+from mtx.evaluation.perplexity import perplexity
 
 torch = pytest.importorskip("torch", reason="torch is absent: evaluations have no peer")
 

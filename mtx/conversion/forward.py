@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mtx.convert.configs import Fields
+from mtx.conversion.configs import Fields
 
 
 class Tensors(Protocol):

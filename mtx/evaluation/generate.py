@@ -14,9 +14,9 @@ import numpy as np
 from mtx.config import ModelConfig
 from mtx.data import Tokenizer
 from mtx.errors import UserError
-from mtx.evaluate.decoder import Choices, Decoder, check_generates
-from mtx.evaluate.sampling import Sampling
-from mtx.evaluate.stops import Stops
+from mtx.evaluation.decoder import Choices, Decoder, check_generates
+from mtx.evaluation.sampling import Sampling
+from mtx.evaluation.stops import Stops
 from mtx.fields import checked
 from mtx.sizes import Seed, Sequences, Tokens
 from mtx.step.state import TrainState

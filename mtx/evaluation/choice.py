@@ -14,8 +14,8 @@ import numpy as np
 
 from mtx.data import Tokenizer
 from mtx.errors import UserError
-from mtx.evaluate.files import read_records, require_text, text_field
-from mtx.evaluate.score import Report, Row, continuation_row, score_rows
+from mtx.evaluation.files import read_records, require_text, text_field
+from mtx.evaluation.score import Report, Row, continuation_row, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 

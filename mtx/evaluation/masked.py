@@ -17,7 +17,7 @@ from mtx.data.draws import Draws
 from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
 from mtx.errors import UserError
-from mtx.evaluate.score import Report, score_batch
+from mtx.evaluation.score import Report, score_batch
 from mtx.fields import checked
 from mtx.sizes import Seed
 from mtx.step.state import TrainState

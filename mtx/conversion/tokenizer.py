@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from mtx.convert.huggingface import HuggingFaceModel, write_json
+from mtx.conversion.huggingface import HuggingFaceModel, write_json
 from mtx.data import Tokenizer, tokenizer_from_dict
 from mtx.data.pieces import PieceTokenizer
 from mtx.data.tokenizer import END_OF_TEXT

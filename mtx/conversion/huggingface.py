@@ -18,9 +18,9 @@ import numpy as np
 
 from mtx import files
 from mtx.config import ModelConfig
-from mtx.convert.configs import KINDS, Json, Kind, config_of, kind_of, model_of, model_type_of
-from mtx.convert.names import Names, Shape, Weight
-from mtx.convert.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
+from mtx.conversion.configs import KINDS, Json, Kind, config_of, kind_of, model_of, model_type_of
+from mtx.conversion.names import Names, Shape, Weight
+from mtx.conversion.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
 from mtx.errors import UserError
 
 CONFIG = "config.json"

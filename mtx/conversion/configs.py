@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtx.config import ModelConfig
-from mtx.convert.names import BERT, GPT2, LLAMA, MEGATRON_BERT, Names
+from mtx.conversion.names import BERT, GPT2, LLAMA, MEGATRON_BERT, Names
 from mtx.errors import UserError, shown, unknown_name
 from mtx.fields import checked
 from mtx.sizes import Step

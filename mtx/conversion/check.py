@@ -1,7 +1,7 @@
 """Whether a converted model computes what its source does: logits of random tokens.
 
 Our model runs with the parameters that were written and are read back, a layer at a time; Hugging
-Face's by the formulas of `mtx.convert.forward`, or by transformers itself. All in float32.
+Face's by the formulas of `mtx.conversion.forward`, or by transformers itself. All in float32.
 
 Legend: B rows · S sequence · D hidden · V vocabulary
 """
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtx.config import ModelConfig
-from mtx.convert.configs import Fields
-from mtx.convert.forward import FORWARDS, Outputs
-from mtx.convert.huggingface import CONFIG, Canonical, HuggingFaceModel, Shape, parts
-from mtx.convert.safetensors import DTYPES
+from mtx.conversion.configs import Fields
+from mtx.conversion.forward import FORWARDS, Outputs
+from mtx.conversion.huggingface import CONFIG, Canonical, HuggingFaceModel, Shape, parts
+from mtx.conversion.safetensors import DTYPES
 from mtx.errors import UserError
 from mtx.models.families import FAMILIES
 from mtx.models.layers import layer_norm

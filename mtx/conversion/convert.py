@@ -18,10 +18,10 @@ from typing import Any, Literal
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import read_document
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
-from mtx.convert.check import Check, Comparison, Rounded, compare
-from mtx.convert.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
-from mtx.convert.configs import model_type_of
-from mtx.convert.huggingface import (
+from mtx.conversion.check import Check, Comparison, Rounded, compare
+from mtx.conversion.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
+from mtx.conversion.configs import model_type_of
+from mtx.conversion.huggingface import (
     CONFIG,
     DTYPE_NAMES,
     Form,
@@ -32,7 +32,7 @@ from mtx.convert.huggingface import (
     write_json,
     write_model,
 )
-from mtx.convert.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
+from mtx.conversion.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
 from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.paths import user_path

@@ -1,7 +1,7 @@
 """A trained model as lm-evaluation-harness sees one, for the hundreds of tasks that it has.
 
     import lm_eval
-    from mtx.evaluate.harness import HarnessModel
+    from mtx.evaluation.harness import HarnessModel
     model = HarnessModel.from_run("runs/mine")
     lm_eval.simple_evaluate(model=model, tasks=["lambada_openai", "piqa"])
 
@@ -22,9 +22,9 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout
 from mtx.data import Tokenizer
 from mtx.errors import UserError
-from mtx.evaluate.generate import Generator
-from mtx.evaluate.sampling import Sampling
-from mtx.evaluate.score import Row, continuation_row, evaluation_run, score_rows
+from mtx.evaluation.generate import Generator
+from mtx.evaluation.sampling import Sampling
+from mtx.evaluation.score import Row, continuation_row, evaluation_run, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 from mtx.train.fit import fit_layout

@@ -15,7 +15,7 @@ from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import Layout, ModelConfig, RunConfig, to_dict
-from mtx.convert.huggingface import Canonical, Report, Shape, parts
+from mtx.conversion.huggingface import Canonical, Report, Shape, parts
 from mtx.errors import UserError
 from mtx.sharding.mesh import make_mesh
 from mtx.step.optimizer import LossScale, state_arrays

@@ -15,7 +15,7 @@ import numpy as np
 
 from mtx.data import Tokenizer
 from mtx.errors import UserError
-from mtx.evaluate.score import Report, Row, score_rows
+from mtx.evaluation.score import Report, Row, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
