@@ -90,27 +90,14 @@ def predict_step(
         raise UserError(f"zero={zero} must be 0, 1 or 3")
     calibration = calibration or calibration_of(hardware, family=model.family)
     microbatches = layout.microbatches(global_batch)
-    shard = Shard(
-        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
-    )  # fmt: skip
-    counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
-    block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
-    first, last, every = _ends(shard, layout)
-    stages = _stage_seconds(counts, block=block, first=first, last=last, every=every)
-    hop_s = _hop_s(shard, layout, scatter_gather)
-    if calibration.software.pipeline == "asynchronous":
-        stages = _with_messages(stages, hop_s, layout.virtual)
-        messages_s = 2 * hop_s * (layout.virtual - 1 / layout.pipe) * microbatches
-        hop_s = 0.0
-    else:
-        messages_s = hop_s * layout.virtual * microbatches
+    on = _on_stages(model, layout, hardware, scatter_gather, calibration)
+    shard, counts, block, (first, last, every) = on.shard, on.counts, on.block, on.ends
+    software, (stages, arrives_s) = calibration.software, on.times
+    in_turn = software.pipeline == "asynchronous"
+    exchanges = 2 * (layout.virtual - 1 / layout.pipe) if in_turn else layout.virtual
+    messages_s = on.hop_s * exchanges * microbatches
     pipe_s = (pipeline_bound_s if bound else pipeline_s)(
-        layout,
-        stages,
-        microbatches=microbatches,
-        hop_s=hop_s,
-        model=calibration.software.pipeline,
+        layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline
     )
     blocks = block.all * (model.layers * microbatches / layout.pipe)
     ends = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
@@ -130,7 +117,7 @@ def predict_step(
         pipeline_comm_s=messages_s,
         bubble_s=max(0.0, pipe_s - blocks.total_s - ends.total_s - messages_s),  # not -1e-17
         data_comm_s=data_comm_s,
-        optimizer_s=shard.memory_s(updated * calibration.software.optimizer_bytes),
+        optimizer_s=shard.memory_s(updated * software.optimizer_bytes),
     )
 
 
@@ -288,6 +275,46 @@ def _with_messages(stages: Sequence[Seconds], hop_s: float, virtual: int) -> lis
 # --- stages ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OnStages:
+    """What the stages of a layout do for each microbatch."""
+
+    shard: Shard
+    counts: tuple[int, ...]  # layers
+    block: Passes
+    ends: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
+    hop_s: float  # a message
+    virtual: int
+
+    @property
+    def times(self) -> tuple[list[Seconds], float]:
+        """F, B and W of each stage, and how long a message takes to arrive: 0 where its time is
+        part of the stages' own."""
+        first, last, every = self.ends
+        stages = _stage_seconds(self.counts, block=self.block, first=first, last=last, every=every)
+        if self.shard.calibration.software.pipeline == "lockstep":
+            return stages, self.hop_s
+        return _with_messages(stages, self.hop_s, self.virtual), 0.0
+
+
+def _on_stages(
+    model: ModelConfig, layout: Layout, hardware: Hardware, scatter_gather: bool,
+    calibration: Calibration,
+) -> _OnStages:  # fmt: skip
+    shard = Shard(
+        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
+    )  # fmt: skip
+    return _OnStages(
+        shard=shard,
+        counts=_stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers),
+        block=block_work(shard, "full" if layout.stash == "inputs" else layout.recompute),
+        ends=_ends(shard, layout),
+        hop_s=_hop_s(shard, layout, scatter_gather),
+        virtual=layout.virtual,
+    )
+
+
 def stage_times(
     model: ModelConfig, layout: Layout, hardware: Hardware, *, scatter_gather: bool = True,
     calibration: Calibration | None = None,
@@ -295,18 +322,7 @@ def stage_times(
     """F, B and W of a microbatch on each stage as `predict_step` has them, and how long a message
     takes to arrive: 0 where its time is part of the stages' own."""
     calibration = calibration or calibration_of(hardware, family=model.family)
-    shard = Shard(
-        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
-    )  # fmt: skip
-    counts = _stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
-    block = block_work(shard, "full" if layout.stash == "inputs" else layout.recompute)
-    first, last, every = _ends(shard, layout)
-    stages = _stage_seconds(counts, block=block, first=first, last=last, every=every)
-    hop_s = _hop_s(shard, layout, scatter_gather)
-    if calibration.software.pipeline == "lockstep":
-        return stages, hop_s
-    return _with_messages(stages, hop_s, layout.virtual), 0.0
+    return _on_stages(model, layout, hardware, scatter_gather, calibration).times
 
 
 @lru_cache(maxsize=4096)
