@@ -60,7 +60,7 @@ class Times:
         return self.comm == 0 and len(set(self.stage_factors or (1.0,))) == 1
 
 
-MOST_OPS = 2**20  # F of all stages: eight times those of 64 stages of 4 chunks, 512 microbatches
+MOST_OPS = 2**18  # F of all stages: twice those of 64 stages of 4 chunks, 512 microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
