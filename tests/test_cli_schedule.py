@@ -259,7 +259,7 @@ MISTAKES = {
     "--stages 0": "stages=0 must be at least 1",
     "compare --slices 0": "slices=0 must be at least 1",
     "--stages 1000 --microbatches 4000": "stages=1000 * microbatches=4000 * virtual=1 * slices=1 is"
-    " too large a table; use at most 1,048,576 in all",
+    " too large a table; use at most 262,144 in all",
     "zb_v --virtual 3": "schedule 'zb_v' is made for virtual=2, not virtual=3",
     "1f1b --slices 2": "schedule '1f1b' does not cut sequences: use slices=1",
     "--times 1,1": "--times takes four numbers, F,B,W,comm such as 1,1,1,0, not '1,1'",

@@ -67,8 +67,8 @@ def search_schedules(
     for name, virtual, cuts in _parameters(virtuals, slices):
         candidate = Candidate(name=name, virtual=virtual, slices=cuts, schedule=None)
         refusal = _refusal(candidate, stages, virtuals, layers)
-        if stages * microbatches * virtual * cuts > _MOST_OPS:
-            refusal = f"too large a table to be compared, of more than {_MOST_OPS:,} F"
+        if stages * virtual * cuts * (microbatches + stages) > _MOST_OPS:  # with what idles
+            refusal = f"too large a table to be compared, of more than {_MOST_OPS:,} ops"
         if refusal is None:
             try:
                 schedule = make(

@@ -71,7 +71,7 @@ class Times:
         return np.outer(factors, (self.forward, self.backward, self.weight))
 
 
-MOST_OPS = 2**20  # F of all stages: eight times those of 64 stages of 4 chunks, 512 microbatches
+MOST_OPS = 2**18  # F of all stages: twice those of 64 stages of 4 chunks, 512 microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
