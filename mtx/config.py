@@ -36,7 +36,7 @@ from mtx.sizes import (
     Stages,
     Step,
     Tokens,
-    TrainedVocab,
+    TrainedBytes,
     Vocab,
     Width,
 )
@@ -376,7 +376,7 @@ class DataConfig:
     path: tuple[str, ...] = ()  # files, folders or datasets; empty: pydoc_data.topics, of Python
     tokenizer: str = "bytes"  # or "bpe" or "wordpiece", trained on the text; or a file or folder
     eod: str = "auto"  # its end-of-document token, by name or number; auto: the dataset's own
-    bpe_vocab: TrainedVocab = 2048  # "bpe" and "wordpiece": of the vocabulary trained on the text
+    bpe_vocab: TrainedBytes = 2048  # "bpe" and "wordpiece": of the vocabulary trained on the text
     packed: bool = False  # documents of one sample do not see each other; positions restart
     eval_fraction: float = 0.05  # text files: share held out
     split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out

@@ -28,9 +28,9 @@ def numbers(capsys, line: str) -> dict:
 
 @pytest.mark.parametrize(
     "line",
-    ["gpt-1t", "gpt-3-175b", "gpt-3-175b --global-batch 50", "gpt-1.7b",
-     "gpt-3-175b --schedule zb_h2 --virtual 1 --target h100",
-     "gpt-3-175b --schedule zb_v --virtual 2 --target h100"],
+    ["gpt-1t", "gpt-175b", "gpt-175b --global-batch 50", "gpt-1.7b",
+     "gpt-175b --schedule zb_h2 --virtual 1 --target h100",
+     "gpt-175b --schedule zb_v --virtual 2 --target h100"],
 )  # fmt: skip
 def test_the_bubble_is_one_number_on_the_page_in_json_and_in_the_picture(line, tmp_path, capsys):
     told = f"{numbers(capsys, line)['bubble_over_ideal']:.2%} of ideal time"
@@ -198,16 +198,17 @@ def test_a_plan_is_trained_on_what_is_named(capsys):
     """Not on the text that Python carries, and not in bytes, unless that is said."""
     numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
     text = Path("best.toml").read_text()
+    Path("book.txt").write_text("one two three " * 20_000)
     assert "[data]" not in text and "tokenizer" not in text
     for options, missing in (
         ("", "data.path and data.tokenizer are not given"),
-        ("--data.path best.toml", "data.tokenizer is not given"),
-        ("--data.path best.toml --data.tokenizer bytes", "a model of 18,449,756,160"),
+        ("--data.path book.txt", "data.tokenizer is not given"),
+        ("--data.path book.txt --data.tokenizer bytes", "a model of 18,449,756,160"),
     ):
         assert main(["train", "best.toml", *options.split()]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and missing in error
-    Path("best.toml").write_text(text + '[data]\npath = ["best.toml"]\ntokenizer = "bpe"\n')
+    Path("best.toml").write_text(text + '[data]\npath = ["book.txt"]\ntokenizer = "bpe"\n')
     assert main(["train", "best.toml"]) == 2
     assert "a model of 18,449,756,160 parameters needs" in capsys.readouterr().err
     numbers(capsys, "miniature --save small.json")

@@ -70,7 +70,7 @@ def test_it_says_what_ran(run, capsys):
     for words in (
         "layout data 1 x pipe 2 x tensor 1 zero=1", "schedule 1f1b, virtual v = 2",
         "m = 8 microbatches a replica, of b = 2", "data books wiki, tokenizer bpe",
-        "computes in float16", "loss scale 1,024", "AdamW, lr 0.00015, cosine to 1e-05",
+        "computes in float16", "loss scale 1,024", "adamw, lr 0.00015, cosine to 1e-05",
         "learning rate 0.0003", "gradient norm 2.5", "skipped steps 1,",
     ):  # fmt: skip
         assert words in out, words
@@ -129,7 +129,7 @@ def test_the_page_holds_all_pictures_each_narrow_enough_for_a_telephone(run):
 def test_mistakes_are_one_line(run, capsys):
     for arguments, words in (
         ([], "name the directory"),
-        ([str(run / "none")], "cannot be read"),
+        ([str(run / "none")], "cannot read"),
         ([str(run), "--out", "report.svg"], "must end in .html"),
         ([str(run), "--draw", "report.html"], "must end with one of .svg"),
     ):

@@ -73,7 +73,8 @@ def test_without_a_name_it_is_1f1b_and_many_stages_are_shortened(capsys):
     assert "stashes of a whole stage, at most, over the limit of 2" in capsys.readouterr().out
 
 
-def test_the_asynchronous_model_has_a_time_axis(capsys):
+def test_the_asynchronous_model_has_a_time_axis(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert run("1f1b", *SMALL, "--model", "asynchronous", "--times", "1,1.5,0.5,0.25") == 0
     title, *rows = capsys.readouterr().out.splitlines()
     expected = simulate(

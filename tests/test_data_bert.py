@@ -234,7 +234,7 @@ def test_a_wordpiece_has_the_marks_first_and_covers_its_text(wordpiece):
     assert pieces.continues.sum() > 10 and set(NAMES) <= set(
         token["content"] for token in wordpiece.to_dict()["model"]["added_tokens"]
     )
-    with pytest.raises(UserError, match="a WordPiece of 20 tokens is too small"):
+    with pytest.raises(UserError, match="vocab=20 must be at least 64"):
         train_wordpiece(STORIES, vocab=20)
 
 

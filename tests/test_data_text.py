@@ -158,5 +158,5 @@ def test_a_text_of_one_character_holds_out_nothing_and_says_so(tmp_path):
 
 
 def test_a_negative_seed_is_refused():
-    with pytest.raises(UserError, match="data seed=-1 must lie between 0 and"):
+    with pytest.raises(UserError, match="seed=-1 must be at least 0"):
         DataConfig(seed=-1)

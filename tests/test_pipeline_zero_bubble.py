@@ -1,7 +1,5 @@
 """Zero-bubble schedules: published bubbles, closed forms, memory."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -227,7 +225,7 @@ def test_memory_buys_time():
     assert costs == sorted(costs, reverse=True)
     assert len(set(costs)) == 4
     assert cost(16, zb_1p) == cost(16, zb_2p) == cost(None, zb_2p)  # a limit of one's own counts
-    assert cost(math.inf, zb_1p) <= costs[-1]
+    assert cost(1e6, zb_1p) <= costs[-1]
 
 
 def test_less_than_one_stash_is_refused():

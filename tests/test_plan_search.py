@@ -136,7 +136,7 @@ def test_a_simulated_schedule_can_be_asked_for():
     "fixed, message",
     [
         (Fixed(schedule="zb_v", virtual=3), "schedule 'zb_v' is made for virtual=2, not virtual=3"),
-        (Fixed(schedule="zb"), "unknown schedule 'zb': did you mean"),
+        (Fixed(schedule="zb"), "unknown schedule 'zb': known are"),
         (Fixed(schedule="mine.csv"), "schedule='mine.csv' is a table of one shape, which leaves"),
         (Fixed(schedule="zb_h1", pipe=1), "schedule='zb_h1' fits none of the 4 best meshes of 8 x"),
     ],

@@ -210,9 +210,9 @@ MISTAKES = {
     "head": "head holds a model with a head of mtx finetune",
     "old": "old/run.json: unknown RunConfig field 'stepps': did you mean 'steps'?",
     "~nobody/run": "~nobody/run does not exist; name a preset",
-    "x" * 300: "unknown preset 'xxx",
-    "llama --data.path text.txt --out " + "x" * 300: "File name too long",
-    "torn": "torn/run.json cannot be read as JSON",
+    "x" * 300: "is longer than a path can be",
+    "llama --data.path text.txt --out " + "x" * 300: "is longer than a path can be",
+    "torn": "torn/run.json is not JSON",
 }
 
 

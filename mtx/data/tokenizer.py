@@ -20,7 +20,7 @@ from mtx.data.pieces import PieceTokenizer
 from mtx.data.subwords import SubwordTokenizer, hash_of, without_eod
 from mtx.errors import UserError, unknown_name
 from mtx.fields import checked
-from mtx.sizes import TrainedVocab
+from mtx.sizes import TrainedBytes
 
 END_OF_TEXT = "<|endoftext|>"
 _BLOCK_CHARACTERS = 2**16
@@ -103,7 +103,7 @@ def train_bpe(texts: Iterable[str], *, vocab: int, end: str | None = None) -> Su
     has no spelling. The same texts give the same tokenizer, whatever the number of threads. A text
     too small for so many merges gives fewer ids: read the result's `vocab`.
     """
-    checked("vocab", vocab, TrainedVocab)
+    checked("vocab", vocab, TrainedBytes)
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Annotated
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtx.data.subwords import SubwordTokenizer, cut_text
 from mtx.data.tokenizer import BETWEEN_WORDS
-from mtx.fields import Between, checked
+from mtx.fields import checked
+from mtx.sizes import TrainedVocab
 
 WORDPIECE = "wordpiece"  # its name, as DataConfig.tokenizer
 _MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _PREFIX = "##"
 _MOST_LETTERS = 1000  # others are unknown, as in BERT's own vocabulary
-_LEAST_VOCAB = 64
 _PART_CHARACTERS = 2**16
 
 
@@ -29,7 +28,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab: int) -> SubwordTokenizer:
     many tokens gives fewer: read the result's `vocab`. Raises UserError for a vocabulary too small
     to hold letters.
     """
-    checked("vocab", vocab, Annotated[int, Between(_LEAST_VOCAB, 2**20)])
+    checked("vocab", vocab, TrainedVocab)
     trained = _untrained(models.WordPiece(unk_token="[UNK]"))
     letters = _letters(texts, trained, most=min(_MOST_LETTERS, vocab // 4))
     # The trainer numbers "##a" when it comes upon it, in an order that changes from run to run. It

@@ -91,6 +91,9 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
     parallel = f", sequence_parallel={layout.sequence_parallel}" if layout.tensor > 1 else ""
     rates = f"lr {optimizer.lr:g}, {optimizer.rate}"
     rates += "" if optimizer.rate == "constant" else f" to {optimizer.min_lr:g}"
+    names = optimizer.name if optimizer.rest is None else f"{optimizer.name}, {optimizer.rest}"
+    how = optimizer.hyperparameters(optimizer.name)
+    betas = ", ".join(f"{key} {value:g}" for key, value in how.items())
     clip = f"clip {optimizer.clip:g}" if optimizer.clip else "no clipping"
     slices = f" of {layout.slices} slices" if layout.slices > 1 else ""
     return [
@@ -103,9 +106,8 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
                  f"tokenizer {run.data.tokenizer}, seed {run.data.seed}"),
         ("", f"{run.global_batch:,} sequences, {tokens:,} tokens a step"),
         ("precision", _precision(run, numbers)),
-        ("optimizer", f"AdamW, {rates}, warm-up {optimizer.warmup_steps:,} steps"),
-        ("", f"betas {optimizer.b1:g} and {optimizer.b2:g}, weight decay "
-             f"{optimizer.weight_decay:g}, {clip}"),
+        ("optimizer", f"{names}, {rates}, warm-up {optimizer.warmup_steps:,} steps"),
+        ("", f"{betas}, weight decay {optimizer.weight_decay:g}, {clip}"),
     ]  # fmt: skip
 
 
