@@ -115,7 +115,8 @@ def main(arguments: Sequence[str]) -> int:
         f"Log            {summary.log}",
         f"More text      {again}",
         f"Full size      on {full_run.layout.devices:,} GPUs: "
-        "srun python experiments/gpt_1t.py --full --data.path TEXT --out DIRECTORY",
+        "srun python experiments/gpt_1t.py --full --data.path TEXT --data.tokenizer FILE "
+        "--out DIRECTORY",
     )
     return summary.exit
 

@@ -17,7 +17,7 @@ from mtx.cli.options import parse
 from mtx.config import SplitBy
 from mtx.errors import UserError, unknown_name
 from mtx.fields import Between
-from mtx.sizes import DataSeed, Processes, Step, Tokens, TrainedVocab, Vocab
+from mtx.sizes import DataSeed, Processes, Tokens, TrainedVocab, Vocab
 
 if TYPE_CHECKING:
     from mtx.data.build import Built, Progress
@@ -28,7 +28,9 @@ _INT = tyro.conf.arg(metavar="INT")
 _Processes = Annotated[Processes | None, _INT]
 _Vocab = Annotated[Vocab | None, _INT]
 _Tokens = Annotated[Tokens | None, _INT]
-_Samples = Annotated[Step | None, _INT]
+_Samples = Annotated[
+    int | None, Between(1, 2**28), _INT
+]  # a dozen bytes each, while they are placed
 _Count = Annotated[int | None, _INT]
 _Megabytes = Annotated[int | None, Between(1, 2**20), _INT]
 _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]

@@ -105,22 +105,8 @@ def _train(
     trainer = programs.trainer
     run = trainer.run
     watch.place(trainer.mesh)  # which refuses a layout of more devices than there are
-    out = Path(run.out)
-    require_shared(out)
-    file = next((path for path in (out, *out.parents) if path.is_file()), None)
-    if file is not None:
-        below = "" if file == out else f"lies below {file}, which "
-        raise UserError(f"out={out} {below}is a file; use another")
-    report = Report(console)
-    checkpoints = Checkpoints(
-        out / "checkpoints", keep=run.keep, keep_every=run.keep_every, say=report.line
-    )
-    latest = checkpoints.find(lambda line: faults.events.append(("damaged", line)))
-    if latest is not None and not (run.resume or faults.rollbacks):
-        raise UserError(
-            f"{checkpoints.directory} has a checkpoint of step {latest}, and resume=False starts "
-            "anew; use another out, or delete that directory"
-        )
+    out, report = Path(run.out), Report(console)
+    checkpoints, latest = _checkpoints(run, report, faults)
     start = latest or 0  # a converted checkpoint is of step 0
     consumed = max(_consumed(run, checkpoints, latest), faults.consumed)
     faults.guard.start_from(start, _usual_loss(run, checkpoints, latest))
@@ -172,6 +158,26 @@ def _train(
             )
             startup.mark("init" if latest is None else "restore")
             return session.run()
+
+
+def _checkpoints(run: RunConfig, report: Report, faults: Faults) -> tuple[Checkpoints, int | None]:
+    """Those of a run, and the newest that it can go on from. UserError where `out` does not do."""
+    out = Path(run.out)
+    require_shared(out)
+    file = next((path for path in (out, *out.parents) if path.is_file()), None)
+    if file is not None:
+        below = "" if file == out else f"lies below {file}, which "
+        raise UserError(f"out={out} {below}is a file; use another")
+    checkpoints = Checkpoints(
+        out / "checkpoints", keep=run.keep, keep_every=run.keep_every, say=report.line
+    )
+    latest = checkpoints.find(lambda line: faults.events.append(("damaged", line)))
+    if latest is not None and not (run.resume or faults.rollbacks):
+        raise UserError(
+            f"{checkpoints.directory} has a checkpoint of step {latest}, and resume=False starts "
+            "anew; use another out, or delete that directory"
+        )
+    return checkpoints, latest
 
 
 def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int:
