@@ -353,3 +353,12 @@ def test_one_of_a_format_to_come_is_left_where_it_is(copied):
         copied.find(print)
     assert not isinstance(error.value, Damaged)
     assert sorted(path.name for path in Path(copied.directory).iterdir()) == ["1", "2"]
+
+
+def test_a_checkpoint_without_one_moment_is_set_aside(copied):
+    values = values_of(copied)
+    del values["arrays"]["nu.block.mlp.up.w"]
+    seal(copied, values)
+    said: list[str] = []
+    assert copied.find(said.append) == 1 and len(copied.aside()) == 1  # from the one before it
+    assert "block.mlp.up.w has not the arrays" in said[0]

@@ -34,7 +34,7 @@ from mtx.checkpoint.manifest import (
     read_manifest,
     sync_directory,
 )
-from mtx.checkpoint.snapshot import Snapshot, odd_one_out
+from mtx.checkpoint.snapshot import Snapshot, odd_one_out, without_moments
 from mtx.checkpoint.store import Damaged, Store
 from mtx.config import ModelConfig, RunConfig, from_dict, to_dict
 from mtx.data import Tokenizer, tokenizer_from_dict
@@ -357,8 +357,12 @@ class Checkpoints:
         """Raises Damaged where something is missing, or a small file is not what was written. The
         arrays' own bytes are checked when they are read."""
         manifest = self.manifest(step)
-        for name in _DOCUMENTS:
-            read_document(self._path(manifest.step), manifest, name)
+        documents = {
+            name: read_document(self._path(manifest.step), manifest, name) for name in _DOCUMENTS
+        }
+        if odd := without_moments(manifest.catalog, documents["run"].get("optimizer")):
+            what = f"{MANIFEST}: {odd} has not the arrays that the run's optimizer keeps"
+            raise Damaged(self._path(manifest.step), what)
         Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()
 
     def open(self, step: int | None = None) -> Store:

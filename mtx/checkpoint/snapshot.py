@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
 from mtx.errors import UserError
+from mtx.optimizers import NAMES, optimizer_module
 from mtx.pipeline.partition import EMPTY
 from mtx.step.optimizer import LossScale, state_arrays, state_with
 from mtx.step.state import TrainState
@@ -53,6 +54,19 @@ def odd_one_out(catalog: Catalog) -> str | None:
         if tree == "params" and path not in kept:
             return path
     return next((name for name in NUMBERS if name not in catalog), None)
+
+
+def without_moments(catalog: Catalog, optimizer: dict | None) -> str | None:
+    """The name of a parameter of which there are not as many arrays of the optimizer's as the
+    run's config says. None where all is well. Runs of before there were several had AdamW."""
+    said = optimizer or {}
+    names = said.get("name", "adamw"), said.get("rest") or said.get("name", "adamw")
+    if not set(names) <= set(NAMES):  # of an optimizer that is not here: restoring says so
+        return None
+    states = {optimizer_module(name).STATES for name in names}
+    paths = [name.partition(".")[2] for name in catalog if name not in NUMBERS]
+    counts = Counter(paths)  # with the parameter itself
+    return min((path for path, count in counts.items() if count - 1 not in states), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
