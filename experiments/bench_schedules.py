@@ -63,9 +63,9 @@ from step_parts import (
 from mtx.cli import exit_status, parse
 from mtx.config import RunConfig, to_dict
 from mtx.errors import UserError
-from mtx.pipeline.makers import MAKERS, make, maker
-from mtx.pipeline.schedule import Schedule
 from mtx.presets import preset
+from mtx.schedules.makers import MAKERS, make, maker
+from mtx.schedules.schedule import Schedule
 
 TOLERANCE = 0.1  # by how much measured may differ from predicted before a reason is asked for
 _MIB = 2**20

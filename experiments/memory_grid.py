@@ -25,9 +25,9 @@ from typing import Annotated
 import tyro
 
 from mtx.cli import exit_status, parse
+from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.plan.compile import compile_plan
 from mtx.plan.compiled import Compiled
 from mtx.plan.memory import Memory, predict_memory
 from mtx.presets import preset

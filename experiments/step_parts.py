@@ -20,10 +20,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import Layout, RunConfig
-from mtx.pipeline.makers import make
-from mtx.pipeline.schedule import Schedule
 from mtx.pipeline.stage import Kept, Stage
 from mtx.pipeline.ticks import Op
+from mtx.schedules.makers import make
+from mtx.schedules.schedule import Schedule
 from mtx.sharding.collectives import broadcast_from
 from mtx.step.trainer import Trainer
 

@@ -18,9 +18,9 @@ from mtx import optimizers
 from mtx.errors import UserError, shown, unknown_name
 from mtx.fields import Between, checked, settle_types
 from mtx.paths import check_path
-from mtx.pipeline.formats import SUFFIXES
-from mtx.pipeline.makers import check_virtual
-from mtx.pipeline.partition import place_layers
+from mtx.schedules.formats import SUFFIXES
+from mtx.schedules.makers import check_virtual
+from mtx.schedules.partition import place_layers
 from mtx.sharding.axes import AXES, BATCH
 from mtx.sizes import (
     DataSeed,

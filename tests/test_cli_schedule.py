@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mtx.cli import main
-from mtx.pipeline.formats import read_schedule, to_csv, to_text
-from mtx.pipeline.makers import MAKERS, make
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
+from mtx.schedules.formats import read_schedule, to_csv, to_text
+from mtx.schedules.makers import MAKERS, make
+from mtx.schedules.shape import Times
+from mtx.schedules.simulate import simulate
 from mtx.view.spans import MODELS
 
 

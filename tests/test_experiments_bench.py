@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 
 from mtx.cli import exit_status
+from mtx.compile.hlo import read_program
 from mtx.config import ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.plan.hlo import read_program
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 MODEL = ModelConfig(

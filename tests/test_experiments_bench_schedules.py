@@ -19,8 +19,8 @@ from step_parts import Costs, Sizes  # noqa: E402
 
 from mtx.cli import exit_status  # noqa: E402
 from mtx.config import ModelConfig, RunConfig  # noqa: E402
-from mtx.pipeline.makers import MAKERS, make  # noqa: E402
-from mtx.pipeline.schedule import Schedule  # noqa: E402
+from mtx.schedules.makers import MAKERS, make  # noqa: E402
+from mtx.schedules.schedule import Schedule  # noqa: E402
 
 MODEL = ModelConfig(
     layers=4, hidden=32, heads=4, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8

@@ -25,9 +25,9 @@ from mtx.fields import Between, settle_types
 from mtx.launch.start import use_virtual_devices
 from mtx.launch.supervisor import LaunchOptions
 from mtx.launch.watch_options import WatchOptions
-from mtx.pipeline.makers import make
-from mtx.pipeline.shape import Shape
 from mtx.plan.search import search
+from mtx.schedules.makers import make
+from mtx.schedules.shape import Shape
 from mtx.train.finetune import Finetuning
 
 

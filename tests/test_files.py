@@ -14,9 +14,9 @@ from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 from mtx.evaluation.files import read_records
 from mtx.files import files_in, open_file, parse_json, read_json, read_text, read_toml
-from mtx.pipeline.formats import read_schedule
 from mtx.plan.hardware import load_hardware
 from mtx.plan.plan import load_run
+from mtx.schedules.formats import read_schedule
 from mtx.train.goodput import read_log
 
 JSON_READERS = {

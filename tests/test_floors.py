@@ -26,16 +26,9 @@ FLOORS = {  # the longest name that a module starts with decides
     "mtx.presets": GROUND,
     "mtx.data": GROUND,
     "mtx.plan": GROUND,
-    "mtx.plan.compile": PARTS,
-    "mtx.pipeline": GROUND,
-    "mtx.pipeline.model": PROGRAM,
-    "mtx.pipeline.program": PROGRAM,
-    "mtx.pipeline.run": PROGRAM,
-    "mtx.pipeline.slots": PROGRAM,
-    "mtx.pipeline.stage": PROGRAM,
-    "mtx.pipeline.ticks": PROGRAM,
-    "mtx.pipeline.vjp": PROGRAM,
-    "mtx.pipeline.weights": PROGRAM,
+    "mtx.compile": PARTS,
+    "mtx.schedules": GROUND,
+    "mtx.pipeline": PROGRAM,
     "mtx.sharding": SHARDING,
     "mtx.sharding.axes": GROUND,
     "mtx.models": MODELS,
@@ -63,7 +56,7 @@ STRANGERS = [
 ]
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 # What shows itself in a notebook asks a face to draw it, lazily: nothing else may.
-SHOWN = {"mtx.pipeline.schedule": {"mtx.view.schedule"}}
+SHOWN = {"mtx.schedules.schedule": {"mtx.view.schedule"}}
 
 
 def name_of(path: Path) -> str:

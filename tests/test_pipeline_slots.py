@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtx.pipeline.schedule import IDLE
 from mtx.pipeline.slots import add, read, write
+from mtx.schedules.schedule import IDLE
 
 ARRAY = jnp.arange(6.0).reshape(3, 2)
 

@@ -11,10 +11,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig
 from mtx.models.gpt import GPT
 from mtx.pipeline.vjp import LayerVJP
-from mtx.plan.hlo import read_program
 from mtx.sharding.mesh import Axes, make_mesh
 
 ROWS, SEQUENCE, HIDDEN, MULTIPLE = 2, 64, 32, 4

@@ -15,12 +15,12 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.models.families import FAMILIES
 from mtx.models.gpt import GPT
-from mtx.pipeline.makers import make
 from mtx.pipeline.vjp import LayerVJP
 from mtx.plan import memory as plan_memory
 from mtx.plan.compiled import Compiled
 from mtx.plan.memory import layer_residual_bytes, parameters_per_device, predict_memory
 from mtx.presets import preset
+from mtx.schedules.makers import make
 
 GIB = 2**30
 
@@ -98,7 +98,7 @@ def residual_bytes(model, *, recompute, kernel="blocked"):
 @pytest.mark.parametrize("changes", [{}, LLAMA, BERT, POST], ids=["gpt", "llama", "bert", "post"])
 @pytest.mark.parametrize(
     ("recompute", "dropout"),
-    # ("none", 0.1) is in test_plan_step.py: of dropout's VJP jax keeps more, which XLA then drops.
+    # ("none", 0.1) is in test_compile_step.py: of dropout's VJP jax keeps more, but XLA less.
     [("none", 0.0), ("selective", 0.0), ("selective", 0.1), ("full", 0.0), ("full", 0.1)],
 )
 def test_residuals_are_what_a_block_keeps(recompute, dropout, changes):

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from mtx.config import Layout
-from mtx.pipeline.makers import make
 from mtx.plan.flops import forward_flops, sc21_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.published import (
@@ -27,6 +26,7 @@ from mtx.plan.published_runs import (
     TABLE_2,
 )
 from mtx.presets import TABLE1, preset
+from mtx.schedules.makers import make
 
 ALL_RUNS = FITTED_RUNS + HELD_OUT_RUNS
 

@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.formats import to_dict
-from mtx.pipeline.makers import MAKERS, make
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
 from mtx.plan.block import Shard, block_work
 from mtx.plan.calibration import FITTED, SOFTWARE, calibration_of
+from mtx.plan.choose import schedule_for
 from mtx.plan.flops import model_flops
 from mtx.plan.gemm import filled, matmul_s
 from mtx.plan.hardware import HARDWARE, hardware
@@ -34,6 +30,10 @@ from mtx.plan.published_runs import (
     TABLE_2,
 )
 from mtx.plan.time import LOOPED, StepTime, pipeline_bound_s, pipeline_s, predict_step
+from mtx.schedules.formats import to_dict
+from mtx.schedules.makers import MAKERS, make
+from mtx.schedules.shape import Times
+from mtx.schedules.simulate import simulate
 
 A100 = hardware("a100-80gb")
 SC21 = calibration_of(A100)

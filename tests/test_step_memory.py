@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.models.gpt import GPT
 from mtx.pipeline.vjp import LayerVJP
-from mtx.plan.hlo import read_program
 from mtx.step.trainer import Trainer
 
 # Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.

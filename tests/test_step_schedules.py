@@ -13,9 +13,9 @@ import reference
 import mtx
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.makers import MAKERS
-from mtx.pipeline.orders import B, F, Orders, W
-from mtx.pipeline.schedule import Schedule, looped_pieces, vee_pieces
+from mtx.schedules.makers import MAKERS
+from mtx.schedules.orders import B, F, Orders, W
+from mtx.schedules.schedule import Schedule, looped_pieces, vee_pieces
 from mtx.view.schedule import show, timeline_text
 
 SMALL = dict(layers=8, hidden=32, heads=8, sequence=16, vocab=101, vocab_multiple=8)

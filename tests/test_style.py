@@ -11,7 +11,7 @@ import numpy as np
 from mtx.cli import main
 from mtx.cli.options import parse
 from mtx.cli.train import TrainOptions
-from mtx.pipeline.choose import check_shape, schedule_for
+from mtx.plan.choose import check_shape, schedule_for
 from mtx.presets import preset
 
 ROOT = Path(__file__).parents[1]

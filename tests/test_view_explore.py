@@ -16,11 +16,11 @@ from matplotlib.text import Text
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.pipeline.partition import place_layers
 from mtx.plan.compare import seconds
 from mtx.plan.memory import parameters_per_device
 from mtx.plan.plan import make_plan
 from mtx.presets import NAMES, preset
+from mtx.schedules.partition import place_layers
 from mtx.sharding.mesh import AXES
 from mtx.step.trainer import Trainer
 from mtx.view.explore import CHOICES, choices_of, look

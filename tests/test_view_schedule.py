@@ -12,10 +12,10 @@ import pytest
 from rich.text import Text
 
 from mtx.errors import UserError
-from mtx.pipeline.makers import MAKERS, make
-from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
+from mtx.schedules.makers import MAKERS, make
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.shape import Times
+from mtx.schedules.simulate import simulate
 from mtx.view.files import replacing
 from mtx.view.notebook import load_ipython_extension, unload_ipython_extension
 from mtx.view.schedule import (

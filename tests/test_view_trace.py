@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mtx.errors import UserError
-from mtx.pipeline.makers import make
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import simulate
+from mtx.schedules.makers import make
+from mtx.schedules.shape import Times
+from mtx.schedules.simulate import simulate
 from mtx.view import trace
 from mtx.view.trace import trace_events, write_trace
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.config import Layout
-from mtx.pipeline.partition import Placement
-from mtx.pipeline.schedule import IDLE, Schedule, by_tick
+from mtx.schedules.partition import Placement
+from mtx.schedules.schedule import IDLE, Schedule, by_tick
 from mtx.sharding.collectives import copy_to, reduce_from, shift
 from mtx.sharding.mesh import Axes
 

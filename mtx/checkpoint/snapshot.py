@@ -27,7 +27,7 @@ from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
 from mtx.errors import UserError
 from mtx.optimizers import NAMES, optimizer_module
-from mtx.pipeline.partition import EMPTY
+from mtx.schedules.partition import EMPTY
 from mtx.step.optimizer import LossScale, state_arrays, state_with
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer

@@ -95,7 +95,7 @@ def _names(command: str) -> list[str]:
 
 
 def _schedules() -> tuple[str, ...]:
-    from mtx.pipeline.makers import MAKERS
+    from mtx.schedules.makers import MAKERS
 
     return tuple(MAKERS)
 

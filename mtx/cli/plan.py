@@ -303,7 +303,7 @@ def _compile(plan: Plan) -> Plan:
         raise UserError(
             f"--compile compiles this program's step; zero={plan.zero} is only priced: use --zero 1"
         )
-    from mtx.plan.compile import compile_plan
+    from mtx.compile.step import compile_plan
 
     return replace(plan, compiled=compile_plan(plan.run, target=plan.hardware.name))
 

@@ -13,14 +13,14 @@ import tyro
 
 from mtx.cli.options import parse, split_name
 from mtx.errors import UserError
-from mtx.pipeline.shape import WEIGHT_SHARE
+from mtx.schedules.shape import WEIGHT_SHARE
 from mtx.sizes import Layers, Sequences, Slices, Stages
 
 if TYPE_CHECKING:
-    from mtx.pipeline.schedule import Schedule
-    from mtx.pipeline.search import Candidate
-    from mtx.pipeline.shape import Times
-    from mtx.pipeline.simulate import Simulation
+    from mtx.schedules.schedule import Schedule
+    from mtx.schedules.search import Candidate
+    from mtx.schedules.shape import Times
+    from mtx.schedules.simulate import Simulation
 
 _INT = tyro.conf.arg(metavar="INT")
 _Stages = Annotated[Stages | None, _INT]
@@ -96,7 +96,7 @@ def schedule_command(arguments: list[str]) -> None:
 
 
 def _times(text: str) -> Times:
-    from mtx.pipeline.shape import Times
+    from mtx.schedules.shape import Times
 
     try:
         forward, backward, weight, comm = (float(part) for part in text.split(","))
@@ -122,9 +122,9 @@ def _check_outputs(options: ScheduleOptions) -> None:
 
 def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedule, list[str]]:
     """The schedule of that name or file, and what is to be said of its choice."""
-    from mtx.pipeline.formats import SUFFIXES, read_schedule
-    from mtx.pipeline.makers import make
-    from mtx.pipeline.search import choose
+    from mtx.schedules.formats import SUFFIXES, read_schedule
+    from mtx.schedules.makers import make
+    from mtx.schedules.search import choose
 
     if name.lower().endswith(SUFFIXES):
         schedule = read_schedule(name)
@@ -158,7 +158,7 @@ def _virtuals(options: ScheduleOptions) -> tuple[int, ...]:
 
 
 def _slices(options: ScheduleOptions) -> tuple[int, ...]:
-    from mtx.pipeline.makers import MAKERS
+    from mtx.schedules.makers import MAKERS
 
     if options.slices is not None:
         return (options.slices,)
@@ -172,8 +172,8 @@ def _write(
     schedules: list[Schedule], options: ScheduleOptions, times: Times
 ) -> list[tuple[str, str]]:
     """(what, file) of all that was written."""
-    from mtx.pipeline.formats import to_csv, to_text
-    from mtx.pipeline.simulate import simulate
+    from mtx.schedules.formats import to_csv, to_text
+    from mtx.schedules.simulate import simulate
     from mtx.view.files import replacing
 
     written = []
@@ -211,7 +211,7 @@ def _simulations(
     schedule: Schedule, times: Times, weight_share: float
 ) -> tuple[Simulation, Simulation]:
     """In lock-step, and asynchronous."""
-    from mtx.pipeline.simulate import simulate
+    from mtx.schedules.simulate import simulate
 
     return (
         simulate(schedule, times, model="lockstep", weight_share=weight_share),
@@ -262,7 +262,7 @@ def _print_timeline(run: Simulation, written: bool) -> None:
 def _facts(
     schedule: Schedule, runs: tuple[Simulation, Simulation], limit: float | None
 ) -> list[str]:
-    from mtx.pipeline.search import WORTH_SAYING
+    from mtx.schedules.search import WORTH_SAYING
 
     lockstep, asynchronous = runs
     stages = f"on stages 0 to {schedule.stages - 1}" if schedule.stages > 1 else "on stage 0"
@@ -290,15 +290,15 @@ def _facts(
 
 
 def _price(run: Simulation) -> str:
-    from mtx.pipeline.simulate import bubble_text
+    from mtx.schedules.simulate import bubble_text
 
     return f"{run.makespan:.5g}, {bubble_text(run.bubble_over_ideal)} ({run.ideal:.5g})"
 
 
 def _published(schedule: Schedule, times: Times) -> list[str]:
     """The source, and its closed form of the bubble where there is one."""
-    from mtx.pipeline.makers import maker
-    from mtx.pipeline.shape import Shape
+    from mtx.schedules.makers import maker
+    from mtx.schedules.shape import Shape
 
     known = maker(schedule.name)
     bubble = known.bubble_over_ideal(Shape(
@@ -320,7 +320,7 @@ def _listed(numbers) -> str:
 
 
 def _compare(options: ScheduleOptions, times: Times) -> None:
-    from mtx.pipeline.search import search_schedules
+    from mtx.schedules.search import search_schedules
 
     for field in ("csv", "text", "draw", "trace", "beside", "orders"):
         if getattr(options, field):
@@ -384,7 +384,7 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
 
 def _names() -> str:
     """Every schedule's name, with a line of its own and its source."""
-    from mtx.pipeline.makers import MAKERS
+    from mtx.schedules.makers import MAKERS
 
     lines = ["", "schedules:"]
     for name, maker in MAKERS.items():

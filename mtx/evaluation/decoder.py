@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.config import ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.makers import forward_table
 from mtx.pipeline.program import Pipeline
+from mtx.schedules.makers import forward_table
 from mtx.sharding.axes import BATCH
 from mtx.sharding.candidates import candidates
 from mtx.step.state import TrainState

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.run import Parts, Run
-from mtx.pipeline.schedule import IDLE, by_tick
 from mtx.pipeline.slots import write
+from mtx.schedules.schedule import IDLE, by_tick
 from mtx.sharding.collectives import broadcast_from
 
 Tree = Any

@@ -16,12 +16,12 @@ from jax import lax
 
 from mtx.config import Layout
 from mtx.pipeline.model import PipelineModel
-from mtx.pipeline.partition import Placement
-from mtx.pipeline.schedule import IDLE, Route, Schedule
 from mtx.pipeline.slots import read, read_each, write
 from mtx.pipeline.stage import Kept, Stage
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.weights import Weights
+from mtx.schedules.partition import Placement
+from mtx.schedules.schedule import IDLE, Route, Schedule
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,

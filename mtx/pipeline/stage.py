@@ -22,10 +22,10 @@ from jax import lax
 
 from mtx.pipeline import slots
 from mtx.pipeline.model import PipelineModel
-from mtx.pipeline.partition import Placement
 from mtx.pipeline.slots import read, read_each, write, write_each
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.vjp import LayerVJP
+from mtx.schedules.partition import Placement
 
 Tree = Any
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtx.pipeline.schedule import IDLE, Half, Route, Schedule
 from mtx.pipeline.slots import read
+from mtx.schedules.schedule import IDLE, Half, Route, Schedule
 
 
 class Op(NamedTuple):

@@ -33,7 +33,7 @@ class Software:
     parameter_bytes: int  # a parameter: what is gathered over `data`, where it is sharded
     loss_bytes: int  # a logit: the cross-entropy, forward and backward
     head: Literal["last stage", "all stages"]  # who computes the logits
-    # A program a stage, or one for all: see `mtx.pipeline.simulate`.
+    # A program a stage, or one for all: see `mtx.schedules.simulate`.
     pipeline: Literal["asynchronous", "lockstep"]
     overlaps_tensor: bool  # B's collectives over `tensor` run under its matmuls
     overlaps_data: bool  # gradients are reduced under the B of the last microbatch

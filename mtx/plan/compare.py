@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.simulate import bubble_text
 from mtx.plan.hardware import Hardware
 from mtx.plan.search import (
     RECOMPUTE,
@@ -18,6 +17,7 @@ from mtx.plan.search import (
     with_zero,
 )
 from mtx.plan.time import LOOPED, StepTime
+from mtx.schedules.simulate import bubble_text
 
 PART_NAMES = {
     "matmul_s": "matmuls",

@@ -1,6 +1,6 @@
 """What the compiler says of one training step: memory, largest buffers, collectives, FLOPs.
 
-Plain data; `mtx.plan.compile` fills it in.
+Plain data; `mtx.compile.step` fills it in.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Traffic:
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
     """An estimate: seconds of the collectives over the same mesh axes in one step of one device,
-    by `mtx.plan.overlap`."""
+    by `mtx.compile.overlap`."""
 
     axes: tuple[str, ...]
     seconds: float  # by the planner's model of the network

@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mtx.config import Idle, Layout, ModelConfig
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.partition import place_layers
-from mtx.pipeline.schedule import Schedule
 from mtx.plan.attention import Backend, attention_of
+from mtx.plan.choose import schedule_for
 from mtx.plan.families import ends_of, layer_of, parameters_by_part
+from mtx.schedules.partition import place_layers
+from mtx.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.optimizers import optimizer_module
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.partition import place_layers
 from mtx.plan.attention import Attention, Backend, attention_of
 from mtx.plan.block import ITEM_BYTES
+from mtx.plan.choose import schedule_for
 from mtx.plan.families import Array, ends_of, family_of, layer_of
+from mtx.schedules.partition import place_layers
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
 

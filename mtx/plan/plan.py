@@ -19,8 +19,8 @@ from mtx.errors import UserError
 from mtx.fields import checked
 from mtx.files import read_json, read_toml
 from mtx.paths import user_path
-from mtx.pipeline.choose import settle
 from mtx.plan import flops
+from mtx.plan.choose import settle
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware, load_hardware
 from mtx.plan.memory import Memory, predict_memory

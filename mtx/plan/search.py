@@ -27,11 +27,11 @@ from typing import NamedTuple
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.fields import checked
-from mtx.pipeline.formats import SUFFIXES
-from mtx.pipeline.makers import check_virtual, maker
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.time import LOOPED, StepTime, predict_step
+from mtx.schedules.formats import SUFFIXES
+from mtx.schedules.makers import check_virtual, maker
 from mtx.sizes import Devices, Sequences
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take

@@ -14,9 +14,8 @@ from dataclasses import fields
 from typing import Literal, NamedTuple
 
 from mtx.config import RunConfig
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.simulate import bubble_text
 from mtx.plan import flops
+from mtx.plan.choose import schedule_for
 from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
 from mtx.plan.families import family_of, parameters_by_part
@@ -25,6 +24,7 @@ from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, bubble, published_throughput, published_training_time
 from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.time import LOOPED
+from mtx.schedules.simulate import bubble_text
 
 Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"

@@ -15,12 +15,9 @@ from functools import lru_cache
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.pipeline.choose import check_shape, schedule_for
-from mtx.pipeline.partition import place_layers
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import Model, simulate
 from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.choose import check_shape, schedule_for
 from mtx.plan.families import layer_of
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Zero
@@ -33,6 +30,9 @@ from mtx.plan.network import (
     pipe_group,
     send_s,
 )
+from mtx.schedules.partition import place_layers
+from mtx.schedules.shape import Times
+from mtx.schedules.simulate import Model, simulate
 
 LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # SC'21's, and next of kin
 
@@ -136,7 +136,7 @@ def pipeline_s(
 ) -> float:
     """Seconds from the first op to the end of the last one: the one place that knows schedules.
 
-    They are the simulator's (`mtx.pipeline.simulate`) for the table that is run, where a
+    They are the simulator's (`mtx.schedules.simulate`) for the table that is run, where a
     message takes `hop_s` to arrive. `model` is how the software runs it: Megatron has a program a
     stage, so its numbers are asynchronous, and what it waits for a message is part of the stages'
     own seconds; ours is one program, in lock-step, with a message a tick. (As on GPUs: there, says

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from mtx.pipeline.makers import forward_table
 from mtx.pipeline.program import Pipeline
+from mtx.schedules.makers import forward_table
 from mtx.step.step import Step, sum_over_replicas
 
 Tree = Any

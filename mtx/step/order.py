@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mtx.pipeline.partition import EMPTY
+from mtx.schedules.partition import EMPTY
 from mtx.sharding.axes import axes_of
 from mtx.step.state import States
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
 from mtx.models.model import Model
-from mtx.pipeline.partition import EMPTY, Placement
+from mtx.schedules.partition import EMPTY, Placement
 from mtx.sharding.axes import AXES
 from mtx.sharding.optimizer import shard_over_replicas
 from mtx.step.optimizer import LossScale, make_optimizer, state_specs

@@ -17,10 +17,10 @@ from mtx.errors import UserError
 from mtx.models.attention import AttentionKernel, cudnn_serves
 from mtx.models.families import FAMILIES
 from mtx.models.model import Model
-from mtx.pipeline.choose import check_shape, schedule_for, settle
-from mtx.pipeline.partition import place_layers
 from mtx.pipeline.program import Pipeline
-from mtx.pipeline.schedule import Schedule
+from mtx.plan.choose import check_shape, schedule_for, settle
+from mtx.schedules.partition import place_layers
+from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH
 from mtx.sharding.mesh import Axes, make_mesh
 from mtx.step.forward import Forward

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from mtx.config import RunConfig, to_dict
-from mtx.pipeline.simulate import bubble_text, simulate
 from mtx.plan.flops import parameters
+from mtx.schedules.simulate import bubble_text, simulate
 from mtx.step.trainer import Trainer
 from mtx.train.metrics import StepRecord
 

@@ -13,11 +13,11 @@ from functools import cached_property
 import numpy as np
 
 from mtx.config import Layout, RunConfig
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.orders import KINDS
+from mtx.plan.choose import schedule_for
 from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
 from mtx.plan.summary import title
+from mtx.schedules.orders import KINDS
 from mtx.view.colours import rgb, shade
 from mtx.view.explore_device import Device, Held, Holdings
 from mtx.view.memory import fill_bars

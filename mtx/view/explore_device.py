@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path
 
 from mtx.config import Layout, RunConfig
-from mtx.pipeline.makers import MAKERS
-from mtx.pipeline.partition import EMPTY
+from mtx.schedules.makers import MAKERS
+from mtx.schedules.partition import EMPTY
 from mtx.sharding.mesh import AXES
 from mtx.sharding.optimizer import DataShard
 from mtx.step.trainer import Trainer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.pipeline.choose import schedule_for
+from mtx.plan.choose import schedule_for
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.search import MEMORY_AT_MOST

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mtx.config import RunConfig
-from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.simulate import Simulation
 from mtx.presets import preset
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.simulate import Simulation
 from mtx.view.schedule import show
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtx.pipeline.choose import schedule_for
-from mtx.pipeline.shape import Times
-from mtx.pipeline.simulate import Simulation, bubble_text, simulate
+from mtx.plan.choose import schedule_for
 from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
 from mtx.plan.summary import NOTHING, part_name, title
 from mtx.plan.time import stage_times
+from mtx.schedules.shape import Times
+from mtx.schedules.simulate import Simulation, bubble_text, simulate
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
 from mtx.view.picture import (

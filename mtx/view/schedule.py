@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.pipeline.formats_text import op_text
-from mtx.pipeline.orders import KINDS, F, orders_of
-from mtx.pipeline.schedule import IDLE, Schedule
-from mtx.pipeline.simulate import Simulation
+from mtx.schedules.formats_text import op_text
+from mtx.schedules.orders import KINDS, F, orders_of
+from mtx.schedules.schedule import IDLE, Schedule
+from mtx.schedules.simulate import Simulation
 from mtx.view.colours import ink, shade
 from mtx.view.picture import Picture
 from mtx.view.spans import Shown, count, describe, run_title, shares, waits

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.pipeline.schedule import Schedule
-from mtx.pipeline.simulate import Simulation, bubble_text, simulate
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.simulate import Simulation, bubble_text, simulate
 
 Shown = Schedule | Simulation
 MODELS = {"lockstep": "lock-step", "asynchronous": "asynchronous"}  # as titles have them

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtx.pipeline.cells import item_text
-from mtx.pipeline.orders import KINDS, F
-from mtx.pipeline.simulate import Simulation
+from mtx.schedules.cells import item_text
+from mtx.schedules.orders import KINDS, F
+from mtx.schedules.simulate import Simulation
 from mtx.view.colours import ink, rgb, shade
 from mtx.view.picture import (
     COMMUNICATION,

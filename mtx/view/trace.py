@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mtx.pipeline.orders import KINDS, B, F, stage_of_piece
-from mtx.pipeline.simulate import Simulation
+from mtx.schedules.orders import KINDS, B, F, stage_of_piece
+from mtx.schedules.simulate import Simulation
 from mtx.view.files import replacing
 from mtx.view.spans import Shown, run_title, runs_of
 

@@ -1,0 +1,371 @@
+"""The real training step, compiled on a laptop for a cluster that is not there.
+
+`compile_plan` traces `mtx.step.step` for abstract arrays that lie on the target's mesh and hands
+it to XLA's compiler for that target (`mtx.compile.compiler`): nothing is allocated and no device is
+needed. XLA compiles one SPMD program, so 3,072 devices cost what eight do.
+
+It runs in a process of its own (`python -m mtx.compile.step`, JSON in and out), since which devices
+there are is settled when JAX starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtx.compile.buffers import NameOf, largest_buffers
+from mtx.compile.compiler import Compiler, find_compiler
+from mtx.compile.hlo import Program, read_program
+from mtx.compile.hlo_text import Instruction, Shape
+from mtx.compile.overlap import Machine, exposure
+from mtx.compile.target import GPU_TARGETS
+from mtx.config import RunConfig, from_dict, to_dict
+from mtx.errors import UserError
+from mtx.plan.attention import attention_of
+from mtx.plan.compiled import Compiled, Traffic
+from mtx.plan.flops import hardware_matmul_flops
+from mtx.plan.hardware import hardware
+from mtx.plan.memory import parameters_per_device
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from mtx.step.trainer import Trainer
+
+__all__ = ["Compiled", "compile_plan"]
+
+_NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
+
+
+def compile_plan(run: RunConfig, *, target: str) -> Compiled:
+    """The step of `run`, compiled for `target`, a name in `mtx.plan.hardware`.
+
+    The attention compiled is that of a run, as far as it can be here; the result says which.
+    UserError where no compiler can serve, and where the compiler fails, with the line that says
+    why.
+    """
+    layout = run.layout
+    kernel = attention_of(run.model, hardware(target).backend, layout.slices).name
+    if kernel == "cudnn" and layout.attention == "blocked":
+        kernel = "blocked"
+    compiler = find_compiler(target, layout.devices, kernel=kernel)
+    try:
+        return _in_own_process(run, target, compiler)
+    except _TritonFailed:
+        without = dataclasses.replace(
+            compiler,
+            flags=(*compiler.flags, _NO_TRITON),
+            label=compiler.label + ", matmuls by cuBLAS (XLA's Triton finds no tiles for some)",
+        )
+        return _in_own_process(run, target, without)
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+class _TritonFailed(Exception):
+    """XLA's Triton found no tiles for a matmul."""
+
+
+def _in_own_process(run: RunConfig, target: str, compiler: Compiler) -> Compiled:
+    with tempfile.TemporaryDirectory(prefix="mtx-compile-") as dump:
+        flags = (*compiler.flags, f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text")
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(flags),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # it sees what this process does
+            "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask the cloud which host this is
+            "PYTHONWARNINGS": "ignore",
+        }
+        request = {
+            "run": to_dict(run), "target": target, "dump": dump,
+            "compiler": dataclasses.asdict(compiler),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "mtx.compile.step"],
+            input=json.dumps(request), capture_output=True, text=True, env=environment,
+        )  # fmt: skip
+    if done.returncode == 0:
+        return Compiled.from_dict(json.loads(done.stdout.splitlines()[-1]))
+    if compiler.backend == "gpu" and "tile sizes" in done.stderr and _NO_TRITON not in flags:
+        raise _TritonFailed
+    raise UserError(f"compiling for {target}: {_reason(done.returncode, done.stderr)}")
+
+
+def _reason(code: int, stderr: str) -> str:
+    """Of all that a compiler writes, the line that says why it failed."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception): ", line)]
+    if errors:
+        kind, _, message = errors[-1].partition(": ")
+        return message if kind.endswith("UserError") else f"{kind.rpartition('.')[2]}: {message}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        memory = ", most likely for want of memory" if name == "SIGKILL" else ""
+        fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
+        return f"the compiler was ended by {name}{memory}" + (f": {fatal[-1]}" if fatal else "")
+    return lines[-1] if lines else f"the compiler ended with status {code}"
+
+
+def main() -> None:
+    """Reads a request from stdin and writes what was compiled to stdout, both as JSON."""
+    request = json.load(sys.stdin)
+    run, compiler = from_dict(RunConfig, request["run"]), Compiler(**request["compiler"])
+    compiled = _compile(run, request["target"], compiler, Path(request["dump"]))
+    print(json.dumps(compiled.to_dict()))
+
+
+# -- inside of it ----------------------------------------------------------------------------------
+
+
+def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Compiled:
+    import jax
+
+    from mtx.step.trainer import Trainer
+
+    start = time.perf_counter()
+    changes = {"layout": dataclasses.replace(run.layout, attention=compiler.attention)}
+    if compiler.backend == "cpu":
+        changes["model"] = dataclasses.replace(run.model, compute_dtype="float32")
+    compiled_run = dataclasses.replace(run, **changes)
+    mesh = _mesh(compiled_run, target, compiler)
+    trainer = Trainer(compiled_run, mesh=mesh)
+    executable = trainer.compile_step(mesh)
+    elapsed = time.perf_counter() - start
+
+    stats, program = executable.memory_analysis(), read_program(executable.as_text())
+    temp = stats.temp_size_in_bytes
+    if compiler.backend == "cpu":
+        temp = _halve_temp(temp, run)
+    busy, trips = busy_shares(trainer), layers_per_chunk(trainer)
+    flops = program.matmul_flops(busy, trip_counts=trips)
+    formula = hardware_matmul_flops(
+        compiled_run.model, compiled_run.layout, run.global_batch,
+        backend="cuda" if compiler.attention == "cudnn" else "xla",
+    )  # fmt: skip
+    overlap = ()
+    if compiler.backend == "gpu":
+        machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
+        overlap = exposure(program, machine, busy, trip_counts=trips)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Compiled(
+        target=target,
+        devices=run.layout.devices,
+        backend=compiler.backend,
+        label=compiler.label,
+        hint=compiler.hint,
+        jax_version=jax.__version__,
+        arguments_bytes=stats.argument_size_in_bytes,
+        outputs_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=temp,
+        largest=_largest(dump, program, trainer),
+        collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
+        overlap_estimate=overlap,
+        matmul_flops=flops * run.layout.devices,
+        formula_flops=formula,
+        compile_s=elapsed,
+        compiler_peak_bytes=peak * (1 if sys.platform == "darwin" else 1024),
+    )
+
+
+def _mesh(run: RunConfig, target: str, compiler: Compiler) -> Mesh:
+    import jax
+    from jax.experimental import topologies
+
+    from mtx.sharding.mesh import make_mesh
+
+    if compiler.backend == "cpu":
+        return make_mesh(run.layout, jax.devices())
+    if compiler.backend == "tpu":
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=compiler.topology)
+    else:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=GPU_TARGETS[target].text(),
+            topology=compiler.topology,
+        )
+    return make_mesh(run.layout, topology.devices)
+
+
+def _halve_temp(temp: int, run: RunConfig) -> int:
+    """From float32's temporaries to those of the run's own type: gradients stay float32, and on
+    one replica the parameters become a copy of the masters; all else is half as large."""
+    if run.model.compute_dtype == "float32":
+        return temp
+    held = parameters_per_device(run.model, run.layout)
+    gradients = min(temp, 4 * held)
+    copy = 2 * held if run.layout.data == 1 else 0
+    return gradients + (temp - gradients) // 2 + copy
+
+
+_TAKEN_OR_NOT = re.compile(
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward)/cond$"
+)
+
+
+def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
+    """For each conditional of the step, the shares of its executions that take each branch.
+
+    The step's conditionals are the ops that a stage sits out and, with zero=3, the begins and ends
+    of runs of one chunk's ops; the schedule's table says how often.
+    """
+    schedule, phased = trainer.schedule, trainer.run.layout.idle == "phases"
+
+    def share_of(taken, kind: str) -> float:
+        """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
+        phases = [phase for phase in schedule.phases if getattr(phase, kind) or not phased]
+        asked = sum(phase.stop - phase.start for phase in phases)
+        return float(taken.sum() / (taken.size // len(taken)) / asked)
+
+    forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
+    shares = {
+        "F": share_of(forward.busy, "forward"),
+        "B": share_of(backward.busy, "backward"),
+        "embed": share_of(schedule.embed >= 0, "forward"),
+        "head": share_of(schedule.head >= 0, "backward"),
+        "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
+        "all_gather": share_of(forward.runs[0], "forward"),
+        "B/all_gather": share_of(backward.runs[0], "backward"),
+        "B/reduce_scatter": share_of(backward.runs[1], "backward"),
+    }
+    if weight is not None:
+        shares |= {
+            "W": share_of(weight.busy, "weight"),
+            "reduce_scatter": share_of(weight.runs[1], "weight"),
+        }
+
+    def branches(conditional: Instruction) -> Sequence[float]:
+        count, where = len(conditional.branches), _TAKEN_OR_NOT.search(conditional.op_name)
+        if where and count == 2:
+            taken = shares[where[1]]
+            true_first = "true_computation=" in conditional.attributes
+            return (taken, 1 - taken) if true_first else (1 - taken, taken)
+        if count == schedule.slices:  # attention, a branch for each slice: all run equally often
+            return (1 / count,) * count
+        raise UserError(
+            f"the conditional {conditional.op_name!r} is none of those that the step is known to "
+            f"have ({', '.join(shares)}): how often it is taken is not known"
+        )
+
+    return branches
+
+
+def layers_per_chunk(trainer: Trainer) -> float:
+    """Trips of a loop over a chunk's layers where chunks differ: their mean."""
+    return float(trainer.placement.count.mean())
+
+
+def collect_traffic(
+    program: Program, sizes: dict[str, int], branch, trip_counts: float
+) -> tuple[Traffic, ...]:
+    """A program's collectives by kind, mesh axes and type, most bytes first.
+
+    sizes: of the mesh's axes, in its order; branch, trip_counts: as in `Program.collectives`.
+    """
+    rows: dict[tuple, Traffic] = {}
+    for collective in program.collectives(branch, trip_counts=trip_counts):
+        axes = collective.axes(sizes)
+        if not axes or not collective.count:
+            continue  # of one device, or never taken
+        key = collective.kind, axes, collective.dtype, collective.group
+        row = rows.get(key) or Traffic(
+            kind=collective.kind, axes=axes, group=collective.group, dtype=collective.dtype,
+            count=0.0, bytes=0.0,
+        )  # fmt: skip
+        rows[key] = dataclasses.replace(
+            row,
+            count=row.count + collective.count,
+            bytes=row.bytes + collective.count * collective.sent_bytes,
+        )
+    return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
+
+
+def _largest(dump: Path, program: Program, trainer: Trainer):
+    texts = [*dump.glob("*after_optimizations-buffer-assignment.txt")]
+    if not texts:
+        return ()  # libtpu dumps none
+    text = max(texts, key=lambda path: path.stat().st_size).read_text()
+    return largest_buffers(text, program, names_of_arrays(trainer))
+
+
+def names_of_arrays(trainer: Trainer) -> NameOf:
+    """What the step holds under an array's shape, on one device; shapes count without their ones
+    and in any order, since XLA transposes at will."""
+    run, slots = trainer.run, trainer.schedule.slots
+    places = trainer.placement.layer.shape[-1]
+    known: dict[tuple, tuple[str, list[str]]] = {}
+    for path, whole, padded in _parameters(trainer):
+        layer = whole[3:] if path.startswith("block.") else ()
+        for dims, in_float32, in_compute_type in (
+            (whole, "gradient of {}", "{} in the compute type"),
+            (padded, "gradient of {}, padded", "{}, gathered"),
+            (layer, "gradient of a layer's {}", "a layer's {}, or its gradient"),
+        ):
+            _add_name(known, "float32", dims, in_float32, path)
+            _add_name(known, run.model.compute_dtype, dims, in_compute_type, path)
+    batch, sequence = run.layout.microbatch, run.model.sequence
+    rows = trainer.model.vocab_rows // run.layout.vocab_shards
+    _add_name(known, "float32", (batch, sequence, rows), "logits")
+    _add_name(known, run.model.compute_dtype, (batch, sequence, rows), "gradient of the logits")
+
+    def name_of(shape: Shape) -> str | None:
+        if found := known.get(_key(shape.dtype, shape.dims)):
+            return found[0].format(" or ".join(found[1]))
+        leading = (slots,) if run.layout.stash == "inputs" else (slots, places)
+        if shape.dims[: len(leading)] == leading and len(shape.dims) > 2:
+            return f"stash of {slots} microbatches' {run.layout.stash}"
+        return None
+
+    return name_of
+
+
+def _parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(name, shape on one device, shape with the padding of its master) of every parameter."""
+    import jax
+    from jax.tree_util import keystr, tree_leaves_with_path
+
+    masters = jax.tree.leaves(trainer.states.shapes.params)
+    specs = jax.tree.leaves(trainer.states.param_specs)
+    for (path, leaf), master, spec in zip(
+        tree_leaves_with_path(trainer.states.param_shapes), masters, specs, strict=True
+    ):
+        entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+        entries += [()] * (leaf.ndim - len(entries))
+        parts = [math.prod(trainer.run.layout.sizes[axis] for axis in entry) for entry in entries]
+        whole, padded = (
+            tuple(size // part for size, part in zip(each.shape, parts, strict=True))
+            for each in (leaf, master)
+        )
+        yield keystr(path, simple=True, separator="."), whole, padded
+
+
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def _key(dtype: str, dims: tuple[int, ...]) -> tuple:
+    return _SHORT.get(dtype, dtype), *sorted(dim for dim in dims if dim > 1)
+
+
+def _add_name(known: dict, dtype: str, dims: tuple[int, ...], name: str, path: str = "") -> None:
+    """Small arrays are left out: their shapes are those of many."""
+    if math.prod(dims) >= 4096:
+        first, paths = known.setdefault(_key(dtype, dims), (name, []))
+        if first == name and path not in paths:
+            paths.append(path)
+
+
+if __name__ == "__main__":
+    main()

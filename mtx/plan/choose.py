@@ -1,0 +1,89 @@
+"""The schedule of a run: a maker's, a file's, or the best that the search finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.schedules.formats import read_schedule
+from mtx.schedules.makers import make
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.search import Candidate, choose
+from mtx.schedules.shape import Times
+
+_SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
+
+
+def schedule_for(layout: Layout, microbatches: int) -> Schedule:
+    """The table that a layout's schedule names, or that its file holds.
+
+    UserError where there is none. A file's table may be of another shape: see `check_shape`.
+    """
+    if layout.schedule == "auto":
+        raise UserError("schedule='auto' is still to be chosen: see mtx.plan.choose.settle")
+    if layout.schedule_is_file:
+        return _read(Path(layout.schedule))
+    return _make(layout.schedule, microbatches, layout.pipe, layout.virtual, layout.slices)
+
+
+@lru_cache(maxsize=128)
+def _make(name: str, microbatches: int, stages: int, virtual: int, slices: int) -> Schedule:
+    return make(name, microbatches=microbatches, stages=stages, virtual=virtual, slices=slices)
+
+
+_read = lru_cache(maxsize=8)(read_schedule)
+
+
+def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
+    """UserError where a table is made for another number of stages, chunks or microbatches, or is a
+    name."""
+    if not isinstance(table, Schedule):
+        raise UserError(
+            f"schedule={table!r} is not a table; a schedule's name stands in the layout, "
+            'Layout(schedule="1f1b"), a table in a Schedule'
+        )
+    for name, has, wants in (
+        ("stages", table.stages, f"layout.pipe={layout.pipe}"),
+        ("chunks a stage", table.virtual, f"layout.virtual={layout.virtual}"),
+        ("slices", table.slices, f"layout.slices={layout.slices}"),
+        ("microbatches", table.microbatches, f"the batch's microbatches={microbatches}"),
+    ):
+        if has != int(wants.rpartition("=")[2]):
+            raise UserError(
+                f"schedule {table.name!r} is a table of {has} {name}, which is not {wants}; change "
+                "one of the two"
+            )
+
+
+def settle(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
+    """(the layout with schedule="auto" chosen, why it was); any other layout as it is, and "".
+
+    The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
+    again, and a send a hundredth of the three. A layout of virtual > 1, or with a tuple of
+    stage_layers, keeps its number of chunks; else every number is tried that gives each chunk the
+    same layers, and 1, where stage_layers="balanced" may give more to some.
+    """
+    if layout.schedule != "auto":
+        return layout, ""
+    found = _choose(layout, model.layers, layout.microbatches(global_batch))
+    settled = replace(layout, schedule=found.name, virtual=found.virtual, slices=found.slices)
+    return settled, f"schedule {found.label}: {found.reason}"
+
+
+@lru_cache(maxsize=64)
+def _choose(layout: Layout, layers: int, microbatches: int) -> Candidate:
+    again = layout.recompute == "full" or layout.stash == "inputs"
+    work = 4.0 if again else 3.0
+    times = Times(forward=1.0, backward=work - 2.0, weight=1.0, comm=_SEND * work)
+    even = layout.stage_layers == "even"
+    virtuals = [layout.virtual]
+    if layout.virtual == 1 and isinstance(layout.stage_layers, str):
+        tried = range(2, layers // layout.pipe + 1)
+        virtuals += [v for v in tried if layers % (layout.pipe * v) == 0]
+    return choose(
+        microbatches, layout.pipe, times=times, layers=layers if even else None,
+        slices=[layout.slices], virtuals=virtuals,
+    )  # fmt: skip

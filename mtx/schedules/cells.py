@@ -1,0 +1,254 @@
+"""The ops that a file holds, each with its place there: checked, then made into a schedule.
+
+Every mistake is one line that names the row and the column, counted from 1 as a spreadsheet does.
+
+Legend: N ops of the whole file · C chunks · P stages · I items
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import numpy as np
+
+from mtx.errors import UserError
+from mtx.schedules.orders import BadOp, Op, Orders, W, chunk_of_piece, pack
+from mtx.schedules.schedule import Schedule
+
+WHOLE = -1  # the slice of an op that names none
+MOST_STAGES, MOST_COLUMNS = 1024, 2**16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cells:
+    """Ops as a file has them, stage after stage and in order; arrays are int [N]."""
+
+    stage: np.ndarray
+    kind: np.ndarray
+    piece: np.ndarray
+    microbatch: np.ndarray
+    slice: np.ndarray  # WHOLE where the file names none
+    tick: np.ndarray | None  # None: rows are orders
+    row: np.ndarray  # in the file, from 1
+    column: np.ndarray  # in the file, from 1
+    texts: list[str]  # of each op, as the file has it
+    stages: int
+    notation: Callable[[int, int, str], str]  # kind, piece and "3" or "3/2" as the file has them
+    where: str = ""  # before every place, where a file holds more than one table
+
+    @cached_property
+    def slices(self) -> int:
+        return max(1, 1 + int(self.slice.max()))
+
+    @cached_property
+    def item(self) -> np.ndarray:
+        return self.microbatch * self.slices + np.maximum(self.slice, 0)
+
+    @property
+    def items(self) -> int:
+        return (int(self.microbatch.max()) + 1) * self.slices
+
+    @cached_property
+    def split(self) -> bool:
+        return bool((self.kind == W).any())
+
+    def refuse(self, index: int, what: str) -> NoReturn:
+        """Raises UserError about one op."""
+        raise misplaced(
+            int(self.row[index]), int(self.column[index]), what, text=self.texts[index],
+            where=self.where,
+        )  # fmt: skip
+
+    def describe(self, kind: int, piece: int, item: int) -> str:
+        return self.notation(kind, piece, item_text(item, self.slices))
+
+
+def misplaced(row: int, column: int, what: str, *, text: str = "", where: str = "") -> UserError:
+    """The error for what stands at one place of a file."""
+    shown = f" ({shorten(text)})" if text else ""
+    return UserError(f"{where}row {row}, column {column}{shown}: {what}")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a file, however they end, without empty ones behind the last."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n").split("\n")
+
+
+def item_text(item: int, slices: int) -> str:
+    """ "3", or "3/2" where sequences are cut."""
+    return f"{item}" if slices == 1 else f"{item // slices}/{item % slices}"
+
+
+def shorten(text: str) -> str:
+    """At most 40 printable characters of what may be any text."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def check(cells: Cells) -> None:
+    """Raises UserError unless every stage runs each op of all of its pieces exactly once."""
+    _check_slices(cells)
+    _check_counted(cells, cells.microbatch, "microbatch")
+    _check_counted(cells, cells.piece, "piece")
+    _check_placement(cells)
+    _check_once(cells)
+
+
+def pieces_of(cells: Cells) -> np.ndarray:
+    """int [C, P]: the pieces of every stage, chunks in their order."""
+    owner = np.zeros(int(cells.piece.max()) + 1, int)
+    owner[cells.piece] = cells.stage
+    return np.argsort(owner, kind="stable").reshape(cells.stages, -1).T
+
+
+def build(
+    name: str, cells: Cells, *, pieces: np.ndarray | None = None, run: Cells | None = None
+) -> Schedule:
+    """The schedule that these cells hold.
+
+    pieces: int [C, P], of the cells themselves where not given. run: the orders of the stages,
+    where they are not those of the ticks. Raises UserError with the place of the first mistake.
+    """
+    check(cells)
+    pieces = pieces_of(cells) if pieces is None else pieces
+    if run is not None:
+        check(run)
+        ops = [(c.stages, c.split, c.items, c.slices, int(c.piece.max())) for c in (cells, run)]
+        if ops[0] != ops[1]:
+            run.refuse(0, "the orders do not run the same ops as the ticks")
+    try:
+        orders = None if run is None else _orders(run, pieces)
+        if orders is not None:
+            pack(name, orders, pieces, run.slices)
+    except BadOp as error:
+        _point(error, name, run, pieces)
+    try:
+        if cells.tick is None:
+            return Schedule.from_orders(
+                name, _orders(cells, pieces), pieces=pieces, slices=cells.slices
+            )
+        tables = _tables(cells, pieces)
+        return Schedule.from_ticks(name, *tables, pieces=pieces, slices=cells.slices, orders=orders)
+    except BadOp as error:
+        _point(error, name, cells, pieces)
+
+
+def _tables(cells: Cells, pieces: np.ndarray) -> list[np.ndarray]:
+    shape = (3 if cells.split else 2, cells.items, *pieces.shape)
+    tables = np.zeros(shape, np.int32)
+    tables[cells.kind, cells.item, chunk_of_piece(pieces)[cells.piece], cells.stage] = cells.tick
+    return list(tables)
+
+
+def _orders(cells: Cells, pieces: np.ndarray) -> Orders:
+    """Every stage has as many ops: `check` has seen to that."""
+    columns = (cells.kind, cells.item, chunk_of_piece(pieces)[cells.piece])
+    kind, item, chunk = (array.astype(np.int32).reshape(cells.stages, -1) for array in columns)
+    return Orders(kind=kind, item=item, chunk=chunk)
+
+
+def _point(error: BadOp, name: str, cells: Cells, pieces: np.ndarray) -> NoReturn:
+    """Raises what is wrong with an op as what is wrong with its cell."""
+    op: Op = error.op
+    mine = (cells.stage == error.stage) & (cells.kind == op.kind) & (cells.item == op.item)
+    mine &= chunk_of_piece(pieces)[cells.piece] == op.chunk
+    what = str(error).removeprefix(f"schedule {name!r}").removeprefix(":").strip()
+    cells.refuse(int(mine.argmax()), what)
+
+
+def _check_slices(cells: Cells) -> None:
+    if cells.slices > 1 and (cells.slice == WHOLE).any():
+        cells.refuse(
+            int((cells.slice == WHOLE).argmax()),
+            "names no slice, though other ops do: give every microbatch as microbatch/slice",
+        )
+    _check_counted(cells, np.maximum(cells.slice, 0), "slice")
+
+
+def _check_counted(cells: Cells, values: np.ndarray, noun: str) -> None:
+    """They are counted from 0 and none is left out."""
+    found = np.unique(values)
+    if found[-1] != len(found) - 1:
+        missing = int((found != np.arange(len(found))).argmax())
+        cells.refuse(
+            int(values.argmax()),
+            f"{noun} {found[-1]}, but there is no {noun} {missing}; they count from 0 without gaps",
+        )
+
+
+def _check_placement(cells: Cells) -> None:
+    """Every piece is on one stage, and every stage has as many pieces."""
+    pairs, first, count = np.unique(
+        cells.piece * cells.stages + cells.stage, return_index=True, return_counts=True
+    )
+    piece, stage = np.divmod(pairs, cells.stages)
+    twice = np.flatnonzero(piece[1:] == piece[:-1])
+    if len(twice):
+        rivals = np.flatnonzero(piece == piece[twice[0]])
+        # The stage with fewer of its ops is the more likely slip.
+        wrong = rivals[_rarest(count[rivals])]
+        home = int(first[rivals[count[rivals].argmax()]])
+        cells.refuse(
+            int(first[wrong]),
+            f"piece {piece[wrong]} stands in row {cells.row[home]} too, in column "
+            f"{cells.column[home]}; a piece is on one stage",
+        )
+    held = np.bincount(stage, minlength=cells.stages)
+    if (held != held[0]).any():
+        usual = int(np.bincount(held).argmax())
+        other = int((held != usual).argmax())
+        mine = np.flatnonzero(stage == other)
+        wrong = mine[_rarest(count[mine])] if held[other] > usual else mine[0]
+        cells.refuse(
+            int(first[wrong]),
+            f"stage {other} holds {held[other]} of the pieces ({_listed(piece[mine])}), stage "
+            f"{int((held == usual).argmax())} holds {usual}; all stages hold as many",
+        )
+
+
+def _rarest(count: np.ndarray) -> int:
+    """The last of the smallest."""
+    return len(count) - 1 - int(count[::-1].argmin())
+
+
+def _listed(numbers: np.ndarray) -> str:
+    shown = ", ".join(str(number) for number in numbers[:6].tolist())
+    return shown + (", ..." if len(numbers) > 6 else "")
+
+
+def _check_once(cells: Cells) -> None:
+    kinds, items = 3 if cells.split else 2, cells.items
+    code = (cells.piece * kinds + cells.kind) * items + cells.item
+    order = np.argsort(code, kind="stable")
+    again = np.flatnonzero(code[order][1:] == code[order][:-1])
+    if len(again):
+        once, twice = sorted((int(order[again[0]]), int(order[again[0] + 1])))
+        op = cells.describe(*_op_of(cells, once))
+        cells.refuse(
+            twice,
+            f"{op} stands in row {cells.row[once]}, column {cells.column[once]} too; an op runs "
+            "once",
+        )
+    pieces = int(cells.piece.max()) + 1
+    if len(code) == pieces * kinds * items:
+        return
+    piece = int(np.bincount(cells.piece).argmin())
+    mine = cells.piece == piece
+    kind = int(np.bincount(cells.kind[mine], minlength=kinds).argmin())
+    have = np.sort(cells.item[mine & (cells.kind == kind)])
+    gaps = np.flatnonzero(have != np.arange(len(have)))
+    item = int(gaps[0]) if len(gaps) else len(have)
+    missing = cells.describe(kind, piece, item)
+    partner = mine & (cells.item == item)
+    if partner.any():
+        cells.refuse(int(partner.argmax()), f"there is no {missing} with it")
+    stage = int(cells.stage[mine.argmax()])
+    last = len(cells.stage) - 1 - int((cells.stage[::-1] == stage).argmax())
+    cells.refuse(last, f"the row ends without {missing}; every piece takes all microbatches")
+
+
+def _op_of(cells: Cells, index: int) -> tuple[int, int, int]:
+    return tuple(int(array[index]) for array in (cells.kind, cells.piece, cells.item))

@@ -1,0 +1,89 @@
+"""Who makes schedules, by name. Each maker says in which tick, or in which order, every op runs;
+families lie in files of their own, with their sources and closed forms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mtx.errors import UserError, unknown_name
+from mtx.schedules import breadth_first, dualpipe, one_f_one_b, sequence, vee, zero_bubble
+from mtx.schedules.orders import B, F, Orders
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.shape import WEIGHT_SHARE, Maker, Shape, Times
+
+MAKERS: dict[str, Maker] = {
+    **one_f_one_b.MAKERS,
+    **breadth_first.MAKERS,
+    **zero_bubble.MAKERS,
+    **vee.MAKERS,
+    **dualpipe.MAKERS,
+    **sequence.MAKERS,
+}
+
+
+def maker(name: str) -> Maker:
+    """The maker of that name; UserError names the nearest where there is none."""
+    if name not in MAKERS:
+        raise unknown_name("schedule", name, MAKERS)
+    return MAKERS[name]
+
+
+def check_virtual(name: str, virtual: int, slices: int) -> None:
+    """UserError where there is no such schedule, or not with so many chunks or slices."""
+    known = maker(name)
+    if known.virtual is not None and virtual != known.virtual:
+        raise UserError(
+            f"schedule {name!r} is made for virtual={known.virtual}, not virtual={virtual}; use "
+            f"virtual={known.virtual}, or another schedule"
+        )
+    if slices != 1 and not known.sliced:
+        sliced = [other for other, row in MAKERS.items() if row.sliced]
+        raise UserError(
+            f"schedule {name!r} does not cut sequences: use slices=1, not slices={slices}, or "
+            f"one of {', '.join(sliced)}"
+        )
+
+
+def make(
+    name: str,
+    *,
+    microbatches: int,
+    stages: int,
+    virtual: int | None = None,
+    slices: int | None = None,
+    times: Times | None = None,
+    memory_limit: float | None = None,
+    weight_share: float = WEIGHT_SHARE,
+) -> Schedule:
+    """The schedule of that name. `virtual` and `slices`: None for what the maker needs or prefers.
+
+    UserError where there is no such name, or where it does not go with the number of chunks.
+    """
+    known = maker(name)
+    virtual = (known.virtual or known.default_virtual) if virtual is None else virtual
+    slices = known.default_slices if slices is None else slices
+    check_virtual(name, virtual, slices)
+    shape = Shape(
+        microbatches=microbatches, stages=stages, virtual=virtual, slices=slices,
+        times=times or Times(), memory_limit=memory_limit, weight_share=weight_share,
+    )  # fmt: skip
+    return replace(known.make(shape), name=name)
+
+
+def forward_table(pieces: np.ndarray, microbatches: int) -> Schedule:
+    """A table for F alone, of whole sequences: for evaluation on the stages of `pieces` [C, P].
+
+    Microbatches go in groups of P through one chunk after another, in the order of the model; where
+    pieces are looped that is the order of interleaved 1F1B. All B come after, in reverse.
+    """
+    stages = pieces.shape[1]
+    groups = [range(g, min(g + stages, microbatches)) for g in range(0, microbatches, stages)]
+    lists = []
+    for stage in range(stages):
+        chunks = np.argsort(pieces[:, stage]).tolist()
+        ops = [(i, c) for group in groups for c in chunks for i in group]
+        lists.append([(F, *op) for op in ops] + [(B, *op) for op in reversed(ops)])
+    return Schedule.from_orders("forward", Orders.from_lists(lists), pieces=pieces)

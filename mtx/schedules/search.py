@@ -1,0 +1,227 @@
+"""The best table for a shape: every maker's, with every number of chunks, priced as we run it.
+
+The price is the makespan in lock-step, which is what our scan does; what a runtime with a program
+per stage would need stands beside it. Memory is what the scan allocates: ring slots of the stash
+and, where W is split from B, those that wait for W; the same number on every stage. What waits in
+rings, and the keys and values of cut sequences, come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mtx.errors import UserError
+from mtx.schedules.makers import MAKERS, make
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.shape import WEIGHT_SHARE, Times
+from mtx.schedules.simulate import bubble_text, simulate
+
+_MOST_OPS = 2**18  # of a table: a dozen and more are compared, one after another
+WORTH_SAYING = 0.1  # of a makespan: by how much a program per stage must be faster to be mentioned
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """One maker with one number of chunks and slices, and what it would cost."""
+
+    name: str
+    virtual: int
+    slices: int
+    schedule: Schedule | None  # None where there is none for this shape
+    lockstep: float = math.inf  # makespan, in the unit of the times
+    asynchronous: float = math.inf  # makespan
+    bubble_over_ideal: float = math.inf  # in lock-step
+    memory: float = math.inf  # stashes of a whole stage
+    fits: bool = False
+    reason: str = ""  # why it is better than the next one, or why it is out
+
+    @property
+    def label(self) -> str:
+        """The name, with the numbers of chunks and slices where they are not 1."""
+        chunks = f" v={self.virtual}" if self.virtual > 1 else ""
+        return self.name + chunks + (f" slices={self.slices}" if self.slices > 1 else "")
+
+
+def search_schedules(
+    microbatches: int,
+    stages: int,
+    *,
+    virtuals: Sequence[int] = (1,),
+    slices: Sequence[int] = (1,),
+    times: Times | None = None,
+    memory_limit: float | None = None,
+    weight_share: float = WEIGHT_SHARE,
+    layers: int | None = None,
+) -> tuple[Candidate, ...]:
+    """Every maker's table for this shape, best first; then those that do not fit, with the reason.
+
+    virtuals, slices: the numbers to try; memory_limit: stashes of a whole stage; weight_share: the
+    part of a stash that stays from B to W; layers: of the model, to leave out numbers of chunks
+    over which they do not divide. Less time comes first, then less memory, then fewer chunks and
+    slices, then the order of the makers.
+    """
+    times = times or Times()
+    found = []
+    for name, virtual, cuts in _parameters(virtuals, slices):
+        candidate = Candidate(name=name, virtual=virtual, slices=cuts, schedule=None)
+        refusal = _refusal(candidate, stages, virtuals, layers)
+        if stages * virtual * cuts * (microbatches + stages) > _MOST_OPS:  # with what idles
+            refusal = f"too large a table to be compared, of more than {_MOST_OPS:,} ops"
+        if refusal is None:
+            try:
+                schedule = make(
+                    name, microbatches=microbatches, stages=stages, virtual=virtual, slices=cuts,
+                    times=times, memory_limit=memory_limit, weight_share=weight_share,
+                )  # fmt: skip
+            except UserError as error:
+                refusal = str(error)
+            else:
+                candidate = _priced(candidate, schedule, times, memory_limit, weight_share)
+        found.append(replace(candidate, reason=refusal) if refusal else candidate)
+    found.sort(key=_rank)
+    return tuple(_with_reasons(found, memory_limit))
+
+
+def choose(
+    microbatches: int,
+    stages: int,
+    *,
+    virtuals: Sequence[int] = (1,),
+    slices: Sequence[int] = (1,),
+    times: Times | None = None,
+    memory_limit: float | None = None,
+    weight_share: float = WEIGHT_SHARE,
+    layers: int | None = None,
+) -> Candidate:
+    """The first of `search_schedules`. UserError where nothing fits."""
+    found = search_schedules(
+        microbatches, stages, virtuals=virtuals, slices=slices, times=times,
+        memory_limit=memory_limit, weight_share=weight_share, layers=layers,
+    )  # fmt: skip
+    if found[0].fits:
+        return found[0]
+    smallest = min(found, key=lambda candidate: candidate.memory)
+    if smallest.schedule is None:
+        raise UserError(
+            f"no schedule for microbatches={microbatches}, stages={stages}, virtual="
+            f"{_either(virtuals)}: {smallest.name}: {smallest.reason}"
+        )
+    raise UserError(
+        f"no schedule for microbatches={microbatches}, stages={stages}, virtual="
+        f"{_either(virtuals)} fits memory_limit={memory_limit:g}; {smallest.label} keeps least, "
+        f"{smallest.memory:.4g} stashes of a stage"
+    )
+
+
+def _parameters(virtuals: Sequence[int], slices: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+    if not virtuals or not slices:
+        raise UserError("virtuals and slices must each hold a number to try")
+    for name, maker in MAKERS.items():
+        for virtual in dict.fromkeys([maker.virtual] if maker.virtual else virtuals):
+            for cuts in dict.fromkeys(slices if maker.sliced else (1,)):
+                yield name, virtual, cuts
+
+
+def _refusal(
+    candidate: Candidate, stages: int, virtuals: Sequence[int], layers: int | None
+) -> str | None:
+    virtual = candidate.virtual
+    if virtual not in virtuals:
+        return f"made for virtual={virtual}; allowed is {_either(virtuals)}"
+    if layers is not None and layers % (stages * virtual):
+        return f"layers={layers} cannot be divided over stages*virtual={stages}*{virtual}"
+    return None
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(str(number) for number in numbers)
+
+
+def _priced(
+    candidate: Candidate,
+    schedule: Schedule,
+    times: Times,
+    memory_limit: float | None,
+    weight_share: float,
+) -> Candidate:
+    lockstep = simulate(schedule, times, model="lockstep")
+    waiting = schedule.weight_stash.slots * weight_share if schedule.weight_stash else 0
+    memory = (schedule.slots + waiting) / (schedule.virtual * schedule.slices)
+    return replace(
+        candidate,
+        schedule=schedule,
+        lockstep=lockstep.makespan,
+        asynchronous=simulate(schedule, times).makespan,
+        bubble_over_ideal=lockstep.bubble_over_ideal,
+        memory=memory,
+        fits=memory_limit is None or memory <= memory_limit,
+    )
+
+
+def _rank(candidate: Candidate) -> tuple:
+    # To 9 digits, so that sums of the same times in another order are the same price.
+    price = float(f"{candidate.lockstep:.9g}"), float(f"{candidate.memory:.9g}")
+    return (not candidate.fits, *price, candidate.virtual, candidate.slices)
+
+
+def _with_reasons(ranked: Sequence[Candidate], limit: float | None) -> Iterator[Candidate]:
+    fitting = [candidate for candidate in ranked if candidate.fits]
+    leader = None  # the first of those with this table
+    for place, candidate in enumerate(ranked):
+        if candidate.schedule is None:
+            yield candidate  # which says why already
+        elif not candidate.fits:
+            over = f"keeps {candidate.memory:.4g} stashes, over the limit of {limit:g}"
+            yield replace(candidate, reason=over)
+        elif leader is not None and _same_table(candidate.schedule, leader.schedule):
+            yield replace(candidate, reason=f"the same table as {leader.label}")
+        else:
+            leader = candidate
+            others = (
+                o for o in fitting[place + 1 :] if not _same_table(o.schedule, leader.schedule)
+            )
+            yield replace(
+                candidate, reason=_advantage(leader, next(others, None)) + _remark(leader)
+            )
+
+
+def _advantage(candidate: Candidate, other: Candidate | None) -> str:
+    if other is None:
+        return "the last that fits"
+    faster, price = _rank(candidate)[1:3], _rank(other)[1:3]
+    if faster[0] < price[0]:
+        percent = 100 * (other.lockstep / candidate.lockstep - 1)
+        return (
+            f"{percent:.2g} % faster than {other.label}: "
+            f"{bubble_text(candidate.bubble_over_ideal)}, not {other.bubble_over_ideal:.2%}"
+        )
+    if faster[1] < price[1]:
+        return f"as fast as {other.label} in {candidate.memory:.4g} stashes, not {other.memory:.4g}"
+    return f"as fast and as small as {other.label}"
+
+
+def _same_table(one: Schedule, other: Schedule) -> bool:
+    def same(a, b):
+        return a.shape == b.shape and bool((a == b).all())
+
+    return (
+        one.split == other.split
+        and one.slices == other.slices
+        and same(one.pieces, other.pieces)
+        and all(
+            same(a.item, b.item) and same(a.chunk, b.chunk)
+            for a, b in zip(one.halves, other.halves, strict=True)
+        )
+    )
+
+
+def _remark(candidate: Candidate) -> str:
+    saved = 1 - candidate.asynchronous / candidate.lockstep
+    if saved < WORTH_SAYING:
+        return ""
+    return (
+        f"; lock-step does not suit it: {candidate.lockstep:.4g}, with a program per stage "
+        f"{candidate.asynchronous:.4g}"
+    )

@@ -1,0 +1,288 @@
+"""When every op of a schedule runs, what the schedule costs, and what it keeps meanwhile.
+
+Two models of cost. **Asynchronous**: a program per stage, as Megatron's or torch's: an op starts
+when its stage has finished the op before and its input has arrived. **Lock-step**: one program for
+all stages, as ours: every tick lasts as long as its longest stage, plus one `comm` where any stage
+sends in it. That is the price where sends overlap with computation, as XLA:GPU could. XLA's CPU
+runtime blocks at the send of F, so that a tick there lasts max F + max (B + W): `deferred_zb` then
+costs what `aligned_zb` does (experiments/bench_schedules.py, which prices it so).
+
+Legend: P stages · K ops of one stage · T ticks · C chunks · I items
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from mtx.errors import UserError
+from mtx.schedules.orders import B, BadOp, F, Op, Orders, W, orders_of, stage_of_piece
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.shape import WEIGHT_SHARE, Times
+
+Model = Literal["asynchronous", "lockstep"]
+NOTHING = -1  # where an op waits for no other stage
+
+
+def bubble_text(bubble_over_ideal: float) -> str:
+    """The bubble in words, with the same digits wherever it is said."""
+    return f"bubble {bubble_over_ideal:.2%} of ideal time"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """One schedule's ops in time, which is in the unit of `times`."""
+
+    schedule: Schedule
+    times: Times
+    model: Model
+    weight_share: float  # of a stash: what stays of it from B to W
+    orders: Orders  # the ops that start and end belong to
+    start: np.ndarray  # float [P, K]
+    end: np.ndarray  # float [P, K]
+    before: np.ndarray
+    # int [P, K]: stage * K + position of the op, of whichever stage, that this one waited for last;
+    # NOTHING where it started at once
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the start of the first op to the end of the last one, over all stages."""
+        return float(self.end.max() - self.start.min())
+
+    @cached_property
+    def cost(self) -> float:
+        """The longest that a stage takes from its first op's start to its last op's end (Qi et al.,
+        ICLR'24, section 5.3); shorter than the makespan, as stages begin one after another."""
+        return float((self.end.max(axis=1) - self.start.min(axis=1)).max())
+
+    @property
+    def ideal(self) -> float:
+        """m (F + B + W) of the average stage: the makespan if no stage ever idled."""
+        stages = self.schedule.stages
+        return self.schedule.microbatches * float(self.times.of_stages(stages).sum()) / stages
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """The bubble: idle time over ideal time, of the average stage (Narayanan et al., SC'21,
+        section 2.2). What a stage waits for sends, and for slower stages, is idle time."""
+        return (self.makespan - self.ideal) / self.ideal
+
+    @property
+    def zero_bubble_rate(self) -> float:
+        """(cost - ideal) / cost: what the zero-bubble papers call bubble rate, another measure."""
+        return (self.cost - self.ideal) / self.cost
+
+    @cached_property
+    def in_flight(self) -> np.ndarray:
+        """int [P]: the most (item, chunk) at once between the start of F and the end of B."""
+        starts, ends = self.orders.kind == F, self.orders.kind == B
+        return (starts.cumsum(axis=1) - ends.cumsum(axis=1) + ends).max(axis=1)
+
+    @cached_property
+    def peak_memory(self) -> np.ndarray:
+        """float [P]: the most kept at once, in stashes of a whole stage: 1.0 is what one microbatch
+        keeps of all chunks of one stage."""
+        return self._memory[..., 0].max(axis=1)
+
+    def memory_over_time(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
+        """(times, values), [2K] each: values[i] stashes are kept from times[i] to times[i+1]."""
+        moments = np.stack([self.start[stage], self.end[stage]], axis=-1)
+        return moments.ravel(), self._memory[stage].ravel()
+
+    @cached_property
+    def _memory(self) -> np.ndarray:
+        """float [P, K, 2]: stashes while each op runs, and after it."""
+        kind = self.orders.kind
+        share = self.weight_share if self.schedule.split else 0.0
+        # Counted in whole ops, so that the sums are exact however long they are.
+        taken, halved, freed = ((kind == k).cumsum(axis=1) for k in (F, B, W))
+        after = taken - halved * (1 - share) - freed * share
+        during = after + (kind == B) * (1 - share) + (kind == W) * share
+        return np.stack([during, after], axis=-1) / (self.schedule.slices * self.schedule.virtual)
+
+    def critical_path(self) -> list[tuple[int, Op]]:
+        """(stage, op), first to last: ops that each had to wait for the one before it, up to the op
+        that ends last. Their times, and comm where the stage changes, add up to the makespan; in
+        the lock-step model they are each tick's longest stage, and comm is once a tick."""
+        ops = self.start.shape[1]
+        before = self.before.ravel()
+        at = int(self.end.argmax())
+        path = []
+        while at != NOTHING:
+            path.append(at)
+            at = int(before[at])
+        rows = [array.ravel()[path].tolist()
+                for array in (self.orders.kind, self.orders.item, self.orders.chunk)]  # fmt: skip
+        walked = [(at // ops, Op(*op)) for at, *op in zip(path, *rows, strict=True)]
+        return walked[::-1]
+
+
+def simulate(
+    schedule: Schedule,
+    times: Times | None = None,
+    *,
+    model: Model = "asynchronous",
+    weight_share: float = WEIGHT_SHARE,
+) -> Simulation:
+    """Runs a schedule's orders (asynchronous) or its ticks (lockstep) in the given times.
+
+    weight_share: the part of a stash that stays from B to W where they are split. 1.0 frees nothing
+    before W, which is how the papers of the V-shaped schedules count; 0.0 frees all of it with B.
+    """
+    times = times or Times()
+    for name in ("stage_factors", "stage_times"):
+        given = getattr(times, name)
+        if given is not None and len(given) != schedule.stages:
+            raise UserError(
+                f"{name} has {len(given)} values for the {schedule.stages} stages of schedule "
+                f"{schedule.name!r}; give one a stage"
+            )
+    if not 0 <= weight_share <= 1:
+        raise UserError(f"weight_share={weight_share} must be from 0 to 1")
+    if model == "asynchronous":
+        orders = schedule.orders
+        lasts = durations(schedule, orders, times)
+        start, end, before = _run_asynchronous(schedule, lasts, times.comm)
+    elif model == "lockstep":
+        orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+        lasts = durations(schedule, orders, times)
+        start, end, before = _run_lockstep(schedule, orders, lasts, times.comm)
+    else:
+        raise UserError(f"unknown model {model!r}: known are asynchronous, lockstep")
+    return Simulation(
+        schedule=schedule, times=times, model=model, weight_share=weight_share, orders=orders,
+        start=start, end=end, before=before,
+    )  # fmt: skip
+
+
+def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:
+    """float [P, K]: how long each op takes."""
+    by_kind = times.of_stages(schedule.stages)
+    if not schedule.split:
+        by_kind[:, B] += by_kind[:, W]
+    stage = np.arange(schedule.stages)[:, None]
+    return by_kind[stage, orders.kind] / (schedule.virtual * schedule.slices)
+
+
+def _run_asynchronous(
+    schedule: Schedule, lasts_PK: np.ndarray, comm: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    orders = schedule.orders
+    stages, ops = orders.kind.shape
+    sender_PK = _senders(schedule)
+    senders = sender_PK.ravel().tolist()
+    lasts = lasts_PK.ravel().tolist()
+    end = [-1.0] * (stages * ops)  # below 0: has not run
+    position = [stage * ops for stage in range(stages)]
+    clock = [0.0] * stages
+    ready = deque(range(stages))
+    waiting: list[list[int]] = [[] for _ in range(stages)]  # for an op of this stage
+    while ready:
+        stage = ready.popleft()
+        now = clock[stage]
+        first = position[stage]
+        stop = (stage + 1) * ops
+        for at in range(first, stop):
+            sender = senders[at]
+            if sender >= 0:
+                arrives = end[sender]
+                if arrives < 0:
+                    waiting[sender // ops].append(stage)
+                    stop = at
+                    break
+                arrives += comm
+                if arrives > now:
+                    now = arrives
+            now += lasts[at]
+            end[at] = now
+        clock[stage], position[stage] = now, stop
+        if stop > first:
+            ready.extend(waiting[stage])
+            waiting[stage].clear()
+    _check_finished(schedule, position, ops)
+    end_PK = np.array(end).reshape(stages, ops)
+    arrival = np.where(sender_PK >= 0, end_PK.ravel()[sender_PK] + comm, 0.0)
+    free = np.pad(end_PK[:, :-1], ((0, 0), (1, 0)))
+    own = np.arange(stages * ops).reshape(stages, ops) - 1
+    own[:, 0] = NOTHING
+    # The loop adds the same numbers in the same order, so these starts are exactly its own.
+    return np.maximum(arrival, free), end_PK, np.where(arrival > free, sender_PK, own)
+
+
+def _senders(schedule: Schedule) -> np.ndarray:
+    """int [P, K]: stage * K + position of the op of another stage that sends each op its input.
+
+    NOTHING where the input is a stage's own: then its order says that it is there.
+    """
+    orders = schedule.orders
+    stages, ops = orders.kind.shape
+    items, last = schedule.items, schedule.virtual * schedule.stages - 1
+    stage = np.arange(stages)[:, None]
+    piece = schedule.pieces[orders.chunk, stage]
+    index = np.full((3, items, last + 1), NOTHING)
+    index[orders.kind, orders.item, piece] = np.arange(stages * ops).reshape(stages, ops)
+    step = np.array([-1, 1, 0])[orders.kind]
+    sender = index[orders.kind, orders.item, np.clip(piece + step, 0, last)]
+    return np.where(sender // ops == stage, NOTHING, sender)
+
+
+def _check_finished(schedule: Schedule, position: list[int], ops: int) -> None:
+    for stage, at in enumerate(position):
+        if at < (stage + 1) * ops:
+            op = schedule.orders.of(stage)[at - stage * ops]
+            raise BadOp(
+                f"schedule {schedule.name!r} stands still: stage {stage} waits for ever for the "
+                f"input of {op.describe(schedule.slices)}",
+                stage=stage, op=op,
+            )  # fmt: skip
+
+
+def _run_lockstep(
+    schedule: Schedule, orders: Orders, lasts_PK: np.ndarray, comm: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    stages, ops = orders.kind.shape
+    tick = _ticks(schedule, orders)
+    stage = np.broadcast_to(np.arange(stages)[:, None], tick.shape)
+    by_kind = np.zeros((3, schedule.ticks, stages))
+    by_kind[orders.kind, tick, stage] = lasts_PK
+    until = by_kind.cumsum(axis=0)  # F, B and W of a tick follow one another
+    longest = until[-1].argmax(axis=1)
+    length = until[-1].max(axis=1) + comm * _sends(schedule)
+    begin = np.concatenate([[0.0], length.cumsum()[:-1]])
+    end = begin[tick] + until[orders.kind, tick, stage]
+    start = begin[tick] + (until - by_kind)[orders.kind, tick, stage]
+
+    # What an op waits for: its stage's op before it in the tick, else the longest stage of the last
+    # tick that had any.
+    index = np.arange(stages * ops).reshape(stages, ops)
+    last_of = np.full((schedule.ticks, stages), NOTHING)
+    last_of[tick, stage] = index  # in order, so that the last op of a tick is what remains
+    last_op = last_of[np.arange(schedule.ticks), longest]
+    filled = np.maximum.accumulate(np.where(last_op >= 0, np.arange(schedule.ticks), -1))
+    earlier = np.concatenate([[NOTHING], np.where(filled >= 0, last_op[filled], NOTHING)[:-1]])
+    same_tick = np.zeros(tick.shape, bool)
+    same_tick[:, 1:] = tick[:, 1:] == tick[:, :-1]
+    return start, end, np.where(same_tick, index - 1, earlier[tick])
+
+
+def _ticks(schedule: Schedule, orders: Orders) -> np.ndarray:
+    """int [P, K]: the tick of each op."""
+    tables = [schedule.forward_ticks, schedule.backward_ticks]
+    tables += [] if schedule.weight_ticks is None else [schedule.weight_ticks]
+    stage = np.arange(schedule.stages)[:, None]
+    return np.stack(tables)[orders.kind, orders.item, orders.chunk, stage]
+
+
+def _sends(schedule: Schedule) -> np.ndarray:
+    """bool [T]: whether any stage sends to another one in this tick."""
+    stage = stage_of_piece(schedule.pieces)
+    away = np.append(stage[1:] != stage[:-1], False)  # from each piece to the one after
+    sends = np.zeros(schedule.ticks, bool)
+    sends[schedule.forward_ticks[:, away[schedule.pieces]]] = True
+    back = np.insert(away[:-1], 0, False)
+    sends[schedule.backward_ticks[:, back[schedule.pieces]]] = True
+    return sends

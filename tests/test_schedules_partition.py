@@ -1,0 +1,135 @@
+"""Placement of layers on stages and chunks, and the way back to model order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtx.errors import UserError
+from mtx.presets import NAMES, preset
+from mtx.schedules.partition import EMPTY, place_layers
+
+quick = settings(max_examples=80, deadline=None)
+
+
+@st.composite
+def placed(draw):
+    """(layers, pipe, virtual, placement) of any kind of placement."""
+    pipe, virtual = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    pieces = pipe * virtual
+    kind = draw(st.sampled_from(["even", "balanced", "explicit"]))
+    if kind == "even":
+        layers, stage_layers = pieces * draw(st.integers(1, 4)), "even"
+    elif kind == "balanced":
+        layers, stage_layers = pieces + draw(st.integers(0, 20)), "balanced"
+    else:
+        counts = st.lists(st.integers(0, 5), min_size=pieces, max_size=pieces).filter(any)
+        stage_layers = tuple(draw(counts))
+        layers = sum(stage_layers)
+    placement = place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return layers, pipe, virtual, placement
+
+
+@quick
+@given(placed())
+def test_pieces_in_model_order_hold_the_layers_in_order(case):
+    layers, pipe, virtual, placement = case
+    assert placement.layer.shape[:2] == (pipe, virtual)
+    along = [placement.layer[piece % pipe, piece // pipe] for piece in range(pipe * virtual)]
+    in_order = np.concatenate([piece[piece != EMPTY] for piece in along])
+    assert in_order.tolist() == list(range(layers))
+
+
+@quick
+@given(placed())
+def test_place_of_layer_is_the_way_back(case):
+    layers, _, _, placement = case
+    assert placement.layer.ravel()[placement.place_of_layer].tolist() == list(range(layers))
+    values_L = np.random.default_rng(0).normal(size=layers)
+    stack = np.full(placement.layer.size, np.nan)
+    stack[placement.place_of_layer] = values_L
+    taken = np.where(placement.layer == EMPTY, np.nan, values_L[placement.layer])
+    np.testing.assert_array_equal(stack.reshape(placement.layer.shape), taken)
+
+
+@quick
+@given(placed())
+def test_layers_fill_the_first_places_of_a_chunk(case):
+    layers, _, _, placement = case
+    place = np.arange(placement.layer.shape[2])
+    filled = place < placement.count[..., None]
+    assert ((placement.layer != EMPTY) == filled).all()
+    assert placement.count.sum() == layers and placement.count.max() == len(place)
+    assert placement.even == (placement.count == len(place)).all()
+
+
+@quick
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 30))
+def test_balanced_counts_differ_by_one_and_the_ends_are_light(pipe, virtual, more):
+    pieces = pipe * virtual
+    placement = place_layers(pieces + more, pipe=pipe, virtual=virtual, stage_layers="balanced")
+    counts = placement.count.T.ravel()  # in model order
+    light = (pieces + more) // pieces
+    assert set(counts) <= {light, light + 1}
+    heavy = np.flatnonzero(counts > light)
+    if len(heavy):
+        before, after = heavy[0], pieces - 1 - heavy[-1]
+        assert len(heavy) == heavy[-1] - heavy[0] + 1  # one run, in the middle
+        assert before - after in (0, 1)
+
+
+def test_interleaved_stages_hold_every_pth_piece():
+    placement = place_layers(8, pipe=2, virtual=2, stage_layers="even")
+    assert placement.layer.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert placement.describe() == "stage 0: 0-1 | 4-5\nstage 1: 2-3 | 6-7"
+    assert placement.place_of_layer.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_explicit_counts_may_leave_a_piece_without_layers():
+    placement = place_layers(4, pipe=2, virtual=2, stage_layers=(1, 2, 0, 1))
+    assert placement.layer.tolist() == [[[0, EMPTY], [EMPTY, EMPTY]], [[1, 2], [3, EMPTY]]]
+    assert placement.describe() == "stage 0: 0 | none\nstage 1: 1-2 | 3"
+    assert not placement.even
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_can_be_placed(name):
+    run = preset(name)
+    placement = place_layers(
+        run.model.layers,
+        pipe=run.layout.pipe,
+        virtual=run.layout.virtual,
+        stage_layers=run.layout.stage_layers,
+    )
+    # Llama 3's largest has a layer less at each end, for the embedding and the head.
+    assert placement.even == (name != "llama-3-405b")
+
+
+def message(layers: int, pipe: int, virtual: int, stage_layers) -> str:
+    with pytest.raises(UserError) as caught:
+        place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_uneven_layers_are_an_error_with_remedies():
+    assert message(10, 4, 2, "even") == (
+        "layers=10 cannot be divided over pipe*virtual=4*2; use layers=8 or 16, another pipe or "
+        "virtual, or stage_layers='balanced' to place them unevenly"
+    )
+    assert "use layers=8, another pipe" in message(3, 8, 1, "even")
+
+
+def test_fewer_layers_than_pieces_are_an_error_with_remedies():
+    text = message(3, 2, 2, "balanced")
+    assert text.startswith("layers=3 are fewer than the pipe*virtual=4 pieces; use pipe*virtual of")
+    assert "at most 3" in text
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (2, 2, 2, 3), (3, 3, 3, -1)])
+def test_counts_that_do_not_fit_are_an_error_with_the_sums(counts):
+    text = message(8, 2, 2, counts)
+    assert f"stage_layers={counts} must give the layers of each of the pipe*virtual=2*2" in text
+    assert f"8 in all; it gives {len(counts)} counts with the sum {sum(counts)}" in text
