@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.errors import UserError
+from mtx.schedules import makers
 from mtx.schedules.makers import MAKERS, forward_table, make
-from mtx.schedules.one_f_one_b import one_f_one_b
+from mtx.schedules.makers.one_f_one_b import one_f_one_b
 from mtx.schedules.orders import B, F, Orders, orders_of
 from mtx.schedules.schedule import IDLE, MOST_PHASES, Schedule, looped_placement, vee_placement
 from mtx.schedules.shape import Shape
@@ -95,6 +98,18 @@ def ops(schedule: Schedule):
 
 @quick
 @given(schedules)
+def test_a_new_schedule_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "backwards.py").write_text(
+        "from mtx.schedules.makers.one_f_one_b import gpipe\n"
+        "from mtx.schedules.shape import Maker\n"
+        "MAKERS = {'backwards': Maker(make=gpipe, source='a test')}\n"
+    )
+    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
+    found = makers.find_makers()
+    monkeypatch.delitem(sys.modules, "mtx.schedules.makers.backwards")
+    assert set(found) == {*MAKERS, "backwards"} and found["backwards"].source == "a test"
+
+
 def test_every_op_stands_in_the_table_once_and_in_its_tick(schedule):
     tables = tables_of(schedule)
     seen = [op[:4] for op in ops(schedule)]

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.schedules.makers import make
+from mtx.schedules.makers.sequence import MAKERS, seq1f1b, terapipe
 from mtx.schedules.orders import KINDS, B, F
 from mtx.schedules.schedule import Schedule
-from mtx.schedules.sequence import MAKERS, seq1f1b, terapipe
 from mtx.schedules.shape import Shape, Times
 from mtx.schedules.simulate import simulate
 

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from mtx.schedules import breadth_first
+from mtx.schedules.makers import breadth_first
 from mtx.schedules.orders import B, F, Orders
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import Maker, Shape

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, is_even, numbered, slots_over_ideal
 from mtx.schedules.orders import Orders
 from mtx.schedules.schedule import Schedule, vee_placement
 from mtx.schedules.shape import Maker, Shape
-from mtx.schedules.vee import B0, B1, F0, F1, W0, W1, is_even, numbered, slots_over_ideal
 
 
 def dualpipe_v(shape: Shape) -> Schedule:
@@ -63,6 +63,7 @@ MAKERS: dict[str, Maker] = {
     "dualpipe_v": Maker(
         make=dualpipe_v,
         source="DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe)",
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_bubble,

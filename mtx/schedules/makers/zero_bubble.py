@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.schedules.one_f_one_b import one_f_one_b_ticks
+from mtx.schedules.makers.one_f_one_b import one_f_one_b_ticks
 from mtx.schedules.orders import B, F, Orders, W
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import Maker, Shape
@@ -224,6 +224,7 @@ MAKERS: dict[str, Maker] = {
     "zb_h1": Maker(
         make=zb_h1,
         source=f"{_QI}, section 2.1",
+        lockstep=False,
         virtual=1,
         bubble_over_ideal=_h1_bubble,
         in_flight=lambda shape: np.minimum(
@@ -233,14 +234,15 @@ MAKERS: dict[str, Maker] = {
     "zb_h2": Maker(
         make=zb_h2,
         source=f"{_QI}, section 2.2",
+        lockstep=False,
         virtual=1,
         bubble_over_ideal=_h2_bubble,
         in_flight=lambda shape: np.minimum(
             2 * (shape.stages - np.arange(shape.stages)) - 1, shape.microbatches
         ),
     ),
-    "zb_1p": Maker(make=zb_1p, source=f"{_QI}, section 3.1", virtual=1),
-    "zb_2p": Maker(make=zb_2p, source=f"{_QI}, section 3.1", virtual=1),
+    "zb_1p": Maker(make=zb_1p, source=f"{_QI}, section 3.1", lockstep=False, virtual=1),
+    "zb_2p": Maker(make=zb_2p, source=f"{_QI}, section 3.1", lockstep=False, virtual=1),
     "aligned_zb": Maker(
         make=aligned_zb,
         source="1F1B in full ticks, with W of all stages at once",

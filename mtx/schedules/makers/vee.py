@@ -365,6 +365,7 @@ MAKERS: dict[str, Maker] = {
     "zb_v": Maker(
         make=zb_v,
         source="Qi et al., ICLR'24 (arXiv 2401.10241), section 6",
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_zb_v_bubble,
@@ -373,6 +374,7 @@ MAKERS: dict[str, Maker] = {
     "v_half": Maker(
         make=v_half,
         source=_QI_MEMORY,
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_half_bubble,
@@ -381,6 +383,7 @@ MAKERS: dict[str, Maker] = {
     "v_min": Maker(
         make=v_min,
         source=_QI_MEMORY,
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_min_bubble,
