@@ -98,18 +98,6 @@ def ops(schedule: Schedule):
 
 @quick
 @given(schedules)
-def test_a_new_schedule_is_one_file(tmp_path, monkeypatch):
-    (tmp_path / "backwards.py").write_text(
-        "from mtx.schedules.makers.one_f_one_b import gpipe\n"
-        "from mtx.schedules.shape import Maker\n"
-        "MAKERS = {'backwards': Maker(make=gpipe, source='a test')}\n"
-    )
-    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
-    found = makers.find_makers()
-    monkeypatch.delitem(sys.modules, "mtx.schedules.makers.backwards")
-    assert set(found) == {*MAKERS, "backwards"} and found["backwards"].source == "a test"
-
-
 def test_every_op_stands_in_the_table_once_and_in_its_tick(schedule):
     tables = tables_of(schedule)
     seen = [op[:4] for op in ops(schedule)]
@@ -441,3 +429,15 @@ def test_orders_that_cannot_be_are_an_error():
 def test_an_unknown_schedule_names_the_nearest():
     with pytest.raises(UserError, match="unknown schedule '1f1n': did you mean '1f1b'"):
         make("1f1n", microbatches=4, stages=2)
+
+
+def test_a_new_schedule_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "backwards.py").write_text(
+        "from mtx.schedules.makers.one_f_one_b import gpipe\n"
+        "from mtx.schedules.shape import Maker\n"
+        "MAKERS = {'backwards': Maker(make=gpipe, source='a test')}\n"
+    )
+    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
+    found = makers.find_makers()
+    monkeypatch.delitem(sys.modules, "mtx.schedules.makers.backwards")
+    assert set(found) == {*MAKERS, "backwards"} and found["backwards"].source == "a test"
