@@ -276,12 +276,12 @@ def test_a_cache_is_held_by_one_sequence_from_its_first_slice_to_its_last(schedu
 @quick
 @given(random_schedules())
 def test_orders_packed_again_take_no_more_ticks(schedule):
-    orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+    orders = orders_of(*schedule.tables)
     packed = Schedule.from_orders(
         "packed", orders, virtual_stages=schedule.virtual_stages, slices=schedule.slices
     )
     assert packed.ticks <= schedule.ticks
-    again = orders_of(packed.forward_ticks, packed.backward_ticks, packed.weight_ticks)
+    again = orders_of(*packed.tables)
     for stage in range(schedule.stages):
         assert again.of(stage) == orders.of(stage)
 

@@ -66,9 +66,7 @@ class Schedule:
     """A checked table. Ticks and virtual stages define it, the rest is derived from them."""
 
     name: str
-    forward_ticks: np.ndarray  # int [I, C, P]
-    backward_ticks: np.ndarray  # int [I, C, P]
-    weight_ticks: np.ndarray | None  # int [I, C, P]; None: B is both gradients
+    tables: tuple[np.ndarray, ...]  # ticks int [I, C, P] of F, B and, where split from B, W
     virtual_stages: np.ndarray  # int [C, P]
     slices: int  # of each microbatch's sequences
     orders: Orders  # what a runtime with a program per stage runs
@@ -93,10 +91,11 @@ class Schedule:
         """
         if virtual_stages is None:
             virtual_stages = looped_placement(forward_ticks.shape[2], forward_ticks.shape[1])
+        tables = (forward_ticks, backward_ticks)
+        tables += () if weight_ticks is None else (weight_ticks,)
         schedule = cls(
-            name=name, forward_ticks=forward_ticks, backward_ticks=backward_ticks,
-            weight_ticks=weight_ticks, virtual_stages=virtual_stages, slices=slices,
-            orders=orders or orders_of(forward_ticks, backward_ticks, weight_ticks),
+            name=name, tables=tables, virtual_stages=virtual_stages, slices=slices,
+            orders=orders or orders_of(*tables),
         )  # fmt: skip
         schedule._check_inputs_ready()
         _ = schedule.halves  # which finds ops in one another's ticks
@@ -150,13 +149,19 @@ class Schedule:
     @property
     def split(self) -> bool:
         """Whether W is an op of its own."""
-        return self.weight_ticks is not None
+        return len(self.tables) > W
 
-    @cached_property
-    def tables(self) -> tuple[np.ndarray, ...]:
-        """Ticks [I, C, P] of F, B and, where it is split, W."""
-        ticks = (self.forward_ticks, self.backward_ticks)
-        return ticks if self.weight_ticks is None else (*ticks, self.weight_ticks)
+    @property
+    def forward_ticks(self) -> np.ndarray:
+        return self.tables[F]
+
+    @property
+    def backward_ticks(self) -> np.ndarray:
+        return self.tables[B]
+
+    @property
+    def weight_ticks(self) -> np.ndarray | None:
+        return self.tables[W] if self.split else None
 
     @cached_property
     def ticks(self) -> int:
@@ -177,7 +182,7 @@ class Schedule:
     @cached_property
     def weight_stash(self) -> Ring | None:
         """From B to W."""
-        if self.weight_ticks is None:
+        if not self.split:
             return None
         return assign_slots(self.backward_ticks, self.weight_ticks, self.ticks)
 

@@ -1,11 +1,11 @@
-"""Breadth-first: all microbatches through a chunk before the next chunk begins.
+"""Breadth-first: everything through a chunk before the next chunk begins; TeraPipe, over slices.
 
-Lamy-Poirier, MLSys'23 (arXiv 2211.05953); PyTorch's LoopedBFS. A stage uses each chunk's weights in
-one run of F and in one run of B: where parameters are sharded over `data`, they are gathered twice
-a chunk and step, and not with every microbatch; and each chunk's gradients are whole as soon as its
-run of B ends. The price is memory: every microbatch waits for its B.
+A stage uses each chunk's weights in one run of F and in one run of B: where parameters are sharded
+over `data`, they are gathered twice a chunk and step, and not with every microbatch; and each
+chunk's gradients are whole as soon as its run of B ends. The price is memory: every microbatch
+waits for its B.
 
-Letters: m microbatches · p stages · v chunks a stage · F, B, W times
+Letters: m microbatches · k slices of each · p stages · v chunks a stage · F, B, W times
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from mtx.schedules.shape import Maker, Shape
 def breadth_first(shape: Shape) -> Schedule:
     """Every F, chunk after chunk, then every B in exactly the reverse order.
 
-    Bubble over ideal time, with lock-step ticks as well as with a program per stage: (p-1)/(v m)
-    where m >= p. With fewer microbatches a chunk waits for the one before it to come round:
-    (v-1)(p-m) more ops of one chunk. In flight on every stage: m v.
+    Lamy-Poirier, MLSys'23 (arXiv 2211.05953); PyTorch's LoopedBFS. B mirrors F in time, so that
+    whatever had to be there before an F is released after its B; the last F and the first B share a
+    tick. Bubble over ideal time, in both models of cost: (p-1)/(v k m) where k m >= p. With fewer a
+    chunk waits for the one before it to come round: (v-1)(p - k m) more ops of one chunk. In flight
+    on every stage: k m v.
     """
-    ticks = breadth_first_ticks(shape.microbatches, shape.virtual, shape.stages)
-    return Schedule.from_ticks("breadth_first", *ticks)
-
-
-def breadth_first_ticks(items: int, virtual: int, stages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ticks [I, C, P] of F and of B.
-
-    B mirrors F in time: what comes last in F comes first in B, so that whatever had to be there
-    before an F is released after its B. The last F and the first B share a tick.
-    """
+    items, virtual, stages = shape.microbatches * shape.slices, shape.virtual, shape.stages
     item, chunk, stage = np.indices((items, virtual, stages))
     forward = chunk * max(items, stages) + item + stage
-    return forward, 2 * forward.max() - forward
+    backward = 2 * forward.max() - forward
+    return Schedule.from_ticks("breadth_first", forward, backward, slices=shape.slices)
 
 
-def bubble_over_ideal(shape: Shape) -> float | None:
-    """(idle + busy) / busy - 1 of any stage; cut sequences count as so many more microbatches. None
-    where sends take time or stages differ.
+def terapipe(shape: Shape) -> Schedule:
+    """TeraPipe (Li et al., ICML'21): every F of every slice, then every B; GPipe over slices.
+
+    With v > 1, which the paper does not have, chunk after chunk as `breadth_first`.
     """
+    return breadth_first(shape)
+
+
+def _bubble(shape: Shape) -> float | None:
+    """(idle + busy) / busy - 1 of any stage. None where sends take time or stages differ."""
     if not shape.times.only_ops:
         return None
     items = shape.microbatches * shape.slices
@@ -49,7 +49,7 @@ def bubble_over_ideal(shape: Shape) -> float | None:
     return ops / (items * shape.virtual) - 1
 
 
-def in_flight(shape: Shape) -> np.ndarray:
+def _in_flight(shape: Shape) -> np.ndarray:
     """int [P]: everything."""
     return np.full(shape.stages, shape.microbatches * shape.slices * shape.virtual)
 
@@ -59,7 +59,15 @@ MAKERS: dict[str, Maker] = {
         make=breadth_first,
         source="Lamy-Poirier, MLSys'23 (arXiv 2211.05953)",
         default_virtual=2,
-        bubble_over_ideal=bubble_over_ideal,
-        in_flight=in_flight,
+        bubble_over_ideal=_bubble,
+        in_flight=_in_flight,
+    ),
+    "terapipe": Maker(
+        make=terapipe,
+        source="Li et al., ICML'21 (arXiv 2102.07988)",
+        sliced=True,
+        default_slices=2,
+        bubble_over_ideal=_bubble,
+        in_flight=_in_flight,
     ),
 }

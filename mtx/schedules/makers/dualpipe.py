@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, is_even, numbered, slots_over_ideal
+from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, is_even, slots_over_ideal
 from mtx.schedules.orders import Orders
 from mtx.schedules.schedule import Schedule, vee_placement
 from mtx.schedules.shape import Maker, Shape
@@ -45,7 +45,7 @@ def _orders(microbatches: int, stages: int) -> Orders:
         waiting = [b + 2 for b in turns[stage + 1 :]] + [W0] * after
         cool_down += [op for w in waiting[:after] for op in (w, B0)] + waiting[after:]
         lists.append(warm_up + steady + no_f0 + cool_down)
-    return numbered(lists, microbatches)
+    return Orders.from_kinds(lists, microbatches, chunks=2)
 
 
 def _bubble(shape: Shape) -> float | None:

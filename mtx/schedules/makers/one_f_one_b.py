@@ -1,6 +1,17 @@
-"""The schedules of SC'21 and their next of kin: GPipe, 1F1B, interleaved and eager 1F1B."""
+"""The schedules of SC'21 and their next of kin: GPipe, 1F1B, interleaved and eager 1F1B, and 1F1B
+over slices of sequences.
+
+Attention looks back, so the F of a slice needs the keys and values of the slices before it, and its
+B the gradients that those after it left on its own keys and values: F runs in the order of the
+slices, B in the reverse order. All slices are priced alike; with causal attention that asks for
+later slices to be cut shorter, as the papers do.
+
+Letters: m microbatches · k slices of each · p stages · v chunks a stage · F, B, W times
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -20,8 +31,22 @@ def one_f_one_b(shape: Shape) -> Schedule:
     run F and B in the same tick: in full ticks those p - s would leave every second tick idle.
     The orders, for runtimes with a program per stage, are Megatron's in both cases.
     """
-    orders = _megatron_orders(shape) if shape.virtual == 1 else None
-    return Schedule.from_ticks("1f1b", *one_f_one_b_ticks(shape), orders=orders)
+    orders = _fewest_in_flight(shape) if shape.virtual == 1 else None
+    ticks = one_f_one_b_ticks(shape)
+    return Schedule.from_ticks("1f1b", *ticks, slices=shape.slices, orders=orders)
+
+
+def seq1f1b(shape: Shape) -> Schedule:
+    """Seq1F1B (Sun et al., NAACL'25, section 3.2), interleaved where v > 1: 1F1B over slices.
+
+    The first B waits for its whole microbatch: k - 1 slices more than in 1F1B are under way.
+    Microbatches go in groups of ceil(p/k) through chunk after chunk, so that a group has G =
+    k ceil(p/k) >= p slices and no microbatch straddles two. Bubble over ideal time, in both models
+    of cost: (p-1)/(v k m) where v = 1 or groups are full. In flight on stage s:
+    2(p-1-s) + (v-1) G + k slices. At v = 1 the orders for runtimes with a program per stage are the
+    paper's, with p - s - 2 + k slices of warm-up and so p - s - 1 + k in flight.
+    """
+    return one_f_one_b(shape)
 
 
 def eager_one_f_one_b(shape: Shape) -> Schedule:
@@ -39,75 +64,87 @@ def gpipe(shape: Shape) -> Schedule:
     Bubble over ideal time: (p-1)/(v m), as 1F1B; in flight on every stage: m v.
     """
     forward, backward = one_f_one_b_ticks(shape)
-    return Schedule.from_ticks(
-        "gpipe", forward, backward + int(forward.max()) + 1 - int(backward.min())
-    )
+    later = int(forward.max()) + 1 - int(backward.min())
+    return Schedule.from_ticks("gpipe", forward, backward + later)
 
 
 def one_f_one_b_ticks(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Ticks [M, C, P] of F and B."""
-    stages, virtual = shape.stages, shape.virtual
-    microbatch, chunk, stage = np.indices((shape.microbatches, virtual, stages))
-    group, position = np.divmod(microbatch, stages)
-    start = group * virtual * stages + position
-    forward = start + chunk * stages + stage
-    backward = start + (2 * virtual - 1 - chunk) * stages - 1 + (stages - 1 - stage)
-    return forward, backward
+    """Ticks [I, C, P] of F and B."""
+    stages, virtual, slices, group = shape.stages, shape.virtual, shape.slices, _group(shape)
+    item, chunk, stage = np.indices((shape.microbatches * slices, virtual, stages))
+
+    def turn(item: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+        """How many ops of its kind a stage runs before this one."""
+        return item // group * virtual * group + chunk * group + item % group
+
+    # The last virtual stage's B of a microbatch begins when its last slice has been through F.
+    wait = (virtual - 1) * group + (stages - 1) + (slices - 1)
+    backward = turn(_last_slice_first(item, slices), virtual - 1 - chunk)
+    return turn(item, chunk) + stage, backward + wait + (stages - 1 - stage)
 
 
-def _megatron_orders(shape: Shape) -> Orders:
-    """p - 1 - s times F, then F and B in turn, then what is left of B."""
-    microbatches, stages = shape.microbatches, shape.stages
+def _group(shape: Shape) -> int:
+    """Items that go through a chunk before the next one is taken up."""
+    return shape.slices * math.ceil(shape.stages / shape.slices)
+
+
+def _last_slice_first(item: np.ndarray, slices: int) -> np.ndarray:
+    return item // slices * slices + (slices - 1 - item % slices)
+
+
+def _fewest_in_flight(shape: Shape) -> Orders:
+    """p - 1 - s + k - 1 times F, then F and B in turn, then what is left of B."""
+    items = shape.microbatches * shape.slices
+    turns = _last_slice_first(np.arange(items), shape.slices).tolist()
     lists = []
-    for stage in range(stages):
-        warm_up = min(stages - 1 - stage, microbatches)
+    for stage in range(shape.stages):
+        warm_up = min(shape.stages - 1 - stage + shape.slices - 1, items)
         ops = [(F, i, 0) for i in range(warm_up)]
-        for i in range(microbatches - warm_up):
-            ops += [(F, warm_up + i, 0), (B, i, 0)]
-        ops += [(B, i, 0) for i in range(microbatches - warm_up, microbatches)]
-        lists.append(ops)
+        for i in range(items - warm_up):
+            ops += [(F, warm_up + i, 0), (B, turns[i], 0)]
+        lists.append(ops + [(B, i, 0) for i in turns[items - warm_up :]])
     return Orders.from_lists(lists)
 
 
-def _looped_bubble(shape: Shape) -> float | None:
-    if not shape.times.only_ops or (shape.microbatches % shape.stages and shape.virtual > 1):
+def _groups_are_full(shape: Shape) -> bool:
+    return shape.virtual == 1 or shape.microbatches * shape.slices % _group(shape) == 0
+
+
+def _bubble(shape: Shape) -> float | None:
+    if not shape.times.only_ops or not _groups_are_full(shape):
         return None
-    return (shape.stages - 1) / (shape.virtual * shape.microbatches)
+    return (shape.stages - 1) / (shape.virtual * shape.slices * shape.microbatches)
 
 
-def _dense_in_flight(shape: Shape) -> np.ndarray | None:
-    if shape.microbatches % shape.stages and shape.virtual > 1:
+def in_flight(shape: Shape) -> np.ndarray | None:
+    if not _groups_are_full(shape):
         return None
     stage = np.arange(shape.stages)
-    count = 2 * (shape.stages - 1 - stage) + (shape.virtual - 1) * shape.stages + 1
-    return np.minimum(count, shape.microbatches * shape.virtual)
+    count = 2 * (shape.stages - 1 - stage) + (shape.virtual - 1) * _group(shape) + shape.slices
+    return np.minimum(count, shape.microbatches * shape.slices * shape.virtual)
 
 
+_FORMS = {"bubble_over_ideal": _bubble, "in_flight": in_flight}
 _NARAYANAN = "Narayanan et al., SC'21, section 2.2"
 MAKERS: dict[str, Maker] = {
     "gpipe": Maker(
         make=gpipe,
         source="Huang et al., NeurIPS'19 (arXiv 1811.06965)",
-        bubble_over_ideal=_looped_bubble,
+        bubble_over_ideal=_bubble,
         in_flight=lambda shape: np.full(shape.stages, shape.microbatches * shape.virtual),
     ),
-    "1f1b": Maker(
-        make=one_f_one_b,
-        source=_NARAYANAN,
-        bubble_over_ideal=_looped_bubble,
-        in_flight=_dense_in_flight,
-    ),
-    "interleaved_1f1b": Maker(
-        make=one_f_one_b,
-        source=_NARAYANAN,
-        default_virtual=2,
-        bubble_over_ideal=_looped_bubble,
-        in_flight=_dense_in_flight,
-    ),
+    "1f1b": Maker(make=one_f_one_b, source=_NARAYANAN, **_FORMS),
+    "interleaved_1f1b": Maker(make=one_f_one_b, source=_NARAYANAN, default_virtual=2, **_FORMS),
     "eager_1f1b": Maker(
         make=eager_one_f_one_b,
         source="Zhuang et al., MLSys'23 (arXiv 2211.05322), section 4",
-        bubble_over_ideal=_looped_bubble,
-        in_flight=_dense_in_flight,
+        **_FORMS,
+    ),
+    "seq1f1b": Maker(
+        make=seq1f1b,
+        source="Sun et al., NAACL'25 (arXiv 2406.03488)",
+        sliced=True,
+        default_slices=2,
+        **_FORMS,
     ),
 }

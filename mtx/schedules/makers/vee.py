@@ -139,21 +139,7 @@ def _zb_v_orders(microbatches: int, stages: int) -> Orders:
         steady += [B0, W0, F1, B1, W1] * (items - fed - warm_up.count(F1))
         cool_down = [B0, B1] * stage + [B0, W0] * (stages - stage) + [W1] * stage + [W0] * stage
         lists.append(warm_up + steady + cool_down)
-    return numbered(lists, microbatches)
-
-
-def numbered(lists: list[list[int]], microbatches: int) -> Orders:
-    """Orders from each stage's kinds of op, each of which takes the next microbatch of its kind;
-    those beyond the last microbatch fall away."""
-    stages = []
-    for kinds in lists:
-        kind = np.array(kinds, np.int32)
-        item = np.empty_like(kind)
-        for k in range(6):
-            item[kind == k] = np.arange(kinds.count(k))
-        stages.append(np.stack([kind // 2, item, kind % 2])[:, item < microbatches])
-    kind, item, chunk = np.stack(stages, axis=1)
-    return Orders(kind=kind, item=item, chunk=chunk)
+    return Orders.from_kinds(lists, microbatches, chunks=2)
 
 
 def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
@@ -165,7 +151,7 @@ def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
     patience = (0.0,) if is_even(times) else (0.0, 0.5)
     runs = [_run(orders, limit, times, late) for late in patience]
     best = min(runs, key=lambda stages: max(stage.clock - stage.begin for stage in stages))
-    return numbered([stage.ops for stage in best], best[0].items)
+    return Orders.from_kinds([stage.ops for stage in best], best[0].items, chunks=2)
 
 
 def _run(orders: Orders, limit: int, times: Times, late: float) -> list[_Stage]:
