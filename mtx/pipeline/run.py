@@ -310,7 +310,7 @@ class Run:
         return value
 
     def embed(self, op: Tick):
-        """The embedding of the microbatch that enters piece 0 in this tick, on every stage."""
+        """The embedding of the microbatch that enters virtual stage 0 now, on every stage."""
 
         def embed(item):
             return self.model.embed(
@@ -321,7 +321,7 @@ class Run:
             return lax.cond(op.embed != IDLE, embed, lambda _: self.x_zeros(), op.embed)
 
     def input(self, op: Tick, entered_BsD, receives, arrived):
-        """The input of F: the embedding on piece 0, what has arrived elsewhere."""
+        """The input of F: the embedding on virtual stage 0, what has arrived elsewhere."""
         is_input = self.holds_first & (op.forward.chunk == self.first_chunk)
         return jnp.where(is_input, entered_BsD, self.take(receives, arrived, op.receives))
 
@@ -390,7 +390,7 @@ class Run:
         return carry, dx_BsD
 
     def embed_backward(self, ends, op: Tick, dx_BsD):
-        """The gradients of the ends with those of piece 0's embedding added."""
+        """The gradients of the ends with those of virtual stage 0's embedding added."""
 
         def compute(ends, dx_BsD):
             dx_BsD = broadcast_from(dx_BsD, self.holds_first, self.axes.pipe)

@@ -100,7 +100,7 @@ def hardware_matmul_flops(
     schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = place_layers(
         model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers,
-        pieces=schedule.pieces,
+        virtual_stages=schedule.virtual_stages,
     )  # fmt: skip
     one_layer_chunks = placement.even and placement.layer.shape[-1] == 1
     per_layer = _layer_flops(model, layout, backend, one_layer_chunks, schedule.split)

@@ -1,7 +1,7 @@
 """Which layer lives where: the only place that knows both model order and (stage, chunk) order.
 
 Legend: L layers · P stages · C chunks per stage · N places for layers in one chunk.
-Which model piece a chunk of a stage is says the schedule. In memory layers are stacked
+Which virtual stage a chunk of a stage is says the schedule. In memory layers are stacked
 [P, C, N, ...]; on disk and in every canonical tree they are [L, ...] in model order.
 """
 
@@ -55,13 +55,13 @@ def place_layers(
     pipe: int,
     virtual: int,
     stage_layers: tuple[int, ...] | Literal["even", "balanced"],
-    pieces: np.ndarray | None = None,
+    virtual_stages: np.ndarray | None = None,
 ) -> Placement:
-    """Places layers in model order on the pipe*virtual pieces; `pieces` int [C, P]: the piece that
-    is each chunk of each stage, c*P + s where not given.
+    """Places layers in model order on the virtual stages; `virtual_stages` int [C, P]: which one
+    each chunk of each stage is, c*P + s where not given.
 
     "even": the same number on each, else a UserError. "balanced": counts differ by one at most,
-    and the lighter pieces stand at the two ends. A tuple: the number of layers of every piece.
+    and the lighter ones stand first and last. A tuple: the number of layers of every virtual stage.
     """
     number = pipe * virtual
     if stage_layers == "even":
@@ -80,27 +80,28 @@ def place_layers(
         if len(counts) != number or counts.sum() != layers or counts.min() < 0:
             raise UserError(
                 f"stage_layers={tuple(stage_layers)} must give the layers of each of the "
-                f"pipe*virtual={pipe}*{virtual} pieces, {layers} in all; it gives {len(counts)} "
-                f"counts with the sum {counts.sum()}"
+                f"pipe*virtual={pipe}*{virtual} virtual stages, {layers} in all; it gives "
+                f"{len(counts)} counts with the sum {counts.sum()}"
             )
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     place = np.arange(counts.max())
     layer = np.where(place < counts[:, None], first[:, None] + place, EMPTY)
-    if pieces is None:
-        pieces = np.arange(pipe * virtual).reshape(virtual, pipe)
-    by_chunk = layer[pieces].swapaxes(0, 1)
+    if virtual_stages is None:
+        virtual_stages = np.arange(pipe * virtual).reshape(virtual, pipe)
+    by_chunk = layer[virtual_stages].swapaxes(0, 1)
     return Placement(layer=np.ascontiguousarray(by_chunk, np.int32))
 
 
-def _balance(layers: int, pieces: int) -> np.ndarray:
-    if layers < pieces:
+def _balance(layers: int, virtual_stages: int) -> np.ndarray:
+    if layers < virtual_stages:
         raise UserError(
-            f"layers={layers} are fewer than the pipe*virtual={pieces} pieces; use pipe*virtual of "
-            f"at most {layers}, or give stage_layers with zeros where no layer shall be"
+            f"layers={layers} are fewer than the pipe*virtual={virtual_stages} virtual stages; use "
+            f"pipe*virtual of at most {layers}, or give stage_layers with zeros where no layer "
+            "shall be"
         )
-    heavy = layers % pieces  # pieces with one layer more, in the middle
-    start = (pieces - heavy + 1) // 2
-    counts = np.full(pieces, layers // pieces)
+    heavy = layers % virtual_stages  # virtual stages with one layer more, in the middle
+    start = (virtual_stages - heavy + 1) // 2
+    counts = np.full(virtual_stages, layers // virtual_stages)
     counts[start : start + heavy] += 1
     return counts
 

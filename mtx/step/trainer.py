@@ -53,7 +53,7 @@ class Trainer:
         check_shape(self.schedule, layout, run.microbatches)
         self.placement = place_layers(
             model.layers, pipe=layout.pipe, virtual=layout.virtual,
-            stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
+            stage_layers=layout.stage_layers, virtual_stages=self.schedule.virtual_stages,
         )  # fmt: skip
         self._mesh = mesh
 
