@@ -257,27 +257,29 @@ class Schedule:
         return (self.forward, self.backward) + ((self.weight,) if self.weight else ())
 
     @cached_property
-    def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(chunk, stage) of the first and of the last virtual stage."""
-        first, last = (
-            np.argwhere(self.virtual_stages == k)[0] for k in (0, self.virtual_stages.max())
-        )
-        return (int(first[0]), int(first[1])), (int(last[0]), int(last[1]))
+    def first_virtual_stage(self) -> tuple[int, int]:
+        """(chunk, stage) of the one that takes the embedding."""
+        return tuple(np.argwhere(self.virtual_stages == 0)[0].tolist())
+
+    @cached_property
+    def last_virtual_stage(self) -> tuple[int, int]:
+        """(chunk, stage) of the one that feeds the head."""
+        return tuple(np.argwhere(self.virtual_stages == self.virtual_stages.max())[0].tolist())
 
     @cached_property
     def embed(self) -> np.ndarray:
         """int32 [T]: the item that enters virtual stage 0 in this tick, or IDLE."""
-        return by_tick(self.forward_ticks[:, *self.ends[0]], self.ticks)
+        return by_tick(self.forward_ticks[:, *self.first_virtual_stage], self.ticks)
 
     @cached_property
     def head(self) -> np.ndarray:
         """int32 [T]: the item whose loss is computed in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, *self.ends[1]], self.ticks)
+        return by_tick(self.backward_ticks[:, *self.last_virtual_stage], self.ticks)
 
     @cached_property
     def embed_backward(self) -> np.ndarray:
         """int32 [T]: the item whose gradient leaves virtual stage 0 in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, *self.ends[0]], self.ticks)
+        return by_tick(self.backward_ticks[:, *self.first_virtual_stage], self.ticks)
 
     @cached_property
     def in_flight(self) -> np.ndarray:
