@@ -101,7 +101,7 @@ def reference_loss(params, batch, examples, task):
 @pytest.mark.parametrize(
     "task, layout",
     [
-        (CLASSES, Layout(data=2, pipe=2, tensor=2, microbatch=4, idle="masked")),
+        (CLASSES, Layout(data=2, pipe=2, tensor=2, microbatch=4, idle="phases")),
         (CHOICE, Layout(data=2, tensor=2, microbatch=4)),
     ],
     ids=["classes", "choice"],
