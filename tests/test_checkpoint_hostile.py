@@ -173,7 +173,7 @@ BLOCK = ("arrays", UP, "blocks", 0)
         (set_in("step", True), "step=True must be a whole number"),
         (set_in("step", -2), "step=-2 must be a whole number"),
         (set_in("format", 0), "format=0 must be"),
-        (set_in("format", 99), "is of format 99, and this mtx reads 1 to 2; use a newer mtx"),
+        (set_in("format", 99), "is of format 99, and this mtx reads 1 to 3; use a newer mtx"),
         (set_in("processes", 0), "processes=0 must be"),
         (set_in("unix_time", "now"), "unix_time='now' is no time"),
         (set_in("unix_time", float("nan")), "unix_time=nan is no time"),
@@ -350,9 +350,9 @@ def test_format_1_is_still_read(saved, copied):
 
 def test_one_of_a_format_to_come_is_left_where_it_is(copied):
     values = values_of(copied)
-    values["format"] = 3
+    values["format"] = 4
     seal(copied, values)
-    with pytest.raises(UserError, match="is of format 3, .*; use a newer mtx") as error:
+    with pytest.raises(UserError, match="is of format 4, .*; use a newer mtx") as error:
         copied.find(print)
     assert not isinstance(error.value, Damaged)
     assert sorted(path.name for path in Path(copied.directory).iterdir()) == ["1", "2"]

@@ -458,9 +458,9 @@ def _reason(error: Exception) -> str:
 
 def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
     differences = [
-        f"{name}={getattr(saved, name)} there and {getattr(model, name)} here"
+        f"{name}={there} there and {here} here"
         for name in _SHAPE_FIELDS
-        if getattr(saved, name) != getattr(model, name)
+        if (there := getattr(saved, name, None)) != (here := getattr(model, name, None))
     ]
     if differences:
         raise UserError(
