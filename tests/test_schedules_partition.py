@@ -51,10 +51,12 @@ def test_pieces_in_model_order_hold_the_layers_in_order(case):
 @given(placed())
 def test_place_of_layer_is_the_way_back(case):
     layers, _, _, placement = case
-    assert placement.layer.ravel()[placement.place_of_layer].tolist() == list(range(layers))
+    assert placement.layer.ravel()[placement.place_of_layer("block")].tolist() == list(
+        range(layers)
+    )
     values_L = np.random.default_rng(0).normal(size=layers)
     stack = np.full(placement.layer.size, np.nan)
-    stack[placement.place_of_layer] = values_L
+    stack[placement.place_of_layer("block")] = values_L
     taken = np.where(placement.layer == EMPTY, np.nan, values_L[placement.layer])
     np.testing.assert_array_equal(stack.reshape(placement.layer.shape), taken)
 
@@ -91,7 +93,7 @@ def test_interleaved_stages_hold_every_pth_virtual_stage():
     placement = place_layers(8, pipe=2, virtual=2, stage_layers="even")
     assert placement.layer.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert placement.describe() == "stage 0: 0-1 | 4-5\nstage 1: 2-3 | 6-7"
-    assert placement.place_of_layer.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert placement.place_of_layer("block").tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_explicit_counts_may_leave_a_piece_without_layers():
@@ -131,10 +133,7 @@ def test_uneven_layers_are_an_error_with_remedies():
 
 def test_fewer_layers_than_pieces_are_an_error_with_remedies():
     text = message(3, 2, 2, "balanced")
-    assert text.startswith(
-        "layers=3 are fewer than the pipe*virtual=4 virtual stages; use pipe*virtual of"
-    )
-    assert "at most 3" in text
+    assert "layers=3" in text and "pipe*virtual=4" in text and "at most 3" in text
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (2, 2, 2, 3), (3, 3, 3, -1)])

@@ -73,8 +73,8 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
         return Op(*map(column, columns))
 
     def receives(routes: tuple[Route, ...]) -> tuple[Receive, ...]:
-        boxes = [(route.ring.write, route.ring.read, route.used) for route in routes]
-        return tuple(Receive(*map(column, box)) for box in boxes)
+        rings = [(route.ring.write, route.ring.read, route.used) for route in routes]
+        return tuple(Receive(*map(column, ring)) for ring in rings)
 
     weight, waits = None, None
     if schedule.split:
