@@ -18,7 +18,7 @@ from mtx.data import load_data
 from mtx.data.bert import load_sentences, make_bert_batch
 from mtx.data.build import Recipe, build_dataset
 from mtx.data.indexed import IndexedDataset, IndexedWriter
-from mtx.data.marks import NAMES, find_marks, find_pieces
+from mtx.data.special_tokens import NAMES, find_bert_vocab, find_special_tokens
 from mtx.data.tokenizer import ByteTokenizer, train_bpe
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.data.wordpiece import train_wordpiece
@@ -67,37 +67,39 @@ def run_of(folder, *path: str, **changes) -> RunConfig:
     return RunConfig(model=model, data=data, global_batch=4, steps=10, eval_batches=2)
 
 
-def check(batch, corpus, pieces) -> None:
+def check(batch, corpus, vocab) -> None:
     """What holds of every batch."""
     tokens, targets, text = batch["tokens"], batch["targets"], batch["segments"] == 1
     assert {name: array.dtype.name for name, array in batch.items()} == {
         "tokens": "int32", "targets": "int32", "weights": "float32", "types": "int32",
         "segments": "int32", "order": "int32",
     }  # fmt: skip
-    marks = pieces.marks
-    assert (tokens[~text] == marks.pad).all() and not batch["types"][~text].any()
+    special = vocab.special
+    assert (tokens[~text] == special.pad).all() and not batch["types"][~text].any()
     assert not batch["weights"][~text].any()
-    assert (targets[:, 0] == marks.begin).all()
-    np.testing.assert_array_equal((targets == marks.end).sum(axis=1), 2)
+    assert (targets[:, 0] == special.cls).all()
+    np.testing.assert_array_equal((targets == special.sep).sum(axis=1), 2)
     lengths = text.sum(axis=1)
     assert (np.diff(batch["segments"]) <= 0).all(), "text first, then padding"
-    assert (targets[np.arange(len(targets)), lengths - 1] == marks.end).all()
+    assert (targets[np.arange(len(targets)), lengths - 1] == special.sep).all()
     for row, types in zip(targets, batch["types"]):
-        cut = np.flatnonzero(row == marks.end)[0] + 1
-        assert not types[:cut].any() and types[cut : np.flatnonzero(row == marks.end)[1] + 1].all()
+        cut = np.flatnonzero(row == special.sep)[0] + 1
+        assert (
+            not types[:cut].any() and types[cut : np.flatnonzero(row == special.sep)[1] + 1].all()
+        )
     np.testing.assert_array_equal(tokens[batch["weights"] == 0], targets[batch["weights"] == 0])
-    assert not pieces.is_mark[targets[batch["weights"] > 0]].any()
+    assert not vocab.is_special[targets[batch["weights"] > 0]].any()
     assert set(batch["order"].tolist()) <= {0, 1}
     assert tokens.max() < corpus.vocab
 
 
 def test_batches_of_text(folder):
     corpus = load_data(run_of(folder, "texts"))
-    pieces = find_pieces(corpus.tokenizer)
+    vocab = find_bert_vocab(corpus.tokenizer)
     masked = tokens = 0
     for step in range(20):
         batch = corpus.batch(16 * step, 16)
-        check(batch, corpus, pieces)
+        check(batch, corpus, vocab)
         masked, tokens = masked + batch["weights"].sum(), tokens + batch["segments"].sum()
     assert 0.11 < masked / (tokens - 3 * 320) < 0.16
     assert "tokenizer.json tokenizer, vocab 88" in corpus.describe()
@@ -139,8 +141,8 @@ def test_what_is_held_out_is_always_the_same(folder):
 
 def test_a_dataset_of_sentences_is_split_by_documents(folder):
     corpus = load_data(run_of(folder, "a", "b"))
-    pieces = find_pieces(corpus.tokenizer)
-    check(corpus.batch(3, 16), corpus, pieces)
+    vocab = find_bert_vocab(corpus.tokenizer)
+    check(corpus.batch(3, 16), corpus, vocab)
     alone, dataset = load_data(run_of(folder, "a")), IndexedDataset(folder / "a")
     assert (folder / "index_cache").is_dir() and dataset.document_count == 10
     documents = [dataset.document(place).astype(np.int32).tobytes() for place in range(10)]
@@ -173,11 +175,11 @@ def test_a_blend_takes_its_shares(folder):
 def test_other_orders(folder, order):
     corpus = load_data(run_of(folder, "texts", order=order))
     batch = corpus.batch(0, 64)
-    ends = (batch["targets"] == find_marks(corpus.tokenizer).end).sum(axis=1)
+    ends = (batch["targets"] == find_special_tokens(corpus.tokenizer).sep).sum(axis=1)
     if order == "none":
         assert (batch["order"] == -1).all() and (ends == 1).all() and not batch["types"].any()
     else:
-        check(batch, corpus, find_pieces(corpus.tokenizer))
+        check(batch, corpus, find_bert_vocab(corpus.tokenizer))
         assert 0.2 < batch["order"].mean() < 0.8
 
 
@@ -218,20 +220,20 @@ def test_mistakes_are_named(folder, tmp_path):
     with pytest.raises(UserError, match="tokenizer='wordpiece' is for family='bert'"):
         RunConfig(data=DataConfig(tokenizer="wordpiece"))
     with pytest.raises(UserError, match="has no .CLS."):
-        find_marks(ByteTokenizer())
+        find_special_tokens(ByteTokenizer())
 
 
 # --- WordPiece ------------------------------------------------------------------------------------
 
 
-def test_a_wordpiece_has_the_marks_first_and_covers_its_text(wordpiece):
+def test_a_wordpiece_has_the_special_tokens_first_and_covers_its_text(wordpiece):
     assert wordpiece.vocab <= 100 and wordpiece.eod is None
-    pieces = find_pieces(wordpiece)
-    assert sorted(pieces.marks) == [0, 2, 3, 4] and pieces.vocab == wordpiece.vocab
+    vocab = find_bert_vocab(wordpiece)
+    assert sorted(vocab.special) == [0, 2, 3, 4] and vocab.size == wordpiece.vocab
     ids = wordpiece.encode("The houses stand, [MASK] \u4e2d")
-    assert not pieces.is_mark[ids].any(), "marks that are spelled out are text"
+    assert not vocab.is_special[ids].any(), "special tokens that are spelled out are text"
     assert 1 in ids and wordpiece.decode(wordpiece.encode("Small House")) == "small house"
-    assert pieces.continues.sum() > 10 and set(NAMES) <= set(
+    assert vocab.continues.sum() > 10 and set(NAMES) <= set(
         token["content"] for token in wordpiece.to_dict()["model"]["added_tokens"]
     )
     with pytest.raises(UserError, match="vocab=20 must be at least 64"):

@@ -367,7 +367,7 @@ def index_action(arguments: list[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
     out: _Name = None  # the tokenizer.json to write
-    kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's marks
+    kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's special tokens
     vocab: TrainedVocab = 32_000  # tokens, with 256 bytes and the end of document
     end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
     field: str = "text"  # of JSON lines and Parquet

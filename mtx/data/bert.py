@@ -19,9 +19,9 @@ from mtx.data.build import split_sentences
 from mtx.data.cache import CacheError
 from mtx.data.documents import hold_out, read_documents
 from mtx.data.indexed import IndexedDataset, token_type
-from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
-from mtx.data.pairs import Pairs, SentenceList, Sentences, draws_of, least_sentences
+from mtx.data.pairs import Pairs, SentenceList, Sentences, least_sentences, rng_of
+from mtx.data.special_tokens import BertVocab, find_bert_vocab
 from mtx.data.split import Division, divide
 from mtx.data.tokenizer import ByteTokenizer, Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
@@ -42,7 +42,7 @@ class BertSample(NamedTuple):
 class SampleSource(Protocol):
     """Samples by their number, without an end."""
 
-    pieces: Pieces
+    vocab: BertVocab
     sequence: int
 
     def __getitem__(self, index: int) -> BertSample: ...
@@ -54,7 +54,7 @@ class BertSamples:
     def __init__(
         self,
         source: Sentences,
-        pieces: Pieces,
+        vocab: BertVocab,
         *,
         sequence: int,
         config: DataConfig,
@@ -63,13 +63,13 @@ class BertSamples:
         name: str = "the text",
     ):
         """part: of the documents, by default all. Raises UserError as `Pairs` does."""
-        self.pieces, self.sequence, self._name = pieces, sequence, name
+        self.vocab, self.sequence, self._name = vocab, sequence, name
         self._masking = Masking(fraction=config.mask_fraction, run=config.mask_run)
         self._seed = config.seed
-        marks = 2 if config.order == "none" else 3
+        special = 2 if config.order == "none" else 3
         self._pairs = Pairs(
             source, part=part or Division(first=0, end=len(source.documents) - 1),
-            room=sequence - marks, order=config.order, short_fraction=config.short_fraction,
+            room=sequence - special, order=config.order, short_fraction=config.short_fraction,
             seed=config.seed, cache=cache, name=name,
         )  # fmt: skip
 
@@ -89,19 +89,19 @@ class BertSamples:
 
     def __getitem__(self, index: int) -> BertSample:
         """Sample `index`: the same pair as one epoch before, cut and masked in another way."""
-        draws, marks = draws_of(self._seed, index), self.pieces.marks
-        first, second, order = self._pairs.pair(index, draws)
-        parts = [[marks.begin], first, [marks.end]]
+        rng, special = rng_of(self._seed, index), self.vocab.special
+        first, second, order = self._pairs.pair(index, rng)
+        parts = [[special.cls], first, [special.sep]]
         if order >= 0:
-            parts += [second, [marks.end]]
+            parts += [second, [special.sep]]
         targets = np.concatenate(parts).astype(np.int32)
-        if targets.max() >= self.pieces.vocab or targets.min() < 0:
-            wrong = targets[(targets >= self.pieces.vocab) | (targets < 0)][0]
+        if targets.max() >= self.vocab.size or targets.min() < 0:
+            wrong = targets[(targets >= self.vocab.size) | (targets < 0)][0]
             raise UserError(
                 f"{self._name}: sample {index} holds token {wrong}, outside of the vocabulary of "
-                f"{self.pieces.vocab:,}; use the tokenizer that made the dataset"
+                f"{self.vocab.size:,}; use the tokenizer that made the dataset"
             )
-        tokens, places = mask_words(targets, self.pieces, draws, self._masking)
+        tokens, places = mask_words(targets, self.vocab, rng, self._masking)
         return BertSample(tokens, targets, places, 2 + len(first), order)
 
 
@@ -165,8 +165,8 @@ def make_bert_batch(
         raise ValueError(f"{consumed=} must be at least 0 and {rows=} at least 1")
     shape = rows, source.sequence
     batch = {
-        "tokens": np.full(shape, source.pieces.marks.pad, np.int32),
-        "targets": np.full(shape, source.pieces.marks.pad, np.int32),
+        "tokens": np.full(shape, source.vocab.special.pad, np.int32),
+        "targets": np.full(shape, source.vocab.special.pad, np.int32),
         "weights": np.zeros(shape, np.float32),
         "types": np.zeros(shape, np.int32),
         "segments": np.zeros(shape, np.int32),
@@ -192,7 +192,7 @@ def load_sentences(config: DataConfig, *, sequence: int) -> BertCorpus:
 
     The split into training and held-out text comes first; then documents are cut into sentences
     (see `split_sentences`). Raises UserError for text that cannot be read, that makes no sample on
-    either side, and for a tokenizer without BERT's marks.
+    either side, and for a tokenizer without BERT's special tokens.
     """
     documents = read_documents(config.path)
     split = hold_out(documents.texts, fraction=config.eval_fraction, seed=config.seed)
@@ -200,10 +200,10 @@ def load_sentences(config: DataConfig, *, sequence: int) -> BertCorpus:
         tokenizer = train_wordpiece(split.train, vocab=config.bpe_vocab)
     else:
         tokenizer = load_bert_tokenizer(config)
-    pieces, sides = find_pieces(tokenizer), {}
+    vocab, sides = find_bert_vocab(tokenizer), {}
     for name, texts in (("training text", split.train), ("held-out text", split.held_out)):
         sides[name] = BertSamples(
-            _encode(texts, tokenizer), pieces, sequence=sequence, config=config, name=f"the {name}"
+            _encode(texts, tokenizer), vocab, sequence=sequence, config=config, name=f"the {name}"
         )
     train, held_out = sides.values()
     return BertCorpus(
@@ -220,10 +220,10 @@ def load_bert_tokenizer(config: DataConfig, *, eod: int | None = None) -> Tokeni
             "tokenizer='wordpiece' is trained on text, and the data path names datasets; name the "
             "tokenizer that made them"
         )
-    if config.tokenizer in (ByteTokenizer.name, "bpe"):
+    if config.tokenizer in (ByteTokenizer.kind, "bpe"):
         raise UserError(
-            f"tokenizer={config.tokenizer!r} has no [MASK] and other marks, which a BERT needs; "
-            "use a BERT's tokenizer.json or vocab.txt, or wordpiece, which is trained on the text"
+            f"tokenizer={config.tokenizer!r} has no [MASK] and the like, which a "
+            "BERT needs; use its tokenizer.json or vocab.txt, or wordpiece, trained on the text"
         )
     return load_tokenizer(config.tokenizer, eod=eod if config.eod == "auto" else config.eod)
 
@@ -258,14 +258,14 @@ def open_sentences(
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     made = next((dataset.identity for dataset in datasets if dataset.identity), None)
     tokenizer = load_bert_tokenizer(config, eod=made and made.eod)
-    pieces = find_pieces(tokenizer)
+    vocab = find_bert_vocab(tokenizer)
     for dataset in datasets:
         dataset.require_tokenizer(tokenizer.identity)
 
     def open_part(part: str, samples: int, cache) -> BertSamples | BertBlend:
         parts = [
             BertSamples(
-                dataset, pieces, sequence=sequence, config=config, cache=cache,
+                dataset, vocab, sequence=sequence, config=config, cache=cache,
                 part=divide_documents(dataset, config, part),
                 name=f"{dataset.prefix}, part {part!r} of split={config.split!r}",
             )
@@ -308,7 +308,7 @@ class BertBlend:
         """weights: their first `samples` in that proportion, of which the first are the same
         whatever `samples` is. None: every sample of each, in proportion throughout."""
         self._parts, sizes = parts, [len(part) for part in parts]
-        self.pieces, self.sequence = parts[0].pieces, parts[0].sequence
+        self.vocab, self.sequence = parts[0].vocab, parts[0].sequence
         self.tokens = sum(part.tokens for part in parts)
         self._epochs = weights is None
         if weights is None:

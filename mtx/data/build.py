@@ -19,10 +19,11 @@ from typing import Literal
 
 import numpy as np
 
-from mtx.data.indexed import IndexedWriter, TokenizerIdentity, require_new, token_type
+from mtx.data.indexed import IndexedWriter, require_new, token_type
 from mtx.data.sources import Chunk, Reading, Text, find_files, read_chunks, texts_of
 from mtx.data.subwords import MOST_CHARACTERS
 from mtx.data.tokenizer import Tokenizer
+from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 from mtx.fields import checked

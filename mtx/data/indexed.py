@@ -22,11 +22,12 @@ import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 
+from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.errors import UserError
 from mtx.files import read_json
 from mtx.paths import check_path
@@ -43,20 +44,6 @@ _BLOCK = 2**20  # sequences that are checked or written at once
 def token_type(vocab: int) -> np.dtype:
     """The type in which Megatron-LM stores the tokens of a vocabulary of this size."""
     return np.dtype("<u2" if vocab < _UINT16_BELOW else "<i4")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerIdentity:
-    """Which tokenizer made the tokens. Two are the same where `sha256` and `eod` are."""
-
-    name: str  # for people
-    sha256: str  # of what decides the tokens
-    vocab: int  # every token is below it
-    eod: int | None  # the end-of-document token, where one was written
-
-    def same_as(self, other: TokenizerIdentity) -> bool:
-        """Whether the two give the same tokens, whatever their files are called."""
-        return (self.sha256, self.eod) == (other.sha256, other.eod)
 
 
 class IndexedDataset:
