@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def spans_of(pairs: Pairs) -> list[tuple[int, int]]:
 def test_sentences_are_filled_up_to_the_room(sizes, room, order):
     spans = slow_spans(sizes, room=room, least=1 if order == "none" else 2)
     if not spans:
-        with pytest.raises(UserError, match="to make a sample of"):
+        with pytest.raises(UserError):
             pairs_of(sizes, room=room, order=order, short_fraction=0.0)
         return
     pairs = pairs_of(sizes, room=room, order=order, short_fraction=0.0)
@@ -118,8 +119,9 @@ def test_the_next_sentence_is_of_another_document_or_not():
         if order == 0:
             assert second[0] > first[-1]
     assert met == {0, 2, 3, 4, 5}
-    with pytest.raises(UserError, match="order='nsp' takes every other second text from another"):
+    with pytest.raises(UserError) as error:
         pairs_of([[3] * 40, []], order="nsp")
+    assert names(error, "order='nsp'")
 
 
 def test_cuts_are_anywhere_between_sentences():

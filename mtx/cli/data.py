@@ -335,7 +335,8 @@ def index_action(arguments: list[str]) -> None:
     if options.sequence is None:
         raise UserError("--sequence is missing: the tokens of a sample")
     from mtx.data.blend import read_blend
-    from mtx.data.corpus import default_cache, open_part
+    from mtx.data.corpus import default_cache
+    from mtx.data.gpt import open_part
 
     prefixes, weights = read_blend(names)
     cache = options.cache or default_cache(prefixes[0])

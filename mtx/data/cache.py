@@ -52,6 +52,11 @@ def cached_arrays(
     return _read(entry, description)
 
 
+def hash_of_array(array: np.ndarray) -> str:
+    """For a description."""
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+
 def hash_of(description: dict) -> str:
     text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -13,7 +13,6 @@ What is too long loses tokens at random ends of the longer text.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mtx.config import Order
-from mtx.data.cache import cached_arrays
+from mtx.data.cache import cached_arrays, hash_of_array
 from mtx.data.rng import Rng
 from mtx.data.samples import place_in_epoch, shuffled
 from mtx.data.split import Division
@@ -116,8 +115,8 @@ class Pairs:
 
         self._spans = _Spans(**cached_arrays(cache, {
             "kind": "spans of sentences", "room": room, "least": least, "seed": seed,
-            "short_fraction": short_fraction, "lengths": _hash(lengths),
-            "documents": _hash(np.stack([self._begin, self._stop])),
+            "short_fraction": short_fraction, "lengths": hash_of_array(lengths),
+            "documents": hash_of_array(np.stack([self._begin, self._stop])),
         }, build))  # fmt: skip
         self._full = np.flatnonzero(self._stop - self._begin)  # documents of at least one sentence
         if not len(self):
@@ -239,7 +238,3 @@ def _shortened(text: np.ndarray, left: int, rng: Rng) -> np.ndarray:
         return text
     begin = int((rng.uniform(lost) < 0.5).sum())
     return text[begin : begin + left]
-
-
-def _hash(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()

@@ -38,6 +38,13 @@ def place_in_epoch(index: int, count: int, seed: int) -> int:
     return (start + place * stride) % count
 
 
+def require_sample(index: int, count: int, what: str) -> int:
+    """The index; IndexError where `what` has no such sample."""
+    if not 0 <= index < count:
+        raise IndexError(f"sample {index} of {what}, which has {count:,}; ask for more samples")
+    return index
+
+
 @functools.lru_cache(maxsize=4096)
 def _strides(count: int, seed: int, epoch: int) -> tuple[int, int]:
     """A start and a stride that visits all of range(count)."""
@@ -64,6 +71,15 @@ class Samples:
     def __len__(self) -> int:
         """Samples in one epoch."""
         return len(self._samples)
+
+    @property
+    def distinct(self) -> int:
+        """The samples before one is given twice."""
+        return len(self)
+
+    @property
+    def part_tokens(self) -> int:
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` of an endless stream, int32 [S + 1]: each epoch in its own order."""

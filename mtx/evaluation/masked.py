@@ -78,7 +78,7 @@ def masked_perplexity(
     losses, hits, size = [], [], trainer.run.global_batch
     for first in range(0, len(rows), size):
         filled = min(size, len(rows) - first)
-        batch = make_bert_batch(rows, first, size, filled=filled)
+        batch = make_bert_batch(rows, first, size, filled=filled, pad=vocab.special.pad)
         losses_GS, hits_GS = score_batch(trainer, state, batch)
         masked_GS = batch["weights"] > 0
         losses, hits = [*losses, losses_GS[masked_GS]], [*hits, hits_GS[masked_GS]]
