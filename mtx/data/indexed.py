@@ -106,7 +106,7 @@ class IndexedDataset:
 
     def document_lengths(self) -> np.ndarray:
         """The tokens of each document, int64 [documents]."""
-        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        ends = np.append(0, np.cumsum(self.lengths, dtype=np.int64))
         return np.diff(ends[self.documents])
 
     def first_token(self, sequence: int) -> int:
@@ -131,8 +131,8 @@ class IndexedDataset:
         made = self.identity
         if made and not made.same_as(identity):
             raise UserError(
-                f"{self.prefix} was made with {_said(made)}, not with {_said(identity)}; use that "
-                "tokenizer, or build the dataset again"
+                f"{self.prefix} was made with {made}, not with {identity}; use that tokenizer, or "
+                "build the dataset again"
             )
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
@@ -204,11 +204,7 @@ class IndexedWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | os.PathLike,
-        dtype: np.dtype | type,
-        *,
-        identity: TokenizerIdentity | None = None,
+        self, prefix: str | os.PathLike, dtype, *, identity: TokenizerIdentity | None = None
     ):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -361,12 +357,10 @@ def read_identity(prefix: str) -> TokenizerIdentity | None:
         return None
     said = read_json(f"{prefix}.json")
     kinds = {"name": str, "sha256": str, "vocab": int, "eod": int | None}
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         identity = TokenizerIdentity(**said["tokenizer"])
         if all(isinstance(getattr(identity, f.name), kinds[f.name]) for f in fields(identity)):
             return identity
-    except (ValueError, KeyError, TypeError):
-        pass
     raise UserError(
         f"{prefix}.json does not name the tokenizer of {prefix}.bin (name, sha256, vocab, eod); "
         "remove it if it is something else"
@@ -380,11 +374,6 @@ def sync_folder(folder: str | os.PathLike) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _said(identity: TokenizerIdentity) -> str:
-    end = "no end-of-document token" if identity.eod is None else f"end-of-document {identity.eod}"
-    return f"{identity.name} (sha256 {identity.sha256[:12]}, {end})"
 
 
 def _sync(file) -> None:

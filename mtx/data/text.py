@@ -15,7 +15,7 @@ from mtx.data.documents import hold_out, read_documents
 from mtx.data.indexed import IndexedDataset, token_type
 from mtx.data.pairs import SentenceList
 from mtx.data.samples import Samples
-from mtx.data.special_tokens import find_bert_vocab
+from mtx.data.special_tokens import find_bert_vocab, find_special_tokens
 from mtx.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.data.wordpiece import WORDPIECE, train_wordpiece
@@ -87,7 +87,10 @@ def named_tokenizer(
     eod = config.eod
     if eod == "auto" and (made or bert):
         eod = made and made.identity.eod
-    return load_tokenizer(config.tokenizer, eod=eod)
+    tokenizer = load_tokenizer(config.tokenizer, eod=eod)
+    if bert:
+        find_special_tokens(tokenizer)
+    return tokenizer
 
 
 def _require_sample(side: str, tokens: np.ndarray, sequence: int, remedy: str) -> None:

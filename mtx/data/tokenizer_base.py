@@ -27,6 +27,10 @@ class TokenizerIdentity:
     vocab: int  # every token is below it
     eod: int | None  # the end-of-document token, where one was written
 
+    def __str__(self) -> str:
+        end = "no end-of-document token" if self.eod is None else f"end-of-document {self.eod}"
+        return f"{self.name} (sha256 {self.sha256[:12]}, {end})"
+
     def same_as(self, other: TokenizerIdentity) -> bool:
         """Whether the two give the same tokens, whatever their files are called."""
         return (self.sha256, self.eod) == (other.sha256, other.eod)
