@@ -146,7 +146,7 @@ def test_parquet_is_read(folder, tmp_path):
 def test_a_package_that_is_missing_is_named(folder, tmp_path, monkeypatch, module, name):
     monkeypatch.setitem(sys.modules, module, None)
     message = refusal([folder({name: b"xxxx"}) / name], tmp_path)
-    assert f"need the package {module}; install mtx[data]" in message
+    assert module in message and "mtx[data]" in message
 
 
 def test_a_text_file_is_a_document_or_its_lines_are(folder, tmp_path):

@@ -71,10 +71,10 @@ class IndexedDataset:
         self._check_documents()
         data = _map(f"{self.prefix}.bin")
         if len(data) != count * self.dtype.itemsize:
-            found, wanted = len(data), count * self.dtype.itemsize
-            what = "it is cut short" if found < wanted else "they do not belong together"
+            wanted = count * self.dtype.itemsize
+            what = "it is cut short" if len(data) < wanted else "they do not belong together"
             raise UserError(
-                f"{self.prefix}.bin has {found:,} bytes, but {self.prefix}.idx describes "
+                f"{self.prefix}.bin has {len(data):,} bytes, but {self.prefix}.idx describes "
                 f"{wanted:,}: {what}; copy both files again, or build them again"
             )
         self.tokens = np.frombuffer(data, self.dtype)
@@ -138,15 +138,11 @@ class IndexedDataset:
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
         """The tokens' type, N and D, once the file's size is the one that they ask for."""
         name = f"{self.prefix}.idx"
-        if index[: len(OLD_MAGIC)] == OLD_MAGIC:
-            raise UserError(
-                f"{name} is in the older TNTIDX format; make it again with today's Megatron-LM "
-                "tools, or from the text with mtx data build"
-            )
         if index[: len(MAGIC)] != MAGIC:
+            old = ", the older TNTIDX format" if index[: len(OLD_MAGIC)] == OLD_MAGIC else ""
             raise UserError(
-                f"{name} is no index of a dataset: it begins with {bytes(index[:9])!r}, not "
-                f"{MAGIC!r}; name the prefix of a .bin and .idx"
+                f"{name} is no index of a dataset: it begins with {bytes(index[:9])!r}{old}, not "
+                f"{MAGIC!r}; name the prefix of a .bin and .idx, or make it again"
             )
         if len(index) < HEADER.size:
             raise UserError(f"{name} ends inside its header, at {len(index)} bytes; copy it again")
@@ -154,9 +150,8 @@ class IndexedDataset:
         if version != 1:
             raise UserError(f"{name} has version {version}; only version 1 is known")
         if code not in TYPES:
-            what = "floating-point numbers" if code in (6, 7) else "no type that is known"
             known = ", ".join(f"{key} ({np.dtype(kind)})" for key, kind in TYPES.items())
-            raise UserError(f"{name} has type code {code}, {what}; tokens are one of {known}")
+            raise UserError(f"{name} has type code {code}, but tokens are one of {known}")
         plain = HEADER.size + 12 * sequences + 8 * ends
         if len(index) not in (plain, plain + sequences):
             raise UserError(
@@ -233,14 +228,7 @@ class IndexedWriter:
             self._data = open(f"{self._part}.bin", "xb")
         return self
 
-    def add(
-        self,
-        tokens: np.ndarray,
-        lengths: np.ndarray | None = None,
-        counts: np.ndarray | None = None,
-        *,
-        modes: np.ndarray | None = None,
-    ) -> None:
+    def add(self, tokens: np.ndarray, lengths=None, counts=None, *, modes=None) -> None:
         """Appends whole documents.
 
         tokens [n] of any integer type, lengths [sequences] of the sequences they make up (one
@@ -304,15 +292,15 @@ class IndexedWriter:
         if len(self._modes) not in (0, self.sequences) or self._begun:
             raise ValueError("a sequence has no end, or some have a mode and some have none")
         suffixes = [".bin"]
-        _sync(self._data)
+        sync(self._data)
         if self._identity:
             with open(f"{self._part}.json", "xb") as file:
                 file.write(json.dumps({"tokenizer": asdict(self._identity)}, indent=1).encode())
-                _sync(file)
+                sync(file)
             suffixes.append(".json")
         with open(f"{self._part}.idx", "xb") as file:
             self._write_index(file)
-            _sync(file)
+            sync(file)
         require_new(self.prefix)  # another may have come first
         for suffix in [*suffixes, ".idx"]:
             os.replace(self._part + suffix, self.prefix + suffix)
@@ -376,7 +364,8 @@ def sync_folder(folder: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def _sync(file) -> None:
+def sync(file) -> None:
+    """Makes what was written last."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -26,7 +26,7 @@ from mtx.data.samples import place_in_epoch, shuffled
 from mtx.data.split import Division
 from mtx.errors import UserError
 
-_SPANS, _SAMPLE = 2, 3  # what is drawn, in the keys of rng
+_SPANS, _SAMPLE = 2, 3  # what random numbers are for, in their keys
 
 
 class Sentences(Protocol):
@@ -107,17 +107,14 @@ class Pairs:
             places = zip(self._begin.tolist(), self._stop.tolist(), strict=True)
             self.tokens = sum(source.first_token(b) - source.first_token(a) for a, b in places)
 
-        def build() -> dict[str, np.ndarray]:
-            return vars(_build_spans(
-                lengths, self._begin, self._stop, base=int(bounds[0]), room=room, least=least,
-                short_fraction=short_fraction, seed=seed,
-            ))  # fmt: skip
-
-        self._spans = _Spans(**cached_arrays(cache, {
-            "kind": "spans of sentences", "room": room, "least": least, "seed": seed,
-            "short_fraction": short_fraction, "lengths": hash_of_array(lengths),
+        options = {"room": room, "least": least, "seed": seed, "short_fraction": short_fraction}
+        description = options | {
+            "kind": "spans of sentences", "lengths": hash_of_array(lengths),
             "documents": hash_of_array(np.stack([self._begin, self._stop])),
-        }, build))  # fmt: skip
+        }  # fmt: skip
+        self._spans = _Spans(**cached_arrays(cache, description, lambda: vars(_build_spans(
+            lengths, self._begin, self._stop, base=int(bounds[0]), **options
+        ))))  # fmt: skip
         self._full = np.flatnonzero(self._stop - self._begin)  # documents of at least one sentence
         if not len(self):
             raise UserError(
@@ -137,9 +134,8 @@ class Pairs:
     def pair(self, index: int, rng: Rng) -> Pair:
         """The pair of request `index`; what is left to chance follows from `rng`."""
         span = self._spans.visit[place_in_epoch(index, len(self), self._seed)]
-        first, end, room = (
-            int(a[span]) for a in (self._spans.first, self._spans.end, self._spans.room)
-        )
+        spans = self._spans
+        first, end, room = (int(a[span]) for a in (spans.first, spans.end, spans.room))
         if self._order == "none":
             return Pair(*_truncated(self._text(first, end), self._text(end, end), room, rng), -1)
         cut = first + 1 + rng.below(end - first - 1)

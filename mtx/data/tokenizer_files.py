@@ -47,7 +47,7 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
             raise UserError(f"eod={eod!r} must be 0, the NUL byte, or none with bytes")
         return ByteTokenizer(eod=None if eod in ("none", None) else 0)
     path = _find(user_path(name))
-    if path.name.endswith("vocab.json") or path.name.endswith("merges.txt"):
+    if path.name.endswith(("vocab.json", "merges.txt")):
         return _read_vocab_and_merges(path, eod)
     if path.suffix == ".model":
         return SentencePieceTokenizer(read_bytes(path, _WHAT), name=str(path), eod=eod)
@@ -103,7 +103,8 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
     stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
     vocab_path, merges_path = (path.with_name(stem + end) for end in ("vocab.json", "merges.txt"))
     vocab = read_json(vocab_path, _WHAT)
-    if not _is_vocab(vocab):
+    numbers = vocab.values() if isinstance(vocab, dict) else [None]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise UserError(f"{vocab_path} is no vocabulary: it does not map tokens to their numbers")
     lines = read_text(merges_path, _WHAT).split("\n")
     first = 1 if lines[0].startswith("#version") else 0
@@ -146,12 +147,6 @@ def _subwords(model: tokenizers.Tokenizer, path: Path, eod: Eod, content: list) 
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     described = json.loads(model.to_str())
     return SubwordTokenizer(described, name=path.name, eod=_end(path, eod), sha256=digest)
-
-
-def _is_vocab(vocab: object) -> bool:
-    return isinstance(vocab, dict) and all(
-        isinstance(number, int) and number >= 0 for number in vocab.values()
-    )
 
 
 # --- what stands beside ---------------------------------------------------------------------------

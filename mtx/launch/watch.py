@@ -2,8 +2,8 @@
 
 Every process says through JAX's coordination service that it lives and where it is; process 0 reads
 them all and judges (`mtx.launch.judge`); all hear the verdict with their next heartbeat, print it
-and leave. A process that is killed, frozen or cut off is named within `heartbeat_s` and a second, and
-in a third of that where a connection broke with it; a run that hangs, within `hang_s`.
+and leave. A process that is killed, frozen or cut off is named within `heartbeat_s` and a second,
+and in a third of that where a connection broke with it; a run that hangs, within `hang_s`.
 
 Nothing is left to the interpreter's ordinary end, where JAX would wait for those that are gone.
 """
