@@ -258,7 +258,7 @@ def test_arrays_are_built_once_and_mapped(tmp_path):
     for _ in range(2):
         arrays = cached_arrays(tmp_path / "cache", {"of": 1}, build)
         assert arrays["a"].tolist() == [[0, 1, 2], [3, 4, 5]] and arrays["b"].tolist() == [1.5]
-        with pytest.raises(ValueError, match="read-only"):
+        with pytest.raises(ValueError):
             arrays["a"][0] = 1
     assert len(calls) == 1
     cached_arrays(tmp_path / "cache", {"of": 2}, build)

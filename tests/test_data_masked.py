@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,12 +140,13 @@ def test_a_row_of_special_tokens_alone_has_nothing_to_mask():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"fraction": 0.0}, "mask_fraction=0.0 must lie between 0 and 1"),
-        ({"fraction": 1.0}, "mask_fraction=1.0 must lie between 0 and 1"),
-        ({"run": 0}, "mask_run=0 must be at least 1"),
-        ({"most": 0}, "most=0 tokens"),
+        ({"fraction": 0.0}, "mask_fraction=0.0"),
+        ({"fraction": 1.0}, "mask_fraction=1.0"),
+        ({"run": 0}, "mask_run=0"),
+        ({"most": 0}, "most=0"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError) as error:
         Masking(**changes)
+    assert names(error, said)

@@ -173,10 +173,11 @@ def test_tokens_are_lost_at_both_ends():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"room": 1}, "room for 1 tokens"),
-        ({"short_fraction": 1.5}, "short_fraction=1.5 must lie between 0 and 1"),
+        ({"room": 1}, "room=1"),
+        ({"short_fraction": 1.5}, "short_fraction=1.5"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError) as error:
         pairs_of([[3, 3]], **options)
+    assert names(error, said)

@@ -93,7 +93,7 @@ class Pairs:
         `cached_arrays`; name: of the source, for messages. Raises UserError where there is not a
         single pair."""
         if room < 2:
-            raise UserError(f"there is room for {room} tokens of text; use a longer sequence")
+            raise UserError(f"room={room} must hold 2 tokens of text; use a longer sequence")
         if not 0.0 <= short_fraction <= 1.0:
             raise UserError(f"short_fraction={short_fraction} must lie between 0 and 1")
         self._source, self._order, self._seed = source, order, seed

@@ -234,4 +234,4 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"the environment has {name}={text!r}, which is no number") from None
+        raise UserError(f"{name}={text!r} of the environment must be a number") from None
