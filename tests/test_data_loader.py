@@ -314,7 +314,7 @@ def test_a_field_that_is_for_text_is_refused_for_datasets(write):
         (("0.5", "{text}"), "weights are for datasets, and {text}.idx does not exist"),
         (("{half}",), "{half}.idx does not exist"),
         (("{cut}",), "{cut}.bin has 479 bytes, but {cut}.idx describes 960: it is cut short"),
-        (("{wrong}",), "{wrong}.idx is no index of a dataset"),
+        (("{wrong}",), "{wrong}.idx must be"),
         (("{gone}",), "{gone}' does not exist or cannot be reached"),
         (("{other}",), "{other} was made with o.json (sha256 f00, end-of-document 7), not with b"),
         (("{c}", "{other}"), "{other} was made with o.json"),

@@ -226,16 +226,16 @@ def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encode
             text_bytes=text_bytes, only_end=not len(encoded[0]),
         )  # fmt: skip
     ids = iter(encoded)
-    pieces, lengths, counts = [np.empty(0, np.int32)], [], []
+    parts, lengths, counts = [np.empty(0, np.int32)], [], []
     for group in groups:
         kept = [some for some in (next(ids) for _ in group) if len(some)]
         if kept:
-            pieces += [*kept, *end]
+            parts += [*kept, *end]
             lengths += map(len, kept)
             lengths[-1] += len(end)
             counts.append(len(kept))
     return _Encoded(
-        tokens=np.concatenate(pieces).astype(dtype),
+        tokens=np.concatenate(parts).astype(dtype),
         lengths=np.array(lengths, np.int64),
         counts=np.array(counts, np.int64),
         text_bytes=text_bytes,

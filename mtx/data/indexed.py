@@ -141,7 +141,7 @@ class IndexedDataset:
         if index[: len(MAGIC)] != MAGIC:
             old = ", the older TNTIDX format" if index[: len(OLD_MAGIC)] == OLD_MAGIC else ""
             raise UserError(
-                f"{name} is no index of a dataset: it begins with {bytes(index[:9])!r}{old}, not "
+                f"{name} must be a dataset's index, but begins with {bytes(index[:9])!r}{old}, not "
                 f"{MAGIC!r}; name the prefix of a .bin and .idx, or make it again"
             )
         if len(index) < HEADER.size:

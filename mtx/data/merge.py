@@ -47,8 +47,8 @@ def split_dataset(
     """Writes `<out>_train`, `_valid` and `_test`, cut where the ratios ("969,30,1") say; a part of
     ratio 0 is not written. by: see `divide`; "auto" cuts documents where some part would get none.
 
-    Whole documents stay in their order. Of one that is cut each part gets a document, in one piece
-    or, where it is one of sentences, in whole sentences; a piece ends with the tokenizer's
+    Whole documents stay in their order. Of one that is cut each part gets a share, in tokens
+    or, where it is one of sentences, in whole sentences; a share ends with the tokenizer's
     end-of-document token. Raises UserError where a part would have nothing.
     """
     dataset, split = IndexedDataset(prefix), parse_split(ratios)

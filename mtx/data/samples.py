@@ -16,12 +16,12 @@ import numpy as np
 def shuffled(count: int, *key: int) -> np.ndarray:
     """A permutation of range(count), int64 [count], that depends on `count` and `key` only.
 
-    It sorts raw draws, whose stream numpy guarantees; `Generator.permutation` may change between
+    It sorts raw bits, whose stream numpy guarantees; `Generator.permutation` may change between
     numpy versions, and a resumed run or a second host must see the same order.
     Keys that differ only in trailing zeros are the same key.
     """
-    draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    return np.argsort(draws, kind="stable")
+    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(raw, kind="stable")
 
 
 def place_in_epoch(index: int, count: int, seed: int) -> int:
@@ -48,8 +48,8 @@ def require_sample(index: int, count: int, what: str) -> int:
 @functools.lru_cache(maxsize=4096)
 def _strides(count: int, seed: int, epoch: int) -> tuple[int, int]:
     """A start and a stride that visits all of range(count)."""
-    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(2).tolist()
-    start, stride = (draw % count for draw in draws)
+    raw = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(2).tolist()
+    start, stride = (one % count for one in raw)
     while math.gcd(stride, count) != 1:
         stride += 1
     return start, stride

@@ -38,7 +38,7 @@ class SentencePieceTokenizer(Tokenizer):
             model = messages.ModelProto.FromString(data)
         except (RuntimeError, UnicodeDecodeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise UserError(f"{name} is no SentencePiece model: {reason}") from None
+            raise UserError(f"{name} must be a SentencePiece model: {reason}") from None
         if eod == "auto" and self._processor.eos_id() >= 0:
             eod = self._processor.eos_id()
         eod = find_eod(self._vocabulary, name=name, eod=eod)

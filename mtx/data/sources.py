@@ -69,7 +69,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
             ]
             continue
         if not path.is_file():
-            raise UserError(f"{name} is no file or folder (from {Path.cwd()})")
+            raise UserError(f"{name} must be a file or a folder (from {Path.cwd()})")
         if not _kind(path):
             raise UserError(
                 f"{name} is of no kind that can be read: {', '.join(_SUFFIXES)}, these with "

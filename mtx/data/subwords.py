@@ -46,7 +46,7 @@ class SubwordTokenizer(Tokenizer):
         try:
             self._model = tokenizers.Tokenizer.from_str(json.dumps(self.described))
         except Exception as error:  # the library raises nothing more special
-            raise UserError(f"{name} is no tokenizer.json: {error}") from None
+            raise UserError(f"{name} must be a tokenizer.json: {error}") from None
         self._model.encode_special_tokens = True  # as text
         known = self.vocabulary()
         eod = find_eod(known, name=name, eod=eod)

@@ -55,7 +55,7 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
         return _read_wordpiece(path, eod)
     described = read_json(path, _WHAT)
     if not isinstance(described, dict) or "model" not in described:
-        raise UserError(f"{path} is no tokenizer.json: it holds no model")
+        raise UserError(f"{path} must be a tokenizer.json with a model")
     return SubwordTokenizer(described, name=path.name, eod=_end(path, eod))
 
 
@@ -105,7 +105,7 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
     vocab = read_json(vocab_path, _WHAT)
     numbers = vocab.values() if isinstance(vocab, dict) else [None]
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise UserError(f"{vocab_path} is no vocabulary: it does not map tokens to their numbers")
+        raise UserError(f"{vocab_path} must map tokens to their numbers")
     lines = read_text(merges_path, _WHAT).split("\n")
     first = 1 if lines[0].startswith("#version") else 0
     merges = []
@@ -115,7 +115,7 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
             continue
         if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
             raise UserError(
-                f"{merges_path}, line {number}: {line[:80]!r} is no merge of two tokens of "
+                f"{merges_path}, line {number}: {line[:80]!r} must be a merge of two tokens of "
                 f"{vocab_path.name}"
             )
         merges.append(pair)
@@ -132,7 +132,7 @@ def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
     vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or "[UNK]" not in vocab:
         raise UserError(
-            f"{path} is no vocabulary of BERT's: a line is a token, each of them another, and "
+            f"{path} must be a vocabulary of BERT's: a line is a token, each of them another, and "
             "[UNK] is one"
         )
     capitals = any(token != token.lower() for token in vocab if not token.startswith("["))
