@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,9 @@ from mtx.plan.published_runs import (
     FIGURE_13,
     FIGURE_16,
     FIGURE_18,
+    FUSED_OPERATORS,
+    GAIN_OF_FUSED_OPERATORS_530B,
+    HELD_OUT_RUNS,
     KORTHIKANTI,
     TABLE_1_RUNS,
     TABLE_2,
@@ -118,12 +122,37 @@ def test_zero_3_loses_where_each_gpu_has_little_to_compute():
     assert rates["PTD-P, 175B", "1536 GPUs"] > 1.7 * rates["ZeRO-3, 175B", "1536 GPUs"]
 
 
-def test_figure_7_has_its_shape_though_not_its_height():
+def test_figure_7_has_its_shape_and_within_20_percent_its_height():
     """Relative to b=16: what equation (1) needs, and figure 8 is made of."""
     published = [run.published / FIGURE_7[-1].published for run in FIGURE_7]
     predicted = [run.predicted() / FIGURE_7[-1].predicted() for run in FIGURE_7]
-    assert predicted == pytest.approx(published, rel=0.05)
-    assert all(0.2 < run.error() < 0.35 for run in FIGURE_7)
+    assert predicted == pytest.approx(published, rel=0.025)
+    assert all(0.1 < run.error() < 0.2 for run in FIGURE_7)
+
+
+def test_figure_7_fits_neither_fused_operators_nor_a_softmax_in_float32():
+    """Why it is taken for a run without them: what its comment in `published_runs` says."""
+    for software, least, most in (
+        ("megatron-2021", 0.26, 0.32),
+        ("megatron-2021-torch-operators", -0.35, -0.26),
+    ):
+        for run in FIGURE_7:
+            assert least < dataclasses.replace(run, software=software).error() < most
+
+
+def test_what_fused_operators_gain_is_what_section_5_8_says():
+    """Counted, not fitted: 113 teraFLOP/s at 175 billion parameters, 11 % at 530 billion."""
+    (run,) = FUSED_OPERATORS
+    assert run.predicted() == pytest.approx(run.published, rel=0.02)
+    fused = next(run for run in TABLE_2 if run.series == "PTD-P, 530B")
+    by_torch = dataclasses.replace(fused, software=run.software)
+    gain = fused.predicted() / by_torch.predicted()
+    assert gain == pytest.approx(GAIN_OF_FUSED_OPERATORS_530B, rel=0.03)
+
+
+def test_held_out_runs_by_6_percent_and_20_at_the_worst():
+    errors = [abs(run.error()) for run in HELD_OUT_RUNS]
+    assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.2
 
 
 def test_there_are_few_constants_and_all_are_shares():
@@ -333,8 +362,9 @@ def test_a_file_of_another_shape_has_no_price(tmp_path):
     )
     in_file = pipeline_s(layout, stages, microbatches=6, hop_s=0.0, model="lockstep")
     assert in_file == pytest.approx(as_named)
-    with pytest.raises(UserError, match="table of 6 microbatches, which is not .*microbatches=7"):
+    with pytest.raises(UserError) as error:
         pipeline_s(layout, stages, microbatches=7, hop_s=0.0)
+    names(error, "6 microbatches", "microbatches=7")
 
 
 @pytest.mark.parametrize("virtual", [1, 5])
@@ -350,18 +380,18 @@ def test_one_microbatch_on_16_stages_is_slow(software, virtual):
 
 
 def test_an_unknown_schedule_and_zero_2_are_errors():
-    with pytest.raises(UserError, match="zero=2 must be 0, 1 or 3"):
-        predict(zero=2)
-    with pytest.raises(UserError, match="unknown schedule"):
-        predict(pipe=4, schedule="2f2b")
-    with pytest.raises(UserError, match="layers=96 cannot be divided"):
-        predict(pipe=5)
-    with pytest.raises(UserError, match="global_batch=96 cannot be divided"):
-        predict(data=5)
-    with pytest.raises(UserError, match="unknown software 'megatron-2020'"):
-        calibration_of(A100, "megatron-2020")
-    with pytest.raises(UserError, match="tpu-v5e has no unit for float16"):
-        predict(dataclasses.replace(GPT3, compute_dtype="float16"), machine=hardware("tpu-v5e"))
+    half = dataclasses.replace(GPT3, compute_dtype="float16")
+    for wrong, named in (
+        (lambda: predict(zero=2), ("zero=2", "0, 1 or 3")),
+        (lambda: predict(pipe=4, schedule="2f2b"), ("2f2b", "1f1b")),
+        (lambda: predict(pipe=5), ("layers=96", "5")),
+        (lambda: predict(data=5), ("global_batch=96", "5")),
+        (lambda: calibration_of(A100, "megatron-2020"), ("megatron-2020", "megatron-2021")),
+        (lambda: predict(half, machine=hardware("tpu-v5e")), ("tpu-v5e", "float16", "bfloat16")),
+    ):
+        with pytest.raises(UserError) as error:
+            wrong()
+        names(error, *named)
 
 
 @pytest.mark.parametrize("name", HARDWARE)
