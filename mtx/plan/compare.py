@@ -120,7 +120,7 @@ def changes(
             continue
         if not is_allowed(question, layout):
             continue
-        _, _, time = question.price(layout, zero)
+        time = question.time(layout, zero)
         memory = question.memory(layout, zero)
         candidate = Candidate(layout=layout, zero=zero, time=time, memory=memory)
         fits = question.holds(memory.total_bytes)

@@ -5,8 +5,9 @@ microbatch, number of chunks, sharding of sequences and optimizer, and way to ke
 activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
 
 Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
-due a bound stands for its time (`mtx.plan.time.pipeline_bound_s`), so that few are simulated. Not
-priced is what cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
+due a bound stands for its time (`mtx.plan.time.pipeline_s`), so that few are simulated; and until
+one of them is due, one for all numbers of chunks: the step without its bubble. Not priced is what
+cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
   - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
     nothing on that mesh does
   - recomputing more never makes a step faster: it is tried where recomputing less does not fit
@@ -86,12 +87,15 @@ class Found:
         return self.ranked[0]
 
 
-class Priced(NamedTuple):
-    """A layout whose time is known, and whose memory is not yet."""
+class _Waiting(NamedTuple):
+    """What may be the next best, in the order in which it is looked at."""
 
+    least_s: float  # its time, or a bound of it
+    order: tuple[int, ...]  # of arrival; one number alone stands for all numbers of chunks
     layout: Layout
     zero: int
-    time: StepTime
+    way: int = 0  # its place in the ways to recompute
+    priced: tuple[StepTime, Memory] | None = None  # None: `least_s` is a bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +109,12 @@ class Question:
     fixed: Fixed
     scatter_gather: bool
 
-    def price(self, layout: Layout, zero: int, *, bound: bool = False) -> Priced:
-        """The layout with its predicted step. UserError where it cannot be laid out."""
-        time = predict_step(
+    def time(self, layout: Layout, zero: int, *, bound: bool = False) -> StepTime:
+        """The predicted step. UserError where the model cannot be laid out."""
+        return predict_step(
             self.model, layout, self.global_batch, self.hardware, zero=zero,
             scatter_gather=self.scatter_gather, bound=bound,
         )  # fmt: skip
-        return Priced(layout, zero, time)
 
     def memory(self, layout: Layout, zero: int) -> Memory:
         """Predicted bytes of a device. UserError where it cannot be laid out."""
@@ -161,36 +164,65 @@ def _looped(question: Question, top: int) -> Found:
     if not meshes:
         raise _no_layout(question)
     ways = _open(question.fixed.recompute, RECOMPUTE)
-    # Seconds, order of arrival, candidate, its place in the ways to recompute, and its memory: None
-    # while its seconds are only a bound.
-    waiting = list(_openings(question, meshes, ways))
+    waiting = list(_openings(question, meshes, ways[0]))
     heapq.heapify(waiting)
     priced, measured = len(waiting), 0
     found: dict[tuple[int, int, int], Candidate] = {}
     while waiting and len(found) < top:
-        least_s, arrival, (layout, zero, time), way, memory = heapq.heappop(waiting)
+        one = heapq.heappop(waiting)
+        layout, zero = one.layout, one.zero
         mesh = (layout.data, layout.pipe, layout.tensor)
         if mesh in found:
             continue
-        if memory is None:
+        if len(one.order) == 1:
+            further = list(_chunked(question, one))
+        elif one.priced is None:
             measured += 1
-            memory = question.memory(layout, zero)
-            if not question.holds(memory.total_bytes):
-                if way + 1 < len(ways):
-                    leaner = replace(layout, recompute=ways[way + 1])
-                    one = question.price(leaner, zero, bound=True)
-                    priced += 1
-                    heapq.heappush(waiting, (one.time.step_s, arrival, one, way + 1, None))
-                continue
-            time = question.price(layout, zero).time
-            if time.step_s > least_s:
-                one = Priced(layout, zero, time)
-                heapq.heappush(waiting, (time.step_s, arrival, one, way, memory))
-                continue
-        found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
+            further = _look_at(question, one, ways)
+        else:
+            time, memory = one.priced
+            found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
+            continue
+        priced += sum(each.priced is None for each in further)
+        for each in further:
+            heapq.heappush(waiting, each)
     if not found:
         raise _nothing_fits(question, meshes)
     return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
+
+
+def _openings(question: Question, meshes: list[Layout], recompute: str) -> Iterator[_Waiting]:
+    """What stands for every candidate that recomputes least, whatever its chunks; but for those
+    whose state alone is too large."""
+    arrival = itertools.count()
+    for mesh in meshes:
+        for zero in zeros(question.fixed, mesh):
+            if not question.holds(_state_bytes(question.memory(_leanest(question, mesh), zero))):
+                continue
+            for layout in _unchunked(question, replace(with_zero(mesh, zero), recompute=recompute)):
+                time = question.time(layout, zero, bound=True)
+                least_s = (time.step_s - time.bubble_s) * (1 - 1e-12)
+                yield _Waiting(least_s, (next(arrival),), layout, zero)
+
+
+def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
+    for place, virtual in enumerate(_virtuals(question, one.layout)):
+        layout = replace(one.layout, virtual=virtual)
+        time = question.time(layout, one.zero, bound=True)
+        yield _Waiting(time.step_s, (*one.order, place), layout, one.zero)
+
+
+def _look_at(question: Question, one: _Waiting, ways: tuple[str, ...]) -> list[_Waiting]:
+    """The candidate with its time and memory; with less of it to keep where that does not fit."""
+    memory = question.memory(one.layout, one.zero)
+    if question.holds(memory.total_bytes):
+        time = question.time(one.layout, one.zero)
+        return [one._replace(least_s=time.step_s, priced=(time, memory))]
+    if one.way + 1 == len(ways):
+        return []
+    layout = replace(one.layout, recompute=ways[one.way + 1])
+    least_s = question.time(layout, one.zero, bound=True).step_s
+    return [one._replace(least_s=least_s, layout=layout, way=one.way + 1)]
 
 
 def _simulated(question: Question, top: int) -> Found:
@@ -239,7 +271,7 @@ def _improve(
             layout = replace(one.layout, schedule=name, virtual=virtual, recompute=way)
             if not is_allowed(question, layout):
                 break
-            time = question.price(layout, one.zero).time
+            time = question.time(layout, one.zero)
             if best and time.step_s >= best.time.step_s:
                 break
             memory = question.memory(layout, one.zero)
@@ -251,19 +283,6 @@ def _improve(
 
 def _by_time(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(sorted(candidates, key=lambda one: one.time.step_s))
-
-
-def _openings(question: Question, meshes: list[Layout], ways: tuple[str, ...]) -> Iterator[tuple]:
-    """Every candidate in its fastest way to recompute, but those whose state alone is too large."""
-    arrival = itertools.count()
-    for mesh in meshes:
-        for zero in zeros(question.fixed, mesh):
-            if not question.holds(_state_bytes(question.memory(_leanest(question, mesh), zero))):
-                continue
-            fastest = replace(with_zero(mesh, zero), recompute=ways[0])
-            for layout in settings(question, fastest):
-                one = question.price(layout, zero, bound=True)
-                yield one.time.step_s, next(arrival), one, 0, None
 
 
 def with_zero(layout: Layout, zero: int) -> Layout:
@@ -312,24 +331,27 @@ def is_allowed(question: Question, layout: Layout) -> bool:
 
 
 def settings(question: Question, mesh: Layout) -> Iterator[Layout]:
-    """Every (microbatch, virtual, schedule, sequence parallelism) of one mesh."""
-    fixed = question.fixed
+    """Every (microbatch, sequence parallelism, virtual) of one mesh."""
+    for layout in _unchunked(question, mesh):
+        for virtual in _virtuals(question, layout):
+            yield replace(layout, virtual=virtual)
+
+
+def _unchunked(question: Question, mesh: Layout) -> Iterator[Layout]:
     microbatches = divisors(question.global_batch // mesh.data)
-    layers = question.model.layers // mesh.pipe
-    # On one stage chunks serve zero=3 alone, which gathers one of them at a time.
-    chunks = divisors(layers) if mesh.pipe > 1 or mesh.data > 1 else (1,)
-    for microbatch, virtual, schedule, sequence_parallel in itertools.product(
-        _open(fixed.microbatch, microbatches),
-        _open(fixed.virtual, chunks),
-        _open(fixed.schedule, _SCHEDULES),
-        _sequence_parallel(question, mesh.tensor),
-    ):
-        layout = replace(
-            mesh, microbatch=microbatch, virtual=virtual, schedule=schedule,
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-        if is_allowed(question, layout):
-            yield layout
+    for microbatch in _open(question.fixed.microbatch, microbatches):
+        for parallel in _sequence_parallel(question, mesh.tensor):
+            layout = replace(mesh, microbatch=microbatch, sequence_parallel=parallel)
+            if is_allowed(question, layout):
+                yield layout
+
+
+def _virtuals(question: Question, layout: Layout) -> tuple[int, ...]:
+    """The numbers of chunks to try: on one stage they serve zero=3 alone, which gathers one of them
+    at a time."""
+    matters = layout.pipe > 1 or layout.data > 1
+    layers = question.model.layers // layout.pipe
+    return _open(question.fixed.virtual, divisors(layers) if matters else (1,))
 
 
 def _open(given, choices: tuple) -> tuple:
