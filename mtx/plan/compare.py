@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.plan.hardware import Hardware
+from mtx.plan.makespan import LOOPED
 from mtx.plan.search import (
     RECOMPUTE,
     Candidate,
@@ -16,7 +17,7 @@ from mtx.plan.search import (
     settings,
     with_zero,
 )
-from mtx.plan.time import LOOPED, StepTime
+from mtx.plan.time import StepTime
 from mtx.schedules.simulate import bubble_text
 
 PART_NAMES = {

@@ -5,7 +5,7 @@ microbatch, number of chunks, sharding of sequences and optimizer, and way to ke
 activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
 
 Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
-due a bound stands for its time (`mtx.plan.time.pipeline_s`), so that few are simulated; and until
+due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
 one of them is due, one for all numbers of chunks: the step without its bubble. Not priced is what
 cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
   - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
@@ -29,8 +29,9 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.fields import checked
 from mtx.plan.hardware import Hardware
+from mtx.plan.makespan import LOOPED
 from mtx.plan.memory import Memory, predict_memory
-from mtx.plan.time import LOOPED, StepTime, predict_step
+from mtx.plan.time import StepTime, predict_step
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual, maker
 from mtx.sizes import Devices, Sequences
