@@ -10,10 +10,11 @@ import pytest
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.plan.candidates import Fixed, divisors
 from mtx.plan.compare import changes, reasons
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
-from mtx.plan.search import Fixed, divisors, fewest_gpus, search
+from mtx.plan.search import fewest_gpus, search
 from mtx.plan.summary import part_name
 from mtx.plan.time import StepTime, predict_step
 from mtx.presets import TABLE1, preset

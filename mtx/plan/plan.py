@@ -20,6 +20,7 @@ from mtx.fields import checked
 from mtx.files import read_json, read_toml
 from mtx.paths import user_path
 from mtx.plan import flops
+from mtx.plan.candidates import with_zero
 from mtx.plan.choose import settle
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware, load_hardware
@@ -27,7 +28,6 @@ from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
-from mtx.plan.search import with_zero
 from mtx.plan.summary import parameters_by_part, plan_rows
 from mtx.plan.time import StepTime, predict_step
 from mtx.presets import brings_data

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from mtx.config import Recompute, RunConfig
 from mtx.plan import flops
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
-from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.time import StepTime, predict_step
 
 GIB = 2**30
