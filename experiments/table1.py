@@ -33,7 +33,7 @@ from mtx.plan.time import StepTime
 WIDTH = 100
 # What the time is spent on, in the drawing's order: fields of StepTime, and a colour.
 PARTS = {
-    "matmuls": (("matmul_s", "ends_s"), "#3b6fb6"),
+    "matmuls": (("matmul_s", "embedding_and_head_s"), "#3b6fb6"),
     "attention": (("attention_s",), "#7fa7d9"),
     "memory": (("elementwise_s", "optimizer_s"), "#b9d0ec"),
     "communication": (("tensor_comm_s", "pipeline_comm_s", "data_comm_s"), "#8e5ea2"),

@@ -1,4 +1,4 @@
-"""Seconds of one transformer block and of the model's two ends, for one microbatch on one device.
+"""Seconds of one block, of the embedding and of the head, for one microbatch on one device.
 
 A block is its matmuls (`mtx.plan.gemm`), its attention, what else reads and writes memory, and the
 collectives over `tensor`. The bytes are counted operation by operation below, in passes over an

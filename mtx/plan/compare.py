@@ -17,7 +17,7 @@ PART_NAMES = {
     "matmul_s": "matmuls",
     "attention_s": "attention",
     "elementwise_s": "norms and activations",
-    "ends_s": "embedding, logits and loss",
+    "embedding_and_head_s": "embedding, logits and loss",
     "tensor_comm_s": "collectives over tensor",
     "pipeline_comm_s": "messages between stages",
     "bubble_s": "idle in the pipeline",

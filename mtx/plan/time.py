@@ -1,9 +1,10 @@
 """Seconds of one training step, predicted from the sizes of its matmuls, bytes and messages.
 
-A stage's time for a microbatch is that of its blocks and ends (`mtx.plan.block`); the pipeline adds
-messages and waiting; the step ends with the gradients' reduction and the optimizer. Nothing hides
-behind anything else, with two exceptions: collectives in B where the calibration's `Software` says
-so, and ZeRO-3's gathers, which run under F and B as far as these are long enough.
+A stage's time for a microbatch is that of its blocks, embedding and head (`mtx.plan.block`); the
+pipeline adds messages and waiting (`mtx.plan.makespan`); the step ends with the gradients'
+reduction and the optimizer. Nothing hides behind anything else, with two exceptions: collectives in
+B where the calibration's `Software` says so, and ZeRO-3's all-gathers, which run under F and B as
+far as these are long enough.
 Not counted: reading data, logging, and the first steps.
 """
 
@@ -40,7 +41,7 @@ class StepTime:
     matmul_s: float  # of the blocks' weights
     attention_s: float  # scores: their matmuls, softmax, dropout
     elementwise_s: float  # norms, GELU, residuals, dropout, adding up gradients
-    ends_s: float  # embedding, logits and loss
+    embedding_and_head_s: float  # embedding, logits and loss
     tensor_comm_s: float  # collectives over `tensor`
     pipeline_comm_s: float  # messages between stages
     bubble_s: float  # waiting for other stages: fill, drain, and stages that are not equal
@@ -55,7 +56,7 @@ class StepTime:
     def bubble_over_ideal(self) -> float:
         """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
         microbatches with their collectives and messages. The rest of the step has no part in it."""
-        ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.ends_s
+        ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.embedding_and_head_s
         return self.bubble_s / (ideal_s + self.tensor_comm_s + self.pipeline_comm_s)
 
 
@@ -87,7 +88,7 @@ def predict_step(
     calibration = calibration or calibration_of(hardware, family=model.family)
     microbatches = layout.microbatches(global_batch)
     on = _on_stages(model, layout, hardware, scatter_gather, calibration)
-    shard, counts, block, (first, last, every) = on.shard, on.counts, on.block, on.ends
+    shard, counts, block, (first, last, every) = on.shard, on.counts, on.block, on.outside
     software, (stages, arrives_s) = calibration.software, on.times
     in_turn = software.pipeline == "asynchronous"
     exchanges = 2 * (layout.virtual - 1 / layout.pipe) if in_turn else layout.virtual
@@ -97,10 +98,10 @@ def predict_step(
         bound=bound,
     )  # fmt: skip
     blocks = block.all * (model.layers * microbatches / layout.pipe)
-    ends = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
+    outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = _parameters_held(model, layout, max(counts), calibration)
     if zero == 3:
-        data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + ends.total_s, microbatches)
+        data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + outside.total_s, microbatches)
     else:
         last_s = max(counts) * (block.backward.total_s + block.weight.total_s)
         data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
@@ -109,10 +110,10 @@ def predict_step(
         matmul_s=blocks.matmul_s,
         attention_s=blocks.attention_s,
         elementwise_s=blocks.elementwise_s,
-        ends_s=ends.total_s - ends.tensor_comm_s,
-        tensor_comm_s=blocks.tensor_comm_s + ends.tensor_comm_s,
+        embedding_and_head_s=outside.total_s - outside.tensor_comm_s,
+        tensor_comm_s=blocks.tensor_comm_s + outside.tensor_comm_s,
         pipeline_comm_s=messages_s,
-        bubble_s=max(0.0, pipe_s - blocks.total_s - ends.total_s - messages_s),  # not -1e-17
+        bubble_s=max(0.0, pipe_s - blocks.total_s - outside.total_s - messages_s),  # not -1e-17
         data_comm_s=data_comm_s,
         optimizer_s=shard.memory_s(updated * software.optimizer_bytes),
     )
@@ -128,7 +129,7 @@ class _OnStages:
     shard: Shard
     counts: tuple[int, ...]  # layers
     block: Passes
-    ends: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
+    outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
     virtual: int
 
@@ -139,9 +140,9 @@ class _OnStages:
         messages, both ways at once: with the next one after F, with the one before after B.
 
         The last stage is taken for the model's end; in schedules that come back in a V it is the
-        first. Past the ends of the model is no neighbour.
+        first. The first stage has none before, the last none after.
         """
-        block, first, last, every = (passes.seconds for passes in (self.block, *self.ends))
+        block, first, last, every = (passes.seconds for passes in (self.block, *self.outside))
         of_count = {
             count: tuple(count * part + more for part, more in zip(block, every, strict=True))
             for count in set(self.counts)
@@ -174,7 +175,7 @@ def _on_stages(
         shard=shard,
         counts=_stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers),
         block=block_work(shard, "full" if layout.stash == "inputs" else layout.recompute),
-        ends=_ends(shard, layout),
+        outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
         virtual=layout.virtual,
     )
@@ -208,7 +209,7 @@ def _stage_layers(
     return tuple(int(count) for count in placement.count.sum(axis=1))
 
 
-def _ends(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
+def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     """What the first stage, the last, and every stage does beside its blocks."""
     embedding = embedding_work(shard)
     if shard.calibration.software.head == "last stage":
@@ -258,8 +259,8 @@ def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: 
         reduced_s += shard.memory_s(held * software.reduction_bytes)
     if software.head == "last stage" and shard.model.tied and layout.pipe > 1:
         table = shard.model.padded_vocab(layout.tensor) / layout.tensor * shard.model.hidden
-        ends = Group(size=2, stride=(layout.pipe - 1) * layout.data * layout.tensor)
-        reduced_s += all_reduce_s(table * software.gradient_bytes, ends, **machine)
+        both = Group(size=2, stride=(layout.pipe - 1) * layout.data * layout.tensor)
+        reduced_s += all_reduce_s(table * software.gradient_bytes, both, **machine)
     return reduced_s
 
 
