@@ -179,16 +179,9 @@ def _backward_comm_s(shard: Shard, inputs_s: list[float], weights_s: list[float]
     """
     overlaps = shard.calibration.software.overlaps_tensor
     if not shard.sequence_parallel:
-        return sum(_exposed(shard.all_reduce_s(), under, overlaps) for under in weights_s)
-    exposed = 2 * shard.gather_s()
-    for input_s, weight_s in zip(inputs_s, weights_s, strict=True):
-        exposed += _exposed(shard.gather_s(), input_s, overlaps)
-        exposed += _exposed(shard.gather_s(), weight_s, overlaps)
-    return exposed
-
-
-def _exposed(comm_s: float, under_s: float, overlaps: bool) -> float:
-    return max(0.0, comm_s - under_s) if overlaps else comm_s
+        return sum(max(0.0, shard.all_reduce_s() - overlaps * under_s) for under_s in weights_s)
+    hidden = (max(0.0, shard.gather_s() - overlaps * s) for s in (*inputs_s, *weights_s))
+    return 2 * shard.gather_s() + sum(hidden)
 
 
 def _attention_s(shard: Shard) -> tuple[float, float]:
