@@ -110,3 +110,14 @@ class Pipeline(Parts):
         start = run.no_arrivals(), rings, run.weights.start(), past, outputs
         (*_, past, outputs), _ = lax.scan(tick, start, (ticks, leaving))
         return outputs if past is None else (outputs, past)
+
+    def empty_past(self, rows: int, length: int) -> Tree:
+        """{kind: leaves [C, N, n, rows, h, length, K]}: what this stage's layers keep of so many
+        texts of up to that length, before there is any."""
+
+        def empty(kind: str) -> Tree:
+            stack = self.placement.slots_of(kind).shape[1:]
+            past = jax.eval_shape(lambda: self.model.empty_past(kind, rows, length))
+            return jax.tree.map(lambda a: jnp.zeros((*stack, *a.shape), a.dtype), past)
+
+        return {kind: empty(kind) for kind in self.placement.kinds}
