@@ -93,7 +93,7 @@ def catalog_from_json(values: Mapping) -> Catalog:
 def _array(name: str, values: Mapping, files: Sequence[str]) -> ArrayInfo:
     where = f"array {name:.60}"
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{where!r} is no name of an array")
+        raise ValueError(f"{where!r} must be words with dots between them")
     if not isinstance(values, dict) or not isinstance(values["blocks"], list):
         raise ValueError(f"{where} is not described")
     if not isinstance(values["dtype"], str) or values["dtype"] not in _DTYPES:

@@ -161,7 +161,7 @@ class Checkpoints(Folder):
                 self._discard_unfinished()
                 path = self._path(step)
                 if path.exists() and not is_ours(path):
-                    return f"{path} is there, and it is no checkpoint; use another out"
+                    return f"{path} must be a checkpoint, and holds other files; use another out"
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir()
                 probe.rmdir()

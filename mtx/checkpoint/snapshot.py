@@ -182,7 +182,7 @@ class Snapshot:
             copies = [self._copy_for(leaf, place) for leaf, place, *_ in shards]
             _copy(copies, [np.asarray(shard) for shard in data])
         else:
-            copies = _fetch(data)
+            copies = _to_host(data)
         return [
             Part(name=leaf.name, start=run.start, values=leaf.cut(copy, run))
             for (leaf, _, index, _), copy in zip(shards, copies)
@@ -280,7 +280,7 @@ def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
         list(pool.map(lambda pair: np.copyto(*pair), slices))
 
 
-def _fetch(shards: list[jax.Array]) -> list[np.ndarray]:
+def _to_host(shards: list[jax.Array]) -> list[np.ndarray]:
     """Copies from devices that have a memory of their own, all under way at once."""
     for shard in shards:
         shard.copy_to_host_async()

@@ -71,7 +71,7 @@ class Run:
             split=self.schedule.split,
         )  # fmt: skip
 
-    # -- what stands where ------------------------------------------------------------------------
+    # -- what lies where ------------------------------------------------------------------------
 
     def batch_of(self, item):
         """Leaves [B, S], or a slice of S."""
