@@ -41,7 +41,7 @@ class Stage:
     model: PipelineModel
     layer_params: Tree  # {kind: those of a layer}; shapes and dtypes count only
     placement: Placement
-    tables: dict[str, jax.Array]  # the placement's, of this stage: int32 [C, ...]
+    tables: dict[str, jax.Array]  # of `tables_of`
     context: Callable  # (item, layer) -> what the model says of it
     stream: Tree  # shapes and dtypes
     slices: int
@@ -277,6 +277,12 @@ class Stage:
             return write(dcache, total.astype(dcache.dtype), op.cache_gradient, index)
 
         return jax.tree.map(total, dcache, gradient)
+
+
+def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
+    """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
+    names = ("layer",) if placement.period else ("layer", "count", "kind", "index")
+    return {name: read(jnp.asarray(getattr(placement, name)), stage) for name in names}
 
 
 class Kept(NamedTuple):
