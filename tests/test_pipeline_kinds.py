@@ -49,7 +49,7 @@ def wanted(pattern, rows):
 
 
 LAYOUTS = {
-    "one device": (ALTERNATING, Layout(microbatch=2)),
+    "one device": (RUNS, Layout(microbatch=2)),
     "tensor": (RUNS, Layout(data=2, pipe=2, tensor=2, microbatch=2)),
     "interleaved": (ALTERNATING, Layout(pipe=2, virtual=2, tensor=2, recompute="selective")),
     "a period a chunk": (RUNS, Layout(pipe=2, tensor=2, sequence_parallel=False, recompute="full")),
