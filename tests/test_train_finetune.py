@@ -133,26 +133,26 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
 
 
 def test_dropout_follows_from_the_rng_of_a_row_alone():
-    """The same on every layout, then: rows go to devices with their draws."""
+    """The same on every layout, then: rows go to devices with their rng."""
     model = replace(MODEL, dropout=0.5)
 
     @jax.jit
-    def log_probabilities(x_BSD, draws_B):
+    def log_probabilities(x_BSD, rng_B):
         build = Build(
             hidden=32, init_std=0.02, output_std=0.02, dtype="float32", axes=Axes(),
             kernel="blocked", site=0,
         )  # fmt: skip
         config = Classes.instead_of(model.stack().head, outputs=3, options=1, dropout=0.5)
         head = ClassifierHead(config, build, nnx.Rngs(params=0))
-        return head.log_probabilities(x_BSD), head.log_probabilities(x_BSD, draws_B)
+        return head.log_probabilities(x_BSD), head.log_probabilities(x_BSD, rng_B)
 
     x_BSD = np.random.default_rng(1).normal(size=(6, 16, 32)).astype(np.float32)
-    draws_B = np.array([3, 4, 5, 3, 6, 7], np.int32)
-    plain, dropped = map(np.asarray, log_probabilities(x_BSD, draws_B))
+    rng_B = np.array([3, 4, 5, 3, 6, 7], np.int32)
+    plain, dropped = map(np.asarray, log_probabilities(x_BSD, rng_B))
     assert (abs(dropped - plain).max(axis=1) > 1e-3).all()
-    _, backwards = log_probabilities(x_BSD[::-1], draws_B[::-1])
+    _, backwards = log_probabilities(x_BSD[::-1], rng_B[::-1])
     np.testing.assert_array_equal(backwards[::-1], dropped)
-    _, same_row = map(np.asarray, log_probabilities(np.tile(x_BSD[:1], (6, 1, 1)), draws_B))
+    _, same_row = map(np.asarray, log_probabilities(np.tile(x_BSD[:1], (6, 1, 1)), rng_B))
     assert (same_row[0] == same_row[3]).all() and len(np.unique(same_row[:, 0])) == 5
 
 
@@ -220,8 +220,8 @@ def test_each_epoch_sees_every_example_once_in_an_order_of_its_own():
     assert seen[:12].tolist() != seen[12:].tolist()
     other = training_batch(CLASSES, examples, step=0, count=8, seed=2)
     assert other["tokens"][:, 1].tolist() != seen[:8].tolist()
-    draws = training_batch(CLASSES, examples, step=1, count=8, seed=1)["draws"]
-    assert len(set(draws.tolist())) == 8 and (draws >= 0).all()
+    rng = training_batch(CLASSES, examples, step=1, count=8, seed=1)["rng"]
+    assert len(set(rng.tolist())) == 8 and (rng >= 0).all()
 
 
 def test_labelled_texts_are_read(tmp_path):
