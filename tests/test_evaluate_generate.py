@@ -42,7 +42,7 @@ class Latin(ByteTokenizer):
 
     def __init__(self, eod: int | None = 0):
         super().__init__()
-        self.identity = replace(self.identity, eod=eod)
+        self.identity = replace(self.identity, eod=eod, vocab=256)
 
     def encode(self, text):
         return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.int32)
@@ -73,7 +73,7 @@ params_of = functools.cache(mtx.init_params)
 @functools.cache
 def reference_of(model):
     """jitted tokens int [1, S] -> logits float32 [S, V]"""
-    turning = reference_llama.frequencies(model.head_size, model.rotary_base)
+    turning = reference_llama.frequencies(model.head_size, getattr(model, "rotary_base", 1.0))
 
     @jax.jit
     def logits(params, tokens):
@@ -88,7 +88,7 @@ def next_logits(ids, model=GPT):
     """The reference's logits float32 [V of Latin] of the token after the last S of `ids`."""
     window = ids[-model.sequence :]
     padded = np.array([window + [0] * (model.sequence - len(window))])
-    return np.asarray(reference_of(model)(padded))[len(window) - 1, : Latin.vocab]
+    return np.asarray(reference_of(model)(padded))[len(window) - 1, : Latin().vocab]
 
 
 @functools.cache

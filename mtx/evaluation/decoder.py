@@ -105,7 +105,7 @@ class Decoder:
     @property
     def kept_bytes(self) -> int:
         """Of keys and values, on all devices together."""
-        return 0 if self._past is None else self._past.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._past))
 
     # -- to the devices and back ------------------------------------------------------------------
 
