@@ -30,6 +30,8 @@ python_maximum_signature_line_length = 88
 # Types in signatures that have no page here: other libraries', and what only our own code names.
 nitpick_ignore_regex = [("py:.*", ".*")]
 
+smartquotes = False  # --out stays --out
+
 html_theme = "sphinx_book_theme"
 html_title = "mtx"
 html_static_path = ["_static"]

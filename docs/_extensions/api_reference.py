@@ -77,13 +77,15 @@ def _paragraph(text: str) -> list[str]:
 def without_bounds(app, what, name, obj, options, signature, returned):
     """Signatures with `int` where the code has `Annotated[int, Between(...)]`."""
     if signature:
-        signature = re.sub(r"Annotated\[(\w+), Between\([^()]*\)\]", r"\1", signature)
+        name = r"~?(?:\w+\.)*"
+        bounded = rf"{name}Annotated\[(\w+), {name}Between\([^()]*\)\]"
+        signature = re.sub(bounded, r"\1", signature)
         return signature, returned
     return None
 
 
 def by_public_name(app: Sphinx, env, node, contnode):
-    """A type in a signature, by its home or by its bare name: that of `import mtx`, if it has one."""
+    """A type in a signature, however it is named there: by its name in `import mtx`."""
     name = node.get("reftarget", "").rpartition(".")[2]
     if node.get("refdomain") != "py" or name not in mtx.__all__:
         return None

@@ -52,8 +52,9 @@ def _table(options: list[dict]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text in which nothing is Markdown but backticks."""
-    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    """Text in which nothing is Markdown but backticks; options become code."""
+    text = re.sub(r"(?<![`\w-])(--[\w.-]*\w)(?![\w`])", r"`\1`", " ".join(text.split()))
+    parts = re.split(r"(`[^`]*`)", text)
     return "".join(
         part if part.startswith("`") else re.sub(r"([\\\\<>*_|$\[\]{}#])", r"\\\1", part)
         for part in parts

@@ -1,4 +1,4 @@
-"""The directive `schedule-gallery`: every maker of `mtx.schedules`, made, priced and drawn."""
+"""Directives `schedule-table` and `schedule-gallery`: every maker of `mtx.schedules`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ STAGES, MICROBATCHES = 4, 8
 FOLDER = "_gallery"  # beside the pages that are built
 
 
-class ScheduleGallery(SphinxDirective):
-    """A table of all schedules, then each with its picture and its source."""
+class ScheduleTable(SphinxDirective):
+    """A row for each schedule: its ticks, bubbles and memory."""
 
     def run(self):
-        built = {
-            name: make(name, stages=STAGES, microbatches=MICROBATCHES) for name in sorted(MAKERS)
-        }
-        sections = [line for name in built for line in _section(name)]
-        return [
-            *self.parse_text_to_nodes("\n".join(_table(built))),
-            *self.parse_text_to_nodes("\n".join(sections), allow_section_headings=True),
-        ]
+        return self.parse_text_to_nodes("\n".join(_table()))
+
+
+class ScheduleGallery(SphinxDirective):
+    """A section for each schedule: its picture and its source."""
+
+    def run(self):
+        lines = [line for name in sorted(MAKERS) for line in _section(name)]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
 def _section(name: str) -> list[str]:
@@ -46,12 +47,13 @@ def _purpose(name: str) -> str:
     return re.split(r"(?<=[^.A-Z]\.)\s(?=[A-Z])", first)[0]
 
 
-def _table(built: dict) -> list[str]:
+def _table() -> list[str]:
     rows = [
         "| schedule | chunks | ticks | bubble, lock-step | bubble, asynchronous | most stashes |",
         "|---|---|---|---|---|---|",
     ]
-    for name, schedule in built.items():
+    for name in sorted(MAKERS):
+        schedule = make(name, stages=STAGES, microbatches=MICROBATCHES)
         lockstep, free = simulate(schedule, model="lockstep"), simulate(schedule)
         chunks = f"{schedule.virtual}"
         chunks += f", {schedule.slices} slices" if schedule.slices > 1 else ""
@@ -77,6 +79,7 @@ def draw_all(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict:
+    app.add_directive("schedule-table", ScheduleTable)
     app.add_directive("schedule-gallery", ScheduleGallery)
     app.connect("build-finished", draw_all)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
