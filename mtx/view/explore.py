@@ -88,7 +88,7 @@ class Look:
             figure, f"{title(plan)}: {seconds(plan.time.step_s)} a step, "
             f"bubble {plan.bubble_over_ideal:.2%} of ideal time",
         )  # fmt: skip
-        mesh, memory, time = split_figure(figure, (4.4, 2.2, 3.0))
+        mesh, memory, time = split_figure(figure, 4.4, 2.2, 3.0)
         fill_mesh(mesh, self.layout, plan.hardware)
         fill_bars(memory.add_subplot(), [plan])
         fill_time(time.add_subplot(), plan)

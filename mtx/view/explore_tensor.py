@@ -45,7 +45,7 @@ def show_tensor_groups(plan: Plan) -> Picture:
             "drawn; use another target"
         )
     figure = picture.new_figure(10.0, 3.4 + 0.36 * len(plans))
-    above, below = picture.split_figure(figure, (2.1, 1.1 + 0.36 * len(plans)))
+    above, below = picture.split_figure(figure, 2.1, 1.1 + 0.36 * len(plans))
     for axes, tensor in zip(above.subplots(1, 2), (node, 2 * node)):
         _draw_group(axes, plan, tensor)
     _fill_times(below.add_subplot(), plans)

@@ -142,7 +142,7 @@ class Explorer:
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The widgets; and where no kernel moves them, the picture of what they show."""
-        bundle = self.widget._repr_mimebundle_(**options)
+        bundle: Any = self.widget._repr_mimebundle_(**options)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         png, size = self.look._repr_png_()
         shown = {"image/png": png, "text/plain": repr(self)}

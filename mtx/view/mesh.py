@@ -241,7 +241,7 @@ def draw_mesh(layout: Layout, hardware: Hardware, path: str | Path | None = None
 def fill_mesh(figure: Figure | SubFigure, layout: Layout, hardware: Hardware) -> None:
     """The picture of `draw_mesh` in a figure, or in a part of one."""
     nodes = count(-(-layout.devices // hardware.node_devices), "node")
-    above, below = split_figure(figure, (4, 1.15))
+    above, below = split_figure(figure, 4, 1.15)
     devices = f"{layout.devices:,} x {hardware.name}, {nodes} of {hardware.node_devices}"
     figure_title(above, f"{shape_text(layout)} = {devices}")
     fill_devices(above, layout, hardware.node_devices)

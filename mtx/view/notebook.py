@@ -1,6 +1,6 @@
 """In a notebook: sliders to explore layouts, and schedules and simulations that show themselves.
 
-`import mtx` registers the latter where IPython runs; `%unload_ext mtx.view.notebook` takes it back.
+`import mtx` registers the latter where IPython runs; `%load_ext mtx.view.notebook` does as well.
 """
 
 from __future__ import annotations
@@ -49,10 +49,3 @@ def load_ipython_extension(ipython: Any) -> None:
     png = ipython.display_formatter.formatters["image/png"]
     for module, name in _SHOWN:
         png.for_type_by_name(module, name, _picture)
-
-
-def unload_ipython_extension(ipython: Any) -> None:
-    """What `%unload_ext` calls."""
-    png = ipython.display_formatter.formatters["image/png"]
-    for module, name in _SHOWN:
-        png.pop(f"{module}.{name}", None)

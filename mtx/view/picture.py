@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -140,9 +140,10 @@ def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str, *, dpi: flo
 # --- what pictures have in common -----------------------------------------------------------------
 
 
-def split_figure(figure: Figure | SubFigure, heights: tuple[float, ...]) -> list[SubFigure]:
+def split_figure(figure: Figure | SubFigure, *heights: float) -> list[SubFigure]:
     """Parts of a figure, one below the other."""
-    return list(np.ravel(figure.subfigures(len(heights), 1, height_ratios=heights)))
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+    return list(parts)
 
 
 def plain_axes(
@@ -188,8 +189,9 @@ def name_rows(axes: Axes, names: Iterable[str]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.6)
 
 
-def legend_below(axes: Axes, columns: int, place: str = "center") -> None:
-    axes.figure.legend(
+def legend_below(axes: Axes, columns: int, place: Literal["center", "left"] = "center") -> None:
+    figure: Any = axes.figure
+    figure.legend(
         *axes.get_legend_handles_labels(), loc=f"outside lower {place}", ncols=columns,
         fontsize=7.5, frameon=False, handlelength=1.0, columnspacing=1.2,
     )  # fmt: skip

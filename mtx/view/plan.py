@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from mtx.plan.choose import schedule_for
 from mtx.plan.compare import seconds
@@ -64,10 +62,11 @@ def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
     """
     figure = new_figure(13.0, 11.0, path)
     figure_title(figure, title(plan), 13)
-    above, runs = split_figure(figure, (7.2, 3.8))
-    left, right = np.ravel(above.subfigures(1, 2, width_ratios=(1.7, 1)))
-    mesh, memory = split_figure(left, (4.4, 2.6))
-    time, throughput = split_figure(right, (3.6, 3.4))
+    above, runs = split_figure(figure, 7.2, 3.8)
+    columns: Any = above.subfigures(1, 2, width_ratios=(1.7, 1))
+    left, right = columns
+    mesh, memory = split_figure(left, 4.4, 2.6)
+    time, throughput = split_figure(right, 3.6, 3.4)
     fill_mesh(mesh, plan.run.layout, plan.hardware)
     fill_bars(memory.add_subplot(), [plan])
     fill_time(time.add_subplot(), plan)
