@@ -271,7 +271,7 @@ def test_tensor_groups_across_nodes_and_what_they_cost():
     said = texts(show_tensor_groups(plan))
     wide = plans[2].time
     cost = f" {seconds(wide.step_s)}, {seconds(wide.tensor_comm_s)} over tensor"
-    assert cost in said and {"t7", "t15", "node 1"} <= set(said)
+    assert cost in said and {"p0\nd0\nt7", "p0\nd0\nt15", "node 1"} <= set(said)
     assert any("inside and between, over 2 nodes" in text and "25 GB/s" in text for text in said)
     with pytest.raises(UserError) as error:
         show_tensor_groups(make_plan(preset("gpt-1t"), target="gb200"))

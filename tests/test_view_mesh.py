@@ -10,7 +10,6 @@ from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.collections import PatchCollection, PathCollection
-from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from mtx.config import Layout
@@ -111,17 +110,17 @@ def test_few_devices_are_drawn_one_by_one():
     figure = draw_mesh(layout, A100)
     labels = [text for text in texts(figure) if text.startswith("p") and "\n" in text]
     assert labels == [f"p{p}\nd{d}\nt{t}" for p in range(2) for d in range(2) for t in range(2)]
-    boxes = [patch for patch in figure.findobj(Rectangle) if patch.get_width() == 0.96]
-    colours = [patch.get_facecolor() for patch in boxes]
+    (cells,) = figure.findobj(PatchCollection)
+    colours = [tuple(colour) for colour in cells.get_facecolor()]
     assert len(colours) == 8 and len(set(colours[:4])) == len(set(colours[4:])) == 1
     assert colours[0] != colours[4], "stages look alike"
 
 
 def test_three_thousand_devices_are_drawn_by_node():
     figure = draw_mesh(Layout(pipe=64, data=6, tensor=8), A100)
-    (cells,) = figure.findobj(PatchCollection)
+    cells, node = figure.findobj(PatchCollection)
     colours = [tuple(colour) for colour in cells.get_facecolor()]
-    assert len(colours) == 384 and len(set(colours)) == 64
+    assert len(node.get_facecolor()) == 8 and len(colours) == 384 and len(set(colours)) == 64
     marks = {(one.get_label(), len(one.get_offsets())) for one in figure.findobj(PathCollection)}
     assert {("pipe group of device 0", 64), ("data group of device 0", 6)} <= marks
     said = texts(figure)

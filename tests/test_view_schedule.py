@@ -13,11 +13,11 @@ from errors import names
 from rich.text import Text
 
 from mtx.errors import UserError
+from mtx.files import replacing
 from mtx.schedules.makers import MAKERS, make
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import Times
 from mtx.schedules.simulate import simulate
-from mtx.view.files import replacing
 from mtx.view.schedule import (
     draw_timeline,
     op_order,

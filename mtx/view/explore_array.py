@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mtx.view import picture
 from mtx.view.explore_device import cut_text, numbers_text
-from mtx.view.picture import (
-    FAINT,
-    IDLE,
-    INK,
-    Picture,
-    figure_title,
-    ink,
-    new_figure,
-    stage_colours,
-)
+from mtx.view.picture import FAINT, IDLE, INK, Picture, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,10 +37,12 @@ def show_array(array: Any, name: str = "", dims: Sequence[str] = ()) -> Picture:
         panel = panels.setdefault(tuple(begin[dim] for dim in across), {})
         panel.setdefault(tuple(begin[dim] for dim in inside), []).append(device)
     shown = sorted(panels)[:_MOST_PANELS]
-    figure = new_figure(min(10.0, 1.2 + 4.2 * len(shown)), 2.9 if len(inside) > 1 else 1.5)
+    figure = picture.new_figure(min(10.0, 1.2 + 4.2 * len(shown)), 2.9 if len(inside) > 1 else 1.5)
     spec = ", ".join(_entry(entry) for entry in sharding.spec)
     left_out = f"; {len(panels) - len(shown)} panels more" if len(shown) < len(panels) else ""
-    figure_title(figure, f"{name} {'x'.join(map(str, shape))} as P({spec}){left_out}".strip(), 10)
+    picture.figure_title(
+        figure, f"{name} {'x'.join(map(str, shape))} as P({spec}){left_out}".strip(), 10
+    )
     colours = _colours(sharding.mesh)
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         parts = [slice(at, at + shape[dim] // len(starts[dim])) for dim, at in zip(across, panel)]
@@ -68,7 +62,7 @@ def _entry(entry: Any) -> str:
 
 def _colours(mesh: Any) -> dict[Any, str]:
     """Of each device: that of its stage; of all one, where the mesh has no stages."""
-    palette = stage_colours(mesh.shape.get("pipe", 1))
+    palette = picture.stage_colours(mesh.shape.get("pipe", 1))
     dim = mesh.axis_names.index("pipe") if "pipe" in mesh.axis_names else None
     return {
         device: palette[place[dim] if dim is not None else 0]

@@ -116,7 +116,7 @@ def _mesh(look: Look) -> Iterator[str]:
     grid = MeshMap.of(layout, node_size, alone=_ALONE)
     nodes = count(-(-layout.devices // node_size), "node")
     cell = "a cell: a device" if grid.unit == 1 else f"a cell: {grid.unit} devices"
-    framed = "frames: " if _framed(grid, node_size) else ""
+    framed = "frames: " if grid.frames(node_size) else ""
     groups = [axis for axis, size in layout.sizes.items() if size > 1]
     yield tag("h4", "Mesh")
     yield _mesh_svg(look, grid, groups)
@@ -152,7 +152,10 @@ def _mesh_svg(look: Look, grid: MeshMap, groups: list[str]) -> str:
                 )
             )  # fmt: skip
     drawn.append(_own(places[grid.first(look.device.rank)]))
-    drawn += _node_frames(places, grid, look.plan.hardware.node_devices)
+    drawn += [
+        _outline("node", x * _WIDE, y * _HIGH, wide * _WIDE, high * _HIGH, FAINT, 0.3)
+        for _, x, y, wide, high in grid.frames(look.plan.hardware.node_devices)
+    ]
     width = (max(x for x, _ in places.values()) + 1) * _WIDE
     height = (max(y for _, y in places.values()) + 1) * _HIGH
     return svg(drawn, width, height, _CELL_PIXELS * width / _WIDE)
@@ -209,31 +212,17 @@ def _part_lines(held: list[Held]) -> list[str]:
 
 
 def _own(place: tuple[float, float]) -> str:
-    return _outline("own", place[0] * _WIDE + 0.1, place[1] * _HIGH + 0.1, _WIDE - 0.2, INK, 0.6)
+    x, y = place[0] * _WIDE + 0.1, place[1] * _HIGH + 0.1
+    return _outline("own", x, y, _WIDE - 0.2, _HIGH, INK, 0.6)
 
 
-def _outline(name: str, x: float, y: float, wide: float, colour: str, line: float) -> str:
+def _outline(
+    name: str, x: float, y: float, wide: float, high: float, colour: str, line: float
+) -> str:
     return tag(
-        "rect", class_=name, x=x, y=y, width=wide, height=_HIGH, fill="none", stroke=colour,
-        stroke_width=line, pointer_events="none",
+        "rect", class_=name, x=float(x), y=float(y), width=float(wide), height=float(high),
+        fill="none", stroke=colour, stroke_width=line, pointer_events="none",
     )  # fmt: skip
-
-
-def _framed(grid: MeshMap, node_size: int) -> bool:
-    return grid.aligned and grid.unit < node_size
-
-
-def _node_frames(
-    places: dict[int, tuple[float, float]], grid: MeshMap, node_size: int
-) -> Iterator[str]:
-    """Thin frames around each node's cells of a row; none where cells are nodes, or not aligned."""
-    rows: dict[tuple[int, float], list[float]] = {}
-    for first, (x, y) in places.items() if _framed(grid, node_size) else ():
-        rows.setdefault((first // node_size, y), []).append(x)
-    for (_, y), xs in rows.items():
-        starts = [x for x in xs if x - 1 not in xs]
-        for start, end in zip(starts, [x for x in xs if x + 1 not in xs], strict=True):
-            yield _outline("node", start * _WIDE, y * _HIGH, (end - start + 1) * _WIDE, FAINT, 0.3)
 
 
 # --- device, memory, schedule, communication ------------------------------------------------------

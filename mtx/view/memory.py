@@ -15,18 +15,8 @@ from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.summary import part_name
-from mtx.view.picture import (
-    COMMUNICATION,
-    INK,
-    LIMIT,
-    SHADES,
-    legend_below,
-    name_rows,
-    new_figure,
-    plain_axes,
-    save_figure,
-    stack_bars,
-)
+from mtx.view import picture
+from mtx.view.picture import COMMUNICATION, INK, LIMIT, SHADES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,14 +54,14 @@ def draw_memory(
     waiting = _in_flight(plans[0]) if len(plans) == 1 else None
     height = 1.9 + 0.5 * len(plans)
     if waiting is None:
-        figure = new_figure(9.0, height, path)
+        figure = picture.new_figure(9.0, height, path)
         bars = figure.add_subplot()
     else:
-        figure = new_figure(9.0, height + 2.6, path)
+        figure = picture.new_figure(9.0, height + 2.6, path)
         bars, stages = figure.subplots(2, 1, height_ratios=(1, 2.4))
         _fill_stages(stages, plans[0], waiting)
     fill_bars(bars, plans, labels)
-    return save_figure(figure, path)
+    return picture.save_figure(figure, path)
 
 
 def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = None) -> None:
@@ -83,12 +73,12 @@ def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = 
     reach = scale * (longest if unit == "MiB" else max(longest, device.memory_gib))
     for row, plan in enumerate(plans):
         parts = [(name, scale * size_gib, colour) for name, size_gib, colour in memory_parts(plan)]
-        end = stack_bars(axes, row, parts, label_above=0.045 * reach)
+        end = picture.stack_bars(axes, row, parts, label_above=0.045 * reach)
         axes.text(end, row, f" {end:.1f}", va="center", fontsize=8, color=INK)
-    name_rows(axes, labels or [f"recompute={plan.run.layout.recompute}" for plan in plans])
+    picture.name_rows(axes, labels or [f"recompute={plan.run.layout.recompute}" for plan in plans])
     axes.set_xlim(0, 1.06 * reach)
     x = f"{unit} of a device's {device.memory_gib:g} GiB, predicted"
-    plain_axes(axes, f"Memory of one {device.name}", x, pad=16)
+    picture.plain_axes(axes, f"Memory of one {device.name}", x, pad=16)
     if unit == "GiB":
         _limits(axes, device.memory_gib)
         for share, align in ((1.0, "left"), (MEMORY_AT_MOST, "right")):
@@ -97,7 +87,7 @@ def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = 
                 share * device.memory_gib, 1.01, text, transform=axes.get_xaxis_transform(),
                 fontsize=7, color=LIMIT, ha=align, va="bottom",
             )  # fmt: skip
-    legend_below(axes, 4)
+    picture.legend_below(axes, 4)
 
 
 def _fill_stages(axes: Axes, plan: Plan, waiting: np.ndarray) -> None:
@@ -120,7 +110,7 @@ def _fill_stages(axes: Axes, plan: Plan, waiting: np.ndarray) -> None:
     _limits(axes, plan.hardware.memory_gib, along="y")
     axes.set_xlim(-0.5, len(waiting) - 0.5)
     axes.set_ylim(0, 1.06 * max(bottom.max(), plan.hardware.memory_gib))
-    plain_axes(
+    picture.plain_axes(
         axes, f"By stage: {waiting.max()} in flight on stage 0, {waiting[-1]} on stage "
         f"{len(waiting) - 1}; every device holds the same buffers", "stage", "GiB",
     )  # fmt: skip

@@ -18,16 +18,9 @@ from mtx.fields import checked
 from mtx.plan.hardware import Hardware
 from mtx.sharding.axes import MESH
 from mtx.sizes import Devices
+from mtx.view import picture
 from mtx.view.mesh_picture import fill_devices
-from mtx.view.picture import (
-    FAINT,
-    INK,
-    Picture,
-    figure_title,
-    new_figure,
-    save_figure,
-    split_figure,
-)
+from mtx.view.picture import FAINT, INK, Picture
 from mtx.view.spans import count
 
 if TYPE_CHECKING:
@@ -233,17 +226,17 @@ def draw_mesh(layout: Layout, hardware: Hardware, path: str | Path | None = None
     part of one, or several. Saved to `path` (.svg, .png or .pdf) if given. UserError where
     matplotlib is missing, or `path` ends otherwise or cannot be written.
     """
-    figure = new_figure(11.5, 5.4, path)
+    figure = picture.new_figure(11.5, 5.4, path)
     fill_mesh(figure, layout, hardware)
-    return save_figure(figure, path)
+    return picture.save_figure(figure, path)
 
 
 def fill_mesh(figure: Figure | SubFigure, layout: Layout, hardware: Hardware) -> None:
     """The picture of `draw_mesh` in a figure, or in a part of one."""
     nodes = count(-(-layout.devices // hardware.node_devices), "node")
-    above, below = split_figure(figure, 4, 1.15)
+    above, below = picture.split_figure(figure, 4, 1.15)
     devices = f"{layout.devices:,} x {hardware.name}, {nodes} of {hardware.node_devices}"
-    figure_title(above, f"{shape_text(layout)} = {devices}")
+    picture.figure_title(above, f"{shape_text(layout)} = {devices}")
     fill_devices(above, layout, hardware.node_devices)
     _write_links(below.add_subplot(), layout, hardware)
 

@@ -22,53 +22,6 @@ _MOST_CELLS = 1200  # of the map; above, a cell is several nodes
 _ASPECT = 2.6  # width over height of the map
 
 
-def fill_devices(figure: Figure | SubFigure, layout: Layout, node_size: int) -> None:
-    """Few devices one by one; of many a map, beside it their first node."""
-    if layout.devices <= _MOST_DEVICES and node_size <= _WIDEST_NODE:
-        _draw_nodes(figure.add_subplot(), layout, node_size, -(-layout.devices // node_size))
-    elif node_size > _WIDEST_NODE:
-        _draw_map(figure.add_subplot(), layout, node_size)
-    else:
-        parts = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
-        _draw_map(figure.add_subplot(parts[0]), layout, node_size)
-        _draw_nodes(figure.add_subplot(parts[1]), layout, node_size, 1, row=2)
-
-
-def _draw_nodes(axes: Axes, layout: Layout, node_size: int, nodes: int, *, row: int = 4) -> None:
-    """Nodes as frames of devices, `row` side by side, with stage, replica and tensor shard."""
-    from matplotlib.patches import FancyBboxPatch, Rectangle
-
-    wide = min(row, node_size)
-    high, columns = -(-node_size // wide), max(1, math.ceil(math.sqrt(nodes * 1.2)))
-    colours, points = stage_colours(layout.pipe), 7 if row > 2 and nodes <= 6 else 5.5
-    for node in range(nodes):
-        left, top = (node % columns) * (wide + 0.6), (node // columns) * (high + 0.9)
-        axes.add_patch(
-            FancyBboxPatch(
-                (left - 0.08, top - 0.08), wide + 0.16, high + 0.16, facecolor="none",
-                boxstyle="round,pad=0.04", edgecolor=FAINT, linewidth=1.0,
-            )
-        )  # fmt: skip
-        axes.text(left, top - 0.2, f"node {node}", fontsize=8, color=INK)
-        for slot in range(min(node_size, layout.devices - node * node_size)):
-            x, y = left + slot % wide, top + slot // wide
-            group, shard = divmod(node * node_size + slot, layout.tensor)
-            stage, replica = divmod(group, layout.replicas)
-            axes.add_patch(
-                Rectangle((x + 0.02, y + 0.02), 0.96, 0.96, facecolor=colours[stage], linewidth=0)
-            )
-            axes.text(
-                x + 0.5, y + 0.5, f"p{stage}\nd{replica}\nt{shard}", ha="center", va="center",
-                fontsize=points, color=ink(colours[stage]),
-            )  # fmt: skip
-    axes.set_xlim(-0.3, columns * (wide + 0.6) - 0.3)
-    axes.set_ylim(-(-nodes // columns) * (high + 0.9) - 0.5, -0.75)
-    axes.set_aspect("equal" if row > 2 else "auto", anchor="NW")
-    axes.set_axis_off()
-    legend = "p: stage, d: replica,{}t: tensor shard".format(" " if row > 2 else "\n")
-    axes.set_title(legend, loc="left", fontsize=8, color=FAINT, pad=2)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeshMap:
     """Cells of `unit` devices each, in blocks of `high` x `wide` cells, one block a stage."""
@@ -141,6 +94,22 @@ class MeshMap:
         gap = _gap(self.cells)
         return block * (self.wide + gap) + column, block_row * (self.high + 2 * gap) + row
 
+    def frames(self, node_size: int) -> list[tuple[int, float, float, float, float]]:
+        """Number, left, top, width and height of each node; of each row of its cells, where others
+        lie between them. None where cells are nodes, or not aligned with them."""
+        firsts = self.firsts() if self.aligned and self.unit < node_size else []
+        corners = np.array([self.corner(first) for first in firsts])
+        nodes, found = np.array(firsts) // node_size, []
+        for node in dict.fromkeys(nodes.tolist()):
+            own = corners[nodes == node]
+            low, high = own.min(axis=0), own.max(axis=0)
+            within = ((corners >= low) & (corners <= high)).all(axis=1).sum()
+            parts = [own] if within == len(own) else [own[own[:, 1] == y] for y in set(own[:, 1])]
+            for part in parts:
+                (left, top), (right, bottom) = part.min(axis=0), part.max(axis=0)
+                found.append((node, left, top, right - left + 1, bottom - top + 1))
+        return found
+
     def cell_text(self, node_size: int) -> str:
         """What a cell is."""
         devices = count(self.unit, "device")
@@ -154,22 +123,56 @@ def _gap(cells: int) -> float:
     return 0.0 if cells == 1 else 0.3
 
 
-def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
-    """All cells, coloured by stage, and the groups to which device 0 belongs."""
+def fill_devices(figure: Figure | SubFigure, layout: Layout, node_size: int) -> None:
+    """Few devices one by one; of many a map, beside it their first node."""
+    grid = MeshMap.of(layout, node_size, alone=_MOST_DEVICES)
+    if grid.unit == 1 or node_size > _WIDEST_NODE:
+        _draw_map(figure.add_subplot(), layout, grid, node_size)
+        return
+    parts = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
+    _draw_map(figure.add_subplot(parts[0]), layout, grid, node_size)
+    axes = figure.add_subplot(parts[1])
+    _draw_cells(axes, layout, {rank: (rank % 2, rank // 2) for rank in range(node_size)}, 1)
+    axes.set_xlim(-0.3, 2.3)
+    axes.set_ylim(-(-node_size // 2) + 0.2, -0.3)
+    axes.set_axis_off()
+    axes.set_title("node 0", loc="left", fontsize=8, color=INK, pad=2)
+
+
+def _draw_cells(
+    axes: Axes, layout: Layout, corners: dict[int, tuple[float, float]], unit: int
+) -> None:
+    """A box for each cell, coloured by stage; of single devices with their coordinates."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    grid, colours = MeshMap.of(layout, node_size), stage_colours(layout.pipe)
-    corners = [(first // grid.stage_devices, grid.corner(first)) for first in grid.firsts()]
-    axes.add_collection(
-        PatchCollection(
-            [Rectangle((x + 0.03, y + 0.03), 0.94, 0.94) for _, (x, y) in corners],
-            facecolors=[colours[stage] for stage, _ in corners], edgecolors="none",
-        )
-    )  # fmt: skip
+    palette = stage_colours(layout.pipe)
+    colours = [palette[rank * layout.pipe // layout.devices] for rank in corners]
+    boxes = [Rectangle((x + 0.03, y + 0.03), 0.94, 0.94) for x, y in corners.values()]
+    axes.add_collection(PatchCollection(boxes, facecolors=colours, edgecolors="none"))
+    for (rank, (x, y)), colour in zip(corners.items(), colours) if unit == 1 else ():
+        group, shard = divmod(rank, layout.tensor)
+        stage, replica = divmod(group, layout.replicas)
+        axes.text(
+            x + 0.5, y + 0.5, f"p{stage}\nd{replica}\nt{shard}", ha="center", va="center",
+            fontsize=7 if len(corners) <= 48 else 5.5, color=ink(colour),
+        )  # fmt: skip
+
+
+def _draw_map(axes: Axes, layout: Layout, grid: MeshMap, node_size: int) -> None:
+    """All cells, coloured by stage, in their nodes, and the groups to which device 0 belongs."""
+    from matplotlib.patches import Rectangle
+
+    _draw_cells(axes, layout, {first: grid.corner(first) for first in grid.firsts()}, grid.unit)
+    corners = {grid.corner(first) for first in grid.firsts()}
+    for node, x, y, wide, high in grid.frames(node_size):
+        axes.add_patch(Rectangle((x, y), wide, high, fill=False, edgecolor=FAINT, linewidth=1.0))
+        if grid.unit == 1 and (x, y - 1) not in corners:  # there is room
+            axes.text(x + 0.04, y - 0.04, f"node {node}", fontsize=6, color=FAINT)
     # One cell a stage, or one stage a row, leaves room for names at the left of each row only.
     alone = 1 in (grid.cells, grid.per_row) and layout.pipe > grid.per_row
-    for stage in range(0, layout.pipe, grid.per_row if alone else -(-layout.pipe // 32)):
+    every = grid.per_row if alone else -(-layout.pipe // 32)
+    for stage in range(0, layout.pipe, every) if grid.unit > 1 else ():
         x, y = grid.corner(stage * grid.stage_devices)
         x, y, align = (x - 0.1, y + 0.7, "right") if alone else (x + 0.06, y - 0.08, "left")
         axes.text(x, y, f"p{stage}", fontsize=6, color=FAINT, ha=align, clip_on=False)
@@ -177,7 +180,7 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
         ("pipe", grid.stage_devices, "o", layout.pipe, 18, COMMUNICATION, 4),
         ("data", layout.tensor, "s", layout.replicas, 34, COMMUNICATION_LIGHT, 3),
     ):
-        if size > 1:
+        if size > 1 and grid.unit > 1:
             x, y = np.array(sorted({grid.corner(i * stride) for i in range(size)})).T
             axes.scatter(
                 x + 0.5, y + 0.5, s=area, marker=marker, color=colour, edgecolors="white",
@@ -186,10 +189,12 @@ def _draw_map(axes: Axes, layout: Layout, node_size: int) -> None:
     width = grid.per_row * (grid.wide + _gap(grid.cells))
     height = -(-layout.pipe // grid.per_row) * (grid.high + 2 * _gap(grid.cells))
     axes.set_xlim(-1.4 if alone else -0.2, width)
-    axes.set_ylim(height, -0.9)
+    axes.set_ylim(height, -0.9 if grid.unit > 1 else -0.3)
     axes.set_aspect("equal" if 0.4 < width / height < 8 else "auto", anchor="NW")
     axes.set_axis_off()
     text = f"colour: stage p0 to p{layout.pipe - 1}; a cell: {grid.cell_text(node_size)}"
+    if grid.unit == 1:
+        text = "p: stage, d: replica, t: tensor shard"
     axes.set_title(text, loc="left", fontsize=8, color=FAINT, pad=2)
     if axes.collections[1:]:
         axes.legend(

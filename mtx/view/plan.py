@@ -13,25 +13,10 @@ from mtx.plan.summary import NOTHING, part_name, title
 from mtx.plan.time import stage_times
 from mtx.schedules.shape import Times
 from mtx.schedules.simulate import Simulation, bubble_text, simulate
+from mtx.view import picture
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
-from mtx.view.picture import (
-    BACKWARD,
-    COMMUNICATION,
-    COMMUNICATION_LIGHT,
-    FAINT,
-    FORWARD,
-    IDLE,
-    INK,
-    SHADES,
-    WEIGHT,
-    figure_title,
-    name_rows,
-    new_figure,
-    plain_axes,
-    save_figure,
-    split_figure,
-)
+from mtx.view.picture import COMMUNICATION, FAINT, FORWARD, IDLE, INK, SHADES
 from mtx.view.spans import MODELS, describe
 from mtx.view.timeline import fill_timeline, legend_of
 
@@ -42,13 +27,13 @@ if TYPE_CHECKING:
 _TIME_COLOURS = {
     "matmul_s": FORWARD,
     "attention_s": "#7fb0e0",
-    "elementwise_s": BACKWARD,
+    "elementwise_s": picture.BACKWARD,
     "ends_s": SHADES[1][1],
     "tensor_comm_s": COMMUNICATION,
     "pipeline_comm_s": "#a07cc5",
-    "data_comm_s": COMMUNICATION_LIGHT,
+    "data_comm_s": picture.COMMUNICATION_LIGHT,
     "bubble_s": IDLE,
-    "optimizer_s": WEIGHT,
+    "optimizer_s": picture.WEIGHT,
 }
 _MOST_OPS = 500_000  # of a schedule that is drawn
 _DOUBLINGS = 5  # of the replicas, below and above the plan's
@@ -60,33 +45,33 @@ def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
     UserError where matplotlib is missing, or `path` ends otherwise than .svg, .png or .pdf, or
     cannot be written.
     """
-    figure = new_figure(13.0, 11.0, path)
-    figure_title(figure, title(plan), 13)
-    above, runs = split_figure(figure, 7.2, 3.8)
+    figure = picture.new_figure(13.0, 11.0, path)
+    picture.figure_title(figure, title(plan), 13)
+    above, runs = picture.split_figure(figure, 7.2, 3.8)
     columns: Any = above.subfigures(1, 2, width_ratios=(1.7, 1))
     left, right = columns
-    mesh, memory = split_figure(left, 4.4, 2.6)
-    time, throughput = split_figure(right, 3.6, 3.4)
+    mesh, memory = picture.split_figure(left, 4.4, 2.6)
+    time, throughput = picture.split_figure(right, 3.6, 3.4)
     fill_mesh(mesh, plan.run.layout, plan.hardware)
     fill_bars(memory.add_subplot(), [plan])
     fill_time(time.add_subplot(), plan)
     fill_throughput(throughput.add_subplot(), plan)
     fill_schedule(runs.add_subplot(), plan, (11.8, 3.0))  # less labels and legend
-    return save_figure(figure, path)
+    return picture.save_figure(figure, path)
 
 
 def draw_time(plan: Plan, path: str | Path | None = None) -> Figure:
     """Where the seconds of a step go, part by part."""
-    figure = new_figure(8.0, 3.4, path)
+    figure = picture.new_figure(8.0, 3.4, path)
     fill_time(figure.add_subplot(), plan)
-    return save_figure(figure, path)
+    return picture.save_figure(figure, path)
 
 
 def draw_throughput(plan: Plan, path: str | Path | None = None) -> Figure:
     """TeraFLOP/s of a GPU over their number: the plan with more replicas and fewer."""
-    figure = new_figure(7.0, 3.6, path)
+    figure = picture.new_figure(7.0, 3.6, path)
     fill_throughput(figure.add_subplot(), plan)
-    return save_figure(figure, path)
+    return picture.save_figure(figure, path)
 
 
 def time_parts(plan: Plan) -> list[tuple[str, float, str]]:
@@ -106,9 +91,9 @@ def fill_time(axes: Axes, plan: Plan) -> None:
         axes.barh(row, scale * value, height=0.7, color=colour)
         text = f" {seconds(value)}, {value / whole:.1%}"
         axes.text(scale * value, row, text, va="center", fontsize=7.5, color=INK)
-    name_rows(axes, [name for name, _, _ in parts])
+    picture.name_rows(axes, [name for name, _, _ in parts])
     axes.set_xlim(0, 1.4 * scale * max(value for _, value, _ in parts))
-    plain_axes(axes, f"{seconds(whole)} a step, MFU {plan.mfu:.1%}", f"{unit}, predicted")
+    picture.plain_axes(axes, f"{seconds(whole)} a step, MFU {plan.mfu:.1%}", f"{unit}, predicted")
 
 
 def fill_throughput(axes: Axes, plan: Plan) -> None:
@@ -131,7 +116,7 @@ def fill_throughput(axes: Axes, plan: Plan) -> None:
     axes.set_xticks([], minor=True)
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.legend(fontsize=7.5, frameon=False, loc="lower left")
-    plain_axes(
+    picture.plain_axes(
         axes, "Throughput, predicted (circle: this plan)",
         "GPUs: more replicas of the same pipe and tensor", "teraFLOP/s a GPU (SC'21's unit)",
     )  # fmt: skip

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from mtx.files import replacing
 from mtx.schedules.orders import KINDS, B, F, stage_of_piece
 from mtx.schedules.simulate import Simulation
-from mtx.view.files import replacing
 from mtx.view.spans import Shown, run_title, runs_of
 
 UNIT_US = 1000.0  # one unit of the simulation's time: times given in ms are shown as such
