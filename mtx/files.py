@@ -1,4 +1,4 @@
-"""A user's files: read as text, JSON or TOML, or replaced as a whole. What is wrong is a UserError."""
+"""A user's files: read as text, JSON or TOML, or replaced. What is wrong is a UserError."""
 
 from __future__ import annotations
 

@@ -40,9 +40,8 @@ def show_array(array: Any, name: str = "", dims: Sequence[str] = ()) -> Picture:
     figure = picture.new_figure(min(10.0, 1.2 + 4.2 * len(shown)), 2.9 if len(inside) > 1 else 1.5)
     spec = ", ".join(_entry(entry) for entry in sharding.spec)
     left_out = f"; {len(panels) - len(shown)} panels more" if len(shown) < len(panels) else ""
-    picture.figure_title(
-        figure, f"{name} {'x'.join(map(str, shape))} as P({spec}){left_out}".strip(), 10
-    )
+    title = f"{name} {'x'.join(map(str, shape))} as P({spec}){left_out}".strip()
+    picture.figure_title(figure, title, 10)
     colours = _colours(sharding.mesh)
     for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         parts = [slice(at, at + shape[dim] // len(starts[dim])) for dim, at in zip(across, panel)]

@@ -92,7 +92,7 @@ def draw_panels(records: Sequence[Record]) -> list[Figure]:
 
 def fill_loss(axes: Axes, log: RunLog) -> None:
     """Training and held-out loss over the steps; rollbacks and restarts as lines."""
-    axes.plot(*log.curve("loss"), color=FORWARD, linewidth=1.0, label="training")
+    _plot(axes, log, "loss", FORWARD, "Loss, nats a token", label="training")
     held_out = [record for record in log.told("eval") if record["loss"] is not None]
     axes.plot(
         [r["step"] for r in held_out], [r["loss"] for r in held_out], "o-", color=BACKWARD,
@@ -105,30 +105,31 @@ def fill_loss(axes: Axes, log: RunLog) -> None:
             label = None if number else label
             axes.axvline(step, color=colour, linewidth=0.8, linestyle=":", label=label)
     axes.legend(fontsize=8, frameon=False)
-    _over_steps(axes, log, "Loss, nats a token")
 
 
 def fill_rate(axes: Axes, log: RunLog) -> None:
     """The learning rate over the steps."""
-    axes.plot(*log.curve("learning_rate"), color=FORWARD, linewidth=1.2)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:.3g}")
-    _over_steps(axes, log, "Learning rate")
+    _plot(axes, log, "learning_rate", FORWARD, "Learning rate", form="{x:.3g}")
 
 
 def fill_gradients(axes: Axes, log: RunLog) -> None:
     """The gradients' global norm before clipping, and where clipping begins."""
-    x, norm = log.curve("gradient_norm")
-    axes.plot(x, norm, color=BACKWARD, linewidth=1.0)
+    norm = _plot(axes, log, "gradient_norm", BACKWARD, "Gradient norm, before clipping")
     clip = log.start["run"].get("optimizer", {}).get("clip")
     if clip and len(norm):
-        axes.axhline(clip, color=INK, linewidth=0.8, linestyle="--", label=f"clipped to {clip:g}")
-        axes.legend(fontsize=8, frameon=False)
+        _level(axes, clip, f"clipped to {clip:g}")
     if len(norm) and norm.min() > 0 and norm.max() > _WIDE_RANGE * norm.min():
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    _over_steps(axes, log, "Gradient norm, before clipping")
+
+
+def fill_throughput(axes: Axes, log: RunLog) -> None:
+    """Tokens a second over the steps, with the median."""
+    title = "Throughput of all devices, tokens/s"
+    if len(_plot(axes, log, "tokens_per_s", COMMUNICATION, title, form="{x:,.0f}")):
+        middle = float(np.median([step["tokens_per_s"] for step in log.steps]))
+        _level(axes, middle, f"median {middle:,.0f}")
 
 
 def fill_skipped(axes: Axes, log: RunLog) -> None:
@@ -151,20 +152,6 @@ def fill_skipped(axes: Axes, log: RunLog) -> None:
         scale.spines[:].set_visible(False)
     of = f"{len(skipped):,} of {len(log.steps):,}"
     _over_steps(axes, log, f"Skipped steps, gradients not finite: {of}")
-
-
-def fill_throughput(axes: Axes, log: RunLog) -> None:
-    """Tokens a second over the steps, with the median."""
-    x, y = log.curve("tokens_per_s")
-    axes.plot(x, y, color=COMMUNICATION, linewidth=1.0)
-    if len(y):
-        middle = float(np.median([step["tokens_per_s"] for step in log.steps]))
-        label = f"median {middle:,.0f}"
-        axes.axhline(middle, color=INK, linewidth=0.8, linestyle="--", label=label)
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    _over_steps(axes, log, "Throughput of all devices, tokens/s")
 
 
 def fill_processes(axes: Axes, log: RunLog) -> None:
@@ -215,6 +202,25 @@ PANELS: dict[str, tuple[Callable[[Axes, RunLog], None], float]] = {
     "processes": (fill_processes, 2.6),
     "goodput": (fill_goodput, 2.4),
 }
+
+
+def _plot(
+    axes: Axes, log: RunLog, name: str, colour: str, title: str, *, label: str | None = None,
+    form: str | None = None,
+) -> np.ndarray:  # fmt: skip
+    """What the steps tell over the steps, from 0 up where it has a form; its values."""
+    x, y = log.curve(name)
+    axes.plot(x, y, color=colour, linewidth=1.0, label=label)
+    if form is not None:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(form)
+    _over_steps(axes, log, title)
+    return y
+
+
+def _level(axes: Axes, value: float, label: str) -> None:
+    axes.axhline(value, color=INK, linewidth=0.8, linestyle="--", label=label)
+    axes.legend(fontsize=8, frameon=False)
 
 
 def _over_steps(axes: Axes, log: RunLog, title: str) -> None:
