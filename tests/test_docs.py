@@ -23,7 +23,7 @@ INCLUDE = re.compile(r"```\{literalinclude\} (\S+)\n((?::[\w-]+:.*\n)*)```")
 def includes(page: Path) -> list[tuple[Path, dict[str, str]]]:
     """Files that a page shows, and which part of each."""
     return [
-        ((page.parent / name).resolve(), dict(re.findall(r":([\w-]+): *(.*)", options)))
+        ((page.parent / name).resolve(), dict(re.findall(r':([\w-]+): *"?(.*?)"?(?:\n|$)', options)))
         for name, options in INCLUDE.findall(page.read_text())
     ]
 
@@ -34,8 +34,8 @@ def test_what_is_shown_of_the_code_is_in_the_code():
     for page, path, options in shown:
         text = path.read_text()
         if "pyobject" in options:
-            names = {getattr(node, "name", None) for node in ast.parse(text).body}
-            assert options["pyobject"] in names, (page.name, path.name)
+            names = {getattr(node, "name", None) for node in ast.walk(ast.parse(text))}
+            assert set(options["pyobject"].split(".")) <= names, (page.name, path.name)
         at = text.find(options.get("start-at", ""))
         assert at >= 0, (page.name, options)
         for end in ("end-at", "end-before"):
