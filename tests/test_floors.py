@@ -55,8 +55,6 @@ STRANGERS = [
     ("mtx.checkpoint", "mtx.models"),
 ]
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
-# What shows itself in a notebook asks a face to draw it, lazily: nothing else may.
-SHOWN = {"mtx.schedules.schedule": {"mtx.view.schedule"}}
 
 
 def name_of(path: Path) -> str:
@@ -146,14 +144,8 @@ def test_every_module_has_a_floor(module):
 
 @pytest.mark.parametrize("module", FILES)
 def test_no_import_runs_upward(module):
-    for other in own_modules(imports_of(module)) - SHOWN.get(module, set()):
+    for other in own_modules(imports_of(module)):
         assert floor_of(other) <= floor_of(module), f"{module} imports {other}, which stands above"
-
-
-def test_faces_are_asked_lazily():
-    for module, faces in SHOWN.items():
-        assert faces <= own_modules(imports_of(module)), "an exception that nobody needs"
-        assert not faces & own_modules(imports_of(module, lazy=False))
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -171,10 +163,7 @@ def test_the_ground_imports_no_jax(module):
 
 
 def test_there_are_no_circles():
-    graph = {
-        module: own_modules(imports_of(module)) - {module} - SHOWN.get(module, set())
-        for module in FILES
-    }
+    graph = {module: own_modules(imports_of(module)) - {module} for module in FILES}
     try:
         order = list(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
