@@ -248,8 +248,8 @@ def texts(picture) -> list[str]:
 
 def test_an_array_is_drawn_as_its_devices_hold_it():
     trainer = Trainer(MINIATURE)
-    spec = trainer.states.specs.params["block"]["mlp"]["up"]["w"]
-    shape = trainer.states.shapes.params["block"]["mlp"]["up"]["w"].shape
+    spec = trainer.states.specs.params["layers"]["block"]["mlp"]["up"]["w"]
+    shape = trainer.states.shapes.params["layers"]["block"]["mlp"]["up"]["w"].shape
     array = jax.device_put(np.zeros(shape, np.float32), NamedSharding(trainer.mesh, spec))
     said = texts(show_array(array, "up", ("stage", "chunk", "layer", "hidden", "columns")))
     assert [text for text in said if text.startswith("device")] == [
