@@ -97,8 +97,8 @@ def test_checksums_change_no_value(checked):
 @pytest.mark.parametrize(
     ("layout", "leaf", "device", "words"),
     [  # positions are held by every stage and tensor shard, half of them by each replica
-        (Layout(data=2, pipe=2, tensor=2), "['ends']['positions']", 6, "pipe 1 data 1 tensor 0"),
-        (Layout(tensor=4), "['block']['mlp_norm']['scale']", 2, "pipe 0 data 0 tensor 2"),
+        (Layout(data=2, pipe=2, tensor=2), "['embed']['positions']", 6, "pipe 1 data 1 tensor 0"),
+        (Layout(tensor=4), "['layers']['block']['mlp_norm']['scale']", 2, "pipe 0 data 0 tensor 2"),
     ],
 )
 def test_copies_that_differ_are_named(layout, leaf, device, words):
