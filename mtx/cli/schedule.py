@@ -182,9 +182,9 @@ def _write(
     schedules: list[Schedule], options: ScheduleOptions, times: Times
 ) -> list[tuple[str, str]]:
     """(what, file) of all that was written."""
+    from mtx.files import replacing
     from mtx.schedules.formats import to_csv, to_text
     from mtx.schedules.simulate import simulate
-    from mtx.view.files import replacing
 
     written = []
     for what, path, render in (("csv", options.csv, to_csv), ("text", options.text, to_text)):

@@ -124,12 +124,6 @@ class Schedule:
             f"virtual={self.virtual}{slices}, ticks={self.ticks})"
         )
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The timeline, in a notebook. The one import that runs upward, when a notebook asks."""
-        from mtx.view.schedule import show
-
-        return show(self)._repr_png_()
-
     @property
     def items(self) -> int:
         return self.forward_ticks.shape[0]
