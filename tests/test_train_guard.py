@@ -22,7 +22,7 @@ from mtx.launch.exits import Exit
 from mtx.launch.startup import StartUp
 from mtx.train.audit import Audit
 from mtx.train.goodput import measure_goodput, read_log
-from mtx.train.guard import Guard, RollBack, refuse_to_go_back
+from mtx.train.guard import Guard, RollBack, refuse_to_roll_back
 from mtx.train.history import MOST_STEPS, History
 from mtx.train.loop import run_training
 from mtx.train.programs import Programs
@@ -153,7 +153,7 @@ def test_a_spike_goes_back_and_skips():
         guard.check(31, 3.7, NOTHING)
     names(fault, "3.700", "0.5", "3")
     assert fault.value.skip
-    error = refuse_to_go_back(fault.value, GuardConfig(spike_nats=0.5, rollbacks=2))
+    error = refuse_to_roll_back(fault.value, GuardConfig(spike_nats=0.5, rollbacks=2))
     assert isinstance(error, UserError)
     assert "guard.rollbacks=2" in str(error)
 
