@@ -1,4 +1,4 @@
-"""Numbers that go wrong are found, named, and gone back from."""
+"""Numbers that go wrong are found, named, and rolled back from."""
 
 import dataclasses
 import json
@@ -316,7 +316,7 @@ def test_nor_where_replicas_are_found_apart_before_the_last_save(
 
 
 def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, spike, full_disk):
-    """That it has is noticed only when the run goes back."""
+    """That it has is noticed only when the run rolls back."""
     full_disk(2)
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
