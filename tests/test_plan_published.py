@@ -25,7 +25,8 @@ from mtx.plan.published_runs import (
     TABLE_1_RUNS,
     TABLE_2,
 )
-from mtx.presets import TABLE1, preset
+from mtx.families.gpt import TABLE1
+from mtx.presets import preset
 from mtx.schedules.makers import make
 
 ALL_RUNS = FITTED_RUNS + HELD_OUT_RUNS

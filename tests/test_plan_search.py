@@ -16,7 +16,8 @@ from mtx.plan.memory import predict_memory
 from mtx.plan.search import Fixed, divisors, fewest_gpus, search
 from mtx.plan.summary import part_name
 from mtx.plan.time import StepTime, predict_step
-from mtx.presets import TABLE1, preset
+from mtx.families.gpt import TABLE1
+from mtx.presets import preset
 
 A100 = hardware("a100-80gb")
 SMALL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=512, vocab=4096)

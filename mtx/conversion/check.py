@@ -1,7 +1,9 @@
 """Whether a converted model computes what its source does: logits of random tokens.
 
-Our model runs with the parameters that were written and are read back, a layer at a time; Hugging
-Face's by the formulas of `mtx.conversion.forward`, or by transformers itself. All in float32.
+Our model runs with the parameters of our checkpoint, a layer in memory at a time. It is compared
+with transformers, which reads the other side by itself, or with our model again, whose parameters
+are read from the other side: that finds what was written or read wrongly, but not a mistake in a
+family's table of names. All in float32.
 
 Legend: B rows · S sequence · D hidden · V vocabulary
 """
@@ -9,26 +11,27 @@ Legend: B rows · S sequence · D hidden · V vocabulary
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtx.config import ModelConfig
-from mtx.conversion.configs import Fields
-from mtx.conversion.forward import FORWARDS, Outputs
-from mtx.conversion.huggingface import CONFIG, Canonical, HuggingFaceModel, Shape, parts
+from mtx.conversion.huggingface import Canonical, HuggingFaceModel, parts
 from mtx.conversion.safetensors import DTYPES
 from mtx.errors import UserError
-from mtx.models.families import FAMILIES
-from mtx.models.layers import layer_norm
+from mtx.huggingface import Shape
+from mtx.layers.model import Model
+from mtx.layers.norm import layer_norm
 
 Leaves = Iterator[tuple[str, np.ndarray]]  # each with its path
-Check = Literal["formulas", "transformers", "none"]
+Check = Literal["auto", "transformers", "ours", "none"]
 _ROWS, _MOST_POSITIONS = 2, 32
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is a hundredth of that
 
@@ -54,6 +57,14 @@ class Comparison:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a model gives for some tokens."""
+
+    logits: Callable[[slice], np.ndarray]  # [B, S, rows] of some rows of the vocabulary
+    order_B2: np.ndarray | None = None  # logits of BERT's binary head, where it has one
+
+
 class Rounded:
     """Canonical arrays as they are in another dtype."""
 
@@ -66,28 +77,30 @@ class Rounded:
 
 
 def compare(
-    model: ModelConfig, ours: Canonical, theirs: HuggingFaceModel, *, check: Check = "formulas"
+    model: ModelConfig, ours: Canonical, theirs: HuggingFaceModel, *, check: Check = "auto"
 ) -> Comparison:
     """The same random tokens through our model and through theirs.
 
-    The first row's positions follow each other, those of the second are spread over the whole
-    sequence. UserError for check="transformers" where that is not installed.
+    check: "transformers", or "ours", our model with the parameters of `theirs`; "auto": the former
+    where it is installed and memory has room for all of the model. The first row's positions follow
+    each other, those of the second are spread over the whole sequence. UserError for
+    check="transformers" where that is not installed.
     """
     stream = np.random.default_rng(0)
     size = min(_MOST_POSITIONS, model.sequence)
     tokens_BS = stream.integers(0, model.vocab, (_ROWS, size), dtype=np.int32)
     positions_BS = np.arange(size, dtype=np.int32) * np.array([[1], [model.sequence // size]])
     positions_BS = positions_BS.astype(np.int32)
-    if check == "transformers":
+    has_head = "head.masked" not in theirs.absent
+    own = _our_outputs(model, ours, tokens_BS, positions_BS, has_head=has_head)
+    if check == "transformers" or (check == "auto" and _transformers_can(theirs)):
         other, what = _transformers_outputs(theirs, tokens_BS, positions_BS)
     else:
-        fields = Fields(theirs.config, theirs.kind.defaults, str(theirs.directory / CONFIG))
-        forward = FORWARDS[theirs.config["model_type"]]
-        other, what = forward(theirs, fields, tokens_BS, positions_BS), "their formulas in NumPy"
-    own = _our_outputs(model, ours, tokens_BS, positions_BS, has_head="head" not in theirs.absent)
-    width = model.hidden if "head" in theirs.absent else model.vocab
+        other = _our_outputs(model, theirs, tokens_BS, positions_BS, has_head=has_head)
+        what = "our model with the other side's parameters"
+    width = model.vocab if has_head else model.hidden
     largest_difference = largest_logit = 0.0
-    for rows in parts("ends.tokens", (width, model.hidden)):
+    for rows in parts("embed.tokens", (width, model.hidden)):
         one, another = own.logits(rows), other.logits(rows)
         largest_difference = max(largest_difference, _largest(one - another))
         largest_logit = max(largest_logit, _largest(another))
@@ -114,77 +127,69 @@ def _our_outputs(
 ) -> Outputs:
     """Of our own modules, whose tables hold only the rows of the vocabulary at hand."""
 
-    def ends(rows: slice) -> Leaves:
-        for path in source.shapes:
-            if path.startswith("ends."):
-                yield path.removeprefix("ends."), source.read(path, _vocab_rows(path, rows))
+    def shared(rows: slice) -> dict[str, Any]:
+        paths = [path for path in source.shapes if not path.startswith("layers.")]
+        return _tree((path, source.read(path, _vocab_rows(path, rows))) for path in paths)
 
     ids = np.unique(tokens_BS)
-    embedding = _tree(ends(slice(0, 1)))
-    rows = [source.read("ends.tokens", slice(token, token + 1)) for token in ids.tolist()]
-    embedding["tokens"] = jnp.concatenate(rows)
+    tables = shared(slice(0, 1))
+    rows = [source.read("embed.tokens", slice(token, token + 1)) for token in ids.tolist()]
+    tables["embed"]["tokens"] = jnp.concatenate(rows)
     batch = {"tokens": np.searchsorted(ids, tokens_BS).astype(np.int32), "positions": positions_BS}
-    batch |= {"types": np.zeros_like(tokens_BS)} if config.family == "bert" else {}
+    batch |= {"types": np.zeros_like(tokens_BS)}
     model = _model(config, len(ids))
-    x_BSD = model.embed(embedding, batch)
-    place = model.place(batch)
-    for layer in range(config.layers):  # one in memory at a time
-        x_BSD = jax.block_until_ready(model.block(_tree(_block(source, layer)), x_BSD, place))
-    x_BSD = jax.device_get(x_BSD)
+    stream, context = model.embed(tables, batch), model.context(0, batch, None, None)
+    found: dict[str, int] = {}
+    for kind in model.pattern:  # a layer in memory at a time
+        layer = found[kind] = found.get(kind, -1) + 1
+        params = _tree(_of_layer(source, kind, layer))
+        stream = jax.block_until_ready(model.layer(kind, params, stream, context))
+    x_BSD = jax.device_get(stream["x"])
 
     def logits(rows: slice) -> np.ndarray:
         if not has_head:
-            return _normed(config, dict(ends(slice(0, 1))), x_BSD)[..., rows]
-        each = x_BSD.reshape(-1, 1, config.hidden)  # every position a row of its own
-        head = _model(config, rows.stop - rows.start).head
-        flat = head(_tree(ends(rows)), each, np.zeros(len(each), np.int32))
+            return _final(config, shared(slice(0, 1))["head"], x_BSD)[..., rows]
+        each = {"x": x_BSD.reshape(-1, 1, config.hidden)}  # every position a row of its own
+        head = _model(config, rows.stop - rows.start)
+        flat = head.next_logits(shared(rows), each, np.zeros(len(each["x"]), np.int32))
         return np.asarray(flat).reshape(*x_BSD.shape[:2], -1)
 
-    order_B2 = _order(config, _tree(ends(slice(0, 1))), x_BSD) if config.family == "bert" else None
-    return Outputs(logits, order_B2)
+    has_order = "head.binary.w" in source.shapes
+    return Outputs(logits, _order(config, shared(slice(0, 1)), x_BSD) if has_order else None)
 
 
-def _block(source: Canonical, layer: int) -> Leaves:
-    """The parameters of one layer, one after the other."""
+def _of_layer(source: Canonical, kind: str, layer: int) -> Leaves:
+    """The parameters of one layer of a kind, one after the other."""
+    start = f"layers.{kind}."
     for path in source.shapes:
-        if path.startswith("block."):
-            yield path.removeprefix("block."), source.read(path, slice(layer, layer + 1))[0]
+        if path.startswith(start):
+            yield path.removeprefix(start), source.read(path, slice(layer, layer + 1))[0]
 
 
 def _vocab_rows(path: str, rows: slice) -> slice:
-    return rows if path in ("ends.tokens", "ends.output", "ends.head.bias") else slice(None)
-
-
-class _Compiled(NamedTuple):
-    """Functions of a model of ours."""
-
-    embed: Callable
-    place: Callable
-    block: Callable
-    head: Callable
-    loss: Callable
+    return rows if path in ("embed.tokens", "head.output", "head.masked.bias") else slice(None)
 
 
 @functools.lru_cache(maxsize=4)
-def _model(config: ModelConfig, vocab: int) -> _Compiled:
+def _model(config: ModelConfig, vocab: int) -> Model:
     """Of ours, for a vocabulary of that many tokens, in float32 and without dropout."""
     config = replace(
         config, vocab=vocab, vocab_multiple=1, dropout=0.0, attention_dropout=0.0,
         compute_dtype="float32",
     )  # fmt: skip
-    model = FAMILIES[config.family](config)
+    model = Model(config)
 
-    def exactly(function: Callable) -> Callable:
+    def exactly(function: Callable, **static) -> Callable:
         def run(*arguments):
             with jax.default_matmul_precision("highest"):
                 return function(*arguments)
 
-        return jax.jit(run)
+        return jax.jit(run, **static)
 
-    return _Compiled(
-        embed=exactly(model.embed), place=lambda batch: model.place(0, batch, None, None),
-        block=exactly(model.block), head=exactly(model.next_logits), loss=exactly(model.loss),
-    )  # fmt: skip
+    model.embed, model.loss = exactly(model.embed), exactly(model.loss)
+    model.layer = exactly(model.layer, static_argnums=0)
+    model.next_logits = exactly(model.next_logits)
+    return model
 
 
 def _tree(leaves: Leaves) -> dict[str, Any]:
@@ -199,26 +204,37 @@ def _tree(leaves: Leaves) -> dict[str, Any]:
     return tree
 
 
-def _normed(config: ModelConfig, ends: Mapping[str, np.ndarray], x_BSD: np.ndarray) -> np.ndarray:
+def _final(config: ModelConfig, head: Mapping[str, Any], x_BSD: np.ndarray) -> np.ndarray:
     """BERT's last layer as Hugging Face has it: after the last norm, where there is one."""
-    if config.norm_placement == "post":
+    norm = head.get("norm")
+    if norm is None:
         return x_BSD
-    scale, bias = ends["norm.scale"], ends["norm.bias"]
-    return np.asarray(layer_norm(x_BSD, scale, bias, config.norm_epsilon))
+    return np.asarray(layer_norm(x_BSD, norm["scale"], norm["bias"], config.norm_epsilon))
 
 
-def _order(config: ModelConfig, ends: dict[str, Any], x_BSD: np.ndarray) -> np.ndarray:
+def _order(config: ModelConfig, shared: dict[str, Any], x_BSD: np.ndarray) -> np.ndarray:
     """[B, 2]: log-probabilities of the binary head, from its loss for each label."""
     loss, nothing_1S = _model(config, 1).loss, np.zeros((1, x_BSD.shape[1]), np.int32)
     batch = {"targets": nothing_1S, "weights": nothing_1S.astype(np.float32)}
     found_B2 = np.empty((len(x_BSD), 2), np.float32)
     for row, label in np.ndindex(found_B2.shape):
         order = {"order": np.int32([label]), "order_weights": np.float32([1])}
-        found_B2[row, label] = -loss(ends, x_BSD[row : row + 1], batch | order)
+        found_B2[row, label] = -loss(shared, {"x": x_BSD[row : row + 1]}, batch | order)
     return found_B2
 
 
 # --- theirs ---------------------------------------------------------------------------------------
+
+
+def _transformers_can(theirs: HuggingFaceModel) -> bool:
+    """Whether transformers is installed and memory has room for all of the model, in float32."""
+    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
+        return False
+    needed = 2 * 4 * sum(math.prod(shape) for shape in theirs.shapes.values())
+    try:
+        return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not Linux: a model that any machine has room for
+        return needed < 2 << 30
 
 
 def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> tuple[Outputs, str]:
@@ -228,12 +244,14 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
     except ImportError as error:
         raise UserError(
             f"check='transformers' needs {error.name}: pip install 'mtx[peers]', or use "
-            "check='formulas'"
+            "check='ours'"
         ) from error
     # Not what `architectures` says: a GPT2Model is saved without the head that it shares.
     name = "AutoModelForMaskedLM" if theirs.absent else theirs.kind.architecture
-    kind = getattr(transformers, "AutoModel" if "head" in theirs.absent else name)
-    model = kind.from_pretrained(theirs.directory, dtype=torch.float32).eval()
+    kind = getattr(transformers, "AutoModel" if "head.masked" in theirs.absent else name)
+    model = kind.from_pretrained(
+        theirs.directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
         out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import numpy as np
 from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
-from mtx.config import Layout, ModelConfig, RunConfig, to_dict
-from mtx.conversion.huggingface import Canonical, Report, Shape, parts
+from mtx.config import ModelConfig, RunConfig, to_dict
+from mtx.conversion.huggingface import Canonical, Report, parts
 from mtx.errors import UserError
-from mtx.sharding.mesh import make_mesh
+from mtx.huggingface import Shape, is_of_layers
+from mtx.layers.model import Model
 from mtx.step.optimizer import LossScale, state_arrays
 from mtx.step.trainer import Trainer
 
@@ -25,14 +28,19 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """The shapes of a model's canonical arrays, by path: "ends.tokens", "block.mlp.up.w"."""
-    mesh = make_mesh(Layout(), jax.local_devices()[:1])  # one process asks, of a cluster perhaps
-    trainer = Trainer(RunConfig(model=model, global_batch=1), mesh=mesh)
-    tree = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
-    return {
-        ".".join(key.key for key in path): leaf.shape
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`."""
+    plain = Model(replace(model, vocab_multiple=1))  # canonical arrays have no padding
+    shapes = _by_path(jax.eval_shape(partial(plain.init_shared, 0)))
+    for kind in plain.kinds:
+        layers = plain.pattern.count(kind)
+        one = _by_path(jax.eval_shape(partial(plain.init_layer, kind, 0, 0)))
+        shapes |= {f"layers.{kind}.{path}": (layers, *shape) for path, shape in one.items()}
+    return shapes
+
+
+def _by_path(tree: Any) -> dict[str, Shape]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {".".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
 class SavedParameters:
@@ -111,20 +119,25 @@ def write_checkpoint(
 
 
 def _files(shapes: Mapping[str, Shape]) -> list[list[tuple[str, slice]]]:
-    """What to write into each file: one layer, or about as much of the ends."""
-    blocks = {path: shape for path, shape in shapes.items() if path.startswith("block.")}
-    layer_bytes = sum(4 * math.prod(shape[1:]) for shape in blocks.values())
+    """What to write into each file: one layer, or about as much of embedding and head."""
+    kinds = defaultdict(dict)
+    for path in filter(is_of_layers, shapes):
+        kinds[path.split(".")[1]][path] = shapes[path]
+    layer_bytes = max(
+        sum(4 * math.prod(shape[1:]) for shape in kind.values()) for kind in kinds.values()
+    )
     files: list[list[tuple[str, slice]]] = [[]]
     file_bytes = 0
     for path, shape in shapes.items():
-        for rows in parts(path, shape) if path not in blocks else ():
+        for rows in parts(path, shape) if not is_of_layers(path) else ():
             if file_bytes > layer_bytes:
                 files.append([])
                 file_bytes = 0
             files[-1].append((path, rows))
             file_bytes += 4 * (rows.stop - rows.start) * math.prod(shape[1:])
-    layers = next(iter(blocks.values()))[0]
-    files += [[(path, slice(layer, layer + 1)) for path in blocks] for layer in range(layers)]
+    for kind in kinds.values():
+        layers = next(iter(kind.values()))[0]
+        files += [[(path, slice(layer, layer + 1)) for path in kind] for layer in range(layers)]
     return files
 
 
