@@ -35,9 +35,7 @@ class ConvertOptions:
     # what the logits are compared with: transformers, where it is installed and memory has room, or
     # ours: our own model with the parameters of SOURCE and with those of TARGET
     check: Literal["auto", "transformers", "ours", "none"] = "auto"
-    sequence: _Tokens = (
-        None  # from Hugging Face, with rotary positions: of the run; else all
-    )
+    sequence: _Tokens = None  # from Hugging Face, with rotary positions: of the run; else all
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
     dtype: Dtype = "auto"  # the run computes in, or the tensors are to have; auto: the source's own
     step: _Step = None  # to Hugging Face: of the checkpoint; the newest where not given

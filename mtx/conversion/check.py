@@ -14,23 +14,22 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtx.config import ModelConfig
-from mtx.conversion.huggingface import Canonical, HuggingFaceModel, parts
+from mtx.conversion.huggingface import Canonical, HuggingFaceModel
 from mtx.conversion.safetensors import DTYPES
 from mtx.errors import UserError
 from mtx.huggingface import Shape
 from mtx.layers.model import Model
 from mtx.layers.norm import layer_norm
 
-Leaves = Iterator[tuple[str, np.ndarray]]  # each with its path
 Check = Literal["auto", "transformers", "ours", "none"]
 _ROWS, _MOST_POSITIONS = 2, 32
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is a hundredth of that
@@ -57,11 +56,10 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Outputs:
+class Outputs(NamedTuple):
     """What a model gives for some tokens."""
 
-    logits: Callable[[slice], np.ndarray]  # [B, S, rows] of some rows of the vocabulary
+    logits: np.ndarray  # [B, S, V]; of a model without a head [B, S, D]
     order_B2: np.ndarray | None = None  # logits of BERT's binary head, where it has one
 
 
@@ -92,24 +90,19 @@ def compare(
     positions_BS = np.arange(size, dtype=np.int32) * np.array([[1], [model.sequence // size]])
     positions_BS = positions_BS.astype(np.int32)
     has_head = "head.masked" not in theirs.absent
-    own = _our_outputs(model, ours, tokens_BS, positions_BS, has_head=has_head)
+    own = our_outputs(model, ours, tokens_BS, positions_BS, has_head=has_head)
     if check == "transformers" or (check == "auto" and _transformers_can(theirs)):
         other, what = _transformers_outputs(theirs, tokens_BS, positions_BS)
     else:
-        other = _our_outputs(model, theirs, tokens_BS, positions_BS, has_head=has_head)
+        other = our_outputs(model, theirs, tokens_BS, positions_BS, has_head=has_head)
         what = "our model with the other side's parameters"
-    width = model.vocab if has_head else model.hidden
-    largest_difference = largest_logit = 0.0
-    for rows in parts("embed.tokens", (width, model.hidden)):
-        one, another = own.logits(rows), other.logits(rows)
-        largest_difference = max(largest_difference, _largest(one - another))
-        largest_logit = max(largest_logit, _largest(another))
+    largest_difference = _largest(own.logits - other.logits)
     if own.order_B2 is not None and other.order_B2 is not None:
         one, another = (np.diff(logits.order_B2) for logits in (own, other))
         largest_difference = max(largest_difference, _largest(one - another))
     return Comparison(
         positions=tokens_BS.size, largest_difference=largest_difference,
-        largest_logit=largest_logit, other=what,
+        largest_logit=_largest(other.logits), other=what,
     )  # fmt: skip
 
 
@@ -122,69 +115,51 @@ def _largest(array: np.ndarray) -> float:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def _our_outputs(
-    config: ModelConfig, source: Canonical, tokens_BS, positions_BS, *, has_head: bool
+def our_outputs(
+    config: ModelConfig, source: Canonical, tokens_BS, positions_BS, *, has_head: bool = True
 ) -> Outputs:
-    """Of our own modules, whose tables hold only the rows of the vocabulary at hand."""
+    """Of our own modules, with a layer, or embedding and head, in memory."""
+    model = _model(config)
 
-    def shared(rows: slice) -> dict[str, Any]:
-        paths = [path for path in source.shapes if not path.startswith("layers.")]
-        return _tree((path, source.read(path, _vocab_rows(path, rows))) for path in paths)
+    def read(start: str, layer: int | None = None) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        rows = slice(None) if layer is None else slice(layer, layer + 1)
+        for path in (path for path in source.shapes if path.startswith(start)):
+            *names, last = path.removeprefix(start).split(".")
+            array = source.read(path, rows)
+            node = functools.reduce(lambda node, name: node.setdefault(name, {}), names, tree)
+            node[last] = jnp.asarray(array if layer is None else array[0])
+        return tree
 
-    ids = np.unique(tokens_BS)
-    tables = shared(slice(0, 1))
-    rows = [source.read("embed.tokens", slice(token, token + 1)) for token in ids.tolist()]
-    tables["embed"]["tokens"] = jnp.concatenate(rows)
-    batch = {"tokens": np.searchsorted(ids, tokens_BS).astype(np.int32), "positions": positions_BS}
-    batch |= {"types": np.zeros_like(tokens_BS)}
-    model = _model(config, len(ids))
-    stream, context = model.embed(tables, batch), model.context(0, batch, None, None)
-    found: dict[str, int] = {}
-    for kind in model.pattern:  # a layer in memory at a time
-        layer = found[kind] = found.get(kind, -1) + 1
-        params = _tree(_of_layer(source, kind, layer))
+    shared = {"embed": read("embed."), "head": read("head.")}
+    batch = {"tokens": tokens_BS, "positions": positions_BS, "types": np.zeros_like(tokens_BS)}
+    stream, context = model.embed(shared, batch), model.context(0, batch, None, None)
+    for place, kind in enumerate(model.pattern):
+        layer = model.pattern[:place].count(kind)
+        params = read(f"layers.{kind}.", layer)
         stream = jax.block_until_ready(model.layer(kind, params, stream, context))
-    x_BSD = jax.device_get(stream["x"])
-
-    def logits(rows: slice) -> np.ndarray:
-        if not has_head:
-            return _final(config, shared(slice(0, 1))["head"], x_BSD)[..., rows]
-        each = {"x": x_BSD.reshape(-1, 1, config.hidden)}  # every position a row of its own
-        head = _model(config, rows.stop - rows.start)
-        flat = head.next_logits(shared(rows), each, np.zeros(len(each["x"]), np.int32))
-        return np.asarray(flat).reshape(*x_BSD.shape[:2], -1)
-
-    has_order = "head.binary.w" in source.shapes
-    return Outputs(logits, _order(config, shared(slice(0, 1)), x_BSD) if has_order else None)
+    x_BSD = stream["x"]
+    order_B2 = _order(model, shared, x_BSD) if "binary" in shared["head"] else None
+    if not has_head:  # BERT's last layer as Hugging Face has it: after the last norm, if any
+        norm = shared["head"].get("norm")
+        if norm is not None:
+            x_BSD = layer_norm(x_BSD, norm["scale"], norm["bias"], config.norm_epsilon)
+        return Outputs(np.asarray(x_BSD), order_B2)
+    every = x_BSD.reshape(-1, 1, config.hidden)  # position a row of its own
+    logits = model.next_logits(shared, {"x": every}, np.zeros(len(every), np.int32))
+    return Outputs(np.asarray(logits).reshape(*tokens_BS.shape, -1), order_B2)
 
 
-def _of_layer(source: Canonical, kind: str, layer: int) -> Leaves:
-    """The parameters of one layer of a kind, one after the other."""
-    start = f"layers.{kind}."
-    for path in source.shapes:
-        if path.startswith(start):
-            yield path.removeprefix(start), source.read(path, slice(layer, layer + 1))[0]
-
-
-def _vocab_rows(path: str, rows: slice) -> slice:
-    return rows if path in ("embed.tokens", "head.output", "head.masked.bias") else slice(None)
-
-
-@functools.lru_cache(maxsize=4)
-def _model(config: ModelConfig, vocab: int) -> Model:
-    """Of ours, for a vocabulary of that many tokens, in float32 and without dropout."""
-    config = replace(
-        config, vocab=vocab, vocab_multiple=1, dropout=0.0, attention_dropout=0.0,
-        compute_dtype="float32",
+def _model(config: ModelConfig) -> Model:
+    """Of ours, in float32, without dropout and padding."""
+    model = Model(
+        replace(
+            config, vocab_multiple=1, dropout=0.0, attention_dropout=0.0, compute_dtype="float32"
+        )
     )  # fmt: skip
-    model = Model(config)
 
-    def exactly(function: Callable, **static) -> Callable:
-        def run(*arguments):
-            with jax.default_matmul_precision("highest"):
-                return function(*arguments)
-
-        return jax.jit(run, **static)
+    def exactly(function: Callable, **static: Any) -> Callable:
+        return jax.jit(jax.default_matmul_precision("highest")(function), **static)
 
     model.embed, model.loss = exactly(model.embed), exactly(model.loss)
     model.layer = exactly(model.layer, static_argnums=0)
@@ -192,34 +167,14 @@ def _model(config: ModelConfig, vocab: int) -> Model:
     return model
 
 
-def _tree(leaves: Leaves) -> dict[str, Any]:
-    """("a.b", leaf), ... as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves:
-        *names, last = path.split(".")
-        node = tree
-        for name in names:
-            node = node.setdefault(name, {})
-        node[last] = jnp.asarray(leaf)
-    return tree
-
-
-def _final(config: ModelConfig, head: Mapping[str, Any], x_BSD: np.ndarray) -> np.ndarray:
-    """BERT's last layer as Hugging Face has it: after the last norm, where there is one."""
-    norm = head.get("norm")
-    if norm is None:
-        return x_BSD
-    return np.asarray(layer_norm(x_BSD, norm["scale"], norm["bias"], config.norm_epsilon))
-
-
-def _order(config: ModelConfig, shared: dict[str, Any], x_BSD: np.ndarray) -> np.ndarray:
+def _order(model: Model, shared: dict[str, Any], x_BSD: jax.Array) -> np.ndarray:
     """[B, 2]: log-probabilities of the binary head, from its loss for each label."""
-    loss, nothing_1S = _model(config, 1).loss, np.zeros((1, x_BSD.shape[1]), np.int32)
+    nothing_1S = np.zeros((1, x_BSD.shape[1]), np.int32)
     batch = {"targets": nothing_1S, "weights": nothing_1S.astype(np.float32)}
     found_B2 = np.empty((len(x_BSD), 2), np.float32)
     for row, label in np.ndindex(found_B2.shape):
         order = {"order": np.int32([label]), "order_weights": np.float32([1])}
-        found_B2[row, label] = -loss(shared, {"x": x_BSD[row : row + 1]}, batch | order)
+        found_B2[row, label] = -model.loss(shared, {"x": x_BSD[row : row + 1]}, batch | order)
     return found_B2
 
 
@@ -249,15 +204,29 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
     # Not what `architectures` says: a GPT2Model is saved without the head that it shares.
     name = "AutoModelForMaskedLM" if theirs.absent else theirs.kind.architecture
     kind = getattr(transformers, "AutoModel" if "head.masked" in theirs.absent else name)
-    model = kind.from_pretrained(
-        theirs.directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
-        out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    logging = transformers.utils.logging
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        model = kind.from_pretrained(
+            theirs.directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
+            out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # whatever it makes of a config.json
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"transformers cannot run {theirs.directory}: {line}; use check='ours'"
+        ) from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
     order = getattr(out, "seq_relationship_logits", None)
     found = (getattr(out, field, None) for field in ("logits", "prediction_logits"))
     logits = next((a for a in found if a is not None), None)
     logits = (out.last_hidden_state if logits is None else logits).numpy()
-    outputs = Outputs(lambda rows: logits[..., rows], None if order is None else order.numpy())
+    outputs = Outputs(logits, None if order is None else order.numpy())
     return outputs, f"transformers {transformers.__version__}"

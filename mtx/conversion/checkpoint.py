@@ -19,12 +19,13 @@ from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
 from mtx.conversion.huggingface import Canonical, Report, parts
 from mtx.errors import UserError
-from mtx.huggingface import Shape, is_of_layers
+from mtx.huggingface import Shape
 from mtx.layers.model import Model
 from mtx.step.optimizer import LossScale, state_arrays
 from mtx.step.trainer import Trainer
 
 _FLOAT32 = np.dtype(np.float32)
+_FILE_BYTES = 1 << 30
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -119,25 +120,17 @@ def write_checkpoint(
 
 
 def _files(shapes: Mapping[str, Shape]) -> list[list[tuple[str, slice]]]:
-    """What to write into each file: one layer, or about as much of embedding and head."""
-    kinds = defaultdict(dict)
-    for path in filter(is_of_layers, shapes):
-        kinds[path.split(".")[1]][path] = shapes[path]
-    layer_bytes = max(
-        sum(4 * math.prod(shape[1:]) for shape in kind.values()) for kind in kinds.values()
-    )
+    """What to write into each file, about as much as is held in memory at a time."""
     files: list[list[tuple[str, slice]]] = [[]]
     file_bytes = 0
     for path, shape in shapes.items():
-        for rows in parts(path, shape) if not is_of_layers(path) else ():
-            if file_bytes > layer_bytes:
+        for rows in parts(path, shape):
+            size = 4 * (rows.stop - rows.start) * math.prod(shape[1:])
+            if files[-1] and file_bytes + size > _FILE_BYTES:
                 files.append([])
                 file_bytes = 0
             files[-1].append((path, rows))
-            file_bytes += 4 * (rows.stop - rows.start) * math.prod(shape[1:])
-    for kind in kinds.values():
-        layers = next(iter(kind.values()))[0]
-        files += [[(path, slice(layer, layer + 1)) for path in kind] for layer in range(layers)]
+            file_bytes += size
     return files
 
 

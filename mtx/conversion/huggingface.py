@@ -6,7 +6,7 @@ Both read and write a layer, or some rows of a table, at a time. Canonical array
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 from mtx import files
 from mtx.config import ModelConfig
 from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_config
-from mtx.conversion.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
+from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
 from mtx.errors import UserError
 from mtx.huggingface import HuggingFace, Json, Names, Shape, Weight, is_of_layers
 
@@ -135,7 +135,7 @@ class HuggingFaceModel:
     @property
     def form(self) -> Form:
         """Of the widest dtype, where they differ. After `expect`."""
-        there = {file.tensors[name].dtype for file, name in self._tensors.values()}
+        there = {file.tensors[name][0] for file, name in self._tensors.values()}
         dtype = next((dtype for dtype in ("F32", "BF16", "F16") if dtype in there), "F32")
         prefixed = any(name.startswith(self.names.prefix) for _, name in self._tensors.values())
         known = self.config.get("architectures")
@@ -195,7 +195,7 @@ class HuggingFaceModel:
 
     def _shape(self, name: str) -> Shape:
         file, there = self._tensors[name]
-        return file.tensors[there].shape
+        return file.tensors[there][1]
 
     def _compare(self, twin: str, main: str) -> None:
         shape = self._shape(main)
@@ -215,10 +215,6 @@ class HuggingFaceModel:
         file, there = self._tensors[name]
         return file.read(there, rows)
 
-    def tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor by its short name, or some of its rows, float32."""
-        return self._read(name, rows).astype(np.float32)
-
     def read(self, path: str, rows: slice) -> np.ndarray:
         """Rows of a canonical array: layers, or rows of a table. What the model is without has
         the values of a new model: norms 1 and 0, biases 0, weights drawn anew."""
@@ -229,7 +225,7 @@ class HuggingFaceModel:
         weight, starts = self._weights[path]
         if not is_of_layers(path):
             if weight.form == "table":
-                return self.tensor(weight.names[0], rows)
+                return self._read(weight.names[0], rows).astype(np.float32)
             return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
         array = np.empty((stop - start, *shape[1:]), np.float32)
         for place, prefix in enumerate(starts[start:stop]):
@@ -281,40 +277,29 @@ def write_model(
     shapes, dtype = present(source.shapes, form.absent), form.dtype
     tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}
     files = _divide(tensors, DTYPES[dtype].itemsize, most_file_bytes)
-    done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
-    with contextlib.ExitStack() as stack:
-        writers: dict[str, SafetensorsWriter] = {}
-        for file, inside in files.items():
-            writer = stack.enter_context(SafetensorsWriter(directory / file, inside, dtype=dtype))
-            writers |= dict.fromkeys(inside, writer)
+    places = {name: file for file, inside in files.items() for name in inside}
+
+    def values() -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors, or rows of them, in the order of `tensors`."""
+        done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
         for path, weight, starts in names.arrays(shapes, pattern):
-            of_layers = is_of_layers(path)
             for rows in parts(path, shapes[path]):
                 array = source.read(path, rows)
-                row = 0 if of_layers else rows.start
-                for name, tensor in _tensors_of(weight, starts[rows] if of_layers else None, array):
-                    name = names.full(name)
-                    _refuse_overflow(name, tensor, dtype)
-                    writers[name].write(name, tensor, row=row)
+                of_layers = is_of_layers(path)
+                start, array = (starts[rows.start], array[0]) if of_layers else ("", array)
+                for name, tensor in zip(weight.names, weight.to_tensors(array), strict=True):
+                    _refuse_overflow(name := names.full(start + name), tensor, dtype)
+                    yield name, tensor
                 done += array.nbytes
                 report(done, total)
+
+    for file, group in itertools.groupby(values(), lambda value: places[value[0]]):
+        written = (tensor for _, tensor in group)
+        write_safetensors(directory / file, files[file], written, dtype=dtype)
     if len(files) > 1:
         size = sum(math.prod(shape) for shape in tensors.values()) * DTYPES[dtype].itemsize
-        places = {name: file for file, inside in files.items() for name in inside}
         write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
     write_json(directory / CONFIG, _whole_config(model, form, base))
-
-
-def _tensors_of(
-    weight: Weight, starts: Sequence[str] | None, array: np.ndarray
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors, by short name, of layers whose names start so, or of rows of a shared array."""
-    if starts is None:
-        yield from zip(weight.names, weight.to_tensors(array), strict=True)
-        return
-    for start, layer in zip(starts, array, strict=True):
-        for name, tensor in zip(weight.names, weight.to_tensors(layer), strict=True):
-            yield start + name, tensor
 
 
 def _divide(
