@@ -93,7 +93,9 @@ SMALL = {
     "llama 3, tied": lambda: llama(rope_parameters=LLAMA3, tie_word_embeddings=True),
     "bert": bert,
     "megatron-bert": lambda: bert(kind="MegatronBert", hidden_act="gelu_new"),
-    "mistral, no window": lambda: windowed("Mistral", sliding_window=None, head_dim=None),
+    "mistral, no window": lambda: windowed(
+        "Mistral", sliding_window=None, num_attention_heads=6, head_dim=None
+    ),
     "qwen2, no window": lambda: windowed("Qwen2", num_key_value_heads=12),
     "qwen3, windows alone": lambda: windowed("Qwen3", use_sliding_window=True, max_window_layers=0),
     "gemma2, no caps": lambda: windowed(
@@ -118,14 +120,17 @@ OF_FIVE_LAYERS = [
 ]  # fmt: skip
 
 
-def random_model(make):
-    """In float32 for evaluation, biases and norms moved away from 0 and 1."""
+def random_model(make, *, scale=1):
+    """In float32 for evaluation, biases and norms moved away from 0 and 1; scale: of the matrices
+    of layers."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.05 * torch.randn_like(parameter)
+            elif ".layers." in name:
+                parameter *= scale
     return model
 
 
@@ -285,7 +290,8 @@ def test_what_we_write_loads_without_a_word(tmp_path, name, caplog):
 @pytest.mark.parametrize("name", WINDOWED)
 def test_greedy_texts_are_the_same(tmp_path, name):
     """Of what we write, longer than the windows; on two layouts."""
-    random_model(lambda: WINDOWED[name](vocab=256)).save_pretrained(tmp_path / "in")
+    model = random_model(lambda: WINDOWED[name](vocab=256), scale=12)
+    model.save_pretrained(tmp_path / "in")
     to_checkpoint(tmp_path / "in", tmp_path / "run", tokenizer="bytes", check="none")
     to_huggingface(tmp_path / "run", tmp_path / "out", check="none")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -302,7 +308,7 @@ def test_greedy_texts_are_the_same(tmp_path, name):
         want.append(written[0, ids.shape[1] :].tolist())
     assert len(set(want[0])) > 3, "a text that says something"
     checkpoints = Checkpoints(tmp_path / "run")
-    for layout in (Layout(), Layout(pipe=2, tensor=2)):
+    for layout in (Layout(), Layout(pipe=2, tensor=2, stage_layers=(3, 2))):
         trainer = Trainer(replace(checkpoints.run(), layout=layout, global_batch=2))
         generator = Generator(trainer, checkpoints.restore(trainer), checkpoints.tokenizer())
         found = generator.complete(prompts, tokens=15, sampling=Sampling(temperature=0))
