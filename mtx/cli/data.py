@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
-from mtx.config import SplitBy
+from mtx.config.data import SplitBy
 from mtx.errors import UserError, unknown_name
 from mtx.fields import Between
 from mtx.sizes import DataSeed, Processes, Tokens, TrainedVocab, Vocab

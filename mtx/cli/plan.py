@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse, split_name
-from mtx.config import ComputeDtype, Family, Layout, ModelConfig, Recompute, RunConfig
+from mtx.config import ComputeDtype, Layout, ModelConfig, Recompute, RunConfig
 from mtx.errors import UserError
 from mtx.presets import preset
 from mtx.sizes import Devices, Ffn, Layers, Sequences, Stages, Tokens, Vocab, Width
@@ -50,7 +50,7 @@ class PlanOptions:
     """What is left out is the preset's, or chosen and said."""
 
     # of a model without a PRESET; else gpt
-    family: Annotated[Family | None, _shown_as("{gpt,llama,bert}")] = None
+    family: str | None = None
     hidden: _Width = None  # the model: size between the layers
     layers: _Layers = None  # transformer blocks
     heads: _Width = None  # of attention; else of 128 each

@@ -40,7 +40,7 @@ class Layout:
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
-    # layers of each of the pipe*virtual model pieces, in model order
+    # layers of each of the pipe*virtual stages, in model order
     stage_layers: StageLayers = "even"
 
     def __post_init__(self):

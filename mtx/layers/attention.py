@@ -30,6 +30,7 @@ from mtx.layers.attend import (
     sliced_attention,
 )
 from mtx.layers.context import Context, positions_of
+from mtx.layers.kernels import AttentionKernel
 from mtx.layers.norm import Norm, RMSNorm, rms_norm
 from mtx.layers.rotary import Rotary, rotate
 from mtx.layers.sublayer import Build, Keep
@@ -151,6 +152,11 @@ class AttentionModule(nnx.Module):
             k_BSgK = rotate(k_BSgK, positions, self.config.rotary)
         return q_BShK, jnp.stack([k_BSgK, kv_BSngK[:, :, 1]], axis=2)
 
+    @property
+    def _kernel(self) -> AttentionKernel:
+        """cuDNN's has no soft caps."""
+        return self.build.kernel if self.config.scores.softcap is None else "blocked"
+
     def _normed(self, norm: RMSNorm, a_BShK):
         scale_K = used_by_heads(norm.scale[...], self.build.axes)
         return rms_norm(a_BShK, scale_K, norm.epsilon, norm.offset)
@@ -159,8 +165,7 @@ class AttentionModule(nnx.Module):
         projected, config = self.project(x_BsD, context), self.config
         segments_BS = None if context is None else context.segments_BS
         if context is None or context.rng is None or not config.dropout:
-            kernel = self.build.kernel
-            o_BShK = attention(projected, segments_BS, rules=config.scores, kernel=kernel)
+            o_BShK = attention(projected, segments_BS, rules=config.scores, kernel=self._kernel)
             return self.out(o_BShK)
         heads, tensor = projected[0].shape[-2], self.build.axes.tensor
         o_BShK = attention_with_dropout(
@@ -190,6 +195,6 @@ class AttentionModule(nnx.Module):
         projected, rules = self.project(x_BtD, context), self.config.scores
         held_nBgSK = keep(kept_of(projected))
         if held_nBgSK is None:
-            return self.out(attention(projected, rules=rules, kernel=self.build.kernel))
+            return self.out(attention(projected, rules=rules, kernel=self._kernel))
         q_BthK, _, _ = separate(projected)
         return self.out(cached_attention(q_BthK, held_nBgSK, context.positions_BS, rules))

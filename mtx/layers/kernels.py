@@ -12,8 +12,8 @@ def query_blocks(sequence: int) -> int:
     return 4 if sequence % 4 == 0 and sequence >= 64 else 1
 
 
-def cudnn_takes(*, head_size: int, sequence: int, dtype: str, softcap: bool = False) -> bool:
+def cudnn_takes(*, head_size: int, sequence: int, dtype: str) -> bool:
     """Whether cuDNN's fused attention takes such heads, as `jax.nn.dot_product_attention` asks:
     the sequence is even for the sake of masks."""
     heads = head_size <= 128 and head_size % 8 == 0
-    return heads and sequence % 2 == 0 and dtype != "float32" and not softcap
+    return heads and sequence % 2 == 0 and dtype != "float32"
