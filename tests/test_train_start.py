@@ -151,12 +151,12 @@ def test_a_model_goes_on_from_what_it_knows(folder, capsys):
     )  # fmt: skip
     assert run.data.tokenizer == "runs/llama/huggingface" and run.optimizer.min_lr == 2e-6
 
-    with HuggingFaceModel(Path("llama")) as theirs, Checkpoints("runs/llama").open(0) as store:
+    theirs, rows = HuggingFaceModel(Path("llama")), slice(0, 5)
+    with Checkpoints("runs/llama").open(0) as store:
         ours = SavedParameters(store)
         theirs.expect(ours.shapes)
-        rows = slice(0, 5)
         np.testing.assert_array_equal(
-            ours.read("ends.tokens", rows), theirs.read("ends.tokens", rows)
+            ours.read("embed.tokens", rows), theirs.read("embed.tokens", rows)
         )
     first = log_of("runs/llama", "eval")[0]
     held_out = scored("runs/llama", lambda data: next(iter(data.eval_batches(1, 4))))

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.snapshot import NUMBERS, Snapshot
 from mtx.checkpoint.store import Store
 from mtx.config import Layout, to_dict
-from mtx.conversion.safetensors import DTYPES, SafetensorsWriter
+from mtx.conversion.safetensors import DTYPES, write_safetensors
 from mtx.errors import UserError
 from mtx.paths import check_path
 from mtx.step.trainer import Trainer
@@ -115,13 +115,16 @@ def _write_safetensors(
 def _write_tensors(store: Store, path: Path, names: dict[str, str], dtype: str) -> None:
     """One file; `names` are the checkpoint's by those in the file."""
     shapes = {name: store.catalog[source].shape for name, source in names.items()}
-    with SafetensorsWriter(path, shapes, dtype=dtype) as writer:
+
+    def values() -> Iterator[np.ndarray]:
         for name, shape in shapes.items():
             rows = max(1, _ROWS_BYTES // (4 * math.prod(shape[1:])))
             for row in range(0, shape[0], rows):
                 start = (row, *(0,) * (len(shape) - 1))
                 part = (min(rows, shape[0] - row), *shape[1:])
-                writer.write(name, store.read(names[name], start, part), row=row)
+                yield store.read(names[name], start, part)
+
+    write_safetensors(path, shapes, values(), dtype=dtype)
 
 
 def _write_orbax(
