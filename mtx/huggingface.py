@@ -56,6 +56,11 @@ class Fields:
     def number(self, name: str) -> float:
         return float(checked(f"{self.where}: {name}", self._values.get(name), float))
 
+    def of_kind(self, kind: type, name: str) -> Any:
+        if kind is bool:
+            return bool(self._values.get(name))
+        return self.number(name) if kind is float else self.whole(name)
+
     def require(self, name: str, *allowed: Any) -> None:
         """UserError where it has another value; one that is not there is none."""
         value = self._values.get(name, _MISSING)
@@ -83,9 +88,9 @@ class Fields:
         return Fields(value, {}, f"{self.where}: {name}")
 
 
-def ffn_field(fields: Fields, name: str, hidden: int) -> Json:
+def ffn_field(fields: Fields, name: str, hidden_name: str) -> Json:
     """The size of an MLP as a config of ours has it: as a multiple of the hidden size, if it is."""
-    size = fields.whole(name)
+    size, hidden = fields.whole(name), fields.whole(hidden_name)
     return {"ffn": size} if size % hidden else {"ffn_multiple": size // hidden}
 
 
@@ -220,7 +225,8 @@ class HuggingFace:
     architecture: str  # of a whole model
     defaults: Json  # of config.json
     names: Names
-    to_model: Callable[[Fields], Json]  # fields of the family's config
-    to_config: Callable[[Any], Json]  # of a config; without what all families have
+    fields: Mapping[str, str]  # numbers of the family's config, and what they are called there
+    to_model: Callable[[Fields], Json]  # the other fields of the family's config
+    to_config: Callable[[Any], Json]  # and the other values of config.json
     fixed: Json = field(default_factory=dict)  # values that config.json may have no others of
     has: Callable[[Any], bool] = lambda model: True  # whether a model of the family is of this type

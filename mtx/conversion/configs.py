@@ -33,7 +33,11 @@ def read_config(config: Json, where: str) -> tuple[ModelConfig, list[str]]:
     fields.require("add_cross_attention", False)
     for name, value in kind.fixed.items():
         fields.require(name, value, *(() if value else (None,)))
-    values = kind.to_model(fields)
+    values = {
+        ours: fields.of_kind(type(kind.defaults[theirs]), theirs)
+        for ours, theirs in kind.fields.items()
+    }
+    values |= kind.to_model(fields)
     try:
         family = _FAMILIES[kind.model_type]
         return ModelConfig(family=family, compute_dtype="float32", **values), fields.notes
@@ -55,6 +59,6 @@ def config_of(model: ModelConfig) -> Json:
     kind = kind_of_model(model)
     return {
         "model_type": kind.model_type, "architectures": [kind.architecture],
-        "vocab_size": model.vocab, "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tied, **kind.fixed, **kind.to_config(model),
+        **{theirs: getattr(model, ours) for ours, theirs in kind.fields.items()},
+        **kind.fixed, **kind.to_config(model),
     }  # fmt: skip

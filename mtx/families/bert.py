@@ -87,32 +87,16 @@ CONFIG = Bert
 
 def _to_model(fields: Fields) -> Json:
     fields.require("is_decoder", False)
-    fields.require("tie_word_embeddings", True)
-    hidden = fields.whole("hidden_size")
     return {
-        "layers": fields.whole("num_hidden_layers"), "hidden": hidden,
-        "heads": fields.whole("num_attention_heads"),
-        "sequence": fields.whole("max_position_embeddings"), "vocab": fields.whole("vocab_size"),
-        **ffn_field(fields, "intermediate_size", hidden),
-        "dropout": fields.number("hidden_dropout_prob"),
-        "attention_dropout": fields.number("attention_probs_dropout_prob"),
-        "init_std": fields.number("initializer_range"),
-        "norm_epsilon": fields.number("layer_norm_eps"),
+        **ffn_field(fields, "intermediate_size", "hidden_size"),
         "norm_placement": "post" if fields.get("model_type") == "bert" else "pre",
         "gelu": fields.choice("hidden_act", GELU_NAMES),
     }  # fmt: skip
 
 
 def _to_config(model: Bert) -> Json:
-    return {
-        "num_hidden_layers": model.layers, "hidden_size": model.hidden,
-        "num_attention_heads": model.heads, "intermediate_size": model.ffn_hidden,
-        "max_position_embeddings": model.sequence,
-        "hidden_act": "gelu_new" if model.gelu == "tanh" else "gelu",
-        "hidden_dropout_prob": model.dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "layer_norm_eps": model.norm_epsilon,
-    }  # fmt: skip
+    act = "gelu_new" if model.gelu == "tanh" else "gelu"
+    return {"intermediate_size": model.ffn_hidden, "hidden_act": act}
 
 
 def _names(shared: tuple[Weight, ...], layers: tuple[Weight, ...], **others: Any) -> Names:
@@ -155,11 +139,20 @@ _DEFAULTS = {
     "attention_probs_dropout_prob": 0.1, "max_position_embeddings": 512, "type_vocab_size": 2,
     "initializer_range": 0.02, "layer_norm_eps": 1e-12,
 }  # fmt: skip
-_FIXED = {"type_vocab_size": 2, "position_embedding_type": "absolute"}
+_FIXED = {
+    "type_vocab_size": 2, "position_embedding_type": "absolute", "tie_word_embeddings": True
+}  # fmt: skip
+_FIELDS = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "sequence": "max_position_embeddings", "vocab": "vocab_size", "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob", "init_std": "initializer_range",
+    "norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
 HUGGING_FACE = (
     HuggingFace(
         model_type="bert", architecture="BertForPreTraining", defaults=_DEFAULTS, fixed=_FIXED,
-        to_model=_to_model, to_config=_to_config, has=lambda model: model.norm_placement == "post",
+        fields=_FIELDS, to_model=_to_model, to_config=_to_config,
+        has=lambda model: model.norm_placement == "post",
         names=_names(
             norm_of("embed.norm", "embeddings.LayerNorm"),
             norm_of("attention_norm", "attention.output.LayerNorm")
@@ -175,7 +168,8 @@ HUGGING_FACE = (
             "num_attention_heads": 16, "intermediate_size": 4096,
         },
         fixed=_FIXED,
-        to_model=_to_model, to_config=_to_config, has=lambda model: model.norm_placement == "pre",
+        fields=_FIELDS, to_model=_to_model, to_config=_to_config,
+        has=lambda model: model.norm_placement == "pre",
         names=_names(
             norm_of("head.norm", "encoder.ln"),
             norm_of("attention_norm", "attention.ln") + norm_of("mlp_norm", "ln"),

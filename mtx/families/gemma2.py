@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mtx.families.llama import DEFAULTS, Llama, names, preset, to_config, to_model
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, to_config, to_model
 from mtx.fields import require_above
 from mtx.huggingface import Fields, HuggingFace, Json
 from mtx.sizes import Tokens, Width
@@ -78,7 +78,7 @@ def _to_model(fields: Fields) -> Json:
     fields.require("hidden_activation", "gelu_pytorch_tanh", "gelu_new")
     fields.require("use_bidirectional_attention", None, False)
     model = to_model(fields)
-    fields.require("layer_types", None, _layer_types(model["layers"]))
+    fields.require("layer_types", None, _layer_types(fields.whole("num_hidden_layers")))
     caps = {
         ours: fields.number(theirs) if theirs in fields else None for ours, theirs in _CAPS.items()
     }
@@ -113,6 +113,7 @@ HUGGING_FACE = (
             "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
         },
         fixed={"attention_bias": False},
+        fields=FIELDS,
         to_model=_to_model,
         to_config=_to_config,
         names=names(norms=_NORMS),

@@ -65,32 +65,21 @@ GELU_NAMES = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tan
 
 
 def _to_model(fields: Fields) -> Json:
-    hidden, dropout = fields.whole("n_embd"), fields.number("resid_pdrop")
+    dropout = fields.number("resid_pdrop")
     if (embedding := fields.get("embd_pdrop", dropout)) != dropout:
         fields.notes.append(
             f"embd_pdrop={embedding} is not kept: dropout={dropout}, which is its resid_pdrop, "
             "holds for the embedding too"
         )
-    return {
-        "layers": fields.whole("n_layer"), "hidden": hidden, "heads": fields.whole("n_head"),
-        "sequence": fields.whole("n_positions"), "vocab": fields.whole("vocab_size"),
-        **(ffn_field(fields, "n_inner", hidden) if "n_inner" in fields else {}),
-        "tied": bool(fields.get("tie_word_embeddings")), "dropout": dropout,
-        "attention_dropout": fields.number("attn_pdrop"),
-        "init_std": fields.number("initializer_range"),
-        "norm_epsilon": fields.number("layer_norm_epsilon"),
-        "gelu": fields.choice("activation_function", GELU_NAMES),
-    }  # fmt: skip
+    ffn = ffn_field(fields, "n_inner", "n_embd") if "n_inner" in fields else {}
+    return {"gelu": fields.choice("activation_function", GELU_NAMES), **ffn}
 
 
 def _to_config(model: GPT) -> Json:
     return {
-        "n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads,
-        "n_positions": model.sequence, "n_ctx": model.sequence,
+        "n_ctx": model.sequence, "embd_pdrop": model.dropout,
         "n_inner": None if model.ffn_hidden == 4 * model.hidden else model.ffn_hidden,
         "activation_function": "gelu_new" if model.gelu == "tanh" else "gelu",
-        "resid_pdrop": model.dropout, "embd_pdrop": model.dropout,
-        "attn_pdrop": model.attention_dropout, "layer_norm_epsilon": model.norm_epsilon,
     }  # fmt: skip
 
 
@@ -105,6 +94,12 @@ HUGGING_FACE = (
             "tie_word_embeddings": True,
         },
         fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        fields={
+            "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "sequence": "n_positions",
+            "vocab": "vocab_size", "tied": "tie_word_embeddings", "dropout": "resid_pdrop",
+            "attention_dropout": "attn_pdrop", "init_std": "initializer_range",
+            "norm_epsilon": "layer_norm_epsilon",
+        },
         to_model=_to_model,
         to_config=_to_config,
         names=Names(

@@ -117,21 +117,23 @@ DEFAULTS = {
 }  # fmt: skip
 
 
+FIELDS = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "sequence": "max_position_embeddings", "vocab": "vocab_size", "tied": "tie_word_embeddings",
+    "attention_dropout": "attention_dropout", "init_std": "initializer_range",
+    "norm_epsilon": "rms_norm_eps",
+}  # fmt: skip
+
+
 def to_model(fields: Fields) -> Json:
     """The fields that all families like Llama have, but for those of the activation."""
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     size = fields.whole("head_dim") if "head_dim" in fields else None
     groups = fields.whole("num_key_value_heads") if "num_key_value_heads" in fields else heads
     return {
-        "layers": fields.whole("num_hidden_layers"), "hidden": hidden, "heads": heads,
         "head_dim": None if size is not None and size * heads == hidden else size,
         "kv_heads": None if groups == heads else groups,
-        "sequence": fields.whole("max_position_embeddings"), "vocab": fields.whole("vocab_size"),
-        **ffn_field(fields, "intermediate_size", hidden),
-        "tied": bool(fields.get("tie_word_embeddings")),
-        "attention_dropout": fields.number("attention_dropout"),
-        "init_std": fields.number("initializer_range"),
-        "norm_epsilon": fields.number("rms_norm_eps"), **_rotary(fields),
+        **ffn_field(fields, "intermediate_size", "hidden_size"), **_rotary(fields),
     }  # fmt: skip
 
 
@@ -177,11 +179,8 @@ def to_config(model: Llama) -> Json:
             "original_max_position_embeddings": model.rotary_original,
         }  # fmt: skip
     return {
-        "num_hidden_layers": model.layers, "hidden_size": model.hidden,
-        "num_attention_heads": model.heads, "num_key_value_heads": model.groups,
-        "head_dim": model.head_size, "intermediate_size": model.ffn_hidden,
-        "max_position_embeddings": model.sequence, "hidden_act": "silu",
-        "rms_norm_eps": model.norm_epsilon, "attention_dropout": model.attention_dropout,
+        "num_key_value_heads": model.groups, "head_dim": model.head_size,
+        "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
         "rope_theta": model.rotary_base,
         "rope_scaling": None if model.rotary_scaling == "none" else rotary,
         "rope_parameters": {"rope_theta": model.rotary_base, **rotary},
@@ -224,7 +223,7 @@ def names(*others: Weight, norms: Mapping[str, str] = MappingProxyType(NORMS)) -
 
 HUGGING_FACE = (
     HuggingFace(
-        model_type="llama", architecture="LlamaForCausalLM", defaults=DEFAULTS,
+        model_type="llama", architecture="LlamaForCausalLM", defaults=DEFAULTS, fields=FIELDS,
         to_model=silu_to_model, to_config=to_config, names=names(),
         fixed={"attention_bias": False, "mlp_bias": False},
     ),

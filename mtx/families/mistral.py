@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtx.families.llama import DEFAULTS, Llama, names, preset, silu_to_model, to_config
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, silu_to_model, to_config
 from mtx.huggingface import Fields, HuggingFace, Json
 from mtx.sizes import Tokens
 
@@ -44,6 +44,7 @@ HUGGING_FACE = (
             "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096,
             "max_position_embeddings": 4096 * 32,
         },
+        fields=FIELDS,
         to_model=_to_model,
         to_config=lambda model: to_config(model) | {"sliding_window": model.window},
         names=names(),

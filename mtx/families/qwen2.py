@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from mtx.families.llama import DEFAULTS, Llama, names, preset, silu_to_model, to_config
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, silu_to_model, to_config
 from mtx.fields import Between
 from mtx.huggingface import Fields, HuggingFace, Json, Weight
 from mtx.sizes import Tokens
@@ -61,18 +61,18 @@ def windowed_to_model(fields: Fields) -> Json:
     window = None
     if fields.get("use_sliding_window") and "sliding_window" in fields:
         window = fields.whole("sliding_window")
-    full = model["layers"]
+    full = layers = fields.whole("num_hidden_layers")
     if window is not None:
         full = min(full, fields.whole("max_window_layers", least=0))
     types = fields.get("layer_types")
     if types is not None:
         if window is not None and isinstance(types, list):
             full = types.count("full_attention")
-        if types != _layer_types(model["layers"], full):
+        if types != _layer_types(layers, full):
             raise fields.refused(
                 "layer_types", f"{full} of 'full_attention' and then those with a window"
             )
-    return model if full == model["layers"] else model | {"window": window, "full_layers": full}
+    return model if full == layers else model | {"window": window, "full_layers": full}
 
 
 def _layer_types(layers: int, full: int) -> list[str]:
@@ -94,7 +94,7 @@ _BIASES = (
 HUGGING_FACE = (
     HuggingFace(
         model_type="qwen2", architecture="Qwen2ForCausalLM",
-        defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32},
+        defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32}, fields=FIELDS,
         to_model=windowed_to_model, to_config=windowed_to_config, names=names(*_BIASES),
     ),
 )  # fmt: skip

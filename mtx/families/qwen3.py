@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtx.families.llama import names, preset
+from mtx.families.llama import FIELDS, names, preset
 from mtx.families.qwen2 import (
     QWEN_DEFAULTS,
     Qwen2,
@@ -37,7 +37,7 @@ _NORMS = (
 HUGGING_FACE = (
     HuggingFace(
         model_type="qwen3", architecture="Qwen3ForCausalLM",
-        defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+        defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}, fields=FIELDS,
         to_model=windowed_to_model, to_config=windowed_to_config, names=names(*_NORMS),
         fixed={"attention_bias": False},
     ),
