@@ -202,7 +202,7 @@ MISTAKES = {
     "llama --data.path text.txt --data.tokenizer gone": "cannot read the tokenizer gone",
     "llama --data.path text.txt --stepps 3": "unknown option --stepps: did you mean --steps?",
     "mute --data.path text.txt": "mute has no tokenizer; name the model's --data.tokenizer",
-    "qwen --data.path text.txt": "qwen/config.json: unknown model_type 'qwen2': known are",
+    "falcon --data.path text.txt": "falcon/config.json: unknown model_type 'falcon': known are",
     "bare --data.path text.txt": "bare has neither model.safetensors nor model.safetensors.index",
     "empty": "empty is no run (run.json, checkpoints) and no Hugging Face directory (config.json)",
     "text.txt": "text.txt is a file; name a preset, a plan (.toml, .json), the directory of a run",
@@ -220,10 +220,10 @@ MISTAKES = {
 def test_a_mistake_is_seen_before_devices_start(folder, capsys, monkeypatch, line):
     write_llama()
     write_llama("mute", tokenizer=False)
-    for name in ("qwen", "bare"):
+    for name in ("falcon", "bare"):
         Path(name).mkdir()
         config = json.loads(Path("llama/config.json").read_text())
-        config |= {"model_type": "qwen2"} if name == "qwen" else {}
+        config |= {"model_type": "falcon"} if name == "falcon" else {}
         Path(name, "config.json").write_text(json.dumps(config))
     Path("empty").mkdir()
     Path("torn").mkdir()

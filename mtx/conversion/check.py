@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,9 +24,7 @@ import numpy as np
 
 from mtx.config import ModelConfig
 from mtx.conversion.huggingface import Canonical, HuggingFaceModel
-from mtx.conversion.safetensors import DTYPES
 from mtx.errors import UserError
-from mtx.huggingface import Shape
 from mtx.layers.model import Model
 from mtx.layers.norm import layer_norm
 
@@ -61,17 +59,6 @@ class Outputs(NamedTuple):
 
     logits: np.ndarray  # [B, S, V]; of a model without a head [B, S, D]
     order_B2: np.ndarray | None = None  # logits of BERT's binary head, where it has one
-
-
-class Rounded:
-    """Canonical arrays as they are in another dtype."""
-
-    def __init__(self, source: Canonical, dtype: str):
-        self._source, self._dtype = source, DTYPES[dtype]
-        self.shapes: Mapping[str, Shape] = source.shapes
-
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        return self._source.read(path, rows).astype(self._dtype).astype(np.float32)
 
 
 def compare(

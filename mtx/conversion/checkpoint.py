@@ -45,10 +45,11 @@ def _by_path(tree: Any) -> dict[str, Shape]:
 
 
 class SavedParameters:
-    """The parameters of a checkpoint, as canonical arrays. Every block that is read is checked."""
+    """The parameters of a checkpoint, as canonical arrays, as they are in `dtype`. Every block that
+    is read is checked."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, *, dtype: np.dtype = _FLOAT32):
+        self._store, self._dtype = store, dtype
         start = "params."
         self.shapes: Mapping[str, Shape] = {
             name.removeprefix(start): info.shape
@@ -71,8 +72,13 @@ class SavedParameters:
         """Rows of an array along its first dim, float32. Raises Damaged."""
         shape = self.shapes[path]
         start, stop, _ = rows.indices(shape[0])
-        first = start, *(0,) * (len(shape) - 1)
-        return self._store.read(f"params.{path}", first, (stop - start, *shape[1:]))
+        array = self._store.read(f"params.{path}", _first(start, shape), (stop - start, *shape[1:]))
+        return array.astype(self._dtype, copy=False).astype(np.float32, copy=False)
+
+
+def _first(row: int, shape: Shape) -> Shape:
+    """Where that row of an array begins."""
+    return row, *(0,) * (len(shape) - 1)
 
 
 def write_checkpoint(
@@ -90,17 +96,13 @@ def write_checkpoint(
     total, done = sum(4 * math.prod(shape) for shape in shapes.values()), 0
     blocks: list[Block] = []
     for number, group in enumerate(_files(shapes)):
-        held = [
-            Part(
-                name=f"params.{path}", start=(rows.start, *(0,) * (len(shapes[path]) - 1)),
-                values=source.read(path, rows),
-            )
-            for path, rows in group
-        ]  # fmt: skip
+        held = []  # what was, before the next is read
+        for path, rows in group:
+            start, values = _first(rows.start, shapes[path]), source.read(path, rows)
+            held.append(Part(name=f"params.{path}", start=start, values=values))
         blocks += write_parts(directory / f"arrays.{number}.bin", held)
         done += sum(part.values.nbytes for part in held)
         report(done, total)
-        held = []  # before the next is read
     scalars = _scalars(run)
     held = [Part(name=name, start=(), values=value) for name, value in scalars.items()]
     blocks += write_parts(directory / f"arrays.{number + 1}.bin", held)
@@ -109,12 +111,13 @@ def write_checkpoint(
     for block in blocks:
         found[block.name].append(block)
     held = {f"params.{path}": shape for path, shape in shapes.items()} | moments
-    arrays = {name: (shape, _FLOAT32) for name, shape in held.items()}
-    arrays |= {name: (value.shape, value.dtype) for name, value in scalars.items()}
     catalog = {
-        name: ArrayInfo(shape=tuple(shape), dtype=dtype, blocks=tuple(found[name]))
-        for name, (shape, dtype) in arrays.items()
-    }
+        name: ArrayInfo(
+            shape=held.get(name, ()), blocks=tuple(of_name),
+            dtype=scalars[name].dtype if name in scalars else _FLOAT32,
+        )
+        for name, of_name in found.items()
+    }  # fmt: skip
     documents = {"run": to_dict(run), **documents}
     write_documents(directory, step=0, processes=1, catalog=catalog, documents=documents)
 
@@ -157,12 +160,8 @@ def _write_zeros(path: Path, shapes: Mapping[str, Shape]) -> list[Block]:
         for rows in parts(name.partition(".")[2], shape):
             cut = (rows.stop - rows.start, *shape[1:])
             most_bytes = max(most_bytes, 4 * math.prod(cut))
-            blocks.append(
-                Block(
-                    name=name, start=(rows.start, *(0,) * (len(shape) - 1)), shape=cut,
-                    file=path.name, offset=0, fingerprint=0,
-                )
-            )  # fmt: skip
+            of_rows = {"name": name, "start": _first(rows.start, shape), "shape": cut}
+            blocks.append(Block(file=path.name, offset=0, fingerprint=0, **of_rows))
     with path.open("xb") as file:
         file.truncate(most_bytes)
     return blocks

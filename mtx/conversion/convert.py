@@ -18,7 +18,7 @@ from typing import Any, Literal
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import read_document
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
-from mtx.conversion.check import Check, Comparison, Rounded, compare
+from mtx.conversion.check import Check, Comparison, compare
 from mtx.conversion.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
 from mtx.conversion.configs import kind_of_model
 from mtx.conversion.huggingface import (
@@ -32,6 +32,7 @@ from mtx.conversion.huggingface import (
     write_json,
     write_model,
 )
+from mtx.conversion.safetensors import DTYPES
 from mtx.conversion.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
 from mtx.data import Tokenizer
 from mtx.errors import UserError
@@ -126,11 +127,8 @@ def to_checkpoint(
         write_checkpoint(step, run, theirs, documents=documents, report=report)
         _copy_companions(source, place / COMPANIONS)
         write_json(place / "run.json", to_dict(run))
-        comparison = None
-        if check != "none":
-            with Checkpoints(place).open(0) as store:
-                comparison = compare(model, SavedParameters(store), theirs, check=check)
-            _refuse_difference(comparison, source, target)
+        with Checkpoints(place).open(0) as store:
+            comparison = _compared(model, SavedParameters(store), theirs, check, target)
     return Converted(
         source=source, target=target, model=model, parameters=_count(theirs.shapes),
         comparison=comparison, notes=tuple(notes),
@@ -198,12 +196,10 @@ def to_huggingface(
             place, run.model, ours, form=form, base=base, report=report,
             most_file_bytes=int(most_file_gb * 1e9),
         )  # fmt: skip
-        comparison = None
-        if check != "none":
-            theirs = HuggingFaceModel(place)
-            theirs.expect(ours.shapes)
-            comparison = compare(run.model, Rounded(ours, form.dtype), theirs, check=check)
-            _refuse_difference(comparison, source, target)
+        theirs = HuggingFaceModel(place)
+        theirs.expect(ours.shapes)
+        rounded = SavedParameters(store, dtype=DTYPES[form.dtype])
+        comparison = _compared(run.model, rounded, theirs, check, target)
     notes = [f"tensors are {DTYPE_NAMES[form.dtype]}"]
     if not has_tokenizer(target):
         notes.append(f"{target} has no tokenizer: copy its files there")
@@ -272,12 +268,18 @@ def _form_of(extra: Mapping[str, Any]) -> Form:
     return Form(**noted | {"absent": absent})
 
 
-def _refuse_difference(comparison: Comparison, source: Path, target: Path) -> None:
+def _compared(
+    model: ModelConfig, ours: SavedParameters, theirs: HuggingFaceModel, check: Check, target: Path
+) -> Comparison | None:
+    if check == "none":
+        return None
+    comparison = compare(model, ours, theirs, check=check)
     if not comparison.agrees:
         raise UserError(
-            f"{source} and its conversion differ: {comparison}; {target} is not written. If the "
+            f"both sides of the conversion differ: {comparison}; {target} is not written. If the "
             "files are sound, this is a mistake in the conversion: report it with the config.json"
         )
+    return comparison
 
 
 def _copy_companions(source: Path, target: Path) -> None:
