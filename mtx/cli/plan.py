@@ -17,8 +17,9 @@ from mtx.presets import preset
 from mtx.sizes import Devices, Ffn, Layers, Sequences, Stages, Tokens, Vocab, Width
 
 if TYPE_CHECKING:
+    from mtx.plan.candidates import Fixed
     from mtx.plan.plan import Plan
-    from mtx.plan.search import Fixed, Found
+    from mtx.plan.search import Found
 
 
 def _shown_as(form: str):
@@ -231,9 +232,10 @@ def _search(
     model: ModelConfig, options: PlanOptions, *, known: RunConfig | None
 ) -> tuple[Plan, Found]:
     """Chooses GPUs, batch and layout where they are not given. known: the preset's run."""
+    from mtx.plan.candidates import Fixed
     from mtx.plan.hardware import load_hardware
     from mtx.plan.plan import make_plan
-    from mtx.plan.search import Fixed, fewest_gpus, search
+    from mtx.plan.search import fewest_gpus, search
 
     target = options.target or "a100-80gb"
     device = load_hardware(target)
