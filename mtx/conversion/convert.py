@@ -13,17 +13,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mtx.checkpoint.checkpoints import Checkpoints
-from mtx.checkpoint.manifest import read_document
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
 from mtx.conversion.check import Check, Comparison, compare
 from mtx.conversion.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
 from mtx.conversion.configs import kind_of_model
 from mtx.conversion.huggingface import (
     CONFIG,
-    DTYPE_NAMES,
     Form,
     HuggingFaceModel,
     Report,
@@ -32,13 +30,12 @@ from mtx.conversion.huggingface import (
     write_json,
     write_model,
 )
-from mtx.conversion.safetensors import DTYPES
+from mtx.conversion.safetensors import DTYPES, SHORT_NAMES, DtypeName
 from mtx.conversion.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
 from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.paths import user_path
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
 CONVERTED = "converted"  # in a checkpoint's extra: nothing has been trained since
 _RENAMED = {  # what a BERT is without, as checkpoints of formats 1 and 2 note it
     "head": "head.masked", "pooler": "head.pooler", "binary": "head.binary"
@@ -139,8 +136,16 @@ def model_to_train(
     theirs: HuggingFaceModel, sequence: int | None = None, dtype: DtypeName | None = None
 ) -> ModelConfig:
     """The model of a Hugging Face directory as a run of ours has it; see `to_checkpoint`."""
-    dtype = dtype or DTYPE_NAMES[theirs.form.dtype]
-    return replace(_with_sequence(theirs, sequence), compute_dtype=dtype)
+    model, dtype = theirs.model, dtype or DTYPES[theirs.form.dtype].name
+    if sequence not in (None, model.sequence):
+        if model.sequence_is_fixed:
+            raise UserError(
+                f"sequence={sequence}: a {theirs.config['model_type']} has a table of "
+                f"{model.sequence} positions; leave it out"
+            )
+        if not 1 <= sequence <= model.sequence:
+            raise UserError(f"sequence={sequence} must lie between 1 and {model.sequence}")
+    return replace(model, sequence=sequence or model.sequence, compute_dtype=dtype)
 
 
 def run_to_train(model: ModelConfig, tokenizer: str | None, eod: str, *, out: str) -> RunConfig:
@@ -178,17 +183,14 @@ def to_huggingface(
     checkpoints = Checkpoints(source)
     run, form = checkpoints.run(step), _form_of(checkpoints.extra(step))
     if dtype:
-        names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-        form = replace(form, dtype=names[dtype])
-    manifest = checkpoints.manifest(step)
-    document = read_document(checkpoints.directory / str(manifest.step), manifest, "tokenizer")
+        form = replace(form, dtype=SHORT_NAMES[dtype])
     companions = checkpoints.directory.parent / COMPANIONS
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
     with checkpoints.open(step) as store, new_directory(target) as place:
         ours = SavedParameters(store)
         ours.expect(canonical_shapes(run.model))
         _copy_companions(companions, place)
-        end = write_tokenizer(place, document)
+        end = write_tokenizer(place, checkpoints.document("tokenizer", step))
         if not base and run.model.causal:
             base = {name: end for name in ("bos_token_id", "eos_token_id")}
             base["model_type"] = kind_of_model(run.model).model_type
@@ -200,7 +202,7 @@ def to_huggingface(
         theirs.expect(ours.shapes)
         rounded = SavedParameters(store, dtype=DTYPES[form.dtype])
         comparison = _compared(run.model, rounded, theirs, check, target)
-    notes = [f"tensors are {DTYPE_NAMES[form.dtype]}"]
+    notes = [f"tensors are {DTYPES[form.dtype].name}"]
     if not has_tokenizer(target):
         notes.append(f"{target} has no tokenizer: copy its files there")
     return Converted(
@@ -230,20 +232,6 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 def _count(shapes: Mapping[str, Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _with_sequence(theirs: HuggingFaceModel, sequence: int | None) -> ModelConfig:
-    model = theirs.model
-    if sequence is None or sequence == model.sequence:
-        return model
-    if model.sequence_is_fixed:
-        raise UserError(
-            f"sequence={sequence}: a {theirs.config['model_type']} has a table of "
-            f"{model.sequence} positions; leave it out"
-        )
-    if not 1 <= sequence <= model.sequence:
-        raise UserError(f"sequence={sequence} must lie between 1 and {model.sequence}")
-    return replace(model, sequence=sequence)
 
 
 def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str]:

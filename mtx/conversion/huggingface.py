@@ -21,7 +21,7 @@ from mtx.config import ModelConfig
 from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_config
 from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
 from mtx.errors import UserError
-from mtx.huggingface import HuggingFace, Json, Names, Shape, Weight, is_of_layers
+from mtx.huggingface import HuggingFace, Json, Names, Shape, is_of_layers
 
 CONFIG = "config.json"
 _ONE_FILE = "model.safetensors"
@@ -29,7 +29,6 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
 Report = Callable[[int, int], None]  # bytes done, bytes in all
-DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +151,8 @@ class HuggingFaceModel:
         have another shape; and where tied weights differ.
         """
         self.absent = tuple(part for part in self.names.optional if not self._has(part, shapes))
-        self.shapes = dict(shapes)
+        self.shapes, arrays = dict(shapes), self.names.arrays(shapes, self._pattern)
+        self._weights = {path: (weight, starts) for path, weight, starts in arrays}
         needed = self.names.tensors(present(self.shapes, self.absent), self._pattern)
         for twin, main in self.names.twins.items():
             if twin in self._tensors and twin not in needed and main not in self._tensors:
@@ -188,9 +188,9 @@ class HuggingFaceModel:
         of_part = [path for path in shapes if path.startswith(f"{part}.")]
         if not of_part:
             return True
-        weights = {weight.leaf: weight for weight in self.names.shared}
         twins = {main: twin for twin, main in self.names.twins.items()}
-        names = [name for path in of_part for name in weights[path].names]
+        weights = [weight for weight in self.names.shared if weight.leaf in of_part]
+        names = [name for weight in weights for name in weight.names]
         return any(name in self._tensors or twins.get(name) in self._tensors for name in names)
 
     def _shape(self, name: str) -> Shape:
@@ -232,11 +232,6 @@ class HuggingFaceModel:
             tensors = [self._read(prefix + name) for name in weight.names]
             array[place] = weight.to_ours(tensors, shape[1:])
         return array
-
-    @property
-    def _weights(self) -> dict[str, tuple[Weight, tuple[str, ...]]]:
-        arrays = self.names.arrays(self.shapes, self._pattern)
-        return {path: (weight, starts) for path, weight, starts in arrays}
 
 
 def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
@@ -341,7 +336,7 @@ def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
     if not model.sequence_is_fixed:  # the run's may be shorter than what the model can take
         longest = kept.get("max_position_embeddings", 0)
         ours["max_position_embeddings"] = max(model.sequence, longest)
-    return kept | ours | {"torch_dtype": DTYPE_NAMES[form.dtype]}
+    return kept | ours | {"torch_dtype": DTYPES[form.dtype].name}
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +25,8 @@ from mtx.huggingface import Shape
 DTYPES = {  # those of parameters
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)
 }  # fmt: skip
+DtypeName = Literal["float32", "bfloat16", "float16"]
+SHORT_NAMES = {dtype.name: short for short, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:
