@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mtx.models.fused import described_attention
 from mtx.plan.attention import cudnn_serves as cudnn_serves  # for who chooses the kernel
 from mtx.plan.attention import query_blocks
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
-AttentionKernel = Literal["blocked", "cudnn"]
+AttentionKernel = Literal["blocked", "cudnn", "described"]
 Projected = tuple[jax.Array, ...]
 
 
@@ -35,7 +36,8 @@ def attention(
 
     The mask hides later positions where causal, and positions of another of `segments_BS`.
     "cudnn": the fused kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs, 16 bits and
-    heads of at most 128. "blocked": `blocked_attention`, everywhere.
+    heads of at most 128. "blocked": `blocked_attention`, everywhere. "described": the fused one to
+    be traced, not run, anywhere.
     """
     if kernel == "blocked":
         return blocked_attention(projected, segments_BS, causal)
@@ -43,6 +45,8 @@ def attention(
     mask_B1ST = None
     if segments_BS is not None:
         mask_B1ST = (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
+    if kernel == "described":
+        return described_attention(q_BShK, k_BSgK, v_BSgK, mask_B1ST, causal)
     return jax.nn.dot_product_attention(
         q_BShK, k_BSgK, v_BSgK, mask=mask_B1ST, is_causal=causal, implementation="cudnn"
     )

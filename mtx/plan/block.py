@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mtx.config import ModelConfig, Recompute
-from mtx.plan.attention import attention_of
+from mtx.plan.attention import kernel_of
 from mtx.plan.calibration import Calibration
+from mtx.plan.cost import ITEM_BYTES
 from mtx.plan.families import Linear, ends_of, family_of, layer_of
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +210,7 @@ def _attention_s(shard: Shard) -> tuple[float, float]:
     model = shard.model
     heads = shard.microbatch * model.heads / shard.tensor
     sequence, size = model.sequence, model.head_size
-    kernel = attention_of(model, shard.hardware.backend).name
+    kernel = kernel_of(model, shard.hardware.backend)
     if shard.calibration.software.attention == "fused" and kernel == "cudnn":
         rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
         seen = 1 if model.causal else 2

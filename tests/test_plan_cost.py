@@ -7,8 +7,13 @@ import jax
 import pytest
 
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.plan.families import ends_of, layer_of, parameters_by_part
-from mtx.plan.flops import forward_flops, model_flops, parameters, sc21_flops
+from mtx.plan.flops import (
+    forward_flops,
+    model_flops,
+    parameters,
+    parameters_by_part,
+    sc21_flops,
+)
 from mtx.plan.memory import parameters_per_device
 from mtx.presets import NAMES, preset
 from mtx.step.trainer import Trainer
@@ -112,52 +117,15 @@ def test_parts_and_devices_add_up(name):
     assert parameters_per_device(alone, Layout()) == parameters(model)
 
 
-# -- a layer's table -------------------------------------------------------------------------------
-
-
-def test_a_layer_of_llama():
-    """Heads of keys and values that are fewer than devices: each computes the one it needs, and
-    holds the weight of both."""
-    layer = layer_of(small(**LLAMA))
-    q, kv, out, up, down = layer.linears
-    assert [linear.product(4) for linear in layer.linears] == [
-        (32, 8), (32, 2 * 8), (8, 32), (32, 2 * 12), (12, 32)
-    ]  # fmt: skip
-    assert kv.product(1) == (32, 2 * 2 * 8) and kv.product(2) == (32, 2 * 8)
-    assert [kv.held(tensor)[0] for tensor in (1, 2, 4)] == [1024, 512, 1024]
-    assert [q.is_column, kv.is_column, out.is_column, up.is_column, down.is_column] == [
-        True, True, False, True, False
-    ]  # fmt: skip
-    assert layer.parameters == 32 * (32 + 32 + 32 + 3 * 48) + 2 * 32
-
-
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_layers_of_bert_have_the_same_matrices_wherever_their_norms_are(placement):
-    layer = layer_of(small(**BERT | dict(norm_placement=placement)))
-    assert layer.parameters == layer_of(small()).parameters
-    assert layer.needs_last == (placement == "post")
-    kept = [array.name for array in layer.arrays if "selective" in array.kept]
-    assert kept == ["x", "qkv", "attended", "out", "up"] + ["down"] * (placement == "post")
-
-
-def test_what_stands_at_the_ends():
-    gpt, llama, bert = (ends_of(small(**changes)) for changes in ({}, LLAMA, BERT))
-    assert (gpt.output, gpt.everywhere) == (0, (16 + 2) * 32)
-    assert (llama.output, llama.everywhere) == (32, 32)  # a table of its own; a scale
-    assert (bert.output, bert.embedding) == (1, (16 + 2) * 32)
-    assert bert.on_tokens == ((32, 32),) and bert.on_sequences == ((32, 32), (32, 2))
-    assert not (gpt.on_tokens or gpt.on_sequences or llama.on_tokens or llama.on_sequences)
-
-
 # -- FLOPs by hand ---------------------------------------------------------------------------------
 
 
 def test_forward_of_llama_by_hand():
     parts = forward_flops(small(**LLAMA), 5, causal=True)
     tokens = 5 * 16
-    assert parts.attention_projections == 4 * 2 * tokens * 32 * (32 + 2 * 2 * 8 + 32)
-    assert parts.attention_scores == 4 * 2 * (2 * tokens * 16 * 32) / 2
-    assert parts.mlp == 4 * 2 * tokens * 32 * 3 * 48
+    assert parts.layers["attention"] == 4 * 2 * tokens * 32 * (32 + 2 * 2 * 8 + 32)
+    assert parts.scores == 4 * 2 * (2 * tokens * 16 * 32) / 2
+    assert parts.layers["mlp"] == 4 * 2 * tokens * 32 * 3 * 48
     assert parts.head == 2 * tokens * 32 * 128
 
 
@@ -167,7 +135,7 @@ def test_forward_of_bert_by_hand():
     parts = forward_flops(model, 5, causal=True)
     tokens = 5 * 16
     assert parts == forward_flops(model, 5, causal=False)
-    assert parts.attention_scores == 4 * 2 * (2 * tokens * 16 * 32)
+    assert parts.scores == 4 * 2 * (2 * tokens * 16 * 32)
     head, binary = 2 * tokens * 32 * (128 + 32), 2 * 5 * 32 * (32 + 2)
     assert parts.head == head + binary
     assert model_flops(model, 5) == 3 * parts.total
@@ -180,5 +148,5 @@ def test_a_llama_computes_six_flops_a_parameter_and_token(name):
     model = preset(name).model
     forward = forward_flops(model, 1, causal=True)
     matrices = parameters(model) - model.vocab * model.hidden
-    rest = 3 * (forward.total - forward.attention_scores)
+    rest = 3 * (forward.total - forward.scores)
     assert rest == pytest.approx(6 * matrices * model.sequence, rel=1e-4)  # norms have no matmul
