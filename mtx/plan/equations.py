@@ -5,17 +5,19 @@ Of equations without use, and of the same equation twice, one that is needed cou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from mtx.models import fused
 from mtx.pipeline.vjp import NESTED, divide, inputs_of, needed_of
-from mtx.plan.cost import Collective, Matmul, Pass, Size
+from mtx.plan.cost import Collective, Matmul, Moved, Pass, Size
+from mtx.plan.fusion import Kernels
 
 # Primes, beyond the factors of any model's numbers: so each array's size says how it grows.
 ROWS, VOCAB = 131_071, 8_191
@@ -23,6 +25,10 @@ _COLLECTIVES = {  # and which of their parameters has the axes
     "psum": "axes", "pmax": "axes", "pmin": "axes", "all_gather": "axis_name",
     "reduce_scatter": "axis_name", "ppermute": "axis_name", "all_to_all": "axis_name",
 }  # fmt: skip
+_FUSED = (fused.FORWARD.name, fused.BACKWARD.name)
+_NESTING = ("cond", "scan")
+_OWN = frozenset(("dot_general", *_COLLECTIVES, *_FUSED, *_NESTING))
+Part = tuple[list, list]  # equations, and what they are for
 Tags = dict[Var, frozenset[str]]  # of what follows from parameters alone: which; of constants none
 
 
@@ -33,6 +39,15 @@ def size_of(number: int) -> Size:
     while number and number % VOCAB == 0:
         number, vocab = number // VOCAB, vocab + 1
     return Size(number, rows, vocab)
+
+
+def bytes_of(arrays: Iterable) -> tuple[Size, ...]:
+    """By how they grow."""
+    found: Counter = Counter()
+    for array in arrays:
+        number, *powers = size_of(array.size)
+        found[tuple(powers)] += number * array.dtype.itemsize
+    return tuple(Size(number, *powers) for powers, number in sorted(found.items()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,11 +96,14 @@ class Equations:
         read = set(inputs_of([self.eqns[i] for i in sorted(needed)], exclude=set()))
         return [var in read for var in self.invars]
 
-    def divided(self, weights: int) -> tuple[list, list, list[Var]]:
-        """The equations of B and of W, and what waits between them; the first `weights` outputs
-        are weight gradients."""
+    def divided(self, weights: int) -> tuple[Part, Part, list[Var]]:
+        """B, W, and what waits between them; the first `weights` outputs are weight gradients."""
         of_b, of_w = divide(self, weights)
-        return of_b, of_w, inputs_of(of_w, exclude=set(self.constvars))
+        made = {var for eqn in of_w for var in eqn.outvars}
+        waits = inputs_of(of_w, exclude=set(self.constvars))
+        outputs = [var for var in self.outvars if not isinstance(var, Literal)]
+        in_b = [var for var in outputs if var not in made]
+        return (of_b, in_b + waits), (of_w, [var for var in outputs if var in made]), waits
 
     def tags(self, names: Mapping[int, str]) -> Tags:
         """names: of parameters, by their place among the inputs."""
@@ -124,38 +142,59 @@ class Reader:
         self.matmuls: list[Matmul] = []
         self.collectives: list[Collective] = []
         self.scores = Size(0)
+        self.kernels: Counter = Counter()
+        self.moved: Counter = Counter()
 
     def add(
-        self, during: Pass, eqns: Sequence, tags: Tags, made: Mapping[Var, str] | None = None,
-        times: float = 1,
+        self, during: Pass, eqns: Sequence, outputs: Sequence, tags: Tags, *,
+        made: Mapping[Var, str] | None = None, times: float = 1,
     ) -> None:  # fmt: skip
         """made: of W, for each value the parameter whose gradient it becomes."""
-        for eqn in _each_once(eqns):
+        eqns, same = _each_once(eqns)
+        for eqn in eqns:
             name = eqn.primitive.name
             if name == "dot_general":
                 self._matmul(during, eqn, tags, made or {}, times)
-            elif name in (fused.FORWARD.name, fused.BACKWARD.name):
+            elif name in _FUSED:
                 self._fused(during, eqn, times)
             elif name in _COLLECTIVES:
                 self._collective(during, eqn, times)
-            else:
+            elif name in _NESTING:
                 self._within(during, eqn, tags, times)
+        outputs = [a if isinstance(a, Literal) else same.get(a, a) for a in outputs]
+        kernels = Kernels(eqns, outputs, tags, own=_OWN)
+        self.kernels[during] += times * len(kernels.groups)
+        for size in bytes_of(kernels.arrays):
+            self.moved[during, size.rows, size.vocab] += times * size.number
 
     def _within(self, during: Pass, eqn, tags: Tags, times: float) -> None:
         """Branches, all equally likely, and loops of known length."""
-        name = eqn.primitive.name
-        bodies = eqn.params["branches"] if name == "cond" else ()
-        inputs, share = eqn.invars[1:], times / max(1, len(bodies))
-        if name == "scan":
+        bodies, inputs = eqn.params.get("branches", ()), eqn.invars[1:]
+        share = times / max(1, len(bodies))
+        if eqn.primitive.name == "scan":
             bodies, inputs = (eqn.params["jaxpr"],), eqn.invars
             share = times * eqn.params["length"]
         for body in bodies:
-            flat = Equations.of(jax.extend.core.jaxpr_as_fun(body), *body.in_avals)
+            flat = Equations.of(jaxpr_as_fun(body), *body.in_avals)
             names = {at: tags.get(a) for at, a in enumerate(inputs) if not isinstance(a, Literal)}
             known = {at: min(tag) for at, tag in names.items() if tag}
             needed = needed_of(flat.eqns, flat.outvars)
             wanted = [flat.eqns[i] for i in sorted(needed)]
-            self.add(during, wanted, flat.tags(known), times=share)
+            self.add(during, wanted, flat.outvars, flat.tags(known), times=share)
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Fields of a cost."""
+        moved = tuple(
+            Moved(during, kernels, tuple(
+                Size(number, *powers) for (of, *powers), number in self.moved.items() if of == during
+            ))
+            for during, kernels in self.kernels.items()
+        )  # fmt: skip
+        return {
+            "matmuls": tuple(self.matmuls), "collectives": tuple(self.collectives),
+            "moved": moved, "scores": self.scores,
+        }  # fmt: skip
 
     def _matmul(self, during: Pass, eqn, tags: Tags, made: Mapping[Var, str], times) -> None:
         (contract, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -211,8 +250,9 @@ def _product(numbers: Iterable[int]) -> Size:
     return size_of(product)
 
 
-def _each_once(eqns: Sequence) -> list:
-    """Without equations that compute what one before them has computed."""
+def _each_once(eqns: Sequence) -> tuple[list, dict]:
+    """Without equations that compute what one before them has computed, and what stands for what
+    those made."""
     found, same, kept = {}, {}, []
     for eqn in eqns:
         inputs = [a if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]
@@ -231,4 +271,4 @@ def _each_once(eqns: Sequence) -> list:
             kept.append(eqn.replace(invars=inputs))
         else:
             same.update(zip(eqn.outvars, first.outvars, strict=True))
-    return kept
+    return kept, same

@@ -12,7 +12,6 @@ Legend: B rows · S sequence (s: shard)
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ from mtx.plan.cost import (
     Question,
     Size,
 )
-from mtx.plan.equations import ROWS, VOCAB, Equations, Reader, size_of
+from mtx.plan.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
 from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.mesh import Axes
 
@@ -159,28 +158,21 @@ def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
     both = Equations.of(backward, vjp.residuals, params, given, vjp.output)
     of_b, of_w, deferred = both.divided(len(names))
     read = Reader()
-    read.add("F", forward.eqns, forward.tags(names))
+    read.add("F", forward.eqns, forward.outvars, forward.tags(names))
     waiting = len(vjp.residuals)
     tags = both.tags({at + waiting: name for at, name in names.items()})
-    read.add("B", of_b, tags)
-    read.add("W", of_w, tags, both.made(names))
+    read.add("B", *of_b, tags)
+    read.add("W", *of_w, tags, made=both.made(names))
     kept = zip(vjp.residuals, both.is_read, strict=False)
-    return {
-        "matmuls": tuple(read.matmuls), "collectives": tuple(read.collectives), "moved": (),
-        "scores": read.scores, "stream": _bytes(stream), "cache": (),
-        "deferred": _bytes([var.aval for var in deferred]),
+    return read.found | {
+        "stream": _bytes(stream), "cache": (), "deferred": _bytes([var.aval for var in deferred]),
         # A number alone is a constant of the program, which nobody keeps.
         "kept": _bytes([a for a, is_read in kept if is_read and a.ndim]),
     }  # fmt: skip
 
 
 def _bytes(arrays: Tree) -> tuple[Size, ...]:
-    """By how they grow."""
-    found: Counter = Counter()
-    for array in jax.tree.leaves(arrays):
-        number, *powers = size_of(array.size)
-        found[tuple(powers)] += number * array.dtype.itemsize
-    return tuple(Size(number, *powers) for powers, number in sorted(found.items()))
+    return bytes_of(jax.tree.leaves(arrays))
 
 
 def _name(path) -> str:
