@@ -1,12 +1,27 @@
-"""What families are made of: against the models' parameters, published counts, and by hand."""
+"""Costs read off traces: against the models' parameters, published counts, and by hand."""
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from collections import Counter
 
 import jax
 import pytest
 
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.plan import cost as plan_cost
+from mtx.plan import equations, trace
+from mtx.plan.cost import (
+    EMBED,
+    HEAD,
+    PARAMETERS,
+    Question,
+    Size,
+    layer_cost,
+    model_parameters,
+)
 from mtx.plan.flops import (
     forward_flops,
     model_flops,
@@ -115,6 +130,141 @@ def test_parts_and_devices_add_up(name):
     assert sum(parameters_by_part(model).values()) == parameters(model)
     alone = dataclasses.replace(model, vocab_multiple=1)
     assert parameters_per_device(alone, Layout()) == parameters(model)
+
+
+# -- a layer, read off its trace -------------------------------------------------------------------
+
+
+def test_the_products_of_a_llamas_layer():
+    """Heads of keys and values that are fewer than devices: each computes the one it needs, and
+    holds the weight of both."""
+
+    def products(tensor):
+        cost = layer_cost(small(**LLAMA), tensor=tensor, sequence_parallel=True)
+        assert all(each.m == Size(16, rows=1) for each in cost.weights)
+        return [(each.weight, each.k.number, each.n.number) for each in cost.weights]
+
+    assert products(4) == [
+        ("attention.qkv.q", 32, 8), ("attention.qkv.kv", 32, 2 * 8), ("attention.out.w", 8, 32),
+        ("mlp.up.w", 32, 2 * 12), ("mlp.down.w", 12, 32),
+    ]  # fmt: skip
+    assert products(1)[1] == ("attention.qkv.kv", 32, 2 * 2 * 8)
+    assert products(2)[1] == ("attention.qkv.kv", 32, 2 * 8)
+    sharded = [
+        {
+            each.path: each.axes
+            for each in model_parameters(small(**LLAMA), tensor=tensor).layers["block"]
+        }
+        for tensor in (2, 4)
+    ]
+    assert [each["attention.qkv.kv"] for each in sharded] == [("tensor",), ()]
+
+
+def test_every_size_says_how_it_grows(monkeypatch):
+    """Whatever the numbers are by which a trace finds that out."""
+    model = small(**BERT | dict(dropout=0.1, attention_dropout=0.1, vocab=100))
+    asked = [
+        Question(model=model, part=part, tensor=2, sequence_parallel=True, recompute="selective")
+        for part in ("block", EMBED, HEAD, PARAMETERS)
+    ]
+    before = list(map(trace.trace, asked))
+    for module in (trace, equations):
+        monkeypatch.setattr(module, "ROWS", 99_991)
+        monkeypatch.setattr(module, "VOCAB", 7_919)
+    assert list(map(trace.trace, asked)) == before
+
+
+def test_w_makes_a_gradient_of_each_matrix_and_b_one_of_each_input():
+    cost = layer_cost(small(), kernel="cudnn")
+    weights = sorted(each.weight for each in cost.weights)
+    assert len(weights) == 4
+    for during in "BW":
+        assert sorted(e.weight for e in cost.matmuls if e.during == during and e.weight) == weights
+    assert {cost.flops(during, 3) for during in "W"} == {sum(e.flops(3) for e in cost.weights)}
+    fused = [each for each in cost.matmuls if each.fused]
+    assert [each.during for each in fused] == ["F"] * 2 + ["B"] * 5
+    assert all(each.seen == 0.5 and not each.weight for each in fused)
+    assert {each.flops(1) for each in fused} == {2 * 4 * 16 * 16 * 8}
+    assert cost.scores.number == 0, "no score leaves the kernel"
+
+
+@pytest.mark.parametrize(("sequence_parallel", "forward"), [(True, 4), (False, 2)])
+def test_collectives_of_a_layer(sequence_parallel, forward):
+    """Forward all-gathers and reduce-scatters, or all-reduces; backward their duals, and with
+    sequence parallelism the inputs once more."""
+    cost = layer_cost(small(), tensor=2, sequence_parallel=sequence_parallel)
+    counts = Counter((each.during, each.kind) for each in cost.collectives)
+    if sequence_parallel:
+        assert counts == {
+            ("F", "all_gather"): 2, ("F", "reduce_scatter"): 2, ("B", "all_gather"): 2,
+            ("B", "reduce_scatter"): 2, ("W", "all_gather"): 2,
+        }  # fmt: skip
+    else:
+        assert counts == {("F", "psum"): 2, ("B", "psum"): 2}
+    whole = Size(16 * 32 * 2, rows=1)
+    assert all((each.axes, each.bytes) == (("tensor",), whole) for each in cost.collectives)
+    assert layer_cost(small()).collectives == ()
+
+
+def test_what_the_kernels_of_a_layer_read_and_write():
+    """In passes over x. F: two norms 2, two additions 3, and the activation 2 of four times the
+    width. B: two norms 4 with the sum of two gradients, 2 for their weights' gradients; joining q,
+    k and v 6; the activation 3 of four times the width; gradients of biases 1 + 3 + 4 + 1."""
+    cost = layer_cost(small(hidden=256), kernel="cudnn")
+    once, deviations = 16 * 256 * 2, 2 * 2 * 16 * 4  # float32, and means, of two norms
+    found = {
+        each.during: (each.kernels, sum(size.number for size in each.bytes if size.rows))
+        for each in cost.moved
+    }
+    assert found["F"] == (5, once * (2 * 2 + 2 * 3 + 2 * 4) + deviations)
+    assert found["B"] == (10, once * (2 * 4 + 2 * 2 + 6 + 3 * 4 + 9) + 2 * deviations)
+    assert found["W"] == (0, 0)
+
+
+# -- what is kept on disk --------------------------------------------------------------------------
+
+PLANS_TWICE = """
+import sys
+from mtx.plan.plan import make_plan
+from mtx.presets import preset
+make_plan(preset("bert-336m")).to_dict()
+if "jax" in sys.modules:
+    from jax._src import xla_bridge
+    assert not xla_bridge.backends_are_initialized(), "a plan asks for no device"
+print("jax" in sys.modules)
+"""
+
+
+def plans(folder) -> str:
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
+    run = [sys.executable, "-c", PLANS_TWICE]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_who_plans_a_model_again_needs_no_jax(tmp_path):
+    assert [plans(tmp_path), plans(tmp_path)] == ["True", "False"]
+
+
+def test_a_cache_that_cannot_be_read_or_written_is_passed_over(tmp_path, monkeypatch):
+    def cost():
+        plan_cost._answer.cache_clear()
+        return layer_cost(small(hidden=64))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = cost()
+    (path,) = tmp_path.rglob("*.json")
+    whole = path.read_text()
+    assert cost() == first
+    for damaged in (whole[: len(whole) // 2], "[]", "3", '"text"', "[" + whole, "null"):
+        path.write_text(damaged)
+        assert cost() == first
+        assert path.read_text() == whole, "it is mended"
+    assert list(tmp_path.rglob("*.part")) == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cost() == first
 
 
 # -- FLOPs by hand ---------------------------------------------------------------------------------

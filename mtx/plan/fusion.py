@@ -1,9 +1,10 @@
 """What a compiler's kernels read and write beside matmuls, collectives and attention, by one rule.
 
 Stored are the arguments and the results of a pass, what matmuls and the like read and make, and
-sums over rows. All else is computed where it is read, with sums along a row, and again for each
-reader. A kernel makes what is stored from what is stored; those that read the same are one. A
-matmul writes its result with what follows from it and from parameters alone, as with a bias.
+sums over rows. All else is computed where it is read, and again for each reader; so are sums along
+a row, stored or not. A kernel makes what is stored from what is stored; those that read the same
+are one, and so are sums over rows where one reads a part of what another does. A matmul, or a sum
+over rows, writes its result with what follows from it and from parameters alone, as with a bias.
 Reshaped, transposed or cut out an array is the same.
 """
 
@@ -35,9 +36,14 @@ class Kernels:
         sums = [eqn.outvars[0] for eqn in eqns if _is_over_rows(eqn)]
         made = [var for eqn in apart for var in eqn.outvars]
         self.stored = set(arrays) | set(sums) | set(made)
-        self.groups: dict[frozenset, list] = {}
-        for var in dict.fromkeys((*arrays, *sums)):
+        self.groups: dict[frozenset, tuple[set, list]] = {}  # by the arrays that are read
+        for var in sorted(dict.fromkeys((*arrays, *sums)), key=self._inputs, reverse=True):
             self._add(var)
+
+    def _inputs(self, var) -> int:
+        """How many arrays it is made from."""
+        eqn = self.made_by.get(var)
+        return 0 if eqn is None else len(self._reads(eqn))
 
     def _array(self, var):
         """The one that this is a view of."""
@@ -52,16 +58,22 @@ class Kernels:
         eqn = self.made_by.get(var)
         if eqn is None or eqn.primitive.name in self.own:
             return
-        reads = frozenset(self._reads(eqn))
-        arrays = {a for a in reads if not self.tags.get(a)}
-        if len(arrays) == 1 and not _is_over_rows(eqn):
+        reads = self._reads(eqn)
+        arrays = frozenset(a for a in reads if not self.tags.get(a))
+        if len(arrays) == 1:
             (only,) = arrays
             made = self.made_by.get(only)
-            matmul = made is not None and made.primitive.name == "dot_general"
-            if matmul and self.uses[only] == 1 and only.aval.size == var.aval.size:
-                return  # with the matmul
+            ends = made and (made.primitive.name == "dot_general" or _is_over_rows(made))
+            if ends and self.uses[only] == 1 and only.aval.size == var.aval.size:
+                return  # written at once
+        if _is_over_rows(eqn):
+            for others, (_, made) in self.groups.items():
+                if arrays <= others and all(_is_over_rows(self.made_by[each]) for each in made):
+                    arrays = others
         if reads:
-            self.groups.setdefault(reads, []).append(var)
+            read, made = self.groups.setdefault(arrays, (set(), []))
+            read.update(reads)
+            made.append(var)
 
     def _reads(self, eqn) -> set:
         """The stored arrays from which its result is computed."""
@@ -72,16 +84,18 @@ class Kernels:
                 continue
             seen.add(atom)
             array = self._array(atom)
-            if array in self.stored or array not in self.made_by:
+            made = self.made_by.get(array)
+            along = {array} if array.aval.shape[-1:] == (1,) else set()
+            if made is None or made.primitive.name in self.own or array in self.stored - along:
                 found.add(array)
             else:
-                waiting.extend(self.made_by[array].invars)
+                waiting.extend(made.invars)
         return found
 
     @property
     def arrays(self) -> list:
         """All that they read and write, each as often as it is."""
-        return [var.aval for reads, made in self.groups.items() for var in (*reads, *made)]
+        return [var.aval for read, made in self.groups.values() for var in (*read, *made)]
 
 
 def _is_over_rows(eqn) -> bool:
