@@ -163,7 +163,7 @@ class ModelConfig:
         return math.ceil(self.vocab / unit) * unit
 
 
-Idle = Literal["skip", "phases", "masked"]
+Idle = Literal["skip", "phases"]
 Stash = Literal["residuals", "inputs"]
 Zero = Literal[1, 3]
 Recompute = Literal["none", "selective", "full"]
@@ -182,7 +182,9 @@ class Layout:
     slices: Slices = 1  # parts into which the schedule cuts a microbatch's sequences
     sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
     schedule: str = "1f1b"  # see `mtx schedule --help`; "auto"; or a table's .csv, .txt or .json
-    idle: Idle = "skip"  # idle half ticks: a cond each, scans in phases, or computed and masked
+    idle: Idle = (
+        "skip"  # idle half ticks: a cond each, or computed in scans of phases that need them
+    )
     stash: Stash = "residuals"  # what waits between a microbatch's F and its B
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"

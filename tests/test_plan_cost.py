@@ -68,8 +68,8 @@ def test_bert_large_has_as_many_parameters_as_its_checkpoint():
     )  # fmt: skip
     parts = parameters_by_part(model)
     transform, norm, bias, binary = 1024**2 + 1024, 2 * 1024, 30522, 2 * 1024 + 2
-    assert parts["head"] == transform + norm + bias
-    assert sum(parts.values()) - parts["head"] - binary == 335_141_888
+    assert parts["masked head"] == transform + norm + bias
+    assert sum(parts.values()) - parts["masked head"] - parts["binary head"] == 335_141_888
 
 
 @pytest.mark.parametrize(("name", "billions"), [("336m", 0.336), ("1.3b", 1.3), ("3.9b", 3.9)])
@@ -140,7 +140,7 @@ def test_the_products_of_a_llamas_layer():
     holds the weight of both."""
 
     def products(tensor):
-        cost = layer_cost(small(**LLAMA), tensor=tensor, sequence_parallel=True)
+        cost = layer_cost(small(**LLAMA), kind="block", tensor=tensor, sequence_parallel=True)
         assert all(each.m == Size(16, rows=1) for each in cost.weights)
         return [(each.weight, each.k.number, each.n.number) for each in cost.weights]
 
@@ -175,7 +175,7 @@ def test_every_size_says_how_it_grows(monkeypatch):
 
 
 def test_w_makes_a_gradient_of_each_matrix_and_b_one_of_each_input():
-    cost = layer_cost(small(), kernel="cudnn")
+    cost = layer_cost(small(), kind="block", kernel="cudnn")
     weights = sorted(each.weight for each in cost.weights)
     assert len(weights) == 4
     for during in "BW":
@@ -192,7 +192,7 @@ def test_w_makes_a_gradient_of_each_matrix_and_b_one_of_each_input():
 def test_collectives_of_a_layer(sequence_parallel, forward):
     """Forward all-gathers and reduce-scatters, or all-reduces; backward their duals, and with
     sequence parallelism the inputs once more."""
-    cost = layer_cost(small(), tensor=2, sequence_parallel=sequence_parallel)
+    cost = layer_cost(small(), kind="block", tensor=2, sequence_parallel=sequence_parallel)
     counts = Counter((each.during, each.kind) for each in cost.collectives)
     if sequence_parallel:
         assert counts == {
@@ -203,14 +203,14 @@ def test_collectives_of_a_layer(sequence_parallel, forward):
         assert counts == {("F", "psum"): 2, ("B", "psum"): 2}
     whole = Size(16 * 32 * 2, rows=1)
     assert all((each.axes, each.bytes) == (("tensor",), whole) for each in cost.collectives)
-    assert layer_cost(small()).collectives == ()
+    assert layer_cost(small(), kind="block").collectives == ()
 
 
 def test_what_the_kernels_of_a_layer_read_and_write():
     """In passes over x. F: two norms 2, two additions 3, and the activation 2 of four times the
     width. B: two norms 4 with the sum of two gradients, 2 for their weights' gradients; joining q,
     k and v 6; the activation 3 of four times the width; gradients of biases 1 + 3 + 4 + 1."""
-    cost = layer_cost(small(hidden=256), kernel="cudnn")
+    cost = layer_cost(small(hidden=256), kind="block", kernel="cudnn")
     once, deviations = 16 * 256 * 2, 2 * 2 * 16 * 4  # float32, and means, of two norms
     found = {
         each.during: (each.kernels, sum(size.number for size in each.bytes if size.rows))
@@ -250,7 +250,7 @@ def test_who_plans_a_model_again_needs_no_jax(tmp_path):
 def test_a_cache_that_cannot_be_read_or_written_is_passed_over(tmp_path, monkeypatch):
     def cost():
         plan_cost._answer.cache_clear()
-        return layer_cost(small(hidden=64))
+        return layer_cost(small(hidden=64), kind="block")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = cost()

@@ -83,9 +83,9 @@ def random_params(trainer, seed=0):
 def log_probabilities(params, batch, task):
     """float32 [examples, answers] by the reference."""
     x = reference_bert.hidden(params, batch, post=False, form="tanh")
-    ends = params["ends"]
-    pooled = jnp.tanh(x[:, 0] @ ends["pooler"]["w"] + ends["pooler"]["b"])
-    logits = pooled @ ends["classifier"]["w"] + ends["classifier"]["b"]
+    head = params["head"]
+    pooled = jnp.tanh(x[:, 0] @ head["pooler"]["w"] + head["pooler"]["b"])
+    logits = pooled @ head["classifier"]["w"] + head["classifier"]["b"]
     return jax.nn.log_softmax(logits.reshape(-1, task.answers))
 
 
@@ -101,7 +101,7 @@ def reference_loss(params, batch, examples, task):
 @pytest.mark.parametrize(
     "task, layout",
     [
-        (CLASSES, Layout(data=2, pipe=2, tensor=2, microbatch=4, idle="masked")),
+        (CLASSES, Layout(data=2, pipe=2, tensor=2, microbatch=4, idle="phases")),
         (CHOICE, Layout(data=2, tensor=2, microbatch=4)),
     ],
     ids=["classes", "choice"],
@@ -111,14 +111,15 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     trainer = trainer_of(task, layout)
     params = random_params(trainer)
     state = trainer.state_from(params)
-    assert set(params["ends"]) == {"tokens", "positions", "types", "norm", "pooler", "classifier"}
+    assert set(params["embed"]) == {"tokens", "positions", "types"}
+    assert set(params["head"]) == {"norm", "pooler", "classifier"}
     examples = random_examples(task, trainer.batch - 1)
     batch = make_batch(task, examples, trainer.batch)
     arrays = {name: batch[name] for name in ("tokens", "types", "segments")}
     want = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, arrays, examples, task)))(params)
     got = trainer.loss_and_gradients(state, batch)
     if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
-        assert all(abs(tree["ends"]["classifier"].pop("b")) < 1e-7 for tree in (got[1], want[1]))
+        assert all(abs(tree["head"]["classifier"].pop("b")) < 1e-7 for tree in (got[1], want[1]))
     assert_same(got, jax.device_get(want))
     judged = trainer.judge(state, examples * 3)
     wanted = np.asarray(log_probabilities(params, arrays, task))[: len(examples)]
@@ -157,14 +158,12 @@ def test_pretrained_parameters_are_taken_over_and_the_head_is_new():
     old = random_params(before)
     state = with_pretrained(trainer, before, before.state_from(old).params)
     new = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
-    assert set(old["ends"]) - set(new["ends"]) == {"head", "binary"}
-    shared = {name: value for name, value in new["ends"].items() if name != "classifier"}
-    jax.tree.map(
-        np.testing.assert_array_equal, shared, {name: old["ends"][name] for name in shared}
-    )
-    jax.tree.map(np.testing.assert_array_equal, new["block"], old["block"])
-    assert new["ends"]["classifier"]["w"].shape == (32, 3)
-    assert np.std(new["ends"]["classifier"]["w"]) == pytest.approx(MODEL.init_std, rel=0.3)
+    assert set(old["head"]) - set(new["head"]) == {"masked", "binary"}
+    classifier = new["head"].pop("classifier")
+    kept = {name: old["head"][name] for name in new["head"]}
+    jax.tree.map(np.testing.assert_array_equal, new, old | {"head": kept})
+    assert classifier["w"].shape == (32, 3)
+    assert np.std(classifier["w"]) == pytest.approx(MODEL.init_std, rel=0.3)
 
 
 # --- examples -------------------------------------------------------------------------------------

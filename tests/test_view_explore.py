@@ -110,15 +110,15 @@ def test_all_parts_of_a_device_together_are_its_parameters(name):
 def test_parts_are_said_in_words():
     run = preset("gpt-1t")
     held = {one.name: one for one in Holdings(run).of(Device.of(run.layout, 3071))}
-    up, tokens = held["block.mlp.up.w"], held["tokens"]
+    up, tokens = held["layers.block.mlp.up.w"], held["embed.tokens"]
     assert up.layers == (126, 127)
     assert up.part_text == "columns 89,600-102,399 of 102,400"
     assert up.master_text == "hidden 21,335-25,599 of 25,600 and 2 of padding"
     assert tokens.part_text == "vocabulary 65,408-65,535 of 65,536"
-    assert held["block.attention.out.b"].part_text == "all"
+    assert held["layers.block.attention.out.b"].part_text == "all"
     last = {one.name: one for one in Holdings(MINIATURE).of(Device.of(MINIATURE.layout, 7))}
-    assert last["block.mlp.up.w"].layers == (1, 3)
-    assert last["block.mlp.up.w"].master_text == "layers 3"  # chunks are cut over `data`
+    assert last["layers.block.mlp.up.w"].layers == (1, 3)
+    assert last["layers.block.mlp.up.w"].master_text == "layers 3"  # chunks are cut over `data`
 
 
 @pytest.mark.parametrize("name", ["miniature", "llama-3-8b", "bert-336m"])

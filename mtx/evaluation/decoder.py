@@ -18,7 +18,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
@@ -168,7 +167,7 @@ class Programs:
 
         def gather(masters):
             params = self._trainer.step.gather(masters)
-            return params | {"block": jax.tree.map(lambda a: a[None], params["block"])}
+            return params | {"layers": jax.tree.map(lambda a: a[None], params["layers"])}
 
         masters = self._trainer.states.specs.params
         return jax.jit(self._trainer.shard_map(gather, (masters,), self._specs))
@@ -180,9 +179,9 @@ class Programs:
         def begin(params, batch, vocab, count, room):
             def local(params, batch, vocab):
                 pipeline = self._pipeline(batch, self._microbatch)
-                past = _empty_past(pipeline, len(batch["tokens"]), room)
+                past = pipeline.empty_past(len(batch["tokens"]), room)
                 chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
-                return chosen, past[None]
+                return chosen, _stacked(past)
 
             specs, out = (self._specs, _ROWS, P()), (self._chosen_specs(count), _PAST)
             return self._trainer.shard_map(local, specs, out)(params, batch, vocab)
@@ -196,8 +195,10 @@ class Programs:
         def extend(params, batch, vocab, past, count):
             def local(params, batch, vocab, past):
                 pipeline = self._pipeline(batch, _ROWS_A_READ)
-                chosen, past = self._forward(pipeline, params, batch, vocab, count, past[0])
-                return chosen, past[None]
+                chosen, past = self._forward(
+                    pipeline, params, batch, vocab, count, jax.tree.map(lambda a: a[0], past)
+                )
+                return chosen, _stacked(past)
 
             specs, out = (self._specs, _ROWS, P(), _PAST), (self._chosen_specs(count), _PAST)
             return self._trainer.shard_map(local, specs, out)(params, batch, vocab, past)
@@ -223,13 +224,8 @@ class Programs:
     def _specs(self) -> Tree:
         """Of gathered parameters."""
         trainer = self._trainer
-        masters = trainer.states.specs.params
-        block = (
-            masters["block"]
-            if trainer.run.layout.zero == 3
-            else trainer.states.param_specs["block"]
-        )
-        return {"ends": trainer.states.param_specs["ends"], "block": block}
+        masters, specs = trainer.states.specs.params, trainer.states.param_specs
+        return specs | {"layers": (masters if trainer.run.layout.zero == 3 else specs)["layers"]}
 
     def _chosen_specs(self, count: int):
         return (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
@@ -244,12 +240,12 @@ class Programs:
 
     def _forward(self, pipeline: Pipeline, params, batch, vocab, count: int, past=None):
         """Runs the pipeline inside of `shard_map`."""
-        params = params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
+        params = params | {"layers": jax.tree.map(lambda a: a[0], params["layers"])}
         microbatches = pipeline.schedule.microbatches
         batch = jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
 
-        def output(ends, y_BtD, batch):
-            logits_Bv = pipeline.model.next_logits(ends, y_BtD, batch["last"])
+        def output(shared, stream, batch):
+            logits_Bv = pipeline.model.next_logits(shared, stream, batch["last"])
             return (
                 candidates(logits_Bv, count, vocab, pipeline.axes) if count else (None, logits_Bv)
             )
@@ -266,11 +262,9 @@ def programs_of(trainer: Trainer) -> Programs:
     return Programs(trainer)
 
 
-def _empty_past(pipeline: Pipeline, rows: int, room: int):
-    """[C, N, n, rows, heads, room, K]: the keys and values of all layers of this stage."""
-    chunks, layers = pipeline.placement.layer.shape[1:]
-    past = jax.eval_shape(lambda: pipeline.model.empty_past(rows, room))
-    return jnp.zeros((chunks, layers, *past.shape), past.dtype)
+def _stacked(past):
+    """[1, C, N, ...]: of this stage."""
+    return jax.tree.map(lambda a: a[None], past)
 
 
 def _power_of_two_from(least: int) -> int:

@@ -3,7 +3,7 @@
 The kernel itself can only be traced where there is such a GPU. What it takes, gives and keeps for
 its backward pass is the same here; it cannot be run.
 
-Legend: B rows · S sequence (T: keys) · h heads of queries · g heads of keys and values · K head size
+Legend: B rows · S sequence (T: keys) · h heads of queries · g of keys and values · K head size
 """
 
 from __future__ import annotations

@@ -25,6 +25,11 @@ from mtx.sharding.mesh import Axes
 from mtx.sharding.random import fold, key_data
 
 _ONE_DEVICE = Axes()
+_EMBED = {"tokens": "tokens", "positions": "positions", "types": "types", "embed_norm": "norm"}
+_HEAD = {
+    "norm": "norm", "output": "output", "head": "masked", "pooler": "pooler", "binary": "binary",
+    "classifier": "classifier",
+}  # fmt: skip
 
 
 class Model:
@@ -55,9 +60,10 @@ class Model:
         block = nnx.eval_shape(lambda: self.make_block(nnx.Rngs(params=0)))
         self._ends_graph, ends_state = nnx.split(ends)
         self._block_graph, block_state = nnx.split(block)
-        states = {"ends": ends_state, "block": block_state}
+        states = _shared(ends_state) | {"layers": {"block": block_state}}
         self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
         self.roles: dict = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
+        self.pattern = ("block",) * config.layers
 
     # -- what a family says -----------------------------------------------------------------------
 
@@ -81,23 +87,24 @@ class Model:
 
     # -- parameters -------------------------------------------------------------------------------
 
-    def init_ends(self, seed: int):
-        """Float32 parameters of the ends, global shapes, vocabulary padded."""
-        return nnx.to_pure_dict(nnx.state(self.make_ends(nnx.Rngs(params=_init_key(seed, -1)))))
+    def init_shared(self, seed: int):
+        """Float32 parameters of embedding and head, global shapes, vocabulary padded."""
+        ends = self.make_ends(nnx.Rngs(params=_init_key(seed, -1)))
+        return _shared(nnx.to_pure_dict(nnx.state(ends)))
 
-    def init_block(self, seed: int, layer):
+    def init_layer(self, kind: str, seed: int, layer):
         """Float32 parameters of one layer, global shapes."""
         return nnx.to_pure_dict(nnx.state(self.make_block(nnx.Rngs(params=_init_key(seed, layer)))))
 
     # -- functions --------------------------------------------------------------------------------
 
-    def place(self, layer, batch, samples_B, key, part=0) -> Place | None:
+    def context(self, layer, batch, samples_B, rng, part=0) -> Place | None:
         """Where a block's input stands; None where that does not matter: whole sequences of one
-        segment, no dropout. key: None for no dropout."""
+        segment, no dropout. rng: None for no dropout."""
         segments, positions = batch.get("segments"), batch.get("positions")
         if not (self.config.dropout or self.config.attention_dropout):
-            key = samples_B = None
-        if self.slices == 1 and key is None and segments is None and positions is None:
+            rng = samples_B = None
+        if self.slices == 1 and rng is None and segments is None and positions is None:
             return None
         if self.slices > 1 and segments is not None:
             raise UserError(
@@ -105,61 +112,81 @@ class Model:
                 "slices=1, or data that is not packed"
             )
         layer, part = jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32)
-        return Place(layer, samples_B, key, part, segments, positions)
+        return Place(layer, samples_B, rng, part, segments, positions)
 
-    def empty_cache(self, rows: int):
+    def empty_cache(self, kind: str, rows: int):
         """[B, S, n, g, K], n = 2: the keys and values of one layer, for slices of sequences."""
         shards = lax.axis_size(self.axes.tensor) if self.axes.tensor else 1
         groups = max(1, self.config.groups // shards)
         shape = rows, self.config.sequence, 2, groups, self.config.head_size
         return jnp.zeros(shape, jnp.dtype(self.config.compute_dtype))
 
-    def embed(self, ends, batch, place: Place | None = None):
-        """x_BsD of batch["tokens"] int32 [B, S]."""
-        return nnx.merge(self._ends_graph, ends).embed(batch, place)
+    def _ends(self, shared):
+        ends = {
+            name: shared[part][new]
+            for part, names in (("embed", _EMBED), ("head", _HEAD))
+            for name, new in names.items()
+            if new in shared[part]
+        }
+        return nnx.merge(self._ends_graph, ends)
 
-    def block(self, params, x_BsD, place: Place | None = None, *cache):
+    def embed(self, shared, batch, place: Place | None = None):
+        """x_BsD of batch["tokens"] int32 [B, S]."""
+        return {"x": self._ends(shared).embed(batch, place)}
+
+    def layer(self, kind: str, params, stream, place: Place | None = None, *cache):
         """x_BsD -> x_BsD, with the parameters of one layer; for a slice of the sequence, with the
         keys and values of earlier ones, (x_BsD, its own)."""
 
-        def run(params, x_BsD, place, *cache):
-            return nnx.merge(self._block_graph, params)(x_BsD, place, *cache)
+        def run(params, stream, place, *cache):
+            y = nnx.merge(self._block_graph, params)(stream["x"], place, *cache)
+            return ({"x": y[0]}, y[1]) if cache else {"x": y}
 
         if self.recompute == "none":
-            return run(params, x_BsD, place, *cache)
+            return run(params, stream, place, *cache)
         policy = None  # "full": keep the block's input alone
         if self.recompute == "selective":
             policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
-        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, x_BsD, place, *cache)
+        return jax.checkpoint(run, policy=policy, prevent_cse=False)(params, stream, place, *cache)
 
-    def empty_past(self, rows: int, length: int):
+    def empty_past(self, kind: str, rows: int, length: int):
         """[n, B, g, S, K], n = 2: the keys and values of one layer, for texts up to that length."""
-        *_, groups, size = jax.eval_shape(lambda: self.empty_cache(rows)).shape
+        *_, groups, size = jax.eval_shape(lambda: self.empty_cache(kind, rows)).shape
         return jnp.zeros((2, rows, groups, length, size), jnp.dtype(self.config.compute_dtype))
 
-    def extend(self, params, x_BtD, place: Place | None, keep: Keep):
+    def extend(self, kind: str, params, stream, place: Place | None, keep: Keep):
         """(x_BtD, what `keep` gives back): a block of the next t positions of texts, whose keys and
         values it hands over to be kept. Their positions are those of `place`, or the first t.
         Neither dropout nor sequence parallelism."""
-        return nnx.merge(self._block_graph, params).extend(x_BtD, place, keep)
+        block = nnx.merge(self._block_graph, params)
+        x_BtD, kept = block.extend(stream["x"], place, keep)
+        return {"x": x_BtD}, kept
 
-    def next_logits(self, ends, x_BsD, positions_B):
+    def next_logits(self, shared, stream, positions_B):
         """logits_Bv float32, this device's part of the vocabulary, at each row's position."""
-        return nnx.merge(self._ends_graph, ends).next_logits(x_BsD, positions_B)
+        return self._ends(shared).next_logits(stream["x"], positions_B)
 
-    def scores(self, ends, x_BsD, batch):
+    def scores(self, shared, stream, batch):
         """(losses, hits) float32 [B, S] of batch["targets"]: a hit is 1 where the target is the
         likeliest token."""
-        return nnx.merge(self._ends_graph, ends).scores(x_BsD, batch)
+        return self._ends(shared).scores(stream["x"], batch)
 
-    def loss(self, ends, x_BsD, batch):
+    def loss(self, shared, stream, batch):
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
-        return nnx.merge(self._ends_graph, ends).loss(x_BsD, batch)
+        return self._ends(shared).loss(stream["x"], batch)
 
 
 def _init_key(seed: int, layer):
     key = fold(key_data(seed), layer + 1)
     return jax.random.wrap_key_data(key, impl="threefry2x32")
+
+
+def _shared(ends) -> dict:
+    """{"embed": ..., "head": ...}"""
+    return {
+        part: {new: ends[name] for name, new in names.items() if name in ends}
+        for part, names in (("embed", _EMBED), ("head", _HEAD))
+    }
 
 
 def _metadata(tree, name: str) -> dict:

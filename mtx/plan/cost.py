@@ -25,7 +25,7 @@ Pass = Literal[
     "F", "B", "W"
 ]  # forward, input gradient with what is computed again, weight gradient
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
-EMBED, HEAD, PARAMETERS = "embed", "head", "parameters"
+EMBED, HEAD, PARAMETERS = "(embed)", "(head)", "(parameters)"  # no kind of layer's name
 
 
 class Size(NamedTuple):
@@ -93,14 +93,11 @@ class Parameter(NamedTuple):
     elements: Size
     axes: tuple[str, ...]  # that shard it
 
-    @property
-    def depth(self) -> int:
-        return self.path.count(".") + 1
-
 
 class Parameters(NamedTuple):
+    pattern: tuple[str, ...]  # the kind of each layer
     shared: tuple[Parameter, ...]  # of embedding and head
-    layers: dict[str, tuple[Parameter, ...]]  # by kind of layer, of one
+    layers: dict[str, tuple[Parameter, ...]]  # by kind, of one layer
 
 
 class Cost(NamedTuple):
@@ -132,7 +129,7 @@ def module_of(path: str) -> str:
 
 def pattern_of(model: ModelConfig) -> tuple[str, ...]:
     """The kind of each layer."""
-    return ("block",) * model.layers
+    return model_parameters(model).pattern
 
 
 # -- asking ----------------------------------------------------------------------------------------
@@ -154,7 +151,7 @@ class Question:
 def layer_cost(
     model: ModelConfig,
     *,
-    kind: str = "block",
+    kind: str,
     tensor: int = 1,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",

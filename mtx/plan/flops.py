@@ -99,25 +99,27 @@ def hardware_matmul_flops(
 
     Attention is what its kernel computes, the vocabulary is padded, and B costs two forwards plus
     what it computes again: with stash="inputs" the chunk, or where that is one layer what
-    recompute="full" does, whose output nobody needs. With idle="phases" and "masked" idle ops
-    compute too: they are counted.
+    recompute="full" does, whose output nobody needs. With idle="phases" idle ops compute
+    too: they are counted.
     """
     schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = place_layers(
-        model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers,
-        pieces=schedule.pieces,
+        pattern_of(model), pipe=layout.pipe, virtual=layout.virtual,
+        stage_layers=layout.stage_layers, virtual_stages=schedule.pieces,
     )  # fmt: skip
     alone = placement.even and placement.layer.shape[-1] == 1
-    useful = schedule.items * schedule.virtual
-    executed = _executed_ops(layout.idle, schedule)
+    executed, useful = _executed_ops(layout.idle, schedule), schedule.items * schedule.virtual
     flops = 0.0
-    (kind,) = set(pattern_of(model))
-    # Layers run per replica and item; an idle op runs the stage's first chunk.
-    idle_layers = int(placement.count[:, 0].sum())
-    for each, ops in zip(
-        _layer_flops(model, kind, layout, backend, alone, schedule.split), executed
-    ):
-        flops += each * (schedule.items * model.layers + (ops - useful) * idle_layers)
+    for number, kind in enumerate(placement.kinds):
+        # Layers run per replica and item; an idle op runs the stage's first chunk.
+        layers, idle = (
+            int((placement.kind == number).sum()),
+            int((placement.kind[:, 0] == number).sum()),
+        )
+        for each, ops in zip(
+            _layer_flops(model, kind, layout, backend, alone, schedule.split), executed
+        ):
+            flops += each * (schedule.items * layers + (ops - useful) * idle)
     head = shared_cost(
         model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel
     )
@@ -147,8 +149,6 @@ def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
     kinds = len(schedule.halves)
     if idle == "skip":
         return (schedule.items * schedule.virtual,) * kinds
-    if idle == "masked":
-        return (schedule.ticks,) * kinds
     return tuple(
         sum(phase.stop - phase.start for phase in schedule.phases if phase[2 + kind])
         for kind in range(kinds)
@@ -176,25 +176,27 @@ def parameters(model: ModelConfig) -> int:
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     """The exact numbers of parameters, without the padding of the vocabulary; a tied head has no
     table of its own."""
-    shared, layers = model_parameters(model)
-    counts = Counter(pattern_of(model))
-    parts: Counter = Counter()
-    for each in shared:
-        parts[_part(each, shared)] += each.elements.at(1, model.vocab)
-    for kind, count in counts.items():
-        for each in layers[kind]:
-            parts[_part(each, layers[kind])] += count * each.elements.number
-    first = ["embedding", *(part for part in parts if part != "norms")]
-    return {part: parts[part] for part in (*dict.fromkeys(first), "norms")}
+    every = model_parameters(model)
+    parts: Counter = Counter({"embedding": 0})
+    for each in every.shared:
+        parts[_part(each, every.shared)] += each.elements.at(1, model.vocab)
+    for kind, count in Counter(every.pattern).items():
+        for each in every.layers[kind]:
+            parts[_part(each, every.layers[kind])] += count * each.elements.number
+    parts["norms"] = parts.pop("norms")  # behind the others
+    return dict(parts)
 
 
 def _part(parameter: Parameter, among: tuple[Parameter, ...]) -> str:
-    """embedding, norms (those that are a sublayer of their own), or the module's name."""
-    module = module_of(parameter.path)
-    if parameter.role in ("embedding", "head") and "." not in parameter.path:
-        return {"embedding": "embedding", "head": "head"}[parameter.role]
-    norms = {module_of(each.path) for each in among if each.role == "norm" and each.depth == 2}
-    return "norms" if module in norms else module
+    """norms, that stand in the stream; embedding; head, or which head; or the sublayer."""
+    *modules, _ = parameter.path.split(".")
+    shared = modules[0] in ("embed", "head")
+    norms = {each.path.rpartition(".")[0] for each in among if each.role == "norm"}
+    if ".".join(modules) in norms and len(modules) == 1 + shared:
+        return "norms"
+    if modules[0] == "embed":
+        return "embedding"
+    return " ".join(reversed(modules[:2])) if shared else modules[0]
 
 
 def training_time_s(

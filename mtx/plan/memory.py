@@ -177,16 +177,16 @@ def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None) -> int:
 
 def layer_residual_bytes(
     model: ModelConfig, layout: Layout, *, recompute: Recompute, backend: Backend = "cuda",
-    kind: str = "block",
+    kind: str | None = None,
 ) -> int:  # fmt: skip
-    """What one layer keeps of one microbatch, or slice of one, between its F and its B.
+    """What one layer of a kind, or the first, keeps of one microbatch, or slice of one, between its F and its B.
 
     Where nothing is recomputed, about what Korthikanti et al. 2022 (arXiv 2205.05198, section 4)
     count, s b h (10 + 24/t) bytes in 16 bits with dropout, all of it over t with sequence
     parallelism; with "selective" what matmuls give; with "full" the layer's input.
     """
     device = _Device(model, layout, backend)
-    return total(device.cost(kind, recompute).kept, layout.microbatch)
+    return total(device.cost(kind or pattern_of(model)[0], recompute).kept, layout.microbatch)
 
 
 @dataclass(frozen=True)
@@ -288,9 +288,8 @@ def _places(model: ModelConfig, layout: Layout) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def _places_of(pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers) -> dict[str, int]:
-    placement = place_layers(len(pattern), pipe=pipe, virtual=virtual, stage_layers=stage_layers)
-    (kind,) = set(pattern)
-    return {kind: placement.layer.shape[-1]}
+    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
 
 
 # -- slots -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,10 +64,16 @@ class _Traced:
             kernel="described" if question.kernel == "cudnn" else "blocked",
             vocab_shards=self.shards, slices=question.slices,
         )  # fmt: skip
-        self.trees = {
-            "ends": jax.eval_shape(lambda: self.model.init_ends(0)),
-            "block": jax.eval_shape(lambda: self.model.init_block(0, 0)),
-        }
+        self.shapes = jax.eval_shape(
+            lambda: (
+                self.model.init_shared(0)
+                | {"layers": {kind: self.model.init_layer(kind, 0, 0) for kind in self.kinds}}
+            )
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.model.pattern))
 
     def cost(self) -> Cost:
         """Inside of a `shard_map` collectives know their axes."""
@@ -84,20 +91,27 @@ class _Traced:
         return Cost(**found)
 
     def parameters(self) -> Parameters:
-        shared, block = (self._parameters(tree) for tree in ("ends", "block"))
-        return Parameters(shared, {"block": block})
+        shared = self._parameters("embed", "head")
+        layers = {kind: self._parameters("layers", kind) for kind in self.kinds}
+        return Parameters(tuple(self.model.pattern), shared, layers)
 
-    def _parameters(self, tree: str) -> tuple[Parameter, ...]:
-        shapes = tree_leaves_with_path(self.trees[tree])
-        specs, roles = (getattr(self.model, name)[tree] for name in ("specs", "roles"))
+    def _tree(self, of: Tree, *names: str) -> Tree:
+        """The embedding and the head, or the layers of a kind, of a tree like the parameters."""
+        return of["layers"][names[1]] if names[0] == "layers" else {n: of[n] for n in names}
+
+    def _parameters(self, *names: str) -> tuple[Parameter, ...]:
+        shapes, specs, roles = (
+            self._tree(tree, *names) for tree in (self.shapes, self.model.specs, self.model.roles)
+        )
+        leaves = zip(tree_leaves_with_path(shapes), _leaves(specs), _leaves(roles), strict=True)
         found = []
-        for (path, leaf), spec, role in zip(shapes, _leaves(specs), _leaves(roles), strict=True):
+        for (path, leaf), spec, role in leaves:
             number, rows, vocab = size_of(leaf.size)
             elements = Size(number // self.shards**vocab, rows, vocab)
             found.append(Parameter(_name(path), role, elements, axes_of(spec)))
         return tuple(found)
 
-    def _local(self, tree: str) -> Tree:
+    def _local(self, *names: str) -> Tree:
         """The parameters of one device, in the compute type."""
         dtype = jnp.dtype(self.model.config.compute_dtype)
 
@@ -107,7 +121,8 @@ class _Traced:
                 shape[dim] //= math.prod(self.sizes[axis] for axis in axes_of([entry]))
             return jax.ShapeDtypeStruct(shape, dtype)
 
-        return jax.tree.map(cut, self.trees[tree], self.model.specs[tree])
+        shapes, specs = (self._tree(tree, *names) for tree in (self.shapes, self.model.specs))
+        return jax.tree.map(cut, shapes, specs)
 
     def _batch(self) -> Tree:
         """Arrays of one item: a microbatch, or a slice of its sequences."""
@@ -126,9 +141,12 @@ class _Traced:
         model, part, batch = self.model, self.question.part, self._batch()
         samples, key = jax.ShapeDtypeStruct((ROWS,), "int32"), jax.ShapeDtypeStruct((2,), "uint32")
         context = jax.eval_shape(
-            lambda batch, samples, key: model.place(0, batch, samples, key, 0), batch, samples, key
+            lambda batch, samples, key: model.context(0, batch, samples, key, 0),
+            batch,
+            samples,
+            key,
         )
-        shared = self._local("ends")
+        shared = self._local("embed", "head")
         stream = jax.eval_shape(model.embed, shared, batch, context)
         if part == EMBED:
             return _read_vjp(
@@ -139,8 +157,9 @@ class _Traced:
             return _read_vjp(model.loss, shared, stream, batch)
         cache = ()
         if self.question.slices > 1:
-            cache = (jax.eval_shape(lambda: model.empty_cache(ROWS)),)
-        found = _read_vjp(model.block, self._local("block"), stream, context, *cache)
+            cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
+        layer = partial(model.layer, part)
+        found = _read_vjp(layer, self._local("layers", part), stream, context, *cache)
         return found | {"cache": _bytes(cache)}
 
 

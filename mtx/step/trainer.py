@@ -16,10 +16,10 @@ from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.models.attention import AttentionKernel, cudnn_serves
 from mtx.models.families import FAMILIES
-from mtx.models.model import Model
+from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.program import Pipeline
 from mtx.plan.choose import check_shape, schedule_for, settle
-from mtx.schedules.partition import place_layers
+from mtx.schedules.partition import Placement, place_layers
 from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH
 from mtx.sharding.mesh import Axes, make_mesh
@@ -51,14 +51,18 @@ class Trainer:
         self.axes = Axes.of(layout)
         self.schedule = schedule or schedule_for(layout, run.microbatches)
         check_shape(self.schedule, layout, run.microbatches)
-        self.placement = place_layers(
-            model.layers, pipe=layout.pipe, virtual=layout.virtual,
-            stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
-        )  # fmt: skip
         self._mesh = mesh
 
     @cached_property
-    def model(self) -> Model:
+    def placement(self) -> Placement:
+        layout = self.run.layout
+        return place_layers(
+            self.model.pattern, pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers, virtual_stages=self.schedule.pieces,
+        )  # fmt: skip
+
+    @cached_property
+    def model(self) -> PipelineModel:
         layout = self.run.layout
         return FAMILIES[self.run.model.family](
             self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
@@ -90,7 +94,7 @@ class Trainer:
     def pipeline(self) -> Pipeline:
         shards = None
         if self.run.layout.zero == 3:  # how a chunk's leaves [N, ...] are sharded over the replicas
-            shards = jax.tree.map(lambda shard: shard.below(2), self.states.shards["block"])
+            shards = jax.tree.map(lambda shard: shard.below(2), self.states.shards["layers"])
         return Pipeline(
             model=self.model, schedule=self.schedule, placement=self.placement,
             layout=self.run.layout, axes=self.axes, data_shards=shards,

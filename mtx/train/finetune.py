@@ -23,7 +23,6 @@ from mtx.errors import UserError
 from mtx.evaluation.score import Report, fetch
 from mtx.fields import settle_types
 from mtx.models.classifier import Classifier
-from mtx.models.model import Model
 from mtx.sizes import Seed, Sequences, Step
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -76,7 +75,7 @@ class FinetuneTrainer(Trainer):
         self.task = task
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> Classifier:
         layout = self.run.layout
         return Classifier(
             self.run.model, outputs=self.task.outputs, options=self.task.options, axes=self.axes,
@@ -154,8 +153,11 @@ def with_pretrained(trainer: FinetuneTrainer, before: Trainer, params) -> TrainS
 
     def joined(new, old):
         new, old = trainer.to_canonical(new), before.to_canonical(old)
-        ends = {name: old["ends"].get(name, value) for name, value in new["ends"].items()}
-        return trainer.from_canonical({"ends": ends, "block": old["block"]})
+        shared = {
+            part: {name: old[part].get(name, value) for name, value in new[part].items()}
+            for part in ("embed", "head")
+        }
+        return trainer.from_canonical(shared | {"layers": old["layers"]})
 
     state = trainer.init()
     shardings = trainer.shardings(trainer.states.specs.params)
