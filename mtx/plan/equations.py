@@ -185,15 +185,13 @@ class Reader:
     @property
     def found(self) -> dict[str, Any]:
         """Fields of a cost."""
-        moved = tuple(
-            Moved(during, kernels, tuple(
-                Size(number, *powers) for (of, *powers), number in self.moved.items() if of == during
-            ))
-            for during, kernels in self.kernels.items()
-        )  # fmt: skip
+        moved = {during: [] for during in self.kernels}
+        for (during, *powers), number in self.moved.items():
+            moved[during].append(Size(number, *powers))
         return {
             "matmuls": tuple(self.matmuls), "collectives": tuple(self.collectives),
-            "moved": moved, "scores": self.scores,
+            "scores": self.scores,
+            "moved": tuple(Moved(d, self.kernels[d], tuple(sizes)) for d, sizes in moved.items()),
         }  # fmt: skip
 
     def _matmul(self, during: Pass, eqn, tags: Tags, made: Mapping[Var, str], times) -> None:

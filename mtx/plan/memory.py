@@ -179,7 +179,7 @@ def layer_residual_bytes(
     model: ModelConfig, layout: Layout, *, recompute: Recompute, backend: Backend = "cuda",
     kind: str | None = None,
 ) -> int:  # fmt: skip
-    """What one layer of a kind, or the first, keeps of one microbatch, or slice of one, between its F and its B.
+    """What one layer of a kind, or the first, keeps of one microbatch, or slice of one, for its B.
 
     Where nothing is recomputed, about what Korthikanti et al. 2022 (arXiv 2205.05198, section 4)
     count, s b h (10 + 24/t) bytes in 16 bits with dropout, all of it over t with sequence
