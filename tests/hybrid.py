@@ -225,16 +225,16 @@ class Hybrid:
         if kind == "mixer":
             raise NotImplementedError("a mixer keeps nothing of texts")
         if kind == "gate":
-            return stream | {"x": self._gate(params, stream, context)[0]}, None
+            return stream | {"x": self._gate(params, stream, context)[0]}
         x, size = stream["x"], scale(context[0])
         qkv = self._columns(norm(x, params["norm"]), params["qkv"])
-        held, kept = keep({"own": jnp.transpose(qkv[:, :, 1:], (2, 0, 3, 1, 4))})
+        held = keep({"own": jnp.transpose(qkv[:, :, 1:], (2, 0, 3, 1, 4))})
         if held is None:
             keys, positions = qkv[:, :, 1:], jnp.arange(qkv.shape[1])[None]
         else:
             keys, positions = jnp.transpose(held["own"], (1, 3, 0, 2, 4)), context[2]
         o = self._attend(qkv, keys, positions)
-        return stream | {"x": self._after_attention(params, x, o, size)}, kept
+        return stream | {"x": self._after_attention(params, x, o, size)}
 
 
 class HybridTrainer(mtx.Trainer):

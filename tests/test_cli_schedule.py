@@ -280,8 +280,8 @@ MISTAKES = {
     "compare --model asynchronous": "compare shows both models: leave out --model asynchronous",
     "compare --draw a.svg": "--draw goes with one schedule: name it instead of compare",
     "missing.csv": "cannot read schedule missing.csv: No such file or directory",
-    "table.csv": "table.csv: row 2, column 2 (1X0): expected piece",
-    "table.csv --csv table.csv": "table.csv: row 2, column 2 (1X0): expected piece",
+    "table.csv": "table.csv: row 2, column 2 (1X0): expected virtual stage",
+    "table.csv --csv table.csv": "table.csv: row 2, column 2 (1X0): expected virtual stage",
     "sound.csv --stages 2": "sound.csv is a table with stages=1, not stages=2",
     "auto --memory-limit 0.01": "fits memory_limit=0.01",
 }

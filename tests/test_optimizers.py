@@ -14,7 +14,8 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.models.families import FAMILIES
+from mtx.families import NAMES
+from mtx.layers.model import Model
 from mtx.plan.memory import predict_memory
 from mtx.sharding.parameter import ROLES
 from mtx.step.optimizer import make_optimizer, state_arrays
@@ -117,10 +118,10 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
     assert names(error, "nu.layers.block", tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_every_parameter_has_a_role(family):
     tied = family != "llama"
-    model = FAMILIES[family](ModelConfig(family=family, tied=tied, **SIZES))
+    model = Model(ModelConfig(family=family, tied=tied, **SIZES))
     roles = {
         ".".join(key.key for key in path): role
         for path, role in jax.tree.leaves_with_path(model.roles)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig
-from mtx.models.gpt import GPT
+from mtx.layers.model import Model
 from mtx.pipeline.vjp import LayerVJP
 from mtx.sharding.mesh import Axes, make_mesh
 
@@ -43,7 +43,7 @@ def random_like(shapes, seed=0):
 def layer(*, recompute="none", slices=1, part=0, **model):
     """(vjp, params, x, given): one layer of a GPT on one device, with random values."""
     config = config_of(**model)
-    gpt = GPT(config, recompute=recompute, slices=slices)
+    gpt = Model(config, recompute=recompute, slices=slices)
     dtype = config.compute_dtype
     params = jax.tree.map(lambda a: a.astype(dtype), gpt.init_layer("block", 0, 0))
     x = {"x": random_like(jax.ShapeDtypeStruct((ROWS, SEQUENCE // slices, HIDDEN), dtype))}
@@ -147,7 +147,7 @@ def collectives(jaxpr) -> Counter:
 def sharded(recompute, sequence_parallel, tensor=2):
     """(deferred, collectives of the whole backward pass, of B, of W) of a tensor shard."""
     axes = Axes.of(Layout(tensor=tensor, sequence_parallel=sequence_parallel))
-    gpt, seen = GPT(config_of(), axes=axes, recompute=recompute), {}
+    gpt, seen = Model(config_of(), axes=axes, recompute=recompute), {}
 
     def local(params, x):
         vjp = LayerVJP(partial(gpt.layer, "block"), params, {"x": x}, None)

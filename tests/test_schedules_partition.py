@@ -18,14 +18,16 @@ quick = settings(max_examples=80, deadline=None)
 def placed(draw):
     """(layers, pipe, virtual, placement) of any kind of placement."""
     pipe, virtual = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    pieces = pipe * virtual
+    virtual_stages = pipe * virtual
     kind = draw(st.sampled_from(["even", "balanced", "explicit"]))
     if kind == "even":
-        layers, stage_layers = pieces * draw(st.integers(1, 4)), "even"
+        layers, stage_layers = virtual_stages * draw(st.integers(1, 4)), "even"
     elif kind == "balanced":
-        layers, stage_layers = pieces + draw(st.integers(0, 20)), "balanced"
+        layers, stage_layers = virtual_stages + draw(st.integers(0, 20)), "balanced"
     else:
-        counts = st.lists(st.integers(0, 5), min_size=pieces, max_size=pieces).filter(any)
+        counts = st.lists(
+            st.integers(0, 5), min_size=virtual_stages, max_size=virtual_stages
+        ).filter(any)
         stage_layers = tuple(draw(counts))
         layers = sum(stage_layers)
     placement = place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
@@ -37,8 +39,11 @@ def placed(draw):
 def test_pieces_in_model_order_hold_the_layers_in_order(case):
     layers, pipe, virtual, placement = case
     assert placement.layer.shape[:2] == (pipe, virtual)
-    along = [placement.layer[piece % pipe, piece // pipe] for piece in range(pipe * virtual)]
-    in_order = np.concatenate([piece[piece != EMPTY] for piece in along])
+    along = [
+        placement.layer[virtual_stage % pipe, virtual_stage // pipe]
+        for virtual_stage in range(pipe * virtual)
+    ]
+    in_order = np.concatenate([held[held != EMPTY] for held in along])
     assert in_order.tolist() == list(range(layers))
 
 
@@ -70,19 +75,21 @@ def test_layers_fill_the_first_places_of_a_chunk(case):
 @quick
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 30))
 def test_balanced_counts_differ_by_one_and_the_ends_are_light(pipe, virtual, more):
-    pieces = pipe * virtual
-    placement = place_layers(pieces + more, pipe=pipe, virtual=virtual, stage_layers="balanced")
+    virtual_stages = pipe * virtual
+    placement = place_layers(
+        virtual_stages + more, pipe=pipe, virtual=virtual, stage_layers="balanced"
+    )
     counts = placement.count.T.ravel()  # in model order
-    light = (pieces + more) // pieces
+    light = (virtual_stages + more) // virtual_stages
     assert set(counts) <= {light, light + 1}
     heavy = np.flatnonzero(counts > light)
     if len(heavy):
-        before, after = heavy[0], pieces - 1 - heavy[-1]
+        before, after = heavy[0], virtual_stages - 1 - heavy[-1]
         assert len(heavy) == heavy[-1] - heavy[0] + 1  # one run, in the middle
         assert before - after in (0, 1)
 
 
-def test_interleaved_stages_hold_every_pth_piece():
+def test_interleaved_stages_hold_every_pth_virtual_stage():
     placement = place_layers(8, pipe=2, virtual=2, stage_layers="even")
     assert placement.layer.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert placement.describe() == "stage 0: 0-1 | 4-5\nstage 1: 2-3 | 6-7"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.plan.choose import settle
+from mtx.plan.choose import resolve
 from mtx.schedules.makers import MAKERS, make
 from mtx.schedules.search import choose, search_schedules
 from mtx.schedules.shape import Times
@@ -193,7 +193,7 @@ def test_no_choice_says_what_would_be_needed():
         (8, "balanced", 1, 2),  # the same
         (10, "balanced", 1, 1),
         (10, "balanced", 2, 2),
-        (8, (3, 2, 2, 1), 1, 1),  # four pieces it is
+        (8, (3, 2, 2, 1), 1, 1),  # four virtual stages it is
         (8, (1, 1, 2, 1, 0, 1, 1, 1), 2, 2),
         (2, (1, 0, 0, 1), 1, 1),
     ],
@@ -201,11 +201,11 @@ def test_no_choice_says_what_would_be_needed():
 def test_what_auto_settles_on_can_place_the_layers(layers, stage_layers, virtual, settled):
     layout = Layout(pipe=4, virtual=virtual, schedule="auto", stage_layers=stage_layers)
     model = ModelConfig(layers=layers)
-    found, reason = settle(layout, model, 8)
+    found, reason = resolve(layout, model, 8)
     found.check(model)
     assert found.virtual == settled and reason.startswith(f"schedule {found.schedule}")
 
 
 def test_even_stages_that_are_none_are_not_settled():
     with pytest.raises(UserError, match="layers=10 cannot be divided over stages"):
-        settle(Layout(pipe=4, schedule="auto"), ModelConfig(layers=10), 8)
+        resolve(Layout(pipe=4, schedule="auto"), ModelConfig(layers=10), 8)

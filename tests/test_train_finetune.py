@@ -16,12 +16,13 @@ from reference import assert_same
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.data.marks import Marks
+from mtx.data.special_tokens import SpecialTokens
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.data.wordpiece import train_wordpiece
 from mtx.errors import UserError
 from mtx.evaluation.choice import Question
-from mtx.models.classifier import ClassifierEnds
+from mtx.layers.bert import Classes, ClassifierHead
+from mtx.layers.sublayer import Build
 from mtx.sharding.mesh import Axes
 from mtx.step.trainer import Trainer
 from mtx.train.examples import (
@@ -40,13 +41,13 @@ from mtx.train.examples import (
 )
 from mtx.train.finetune import FinetuneTrainer, Finetuning, load_finetuned, with_pretrained
 
-MARKS = Marks(begin=96, end=97, mask=98, pad=99)
+SPECIAL = SpecialTokens(cls=96, sep=97, mask=98, pad=99)
 MODEL = ModelConfig(
     family="bert", layers=2, hidden=32, heads=4, sequence=16, vocab=100, compute_dtype="float32",
     vocab_multiple=8, init_std=0.1,
 )  # fmt: skip
-CLASSES = Task(labels=("no", "yes", "maybe"), marks=MARKS, sequence=16)
-CHOICE = Task(options=4, marks=MARKS, sequence=16)
+CLASSES = Task(labels=("no", "yes", "maybe"), special=SPECIAL, sequence=16)
+CHOICE = Task(options=4, special=SPECIAL, sequence=16)
 
 
 def trainer_of(task, layout, *, rows=8, **changes):
@@ -131,16 +132,19 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     assert judged.loss == pytest.approx(float(want[0]), rel=1e-5)
 
 
-def test_dropout_follows_from_the_draws_of_a_row_alone():
+def test_dropout_follows_from_the_rng_of_a_row_alone():
     """The same on every layout, then: rows go to devices with their draws."""
     model = replace(MODEL, dropout=0.5)
 
     @jax.jit
     def log_probabilities(x_BSD, draws_B):
-        ends = ClassifierEnds(
-            model, outputs=3, options=1, axes=Axes(), vocab_rows=104, rngs=nnx.Rngs(params=0)
-        )
-        return ends.log_probabilities(x_BSD), ends.log_probabilities(x_BSD, draws_B)
+        build = Build(
+            hidden=32, init_std=0.02, output_std=0.02, dtype="float32", axes=Axes(),
+            kernel="blocked", site=0,
+        )  # fmt: skip
+        config = Classes.instead_of(model.stack().head, outputs=3, options=1, dropout=0.5)
+        head = ClassifierHead(config, build, nnx.Rngs(params=0))
+        return head.log_probabilities(x_BSD), head.log_probabilities(x_BSD, draws_B)
 
     x_BSD = np.random.default_rng(1).normal(size=(6, 16, 32)).astype(np.float32)
     draws_B = np.array([3, 4, 5, 3, 6, 7], np.int32)
@@ -169,7 +173,7 @@ def test_pretrained_parameters_are_taken_over_and_the_head_is_new():
 # --- examples -------------------------------------------------------------------------------------
 
 
-def test_rows_stand_between_marks():
+def test_rows_stand_between_special_tokens():
     ids = np.arange(20, dtype=np.int32)
     alone, pair = make_row(CLASSES, ids[:3]), make_row(CLASSES, ids[:3], ids[5:7])
     assert (alone.tokens.tolist(), alone.second) == ([96, 0, 1, 2, 97], 5)
@@ -227,7 +231,7 @@ def test_labelled_texts_are_read(tmp_path):
     found = read_labelled([str(file)])
     assert [record[:3] for record in found] == [("a", None, "10"), ("b", "c", "2")]
     assert classes_of(found) == ("2", "10"), "numbers by their value"
-    task = Task(labels=("2", "10"), marks=MARKS, sequence=16)
+    task = Task(labels=("2", "10"), special=SPECIAL, sequence=16)
     one, pair = encode_labelled(task, ByteTokenizer(), found)
     assert (one.label, pair.label) == (1, 0)
     assert pair.rows[0].tokens.tolist() == [96, 98, 97, 99, 97]
@@ -257,7 +261,7 @@ def test_questions_become_a_row_for_each_option():
     def question(text, *options):
         return Question(article="xyz", question=text, options=options, answer=1, where="here")
 
-    task = Task(options=2, marks=MARKS, sequence=16)
+    task = Task(options=2, special=SPECIAL, sequence=16)
     blank, asked = encode_questions(
         task, ByteTokenizer(), [question("a_c", "B", "D"), question("a?", "B", "D")]
     )

@@ -129,8 +129,8 @@ def _block(name: str, values: object, files: Sequence[str], dims: int, itemsize:
                 fingerprint=int(digits, 16),
             )  # fmt: skip
     raise ValueError(
-        f"a block of {name:.60} must be [file below {len(files)}, offset, start and shape in {dims} "
-        f"dims, fingerprint of 16 digits]: {values!r:.160}"
+        f"a block of {name:.60} must be a file below {len(files)}, an offset, a start, a shape in "
+        f"{dims} dims, and a fingerprint of 16 digits: {values!r:.160}"
     )
 
 

@@ -155,7 +155,7 @@ class Programs:
         # A single position cannot be divided: neither slices nor sequence parallelism.
         layout = replace(trainer.run.layout, slices=1, sequence_parallel=False)
         run = replace(trainer.run, layout=layout, global_batch=layout.replicas * layout.microbatch)
-        table = forward_table(trainer.schedule.pieces, 1)
+        table = forward_table(trainer.schedule.virtual_stages, 1)
         self._trainer = Trainer(run, mesh=trainer.mesh, schedule=table)
         self._microbatch = layout.microbatch
         self.data = layout.replicas
@@ -235,7 +235,7 @@ class Programs:
         rows = len(batch["tokens"])
         size = min(rows, 1 << (most.bit_length() - 1))  # a power of two, as the rows are
         trainer = self._trainer
-        table = forward_table(trainer.schedule.pieces, rows // size)
+        table = forward_table(trainer.schedule.virtual_stages, rows // size)
         return replace(trainer.pipeline, schedule=table)
 
     def _forward(self, pipeline: Pipeline, params, batch, vocab, count: int, past=None):

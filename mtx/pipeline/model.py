@@ -13,10 +13,9 @@ import jax
 
 Tree = Any
 Stream = dict[str, jax.Array]  # floating point, [B, s, ...] each; {"x": x_BsD} as a rule
-# Keeps a layer's own leaves, [n, B, h, t, K]: keys and values of the next positions, n = 2.
-# (All that are kept, [n, B, h, S, K], these among them, or None where these are all that there are;
-# what the caller makes of it.)
-Keep = Callable[[Tree], tuple[Tree, Any]]
+# Takes {name: leaves [n, B, h, t, K]} of the next positions, to be kept; gives all that is kept
+# under those names, [n, B, h, S, K], these included, or None: there is nothing of earlier ones.
+Keep = Callable[[dict[str, Tree]], dict[str, Tree] | None]
 
 
 class PipelineModel(Protocol):
@@ -111,15 +110,12 @@ class PipelineModel(Protocol):
         leaves where it needs nothing of earlier slices."""
         ...
 
-    def empty_past(self, kind: str, rows: int, length: int) -> Tree:
-        """[n, B, h, S, K] each: what a layer keeps of texts up to that length; no leaves where it
-        keeps nothing."""
+    def empty_past(self, kind: str, rows: int, length: int) -> dict[str, Tree]:
+        """[n, B, h, S, K] each: what a layer keeps of texts up to that length, by the names that it
+        gives to `keep`; {} where it keeps nothing."""
         ...
 
-    def extend(
-        self, kind: str, params: Tree, stream: Stream, context: Any, keep: Keep
-    ) -> tuple[Stream, Any]:
-        """A layer on the next t positions of texts, those of `context` or the first. It calls
-        `keep` once with what is to be kept: (stream, what `keep` made of it); or never: (stream,
-        None)."""
+    def extend(self, kind: str, params: Tree, stream: Stream, context: Any, keep: Keep) -> Stream:
+        """The stream after a layer on the next t positions of texts, those of `context` or the
+        first. What is to be kept it gives to `keep`, each name once."""
         ...

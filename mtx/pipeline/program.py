@@ -67,7 +67,7 @@ class Pipeline(Parts):
         """
         run = Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
-        leaves_in = self.schedule.forward_ticks[:, *self.schedule.ends[1]]
+        leaves_in = self.schedule.forward_ticks[:, *self.schedule.last_virtual_stage]
         leaving = jnp.asarray(by_tick(leaves_in, last_tick + 1))
         ticks = jax.tree.map(lambda a: a[: last_tick + 1], run.ticks())
         example = jax.eval_shape(output, run.shared, run.stream, run.batch_of(0))

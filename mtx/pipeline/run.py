@@ -57,7 +57,8 @@ class Run:
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.index = lax.axis_index(pipe) if pipe else jnp.zeros((), jnp.int32)
-        (self.first_chunk, first), (self.last_chunk, last) = self.schedule.ends
+        self.first_chunk, first = self.schedule.first_virtual_stage
+        self.last_chunk, last = self.schedule.last_virtual_stage
         self.holds_first, self.holds_last = self.index == first, self.index == last
         self.stream = jax.eval_shape(
             self.model.embed, self.shared, self.batch_of(0), self.context(0, 0)

@@ -49,9 +49,7 @@ class Tick(NamedTuple):
     gradient_receives: tuple[Receive, ...]
     gather: jax.Array  # bool: F begins with another chunk, whose parameters are to be gathered
     gather_back: jax.Array  # the same for B
-    scatter: tuple[
-        jax.Array, ...
-    ]  # bool: B, W are done with a chunk, whose gradients are to be reduced
+    scatter: tuple[jax.Array, ...]  # bool: B, W are done with a chunk, whose gradients are to go
     output: jax.Array  # outputs slot that takes the last virtual stage's output
     head_input: jax.Array  # outputs slot that the head reads
     embed: jax.Array  # items, or IDLE, the same on every stage

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
-from mtx.models import fused
+from mtx.layers import fused
 from mtx.pipeline.vjp import NESTED, divide, inputs_of, needed_of
 from mtx.plan.cost import Collective, Matmul, Moved, Pass, Size
 from mtx.plan.fusion import Kernels
@@ -224,7 +224,10 @@ class Reader:
         products = [scores, output]
         if eqn.primitive is fused.BACKWARD:  # scores again, of the probabilities, of q, of k, of v
             products = [scores, scores, output, of_keys, of_keys]
-        seen = 0.5 if eqn.params["causal"] else 1
+        seen = 0.5 if eqn.params["causal"] else 1.0
+        if window := eqn.params["window"]:
+            share = min(1.0, window / eqn.invars[1].aval.shape[1])
+            seen = share * (1 - share / 2)
         self.matmuls += [
             Matmul(during, "", batch, *shape, times=times, seen=seen, fused=True)
             for shape in products

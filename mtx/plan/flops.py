@@ -105,7 +105,7 @@ def hardware_matmul_flops(
     schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = place_layers(
         pattern_of(model), pipe=layout.pipe, virtual=layout.virtual,
-        stage_layers=layout.stage_layers, virtual_stages=schedule.pieces,
+        stage_layers=layout.stage_layers, virtual_stages=schedule.virtual_stages,
     )  # fmt: skip
     alone = placement.even and placement.layer.shape[-1] == 1
     executed, useful = _executed_ops(layout.idle, schedule), schedule.items * schedule.virtual

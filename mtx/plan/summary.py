@@ -15,22 +15,22 @@ from typing import Literal, NamedTuple
 
 from mtx.config import RunConfig
 from mtx.plan import flops
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
-from mtx.plan.families import family_of
+from mtx.plan.cost import model_parameters
 from mtx.plan.hardware import hardware
+from mtx.plan.makespan import LOOPED
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, bubble, published_throughput, published_training_time
-from mtx.plan.search import MEMORY_AT_MOST
-from mtx.plan.time import LOOPED
 from mtx.schedules.simulate import bubble_text
 
 Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
 ]
 _MIB = 2**20
-_PARTS = {"mlp": "MLP"}
+_PARTS, _FAMILIES = {"mlp": "MLP"}, {"bert": "BERT"}  # as they are written
 NOTHING = 1e-9  # of a step: what is less is the rounding of a sum
 _MOST_OPS = 500_000  # of a schedule's table that is made only to count its ticks
 
@@ -70,7 +70,8 @@ def plan_rows(
 def title(plan: PricedRun) -> str:
     model = plan.run.model
     return (
-        f"{family_of(model).title}, {_short(flops.parameters(model))} parameters, on "
+        f"{_FAMILIES.get(model.family, type(model).__name__)}, "
+        f"{_short(flops.parameters(model))} parameters, on "
         f"{plan.gpus:,} x {plan.hardware.name}"
     )
 
@@ -86,7 +87,10 @@ def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
     ]
     as_in_paper = model.ffn_hidden == 4 * model.hidden
     if not as_in_paper:
-        width = f"{model.ffn_hidden:,}{', gated' if family_of(model).gated else ''}"
+        layers = model_parameters(model).layers.values()
+        twice = 2 * model.hidden * model.ffn_hidden  # a matrix for the gate, and one beside it
+        gated = any(each.elements.number == twice for layer in layers for each in layer)
+        width = f"{model.ffn_hidden:,}{', gated' if gated else ''}"
         rows.append(Row("Model", "inside of the MLP", width, "given"))
     rows.append(Row("Model", "parameters, exactly", f"{flops.parameters(model):,}", "computed"))
     formula = "does not apply: it is of GPTs with f = 4 and a tied head"

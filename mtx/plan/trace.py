@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from mtx.config import Layout
-from mtx.models.families import FAMILIES
+from mtx.layers.model import Model
 from mtx.pipeline.vjp import LayerVJP
 from mtx.plan.cost import (
     EMBED,
@@ -59,7 +59,7 @@ class _Traced:
         self.shards = layout.vocab_shards
         self.sizes = dict.fromkeys(AXES, 1) | {"pipe": _PIPE, "tensor": question.tensor}
         config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)
-        self.model = FAMILIES[config.family](
+        self.model = Model(
             config, axes=Axes.of(layout), recompute=question.recompute,
             kernel="described" if question.kernel == "cudnn" else "blocked",
             vocab_shards=self.shards, slices=question.slices,

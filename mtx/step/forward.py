@@ -28,7 +28,7 @@ class Forward:
     def pipeline(self) -> Pipeline:
         """The step's with F alone, without slices of sequences."""
         pipeline = self.step.pipeline
-        table = forward_table(pipeline.schedule.pieces, self.step.run.microbatches)
+        table = forward_table(pipeline.schedule.virtual_stages, self.step.run.microbatches)
         return replace(pipeline, schedule=table)
 
     def evaluate(self, masters: Tree, batch: Tree):

@@ -14,9 +14,9 @@ from html import escape
 
 import numpy as np
 
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compare import seconds
 from mtx.plan.priced import GIB
-from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.summary import part_name, title
 from mtx.view.colours import hexadecimal, ink
 from mtx.view.explore import Look

@@ -21,33 +21,35 @@ for _primitive in (FORWARD, BACKWARD):
 
 
 @FORWARD.def_abstract_eval
-def _of_forward(q_BShK, *_, causal):
+def _of_forward(q_BShK, *_, causal, window):
     """Of (q, k, v, mask as a bias): the output, and a number for each query and head."""
     rows, sequence, heads, _ = q_BShK.shape
     return q_BShK, ShapedArray((rows, heads, sequence), jnp.float32)
 
 
 @BACKWARD.def_abstract_eval
-def _of_backward(q_BShK, k_BTgK, v_BTgK, *_, causal):
+def _of_backward(q_BShK, k_BTgK, v_BTgK, *_, causal, window):
     return q_BShK, k_BTgK, v_BTgK
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def described_attention(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal: bool):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def described_attention(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal: bool, window: int | None):
     """o_BShK of `jax.nn.dot_product_attention`, which turns a mask into a bias and keeps it."""
-    return _forward(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal)[0]
+    return _forward(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal, window)[0]
 
 
-def _forward(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal):
+def _forward(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal, window):
     bias = () if mask_B1ST is None else (jnp.where(mask_B1ST, 0, -1e9).astype(q_BShK.dtype),)
     inputs = q_BShK, k_BTgK, v_BTgK, *bias
-    o_BShK, statistics_BhS = FORWARD.bind(*inputs, causal=causal)
+    o_BShK, statistics_BhS = FORWARD.bind(*inputs, causal=causal, window=window)
     return o_BShK, (inputs, o_BShK, statistics_BhS)
 
 
-def _backward(causal, saved, do_BShK):
+def _backward(causal, window, saved, do_BShK):
     inputs, o_BShK, statistics_BhS = saved
-    return *BACKWARD.bind(*inputs, o_BShK, statistics_BhS, do_BShK, causal=causal), None
+    return *BACKWARD.bind(
+        *inputs, o_BShK, statistics_BhS, do_BShK, causal=causal, window=window
+    ), None
 
 
 described_attention.defvjp(_forward, _backward)
