@@ -327,6 +327,11 @@ def test_collectives_move_what_rings_move():
 def cases(draw):
     heads = draw(st.sampled_from([16, 32, 64]))
     family = draw(st.sampled_from(["gpt", "llama", "bert"]))
+    of_family = {
+        "gpt": {},
+        "llama": {"kv_heads": draw(st.sampled_from([1, 4, heads]))},
+        "bert": {"norm_placement": draw(st.sampled_from(["pre", "post"]))},
+    }
     model = ModelConfig(
         family=family,
         layers=48,
@@ -335,8 +340,7 @@ def cases(draw):
         sequence=draw(st.sampled_from([256, 2048])),
         vocab=51200,
         tied=draw(st.booleans()) or family == "bert",
-        kv_heads=draw(st.sampled_from([1, 4, heads])) if family == "llama" else None,
-        norm_placement=draw(st.sampled_from(["pre", "post"])) if family == "bert" else "pre",
+        **of_family[family],
     )
     schedule = draw(st.sampled_from([*LOOPED, "breadth_first", "aligned_zb", "zb_v", "v_half"]))
     layout = Layout(

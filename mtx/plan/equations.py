@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -89,7 +90,7 @@ class Equations:
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in body.outvars]
 
-    @property
+    @cached_property
     def is_read(self) -> list[bool]:
         """Whether an input is, by what the outputs need."""
         needed = needed_of(self.eqns, self.outvars)

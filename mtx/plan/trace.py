@@ -172,16 +172,19 @@ def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
     both = Equations.of(backward, vjp.residuals, params, given, vjp.output)
     of_b, of_w, deferred = both.divided(len(names))
     read = Reader()
-    read.add("F", forward.eqns, forward.outvars, forward.tags(names))
+    first = len(forward.outvars) - len(vjp.residuals)  # what B does not read nobody stores
+    kept = [at < first or both.is_read[at - first] for at in range(len(forward.outvars))]
+    outputs = [var for var, is_kept in zip(forward.outvars, kept, strict=True) if is_kept]
+    read.add("F", forward.eqns, outputs, forward.tags(names))
     waiting = len(vjp.residuals)
     tags = both.tags({at + waiting: name for at, name in names.items()})
     read.add("B", *of_b, tags)
     read.add("W", *of_w, tags, made=both.made(names))
-    kept = zip(vjp.residuals, both.is_read, strict=False)
+    residuals = zip(vjp.residuals, kept[first:], strict=True)
     return read.found | {
         "stream": _bytes(stream), "cache": (), "deferred": _bytes([var.aval for var in deferred]),
         # A number alone is a constant of the program, which nobody keeps.
-        "kept": _bytes([a for a, is_read in kept if is_read and a.ndim]),
+        "kept": _bytes([a for a, is_kept in residuals if is_kept and a.ndim]),
     }  # fmt: skip
 
 
