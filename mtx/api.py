@@ -27,10 +27,10 @@ from mtx.evaluation.cloze import ClozeScores, cloze, read_passages
 from mtx.evaluation.masked import MaskedPerplexity, masked_perplexity
 from mtx.evaluation.perplexity import Perplexity, is_wikitext, perplexity
 from mtx.evaluation.score import evaluation_run
+from mtx.plan.fit import fit_layout
 from mtx.schedules.schedule import Schedule
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
-from mtx.train.fit import fit_layout
 
 Tree = Any
 

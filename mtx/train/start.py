@@ -32,8 +32,8 @@ from mtx.conversion.tokenizer import own_tokenizer
 from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
+from mtx.plan.fit import refuse_if_too_large, spread_layout
 from mtx.sharding.agree import agree
-from mtx.train.fit import refuse_if_too_large, spread_layout
 
 RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
