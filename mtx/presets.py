@@ -24,7 +24,7 @@ def preset(name: str) -> RunConfig:
 
 
 def brings_data(run: RunConfig) -> bool:
-    """Whether its data are settled: the run names them, or its model is that of a preset so small
+    """Whether its data are known: the run names them, or its model is that of a preset so small
     that the text which Python carries will do."""
     return bool(run.data.path) or run.model in [preset(name).model for name in _ON_PYTHONS_TEXT]
 

@@ -33,8 +33,8 @@ def entry(begin, end, *, dtype="F32", shape=(2,)):
 def test_written_by_rows_and_read_by_rows(tmp_path, dtype):
     values = np.arange(12, dtype=np.float32).reshape(4, 3) / 3
     shapes = {"one": (), "a": (4, 3), "none": (0, 5), "row": (3,)}
-    pieces = [np.full((), 2.5, np.float32), values[:3], values[3:], values[0]]
-    write_safetensors(tmp_path / "f", shapes, iter(pieces), dtype=dtype)
+    parts = [np.full((), 2.5, np.float32), values[:3], values[3:], values[0]]
+    write_safetensors(tmp_path / "f", shapes, iter(parts), dtype=dtype)
     want = values.astype(DTYPES[dtype])
     file = SafetensorsFile(tmp_path / "f")
     assert file.tensors == {name: (dtype, shape) for name, shape in shapes.items()}
@@ -80,8 +80,8 @@ def test_other_dtypes_may_be_there_and_are_not_read(tmp_path):
 
 def test_what_is_not_written_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="4 bytes"):
-        pieces = [np.zeros(1, np.float32), np.zeros(1, np.float32)]
-        write_safetensors(tmp_path / "f", {"a": (1,), "b": (2,)}, pieces, dtype="F32")
+        parts = [np.zeros(1, np.float32), np.zeros(1, np.float32)]
+        write_safetensors(tmp_path / "f", {"a": (1,), "b": (2,)}, parts, dtype="F32")
     write_safetensors(tmp_path / "g", {}, [], dtype="F32")
     assert SafetensorsFile(tmp_path / "g").tensors == {}
 

@@ -1,7 +1,7 @@
 """Tensors in Hugging Face's safetensors files: read by its library, a few rows at a time.
 
 Written by ourselves, because the library takes all tensors of a file at once, by their addresses in
-memory (`safetensors.numpy.save_file`): here a file is written piece by piece as layers are read.
+memory (`safetensors.numpy.save_file`): here a file is written while layers are read, none kept.
 A file is the length of its header (8 bytes, little endian), the header as JSON ({"name": {"dtype":
 "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, offsets from its end on), and the
 tensors' bytes, row-major and little endian.
