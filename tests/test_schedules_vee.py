@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtx.schedules.makers.vee import MAKERS, PERIOD, half_memory, min_memory
 from mtx.schedules.orders import KINDS, Orders
 from mtx.schedules.shape import Shape, Times
 from mtx.schedules.simulate import Simulation, simulate
-from mtx.schedules.vee import MAKERS, PERIOD, half_memory, min_memory
 
 quick = settings(max_examples=60, deadline=None)
 names = pytest.mark.parametrize("name", sorted(MAKERS))
@@ -168,5 +168,5 @@ def test_orders_are_those_of_torch():
 
 def test_pieces_go_up_and_down():
     schedule = run("v_min", 3, 4).schedule
-    assert np.array_equal(schedule.pieces, [[0, 1, 2], [5, 4, 3]])
+    assert np.array_equal(schedule.virtual_stages, [[0, 1, 2], [5, 4, 3]])
     assert schedule.split and schedule.virtual == 2

@@ -13,7 +13,7 @@ import reference
 import reference_bert
 
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.data.marks import Marks
+from mtx.data.special_tokens import SpecialTokens
 from mtx.train.examples import Task
 from mtx.train.finetune import FinetuneTrainer
 
@@ -23,9 +23,9 @@ PRE = ModelConfig(
     vocab_multiple=8, init_std=0.1,
 )  # fmt: skip
 POST = dataclasses.replace(PRE, norm_placement="post", gelu="erf")
-MARKS = Marks(begin=97, end=98, mask=99, pad=100)
-CLASSES = Task(labels=("a", "b", "c"), marks=MARKS, sequence=16)
-CHOICE = Task(options=3, marks=MARKS, sequence=16)
+SPECIAL = SpecialTokens(cls=97, sep=98, mask=99, pad=100)
+CLASSES = Task(labels=("a", "b", "c"), special=SPECIAL, sequence=16)
+CHOICE = Task(options=3, special=SPECIAL, sequence=16)
 
 
 def batch_of(task: Task) -> dict[str, np.ndarray]:
@@ -49,7 +49,7 @@ def batch_of(task: Task) -> dict[str, np.ndarray]:
 def mean_loss(params, batch, *, options: int, post: bool, form: str):
     """Cross-entropy of the classes of each row, or of the options of each question."""
     x = reference_bert.hidden(params, batch, post=post, form=form)
-    pooler, head = params["ends"]["pooler"], params["ends"]["classifier"]
+    pooler, head = params["head"]["pooler"], params["head"]["classifier"]
     logits = jnp.tanh(x[:, 0] @ pooler["w"] + pooler["b"]) @ head["w"] + head["b"]
     examples = logits.reshape(ROWS // options, -1)
     right = batch["labels"].reshape(ROWS // options, -1)
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_reference(model, task, layout):
     trainer = FinetuneTrainer(RunConfig(model=model, layout=layout, global_batch=ROWS), task)
     got = trainer.loss_and_gradients(trainer.state_from(params), batch)
     if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
-        assert all(abs(tree["ends"]["classifier"]["b"]).max() < 1e-7 for tree in (got[1], want[1]))
+        assert all(abs(tree["head"]["classifier"]["b"]).max() < 1e-7 for tree in (got[1], want[1]))
         for tree in (got[1], want[1]):
-            tree["ends"]["classifier"] = {"w": tree["ends"]["classifier"]["w"]}
+            tree["head"]["classifier"] = {"w": tree["head"]["classifier"]["w"]}
     reference.assert_same(got, want)

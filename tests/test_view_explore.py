@@ -17,6 +17,7 @@ from matplotlib.text import Text
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.families import NAMES as FAMILIES
 from mtx.plan.compare import seconds
 from mtx.plan.memory import parameters_per_device
 from mtx.plan.plan import make_plan
@@ -120,22 +121,23 @@ def test_all_parts_of_a_device_together_are_its_parameters(name):
 def test_parts_are_said_in_words():
     run = preset("gpt-1t")
     held = {one.name: one for one in Holdings(run).of(Device(layout=run.layout, rank=3071))}
-    up, tokens = held["block.mlp.up.w"], held["tokens"]
+    up, tokens = held["layers.block.mlp.up.w"], held["embed.tokens"]
     assert up.layers == (126, 127)
     assert up.part_text == "columns 89,600-102,399 of 102,400"
     assert up.master_text == "hidden 21,335-25,599 of 25,600 and 2 of padding"
     assert tokens.part_text == "vocabulary 65,408-65,535 of 65,536"
-    assert held["block.attention.out.b"].part_text == "all"
+    assert held["layers.block.attention.out.b"].part_text == "all"
     last = {
         one.name: one for one in Holdings(MINIATURE).of(Device(layout=MINIATURE.layout, rank=7))
     }
-    assert last["block.mlp.up.w"].layers == (1, 3)
-    assert last["block.mlp.up.w"].master_text == "layers 3"  # chunks are cut over `data`
+    assert last["layers.block.mlp.up.w"].layers == (1, 3)
+    assert last["layers.block.mlp.up.w"].master_text == "layers 3"  # chunks are cut over `data`
 
 
-@pytest.mark.parametrize("name", ["miniature", "llama-3-8b", "bert-336m"])
-def test_every_dim_has_a_name(name):
-    run = preset(name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_dim_has_a_name(family):
+    sizes = dict(layers=4, hidden=48, heads=4, sequence=64, vocab=100)
+    run = RunConfig(model=ModelConfig(family=family, **sizes), layout=Layout(data=2))
     for one in Holdings(run).of(Device(layout=run.layout, rank=0)):
         assert len(one.dims) == len(one.shape) == len(dims_of(one.name, len(one.shape)))
         assert not any(dim.startswith("dim ") for dim in one.dims), one.name
@@ -248,8 +250,8 @@ def texts(picture) -> list[str]:
 
 def test_an_array_is_drawn_as_its_devices_hold_it():
     trainer = Trainer(MINIATURE)
-    spec = trainer.states.specs.params["block"]["mlp"]["up"]["w"]
-    shape = trainer.states.shapes.params["block"]["mlp"]["up"]["w"].shape
+    spec = trainer.states.specs.params["layers"]["block"]["mlp"]["up"]["w"]
+    shape = trainer.states.shapes.params["layers"]["block"]["mlp"]["up"]["w"].shape
     array = jax.device_put(np.zeros(shape, np.float32), NamedSharding(trainer.mesh, spec))
     said = texts(show_array(array, "up", ("stage", "chunk", "layer", "hidden", "columns")))
     assert [text for text in said if text.startswith("device")] == [

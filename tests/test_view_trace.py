@@ -40,7 +40,7 @@ def test_every_op_is_a_complete_event_of_its_stage():
         for event, op in zip(mine, RUN.orders.of(stage), strict=True):
             assert event["args"] == {
                 "microbatch": op.item, "chunk": op.chunk,
-                "virtual_stage": RUN.schedule.pieces[op.chunk, stage],
+                "virtual_stage": RUN.schedule.virtual_stages[op.chunk, stage],
             }  # fmt: skip
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.checkpoint.catalog import Catalog, catalog_from_json, catalog_to_json
+from mtx.checkpoint.formats import current_catalog
 from mtx.checkpoint.store import Damaged, unreadable
 from mtx.errors import UserError
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 2  # 1: fingerprints without the factor of an array's name and dtype
+_FORMAT = 3  # those before: see mtx.checkpoint.formats
 _LAST_SECOND = 253402300799  # of the year 9999, beyond which Python has no dates
 _MOST_STEPS = 2**31  # counted on devices
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -78,13 +79,13 @@ def read_manifest(directory: Path) -> Manifest:
             )
         unix_time, documents = values["unix_time"], values["documents"]
         if type(unix_time) not in (int, float) or not 0 <= unix_time <= _LAST_SECOND:
-            raise ValueError(f"unix_time={unix_time!r:.60} is no time")
+            raise ValueError(f"unix_time={unix_time!r:.60} must be seconds since 1970")
         if not isinstance(documents, dict) or not all(map(_is_digest, documents.values())):
             raise ValueError(f"documents={documents!r:.60} must be a table of their checksums")
         return Manifest(
             step=_whole_number(values, "step"), unix_time=unix_time, documents=documents,
             processes=_whole_number(values, "processes", least=1),
-            catalog=catalog_from_json(values, named=written > 1),
+            catalog=current_catalog(catalog_from_json(values), written),
         )  # fmt: skip
     except UserError:
         raise
@@ -120,7 +121,7 @@ def _table(text: bytes) -> dict:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(values, dict):
-        raise ValueError("it is no table")
+        raise ValueError("it must be a table")
     return values
 
 
@@ -131,7 +132,7 @@ def _is_digest(value: object) -> bool:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name occurs in it twice")
     return found
 
 
@@ -168,7 +169,7 @@ def _write(path: Path, text: str) -> str:
 def _read(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise Damaged(path.parent, f"{path.name} is no file")
+            raise Damaged(path.parent, f"{path.name} must be a file")
         return path.read_bytes()
     except FileNotFoundError:
         raise

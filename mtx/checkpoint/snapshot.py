@@ -1,8 +1,9 @@
 """A trainer's state as canonical arrays: which part of each a device holds, and back.
 
-Canonical: every array in its global shape, unpadded, and its layers as [L, ...] in model order.
-`params.block.mlp.up.w`, `step`, ..., and of the optimizer's state by its fields, as AdamW's
-`mu.ends.tokens`; its counts follow from the rest.
+Canonical: every array in its global shape, unpadded, and the layers of a kind as [L, ...] in model
+order.
+`params.layers.block.mlp.up.w`, `step`, ..., and of the optimizer's state by its fields, as AdamW's
+`mu.embed.tokens`; its counts follow from the rest.
 A device's shard is cut into runs of layers that follow each other, and these are parts of the
 canonical array as they lie: whatever the layout, nothing is exchanged between devices, and nothing
 is copied on one. Padding is left out on the way there, and zero on the way back.
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import keystr
 
 from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
@@ -86,7 +88,7 @@ class Leaf:
     dtype: np.dtype
     master_shape: tuple[int, ...]  # as trained with: layers [P, C, N, ...], padded
     sharding: NamedSharding
-    layers: np.ndarray | None  # int [P, C, N]: the layer in each place, or EMPTY
+    layers: np.ndarray | None  # int [P, C, N]: which of its kind's is in each place, or EMPTY
 
     def runs(self, index: tuple[slice, ...]) -> list[Run]:
         """Of the shard that `index` cuts from the master."""
@@ -140,14 +142,14 @@ class Snapshot:
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
         trainer = self.trainer
-        layers = trainer.placement.layer
         canonical = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
         masters, specs = _arrays(trainer.states.shapes), _arrays(trainer.states.specs)
         shapes = _named(canonical)
         leaves = {}
         for name, master in masters.items():
             stack = None
-            if name.split(".")[1:2] == ["block"]:
+            if name.split(".")[1:2] == ["layers"]:
+                layers = trainer.placement.slots_of(name.split(".")[2])
                 widths = [(0, n - m) for n, m in zip(master.shape, layers.shape)]
                 stack = np.pad(layers, widths, constant_values=EMPTY)
             leaves[name] = Leaf(
@@ -180,7 +182,7 @@ class Snapshot:
             copies = [self._copy_for(leaf, place) for leaf, place, *_ in shards]
             _copy(copies, [np.asarray(shard) for shard in data])
         else:
-            copies = _fetch(data)
+            copies = _to_host(data)
         return [
             Part(name=leaf.name, start=run.start, values=leaf.cut(copy, run))
             for (leaf, _, index, _), copy in zip(shards, copies)
@@ -257,7 +259,10 @@ class Snapshot:
 
         return TrainState(
             step=arrays["step"],
-            params=_filled(shapes.params, arrays, "params"),
+            params=jax.tree.map_with_path(
+                lambda path, _: arrays[keystr(path, simple=True, separator=".")],
+                {"params": shapes.params},
+            )["params"],
             moments=state_with(shapes.moments, arrays, count),
             loss_scale=LossScale(*(arrays[f"loss_scale.{field}"] for field in LossScale._fields)),
             skipped=arrays["skipped"],
@@ -275,7 +280,7 @@ def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
         list(pool.map(lambda pair: np.copyto(*pair), slices))
 
 
-def _fetch(shards: list[jax.Array]) -> list[np.ndarray]:
+def _to_host(shards: list[jax.Array]) -> list[np.ndarray]:
     """Copies from devices that have a memory of their own, all under way at once."""
     for shard in shards:
         shard.copy_to_host_async()
@@ -300,21 +305,6 @@ def _arrays(state: TrainState) -> dict[str, Any]:
 
 
 def _named(tree: Tree) -> dict[str, Any]:
-    """{"a.b": leaf} of nested dicts. None is no leaf, a PartitionSpec is one."""
-    found = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{rest}": leaf for rest, leaf in _named(value).items()}
-        elif value is not None:
-            found[name] = value
-    return found
-
-
-def _filled(tree: Tree, arrays: dict[str, Any], prefix: str) -> Tree:
-    """`tree` with the arrays of these names in place of its leaves."""
-    return {
-        name: _filled(value, arrays, f"{prefix}.{name}")
-        if isinstance(value, dict)
-        else arrays[f"{prefix}.{name}"]
-        for name, value in tree.items()
-    }
+    """{"a.b": leaf} of nested dicts."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -312,7 +312,7 @@ def export_action(arguments: list[str]) -> None:
     )  # fmt: skip
     if options.out is None:
         raise UserError("--out is missing: it names the folder to make")
-    from mtx.checkpoint.export import export
+    from mtx.conversion.export import export
 
     count = export(
         checkpoints, Path(options.out), step=options.step, format=options.format,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse
-from mtx.config import SplitBy
+from mtx.config.data import SplitBy
 from mtx.errors import UserError, unknown_name
 from mtx.fields import Between
 from mtx.sizes import DataSeed, Processes, Tokens, TrainedVocab, Vocab
@@ -335,7 +335,8 @@ def index_action(arguments: list[str]) -> None:
     if options.sequence is None:
         raise UserError("--sequence is missing: the tokens of a sample")
     from mtx.data.blend import read_blend
-    from mtx.data.corpus import default_cache, open_part
+    from mtx.data.corpus import default_cache
+    from mtx.data.gpt import open_part
 
     prefixes, weights = read_blend(names)
     cache = options.cache or default_cache(prefixes[0])
@@ -367,7 +368,7 @@ def index_action(arguments: list[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
     out: _Name = None  # the tokenizer.json to write
-    kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's marks
+    kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's special tokens
     vocab: TrainedVocab = 32_000  # tokens, with 256 bytes and the end of document
     end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
     field: str = "text"  # of JSON lines and Parquet

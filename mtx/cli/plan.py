@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtx.cli.options import parse, split_name
-from mtx.config import ComputeDtype, Family, Layout, ModelConfig, Recompute, RunConfig
+from mtx.config import ComputeDtype, Layout, ModelConfig, Recompute, RunConfig
 from mtx.errors import UserError
 from mtx.presets import preset
 from mtx.sizes import Devices, Ffn, Layers, Sequences, Stages, Tokens, Vocab, Width
 
 if TYPE_CHECKING:
+    from mtx.plan.candidates import Fixed
     from mtx.plan.plan import Plan
-    from mtx.plan.search import Fixed, Found
+    from mtx.plan.search import Found
 
 
 def _shown_as(form: str):
@@ -50,7 +51,7 @@ class PlanOptions:
     """What is left out is the preset's, or chosen and said."""
 
     # of a model without a PRESET; else gpt
-    family: Annotated[Family | None, _shown_as("{gpt,llama,bert}")] = None
+    family: str | None = None
     hidden: _Width = None  # the model: size between the layers
     layers: _Layers = None  # transformer blocks
     heads: _Width = None  # of attention; else of 128 each
@@ -231,9 +232,10 @@ def _search(
     model: ModelConfig, options: PlanOptions, *, known: RunConfig | None
 ) -> tuple[Plan, Found]:
     """Chooses GPUs, batch and layout where they are not given. known: the preset's run."""
+    from mtx.plan.candidates import Fixed
     from mtx.plan.hardware import load_hardware
     from mtx.plan.plan import make_plan
-    from mtx.plan.search import Fixed, fewest_gpus, search
+    from mtx.plan.search import fewest_gpus, search
 
     target = options.target or "a100-80gb"
     device = load_hardware(target)

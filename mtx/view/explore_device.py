@@ -28,16 +28,20 @@ _DIMS = {  # what the dims of a parameter are, by the end of its name
     "qkv.b": "q k v, heads, head size",
     "qkv.q": "hidden, heads, head size",
     "qkv.kv": "hidden, k v, kv heads, head size",
+    "qkv.q_bias": "heads, head size",
+    "qkv.kv_bias": "k v, kv heads, head size",
+    "q_norm.scale": "head size",
+    "k_norm.scale": "head size",
     "out.w": "heads, head size, hidden",
     "up.w": "hidden, columns",
     "up.b": "columns",
     "down.w": "rows, hidden",
     "tokens": "vocabulary, hidden",
     "output": "vocabulary, hidden",
-    "head.bias": "vocabulary",
+    "masked.bias": "vocabulary",
     "positions": "positions, hidden",
     "types": "types, hidden",
-    "head.w": "inputs, hidden",
+    "masked.w": "inputs, hidden",
     "pooler.w": "inputs, hidden",
     "binary.w": "hidden, orders",
     "binary.b": "orders",
@@ -156,16 +160,19 @@ class Holdings:
             tree_leaves_with_path(states.param_shapes), tree_leaves(states.param_specs),
             tree_leaves(states.shards), strict=True,
         ):  # fmt: skip
-            name = keystr(path, simple=True, separator=".").removeprefix("ends.")
-            stacked = _STACKED if name.startswith("block.") else 0
+            name = keystr(path, simple=True, separator=".")
+            stacked = _STACKED if name.startswith("layers.") else 0
             leaves.append(_Leaf(name, leaf.shape, spec, shard, stacked))
         return leaves
 
-    def layers(self, part: Sequence[slice]) -> tuple[int, ...] | None:
-        """The layers in a part [P, C, N] of the stack, in its order; padding holds none. None of
-        what is not stacked."""
-        placed = self._trainer.placement.layer[tuple(part)].ravel()
-        return tuple(placed[placed != EMPTY].tolist()) if part else None
+    def layers(self, name: str, part: Sequence[slice]) -> tuple[int, ...] | None:
+        """The layers in a part [P, C, N_kind] of a parameter's stack, in its order; padding holds
+        none. None of what is not stacked."""
+        if not part:
+            return None
+        placement, kind = self._trainer.placement, name.split(".")[1]
+        numbers = placement.slots_of(kind)[tuple(part)].ravel()
+        return tuple(placement.layers_of(kind)[numbers[numbers != EMPTY]].tolist())
 
     def of(self, device: Device) -> list[Held]:
         """What `device` holds of each parameter."""
@@ -177,8 +184,8 @@ class Holdings:
             held.append(
                 Held(
                     name=name, dims=dims_of(name, len(shape) - stack), shape=shape[stack:],
-                    part=part, master=master, layers=self.layers(part[:stack]),
-                    master_layers=self.layers(master[:stack]),
+                    part=part, master=master, layers=self.layers(name, part[:stack]),
+                    master_layers=self.layers(name, master[:stack]),
                 )
             )  # fmt: skip
         return held

@@ -13,9 +13,9 @@ from html import escape
 
 import numpy as np
 
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compare import seconds
 from mtx.plan.priced import GIB
-from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.summary import title
 from mtx.view.explore import Look
 from mtx.view.explore_device import Held, numbers_text
@@ -238,7 +238,7 @@ def _device(look: Look) -> Iterator[str]:
          for axis, group in groups.items()], ("axis", "its group", "in nodes"),
     )  # fmt: skip
     rows = [
-        (each.name.removeprefix("block."),
+        (each.name.removeprefix("layers."),
          "" if each.layers is None else numbers_text(each.layers),
          each.part_text, each.master_text) for each in held
     ]  # fmt: skip

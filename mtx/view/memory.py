@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
-from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.summary import part_name
 from mtx.view import picture
 from mtx.view.picture import COMMUNICATION, INK, LIMIT, SHADES

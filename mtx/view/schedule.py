@@ -38,7 +38,7 @@ def show(shown: Shown | Sequence[Shown], *, memory: bool = True) -> Picture:
 
 def op_order(schedule: Schedule) -> list[list[str]]:
     """Each stage's ops in the order of the table: "F<microbatch>.<chunk>" and so on, from 0."""
-    orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+    orders = orders_of(*schedule.tables)
     return [
         [op.describe(schedule.slices) for op in orders.of(stage)]
         for stage in range(schedule.stages)

@@ -1,0 +1,146 @@
+"""A checkpoint for others: what safetensors, or Orbax with nothing of ours, reads.
+
+Names, shapes and the order of layers are the checkpoint's own: `params.embed.tokens` is
+`embed.tokens` in model.safetensors, and ["params"]["embed"]["tokens"] with Orbax.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.checkpoint.snapshot import NUMBERS
+from mtx.checkpoint.store import Store
+from mtx.config import to_dict
+from mtx.conversion.safetensors import DTYPES, SafetensorsWriter
+from mtx.errors import UserError
+from mtx.paths import check_path
+
+Format = Literal["safetensors", "orbax"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of safetensors
+_ROWS_BYTES = 256 << 20  # of an array, in memory at a time
+
+
+def export(
+    checkpoints: Checkpoints,
+    out: Path,
+    *,
+    step: int | None = None,
+    format: Format = "safetensors",
+    dtype: Dtype = "float32",
+    optimizer: bool = False,
+) -> int:
+    """Makes the folder `out`, whole or not at all; the number of parameters in it.
+
+    safetensors: model.safetensors, a few rows in memory at a time. With `optimizer`, its
+    state as optimizer.safetensors, float32 and named as AdamW's mu.<name> and nu.<name>, and the
+    numbers beside it (step, skipped, loss_scale) as state.json.
+    orbax: a folder for `ocp.StandardCheckpointer().restore`: {"params": ...}, NumPy arrays in
+    nested dicts; with `optimizer` also its state, as AdamW's "mu" and "nu", "step", "skipped" and
+    "loss_scale". All of it has to fit into memory.
+
+    `dtype` is that of the parameters. Beside them lie run.json and tokenizer.json. Raises Damaged,
+    and UserError where `out` is there already or cannot be written.
+    """
+    check_path("out", out)
+    if out.exists():
+        raise UserError(f"{out} is there already; name another folder")
+    step = checkpoints.manifest(step).step
+    checkpoints.look(step)
+    documents = {
+        "run": to_dict(checkpoints.run(step)),
+        "tokenizer": checkpoints.document("tokenizer", step),
+    }
+    written = out.absolute().with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        written.parent.mkdir(parents=True, exist_ok=True)
+        with checkpoints.open(step) as store:
+            names = sorted(store.catalog)
+            if format == "orbax":
+                _write_orbax(store, written, names, dtype, optimizer)
+            else:
+                written.mkdir()
+                _write_safetensors(store, written, names, dtype, optimizer)
+        for name, values in documents.items():
+            text = json.dumps(values, indent=1) + "\n"
+            (written / f"{name}.json").write_text(text, encoding="utf-8")
+        written.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror})") from error
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+    return sum(math.prod(store.catalog[name].shape) for name in names if _is_of(name, "params"))
+
+
+def _is_of(name: str, *trees: str) -> bool:
+    return name in trees or name.partition(".")[0] in trees
+
+
+def _write_safetensors(
+    store: Store, folder: Path, names: list[str], dtype: Dtype, optimizer: bool
+) -> None:
+    parameters = {n.removeprefix("params."): n for n in names if _is_of(n, "params")}
+    _write_tensors(store, folder / "model.safetensors", parameters, _NAMES[dtype])
+    if optimizer:
+        moments = {name: name for name in names if not _is_of(name, "params", *NUMBERS)}
+        _write_tensors(store, folder / "optimizer.safetensors", moments, _NAMES["float32"])
+        numbers = {name: store.read(name).item() for name in NUMBERS}
+        text = json.dumps(_nested(numbers.items()), indent=1) + "\n"
+        (folder / "state.json").write_text(text, encoding="utf-8")
+
+
+def _write_tensors(store: Store, path: Path, names: dict[str, str], dtype: str) -> None:
+    """One file; `names` are the checkpoint's by those in the file."""
+    shapes = {name: store.catalog[source].shape for name, source in names.items()}
+    with SafetensorsWriter(path, shapes, dtype=dtype) as writer:
+        for name, shape in shapes.items():
+            rows = max(1, _ROWS_BYTES // (4 * math.prod(shape[1:])))
+            for row in range(0, shape[0], rows):
+                start = (row, *(0,) * (len(shape) - 1))
+                part = (min(rows, shape[0] - row), *shape[1:])
+                writer.write(name, store.read(names[name], start, part), row=row)
+
+
+def _write_orbax(
+    store: Store, folder: Path, names: list[str], dtype: Dtype, optimizer: bool
+) -> None:
+    def read(name: str) -> np.ndarray:
+        values = store.read(name)
+        return values.astype(DTYPES[_NAMES[dtype]]) if _is_of(name, "params") else values
+
+    wanted = [name for name in names if optimizer or _is_of(name, "params")]
+    # Without room, Orbax's threads would tell it in tracebacks.
+    needed = sum(store.catalog[name].size_bytes for name in wanted)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"it takes {needed:,} bytes, and {free:,} are free")
+    tree = _nested((name, read(name)) for name in wanted)
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(folder, tree)
+    except (ValueError, RuntimeError) as error:  # TensorStore's: its last words are the system's
+        reason = str(error).splitlines()[0].rpartition(": ")[2].partition(" [")[0]
+        raise OSError(errno.EIO, reason) from error
+
+
+def _nested(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """{"a": {"b": value}} of "a.b" and its value."""
+    tree: dict[str, Any] = {}
+    for name, value in named:
+        *path, last = name.split(".")
+        place = tree
+        for key in path:
+            place = place.setdefault(key, {})
+        place[last] = value
+    return tree

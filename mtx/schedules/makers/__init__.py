@@ -1,0 +1,97 @@
+"""Who makes schedules, by name. Each file here has `MAKERS`, name -> `Maker`, with its sources and
+closed forms: a new schedule is one file. A maker says in which tick, or in which order, every op
+runs; `Schedule` checks that and derives the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+
+import numpy as np
+
+from mtx.errors import UserError, unknown_name
+from mtx.schedules.orders import B, F, Orders
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.shape import WEIGHT_SHARE, Maker, Shape, Times
+
+
+def find_makers() -> dict[str, Maker]:
+    """Of all files; first those for lock-step, and of them whole sequences, then fewer chunks."""
+    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{file}") for file in files]
+    found = {name: maker for module in modules for name, maker in module.MAKERS.items()}
+    order = sorted(found.items(), key=lambda row: (
+        not row[1].lockstep, row[1].sliced, row[1].default_virtual
+    ))  # fmt: skip
+    return dict(order)
+
+
+MAKERS = find_makers()
+
+
+def maker(name: str) -> Maker:
+    """The maker of that name; UserError names the nearest where there is none."""
+    if name not in MAKERS:
+        raise unknown_name("schedule", name, MAKERS)
+    return MAKERS[name]
+
+
+def check_virtual(name: str, virtual: int, slices: int) -> None:
+    """UserError where there is no such schedule, or not with so many chunks or slices."""
+    known = maker(name)
+    if known.virtual is not None and virtual != known.virtual:
+        raise UserError(
+            f"schedule {name!r} is made for virtual={known.virtual}, not virtual={virtual}; use "
+            f"virtual={known.virtual}, or another schedule"
+        )
+    if slices != 1 and not known.sliced:
+        sliced = [other for other, row in MAKERS.items() if row.sliced]
+        raise UserError(
+            f"schedule {name!r} does not cut sequences: use slices=1, not slices={slices}, or "
+            f"one of {', '.join(sliced)}"
+        )
+
+
+def make(
+    name: str,
+    *,
+    microbatches: int,
+    stages: int,
+    virtual: int | None = None,
+    slices: int | None = None,
+    times: Times | None = None,
+    memory_limit: float | None = None,
+    weight_share: float = WEIGHT_SHARE,
+) -> Schedule:
+    """The schedule of that name. `virtual` and `slices`: None for what the maker needs or prefers.
+
+    UserError where there is no such name, or where it does not go with the number of chunks.
+    """
+    known = maker(name)
+    virtual = (known.virtual or known.default_virtual) if virtual is None else virtual
+    slices = known.default_slices if slices is None else slices
+    check_virtual(name, virtual, slices)
+    shape = Shape(
+        microbatches=microbatches, stages=stages, virtual=virtual, slices=slices,
+        times=times or Times(), memory_limit=memory_limit, weight_share=weight_share,
+    )  # fmt: skip
+    return replace(known.make(shape), name=name)
+
+
+def forward_table(virtual_stages: np.ndarray, microbatches: int) -> Schedule:
+    """A table for F alone, of whole sequences: for evaluation on the stages of `virtual_stages`
+    [C, P].
+
+    Microbatches go in groups of P through one chunk after another, in the order of the model; where
+    virtual stages are looped, that is the order of interleaved 1F1B. All B come after, in reverse.
+    """
+    stages = virtual_stages.shape[1]
+    groups = [range(g, min(g + stages, microbatches)) for g in range(0, microbatches, stages)]
+    lists = []
+    for stage in range(stages):
+        chunks = np.argsort(virtual_stages[:, stage]).tolist()
+        ops = [(i, c) for group in groups for c in chunks for i in group]
+        lists.append([(F, *op) for op in ops] + [(B, *op) for op in reversed(ops)])
+    return Schedule.from_orders("forward", Orders.from_lists(lists), virtual_stages=virtual_stages)

@@ -1,0 +1,72 @@
+"""DualPipeV: DeepSeek's DualPipe cut in half, so that no parameter is held twice.
+
+Two chunks a stage, placed as a V (see `vee`, whose numbers of the kinds of op are used here too).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, is_even, slots_over_ideal
+from mtx.schedules.orders import Orders
+from mtx.schedules.schedule import Schedule, vee_placement
+from mtx.schedules.shape import Maker, Shape
+
+
+def dualpipe_v(shape: Shape) -> Schedule:
+    """DualPipeV (DeepSeek, github.com/deepseek-ai/DualPipe; "cut-in-half" by Sea AI Lab).
+
+    In the steady state F of one chunk stands beside B and W of the other one, so that a runtime can
+    hide the sends of each behind the other's work. The order is that of
+    torch.distributed.pipelining's ScheduleDualPipeV, with each full backward as B, then W.
+    Every stage keeps p + 1/2 microbatches, as published (PP + 1 chunks for PP = 2p).
+
+    Asynchronous, F = B = W, m >= 2p: idle p - 1 slots of F/2, of 6m. DeepSeek's own count,
+    (PP/2 - 1)(F&B + B - 3W), is twice that: its full backward sends the gradient only after W.
+    With fewer than 2p microbatches, which torch refuses, the orders are those of 2p without the
+    microbatches that are not there.
+    """
+    orders = _orders(shape.microbatches, shape.stages)
+    return Schedule.from_orders("dualpipe_v", orders, virtual_stages=vee_placement(shape.stages))
+
+
+def _orders(microbatches: int, stages: int) -> Orders:
+    items = max(microbatches, 2 * stages)
+    lists = []
+    for stage in range(stages):
+        after = stages - 1 - stage
+        warm_up = [F0] * (2 * after) + [F0, F1] * (stage + 1) + [B1, W1, F1] * after
+        steady = [F0, B1, W1, F1, B0, W0] * (items - 2 * stages + stage + 1)
+        no_f0 = [B1, W1, F1, B0, W0] * after
+        # Of the last Bs, B1 and B0 in turn, the first half is followed by its W; the Ws of all
+        # others wait, and fill the gaps between the B0s that come down the stages last.
+        turns = [B1, B0] * (stage + 1)
+        cool_down = [op for b in turns[: stage + 1] for op in (b, b + 2)] + turns[stage + 1 :]
+        waiting = [b + 2 for b in turns[stage + 1 :]] + [W0] * after
+        cool_down += [op for w in waiting[:after] for op in (w, B0)] + waiting[after:]
+        lists.append(warm_up + steady + no_f0 + cool_down)
+    return Orders.from_kinds(lists, microbatches, chunks=2)
+
+
+def _bubble(shape: Shape) -> float | None:
+    if not is_even(shape.times) or shape.microbatches < 2 * shape.stages:
+        return None
+    return slots_over_ideal(shape.stages - 1, shape)
+
+
+def _in_flight(shape: Shape) -> np.ndarray:
+    p, m = shape.stages, shape.microbatches
+    return np.minimum(min(2 * p + 1, 2 * m), m + 1 + np.arange(p))
+
+
+MAKERS: dict[str, Maker] = {
+    "dualpipe_v": Maker(
+        make=dualpipe_v,
+        source="DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe)",
+        lockstep=False,
+        virtual=2,
+        default_virtual=2,
+        bubble_over_ideal=_bubble,
+        in_flight=_in_flight,
+    )
+}
