@@ -7,10 +7,13 @@ completing starts no Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtx.cli.options import Help, options_of
+from mtx.cli.help import Option, options_of
+from mtx.cli.options import families, help_of, with_family
+from mtx.config import ModelConfig, RunConfig
 from mtx.errors import unknown_name
 
 Command = Callable[[list[str]], int | None]
@@ -36,38 +39,50 @@ def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
     return _SCRIPTS[shell].replace("@COMMANDS@", f"{known}|").replace("@TABLE@", table)
 
 
+def has_actions(command: str, commands: Iterable[str]) -> bool:
+    return any(other.startswith(f"{command} ") for other in commands)
+
+
 def rows(commands: Mapping[str, Command]) -> Iterator[Row]:
     """The whole table."""
     for command, run in commands.items():
         above, _, name = command.rpartition(" ")
         summary = (run.__doc__ or "").splitlines()[0]
         yield Row(above, f":{name}", "", "", summary)
-        if any(other.startswith(f"{command} ") for other in commands):
-            continue  # it has actions, which have the options
+        if has_actions(command, commands):
+            continue  # which have the options
         yield Row(command, "", "many", " ".join(_names(command)), "")
-        try:
-            run(["--help"])
-        except Help as asked:
-            yield from (_row(command, option) for option in options_of(asked.default))
+        default = help_of(run).default
+        yield from (_row(command, option) for option in of_all_families(default))
     yield Row("", ":help", "", "", "Say what a command does, and list its options.")
     for flag, about in (("--help", "say what there is"), ("--version", "say which this is")):
         yield Row("", flag, "", "", about)
 
 
-def _row(command: str, option: dict) -> Row:
-    flags = [flag for flag in option["flags"] if flag.startswith("--")]
-    if option["type"] in ("flag", "boolean"):
-        takes, values, about = "", "", option["description"]
-    else:
-        form, _, about = option["description"].partition(" • ")
-        takes = "1" if option["nargs"] in (None, 1) else "many"
-        values = " ".join(_values(flags[0], form))
-    return Row(command, " ".join(flags), takes, values, " ".join(about.split()))
+@dataclass(frozen=True)
+class _Model:
+    model: ModelConfig
 
 
-def _values(flag: str, form: str) -> list[str]:
+def of_all_families(default: object) -> list[Option]:
+    """The options of a command, with those that only other families of models have."""
+    found = {option.flags: option for option in options_of(default)}
+    for name in families() if ("--model.family",) in found else ():
+        for option in options_of(_Model(model=with_family(RunConfig(), name).model)):
+            found.setdefault(option.flags, option)
+    sections = list(dict.fromkeys(option.section for option in found.values()))
+    return sorted(found.values(), key=lambda option: sections.index(option.section))
+
+
+def _row(command: str, option: Option) -> Row:
+    takes = "" if not option.form else "many" if option.many else "1"
+    values = " ".join(_values(option)) if option.form else ""
+    return Row(command, " ".join(option.flags), takes, values, option.about)
+
+
+def _values(option: Option) -> list[str]:
     """What an option takes: known words, choices as its form lists them, or files for a text."""
-    field = flag.rpartition(".")[2].lstrip("-")
+    field, form = option.flags[0].rpartition(".")[2].lstrip("-"), option.form
     if field == "target":
         from mtx.plan.hardware import HARDWARE
 
@@ -76,9 +91,9 @@ def _values(flag: str, form: str) -> list[str]:
         return [*_schedules(), *(["auto"] if field == "schedule" else []), _FILES]
     choices = re.findall(r"{([^{}\[\]]+)}", form)
     if choices:
-        known = {word for words in choices for word in words.split(",")} - {"None"}
+        known = {word for words in choices for word in words.split(",")}
         return sorted(known) + [_FILES] * ("STR" in form)
-    return [] if re.fullmatch(r"[\W_]*(?:(?:INT|FLOAT)[\W_]*)+", form) else [_FILES]
+    return [] if re.fullmatch(r"\W*(?:(?:INT|FLOAT)\W*)+", form) else [_FILES]
 
 
 def _names(command: str) -> list[str]:

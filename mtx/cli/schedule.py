@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from mtx.cli.options import parse, split_name
+from mtx.cli.options import File, Flag, Line, part, read_line
+from mtx.cli.output import check_picture, say, table
+from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.schedules.shape import WEIGHT_SHARE
-from mtx.sizes import Layers, Sequences, Slices, Stages
+from mtx.sizes import Sequences
 
 if TYPE_CHECKING:
     from mtx.schedules.schedule import Schedule
     from mtx.schedules.search import Candidate
     from mtx.schedules.shape import Times
     from mtx.schedules.simulate import Simulation
-
-_INT = tyro.conf.arg(metavar="INT")
-_Stages = Annotated[Stages | None, _INT]
-_Microbatches = Annotated[Sequences | None, _INT]
-_Virtual = Annotated[Layers | None, _INT]
-_Slices = Annotated[Slices | None, _INT]
-_File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 _MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
@@ -37,10 +30,7 @@ _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    stages: _Stages = None  # p; 4 where not given
-    microbatches: _Microbatches = None  # m, of one replica and step; 8 where not given
-    virtual: _Virtual = None  # v, model chunks per stage; else what the schedule needs or prefers
-    slices: _Slices = None  # of each microbatch's sequences, where the schedule cuts them
+    microbatches: Sequences | None = None  # m, of one replica and step; 8 where not given
     # of a microbatch on one stage, and of a send, in any unit; B lasts B + W where W is not split
     times: Annotated[str, tyro.conf.arg(metavar="F,B,W,COMM")] = "1,1,1,0"
     # of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare
@@ -49,30 +39,32 @@ class ScheduleOptions:
     # a second schedule, in the same picture and trace
     beside: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     model: Literal["lockstep", "asynchronous"] = "lockstep"  # of timeline, picture and trace
-    csv: _File = None  # the table in the notation of torch.distributed.pipelining; - for stdout
-    text: _File = None  # the table as text; - for stdout
-    orders: _Flag = False  # csv and text hold what a program per stage runs, instead of ticks
-    draw: _File = None  # timeline and memory as a picture: .svg, .png or .pdf
-    trace: _File = None  # the timeline for ui.perfetto.dev
-    json: _Flag = False  # numbers for programs, instead of text
+    csv: File = None  # the table in the notation of torch.distributed.pipelining; - for stdout
+    text: File = None  # the table as text; - for stdout
+    orders: Flag = False  # csv and text hold what a program per stage runs, instead of ticks
+    draw: File = None  # timeline and memory as a picture: .svg, .png or .pdf
+    trace: File = None  # the timeline for ui.perfetto.dev
+    json: Flag = False  # numbers for programs, instead of text
+    layout: object = field(default_factory=part(Layout, "pipe", "virtual", "slices"))
 
 
 def schedule_command(arguments: list[str]) -> None:
     """Show a pipeline schedule: what each stage does in every tick, its cost and its memory.
 
     NAME is one of those below; a .csv, .txt or .json file with a table; auto, for the best within
-    the memory limit; or compare, for all of them beside one another. 1f1b where none is named.
+    the memory limit; or compare, for all of them beside one another. 1f1b where none is named. Of
+    the layout, pipe is 4 where it is not given, virtual and slices what the schedule needs or
+    prefers; mtx train --layout.schedule runs it.
     """
-    name, rest = split_name(arguments)
-    prog = "mtx schedule [NAME|FILE|auto|compare]"
-    options = parse(rest, ScheduleOptions(), prog=prog, about=schedule_command, more=_names)
-    times = _times(options.times)
-    if name == "compare":
-        _compare(options, times)
+    usage = "mtx schedule [NAME|FILE|auto|compare]"
+    line = read_line(arguments, ScheduleOptions(), usage, schedule_command, more=_names)
+    options, asked, times = line.options, _Asked(line), _times(line.options.times)
+    if line.name == "compare":
+        _compare(options, asked, times)
         return
     _check_outputs(options)
-    names = [name or "1f1b"] + ([options.beside] if options.beside else [])
-    made = [_schedule(name, options, times) for name in names]
+    names = [line.name or "1f1b"] + ([options.beside] if options.beside else [])
+    made = [_schedule(name, options, asked, times) for name in names]
     schedules = [schedule for schedule, _ in made]
     written = _write(schedules, options, times)
     if "-" in (options.csv, options.text):
@@ -81,7 +73,7 @@ def schedule_command(arguments: list[str]) -> None:
     runs = [_simulations(schedule, times, share) for schedule in schedules]
     if options.json:
         records = [_record(schedule, pair) for schedule, pair in zip(schedules, runs, strict=True)]
-        print(json.dumps(records if options.beside else records[0], indent=1))
+        say(records if options.beside else records[0], [], as_json=True)
         return
     for (schedule, note), pair in zip(made, runs, strict=True):
         if schedule.stages * schedule.ticks <= _MOST_PRINTED:
@@ -93,6 +85,21 @@ def schedule_command(arguments: list[str]) -> None:
 
 
 # --- what is asked for ----------------------------------------------------------------------------
+
+
+class _Asked:
+    """The sizes that a command line gives, and None for the others."""
+
+    def __init__(self, line: Line[ScheduleOptions]):
+        layout = line.changes("layout")
+        self.stages = layout.get("pipe")
+        self.virtual, self.slices = layout.get("virtual"), layout.get("slices")
+        self.microbatches = line.options.microbatches
+
+    @property
+    def virtuals(self) -> tuple[int, ...]:
+        """To be tried."""
+        return _VIRTUALS if self.virtual is None else (self.virtual,)
 
 
 def _times(text: str) -> Times:
@@ -108,10 +115,7 @@ def _times(text: str) -> Times:
 
 def _check_outputs(options: ScheduleOptions) -> None:
     """Before anything is computed or written."""
-    from mtx.view.picture import check_suffix
-
-    if options.draw:
-        check_suffix(options.draw)
+    check_picture(options.draw)
     if [options.csv, options.text].count("-") + options.json > 1:
         raise UserError("only one of --csv -, --text - and --json can be printed at a time")
     if options.beside and (options.csv or options.text):
@@ -120,7 +124,9 @@ def _check_outputs(options: ScheduleOptions) -> None:
         raise UserError("--orders says what --csv or --text hold: give one of them")
 
 
-def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedule, list[str]]:
+def _schedule(
+    name: str, options: ScheduleOptions, asked: _Asked, times: Times
+) -> tuple[Schedule, list[str]]:
     """The schedule of that name or file, and what is to be said of its choice."""
     from mtx.schedules.formats import SUFFIXES, read_schedule
     from mtx.schedules.makers import make
@@ -128,40 +134,31 @@ def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedu
 
     if name.lower().endswith(SUFFIXES):
         schedule = read_schedule(name)
-        for field in ("stages", "microbatches", "virtual", "slices"):
-            asked, has = getattr(options, field), getattr(schedule, field)
-            if asked not in (None, has):
-                raise UserError(f"{name} is a table with {field}={has}, not {field}={asked}")
+        for size, value in vars(asked).items():
+            if value not in (None, has := getattr(schedule, size)):
+                raise UserError(f"{name} is a table with {size}={has}, not {size}={value}")
         return schedule, []
-    stages, microbatches = _sizes(options)
+    stages, microbatches = asked.stages or _STAGES, asked.microbatches or _MICROBATCHES
     if name == "auto":
         best = choose(
-            microbatches, stages, virtuals=_virtuals(options), slices=(options.slices or 1,),
+            microbatches, stages, virtuals=asked.virtuals, slices=(asked.slices or 1,),
             times=times, memory_limit=options.memory_limit, weight_share=options.weight_share,
         )  # fmt: skip
         chosen = f"chosen         {best.label}: {best.reason}"
         return best.schedule, [*_published(best.schedule, times), chosen]
     schedule = make(
-        name.replace("-", "_"), microbatches=microbatches, stages=stages, virtual=options.virtual,
-        slices=options.slices, times=times, memory_limit=options.memory_limit,
+        name.replace("-", "_"), microbatches=microbatches, stages=stages, virtual=asked.virtual,
+        slices=asked.slices, times=times, memory_limit=options.memory_limit,
         weight_share=options.weight_share,
     )  # fmt: skip
     return schedule, _published(schedule, times)
 
 
-def _sizes(options: ScheduleOptions) -> tuple[int, int]:
-    return options.stages or _STAGES, options.microbatches or _MICROBATCHES
-
-
-def _virtuals(options: ScheduleOptions) -> tuple[int, ...]:
-    return _VIRTUALS if options.virtual is None else (options.virtual,)
-
-
-def _slices(options: ScheduleOptions) -> tuple[int, ...]:
+def _slices(asked: _Asked) -> tuple[int, ...]:
     from mtx.schedules.makers import MAKERS
 
-    if options.slices is not None:
-        return (options.slices,)
+    if asked.slices is not None:
+        return (asked.slices,)
     return tuple(sorted({maker.default_slices for maker in MAKERS.values() if maker.sliced}))
 
 
@@ -319,23 +316,23 @@ def _listed(numbers) -> str:
 # --- all schedules --------------------------------------------------------------------------------
 
 
-def _compare(options: ScheduleOptions, times: Times) -> None:
+def _compare(options: ScheduleOptions, asked: _Asked, times: Times) -> None:
     from mtx.schedules.search import search_schedules
 
-    for field in ("csv", "text", "draw", "trace", "beside", "orders"):
-        if getattr(options, field):
-            raise UserError(f"--{field} goes with one schedule: name it instead of compare")
+    for name in ("csv", "text", "draw", "trace", "beside", "orders"):
+        if getattr(options, name):
+            raise UserError(f"--{name} goes with one schedule: name it instead of compare")
     if options.model != ScheduleOptions.model:
         raise UserError(f"compare shows both models: leave out --model {options.model}")
-    stages, microbatches = _sizes(options)
+    stages, microbatches = asked.stages or _STAGES, asked.microbatches or _MICROBATCHES
     found = search_schedules(
-        microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,
+        microbatches, stages, virtuals=asked.virtuals, slices=_slices(asked), times=times,
         memory_limit=options.memory_limit, weight_share=options.weight_share,
     )  # fmt: skip
     made = [candidate for candidate in found if candidate.schedule is not None]
     if options.json:
         records = [_compared(candidate, times, options.weight_share) for candidate in made]
-        print(json.dumps(records, indent=1))
+        say(records, [], as_json=True)
         return
     print("\n".join(_table(made, microbatches * times.work)))
     refused = [candidate for candidate in found if candidate.schedule is None]
@@ -367,19 +364,12 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
     for candidate in made:
         schedule = candidate.schedule
         rows.append((
-            candidate.label, str(schedule.ticks), str(schedule.in_flight.max()),
-            str(schedule.slots), f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
+            candidate.label, schedule.ticks, schedule.in_flight.max(), schedule.slots,
+            f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
             f"{candidate.lockstep / ideal - 1:.2%}", f"{candidate.asynchronous:.5g}",
             f"{candidate.asynchronous / ideal - 1:.2%}", candidate.reason,
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join([
-            row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:-1], widths[1:-1])),
-            row[-1],
-        ]).rstrip()
-        for row in rows
-    ]  # fmt: skip
+    return table(rows, "<>>>>>>>><")
 
 
 def _names() -> str:
