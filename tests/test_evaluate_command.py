@@ -81,7 +81,7 @@ def test_plain_text_on_another_layout(evaluate):
 
 def test_another_dtype_is_computed_in(evaluate):
     plain = "--path", "plain.txt", "--stride", "4"
-    results, out = evaluate(*plain, "--dtype", "bfloat16")
+    results, out = evaluate(*plain, "--model.compute-dtype", "bfloat16")
     expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), ["one two : three"], stride=4)
     assert results["model"]["compute_dtype"] == "bfloat16" and "in bfloat16" in out
     assert 1e-6 < abs(results["loss"] - expected.loss) < 0.05  # rounded to 8 bits on the way
@@ -133,7 +133,7 @@ def test_lambada_and_race_read_their_files(evaluate):
         (["run", "--path", "plain.txt", "--mask-run", "2"], "mask_run=2 is for the task mlm, not"),
         (["run", "--path", "plain.txt", "--stride", "17"], "stride=17 must be between 1 and"),
         (["run", "--path", "plain.txt", "--step", "7"], "has no checkpoint of step 7"),
-        (["run", "--path", "plain.txt", "--dtype", "int8"], "invalid choice 'int8'"),
+        (["run", "--path", "plain.txt", "--model.compute-dtype", "int8"], "'int8'"),
         (["run", "--path", "plain.txt", "--batch", "-1"], "batch=-1 must be at least 0"),
         (["run", "--path", "plain.txt", "--batch", "3"], "global_batch=3 cannot be divided"),
         (["run", "--path", "plain.txt", "--out", "no/out.json"], "lies in no folder"),

@@ -20,8 +20,8 @@ def reference() -> str:
         for option in of_all_families(asked.default)[1:]:  # without --help
             flags = " ".join(f"`{flag}`" for flag in option.flags)
             cells = (f"`{text}`" if text else "" for text in (option.form, option.default))
-            cells = (flags, *cells, option.about)
-            rows.append(f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |")
+            cells = (cell.replace("|", "\\|") for cell in (flags, *cells, option.about))
+            rows.append(f"| {' | '.join(cells)} |")
         lines.append("\n".join(rows))
     return "\n\n".join(lines)
 
