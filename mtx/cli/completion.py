@@ -36,7 +36,8 @@ def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
         raise unknown_name("shell", shell, _SCRIPTS)
     table = "\n".join("|".join(row) for row in rows(commands))
     known = "".join(f"|{command}" for command in commands)
-    return _SCRIPTS[shell].replace("@COMMANDS@", f"{known}|").replace("@TABLE@", table)
+    following = _FOLLOWING.replace("@COMMANDS@", f"{known}|").replace("@TABLE@", table)
+    return _SCRIPTS[shell].replace("@FOLLOWING@", following)
 
 
 def has_actions(command: str, commands: Iterable[str]) -> bool:
@@ -115,112 +116,92 @@ def _schedules() -> tuple[str, ...]:
     return tuple(MAKERS)
 
 
-# Both scripts walk over the words before the cursor, to the command, its last option, and how many
-# words come after that; and then over the table, for what may follow. The `--` of mtx launch begins
-# anew. bash 3.2, which macOS has, will do.
-_BASH = r"""# bash completion of mtx; eval "$(mtx completion bash)"
-_mtx() {
-    local cur=${COMP_WORDS[COMP_CWORD]} command= given= count=0 i word state= one
-    local at flag takes values about names= below= flags=
-    for ((i = 1; i < COMP_CWORD; i++)); do
-        word=${COMP_WORDS[i]}
-        case $word in
-        =) ;;
-        --) command= given= count=0 ;;
-        -?*) given=${word//_/-} count=0 ;;
-        *) if [[ -z $given && $count == 0 && $word == help && -z $command ]]; then :
-           elif [[ -z $given && '@COMMANDS@' == *"|${command:+$command }$word|"* ]]; then
-               command=${command:+$command }$word
-           else
-               count=$((count + 1))
-           fi ;;
-        esac
-    done
-    [[ $cur == = ]] && cur=
-    while IFS='|' read -r at flag takes values about; do
-        [[ $at == "$command" ]] || continue
-        case $flag in
-        '') [[ $given ]] || names=$values ;;
-        :*) [[ $given || $count != 0 ]] || below+=" ${flag#:}" ;;
-        *) flags+=" $flag"
-           for one in $flag; do
-               if [[ $one == "$given" ]] && [[ $takes == many || $takes$count == 10 ]]; then
-                   state=value names=$values
-               fi
-           done ;;
-        esac
-    done <<'END'
+# In awk, which every system has: it walks over the words up to the cursor, to the command, its last
+# option, and how many words come after that; and then over the table, for what may follow: a line
+# each, with a tab and its description. The `--` of mtx launch begins anew; bash cuts --option=value
+# into three words.
+_FOLLOWING = r"""_mtx_following() {
+    awk '
+    function option(word) { sub(/=.*/, "", word); gsub(/_/, "-", word); return word }
+    BEGIN {
+        cur = ARGV[ARGC - 1]
+        for (i = 1; i < ARGC - 1; i++) {
+            word = ARGV[i]
+            if (word == "=") continue
+            else if (word == "--") { command = given = ""; count = 0 }
+            else if (word ~ /^-./) { given = option(word); count = word ~ /^--[^=]+=/ }
+            else if (given == "" && !count && word == "help" && command == "") continue
+            else {
+                below = (command == "" ? "" : command " ") word
+                if (given == "" && index("@COMMANDS@", "|" below "|")) command = below
+                else count++
+            }
+        }
+        if (cur ~ /^--[^=]+=/) { given = option(cur); count = 0; cur = "" }
+        while ((getline row < "/dev/stdin") > 0) {
+            split(row, cell, "|")
+            if (cell[1] != command) continue
+            if (cell[2] == "") { if (given == "" && cur !~ /^-/) values = cell[4] }
+            else if (cell[2] ~ /^:/) {
+                if (given == "" && !count && cur !~ /^-/) {
+                    commands = commands substr(cell[2], 2) "\t" cell[5] "\n"
+                }
+            } else {
+                size = split(cell[2], flag, " ")
+                for (i = 1; i <= size; i++) {
+                    flags = flags flag[i] "\t" cell[5] "\n"
+                    if (flag[i] == given && (cell[3] == "many" || cell[3] == 1 && !count)) {
+                        values = cell[4]; taken = 1
+                    }
+                }
+            }
+        }
+        if (cur ~ /^-/ || given != "" && !taken || command != "" && given values commands == "") {
+            printf "%s", flags
+        }
+        gsub(/ +/, "\n", values)
+        printf "%s%s\n", commands, values
+    }' "$@" <<'END'
 @TABLE@
 END
-    if [[ $cur == -* && $state != value ]] || [[ $given && $state != value ]]; then
-        names=$flags
-    elif [[ $cur == -* ]]; then
-        names="$flags $names"
-    elif [[ -z $given ]]; then
-        names="$names $below"
-        [[ $names == *[!\ ]* || -z $command ]] || names=$flags
-    fi
+}
+"""
+
+_BASH = r"""# bash completion of mtx; eval "$(mtx completion bash)"
+@FOLLOWING@_mtx() {
+    local cur=${COMP_WORDS[COMP_CWORD]} word _
     COMPREPLY=()
-    while IFS= read -r one; do
-        [[ $one && $one != @files ]] && COMPREPLY+=("$one")
-    done < <(
-        compgen -W "$names" -- "$cur"
-        [[ " $names " == *' @files '* ]] && compgen -f -- "$cur"
-    )
-    [[ " $names " == *' @files '* ]] && compopt -o filenames 2> /dev/null
+    while IFS=$'\t' read -r word _; do
+        [[ $cur == = ]] && cur=
+        if [[ $word == @files ]]; then
+            compopt -o filenames 2> /dev/null
+            while IFS= read -r word; do COMPREPLY+=("$word"); done < <(compgen -f -- "$cur")
+        elif [[ $word && $word == "$cur"* ]]; then
+            COMPREPLY+=("$word")
+        fi
+    done < <(_mtx_following "${COMP_WORDS[@]:1:COMP_CWORD}")
     return 0
 }
 complete -F _mtx mtx"""
 
 _ZSH = r"""#compdef mtx
 # zsh completion of mtx: as _mtx in a folder of fpath; or eval "$(mtx completion zsh)"
-_mtx() {
-    local cur=${words[CURRENT]} command= given= state= word one
-    local at flag takes values about
-    local -a names below flags
-    integer count=0
-    for word in "${(@)words[2,CURRENT-1]}"; do
-        case $word in
-        (--) command= given= count=0 ;;
-        (--?*=*) given=${${word%%=*}//_/-} count=1 ;;
-        (-?*) given=${word//_/-} count=0 ;;
-        (*) if [[ -z $given && $count == 0 && $word == help && -z $command ]]; then :
-            elif [[ -z $given && '@COMMANDS@' == *"|${command:+$command }$word|"* ]]; then
-                command=${command:+$command }$word
-            else
-                count+=1
-            fi ;;
+@FOLLOWING@_mtx() {
+    local line
+    local -a named described options
+    for line in "${(@f)$(_mtx_following "${(@)words[2,CURRENT]}")}"; do
+        case $line in
+        (-*) options+=("${${line//:/\\:}/$'\t'/:}") ;;
+        (*$'\t'*) described+=("${${line//:/\\:}/$'\t'/:}") ;;
+        (?*) named+=("$line") ;;
         esac
     done
-    if [[ $cur == --*=* ]]; then
-        given=${${cur%%=*}//_/-} count=0 cur=
-        compset -P '*='
-    fi
-    while IFS='|' read -r at flag takes values about; do
-        [[ $at == "$command" ]] || continue
-        case $flag in
-        ('') [[ -n $given ]] || names=(${=values}) ;;
-        (:*) [[ -n $given || $count != 0 ]] || below+=("${flag#:}:${about//:/\\:}") ;;
-        (*) for one in ${=flag}; do
-                flags+=("$one:${about//:/\\:}")
-                if [[ $one == "$given" ]] && [[ $takes == many || $takes$count == 10 ]]; then
-                    state=value names=(${=values})
-                fi
-            done ;;
-        esac
-    done <<'END'
-@TABLE@
-END
-    if [[ $cur == -* ]] || [[ -n $given && $state != value ]]; then
-        _describe -o option flags
-        [[ $state == value ]] || return
-    elif [[ -z $given ]]; then
-        (( $#below )) && _describe command below
-        [[ -z $command ]] || (( $#names + $#below )) || _describe -o option flags
-    fi
-    (( ${names[(I)@files]} )) && _files
-    names=(${names:#@files})
-    (( $#names )) && compadd -a names
+    [[ ${words[CURRENT]} == --*=* ]] && compset -P '*='
+    (( $#options )) && _describe -o option options
+    (( $#described )) && _describe command described
+    (( ${named[(I)@files]} )) && _files
+    named=(${named:#@files})
+    (( $#named )) && compadd -a named
 }
 if [[ ${funcstack[1]} == _mtx ]]; then
     _mtx "$@"
