@@ -249,7 +249,7 @@ MISTAKES = {
     "train --pipe x": "--layout.pipe | INT | 'x'",
     "train --model.layers=2.5": "--model.layers | INT | '2.5'",
     "train --optimizer.lr 1e-3x": "--optimizer.lr | FLOAT | '1e-3x'",
-    "train --layout.stage-layers 1 two": "--layout.stage-layers | INT ... | even,balanced | '1 two'",
+    "train --layout.stage-layers 1 two": "--layout.stage-layers | even,balanced | '1 two'",
     "train --steps": "'--steps'",
     "train --layout.schedule 1f2b": "1f2b | did you mean '1f1b'",
     "train --steps -3": "steps=-3",

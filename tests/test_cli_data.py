@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mtx.cli.data import ACTIONS, data_command
-from mtx.cli.options import exit_status
+from mtx.cli.process import exit_status
 from mtx.config import DataConfig, ModelConfig, RunConfig
 from mtx.data import load_data
 from mtx.data.indexed import IndexedDataset
@@ -193,6 +193,9 @@ def test_a_tokenizer_is_trained_and_used(capsys, corpus):
     assert set(text) <= set("word ")
 
 
+EIGHT, INTO = ("--model.sequence", "8"), ("--data.cache", "x")
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -212,20 +215,20 @@ def test_a_tokenizer_is_trained_and_used(capsys, corpus):
         (["merge", "c_text_document", "--out", "c_text_document"], "c_text_document.idx"),
         (["split", "c_text_document", "--ratios", "0"], "split='0'"),
         (["index", "c_text_document", "--data.cache", "x"], "--model.sequence"),
-        (["index", "c_text_document", "--model.sequence", "8", "--samples", "9"], "--samples | weights"),
+        (["index", "c_text_document", *EIGHT, "--samples", "9"], "--samples | weights"),
         (["tokenizer", "docs.jsonl"], "--out"),
         (["tokenizer", "docs.jsonl", "--out", "docs.jsonl"], "docs.jsonl"),
         (["tokenizer", "docs.jsonl", "--out", "t.json", "--vocab", "200"], "vocab=200"),
         (["tokenizer", "docs.jsonl", "--out", "t.json", "--field", "x"], "'x'"),
         (["tokenizer", "docs.jsonl", "--out", "t.json", "--max-mb", "0"], "max_mb=0"),
-        (["index", "c_text_document", "--model.sequence", "999", "--data.cache", "x"], "sequence+1=1000"),
+        (["index", "c_text_document", "--model.sequence", "999", *INTO], "sequence+1=1000"),
         (
-            ["index", "1", "c_text_document", "--model.sequence", "4", "--data.cache", "x", "--samples", "5"],
+            ["index", "1", "c_text_document", *EIGHT, *INTO, "--samples", "5"],
             "--eval-samples",
         ),
         (
-            ["index", "0", "c_text_document", "0", "c_text_document", "--model.sequence", "4", "--data.cache",
-             "x", "--samples", "5", "--eval-samples", "5"],
+            ["index", "0", "c_text_document", "0", "c_text_document", *EIGHT, *INTO, "--samples", "5",
+             "--eval-samples", "5"],
             "weights=(0.0, 0.0)",
         ),
     ],

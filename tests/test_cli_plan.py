@@ -95,10 +95,10 @@ def test_parts_of_the_layout_replace_the_presets(capsys, options, layout):
 def test_every_option_arrives(capsys):
     plan = numbers(
         capsys,
-        "gpt-1.7b --model.hidden 1536 --model.layers 12 --model.heads 16 --model.sequence 1024 --model.vocab 32000 --model.ffn 3072 "
-        "--model.compute-dtype float16 --global-batch 64 --microbatch 2 --layout.schedule gpipe --layout.zero 0 --pipe 2 "
-        "--tensor 2 --virtual 3 --layout.recompute none --layout.no-sequence-parallel --no-scatter-gather "
-        "--target h100 --tokens 1e9 --price 2.5",
+        "gpt-1.7b --model.hidden 1536 --model.layers 12 --model.heads 16 --model.sequence 1024 "
+        "--model.vocab 32000 --model.ffn 3072 --model.compute-dtype float16 --global-batch 64 "
+        "--microbatch 2 --layout.schedule gpipe --layout.zero 0 --pipe 2 --tensor 2 --virtual 3 "
+        "--layout.recompute none --layout.no-sequence-parallel --no-scatter-gather --target h100 --tokens 1e9 --price 2.5",
     )
     model, layout = plan["model"], plan["layout"]
     sizes = {"hidden": 1536, "layers": 12, "heads": 16, "sequence": 1024, "vocab": 32000}
@@ -169,7 +169,8 @@ def test_sizes_alone_are_enough(capsys):
 def test_sizes_of_another_family(capsys):
     plan = numbers(
         capsys,
-        "--model.family llama --model.hidden 4096 --model.layers 32 --model.ffn 14336 --model.vocab 128256",
+        "--model.family llama --model.hidden 4096 --model.layers 32 --model.ffn 14336 "
+        "--model.vocab 128256",
     )
     assert plan["model"]["family"] == "llama" and not plan["model"]["tied"]
     assert "heads=32, sequence=2048, compute_dtype=bfloat16, kv_heads=32: not" in plan["chosen"][0]
@@ -253,7 +254,7 @@ MISTAKES = {
     "gpt-1t --model.compute-dtype float16 --target tpu-v5p": "tpu-v5p | float16",
     "gpt-1t --layout.schedule 2f2b": "2f2b",
     "gpt-1t --search --layout.schedule 2f2b": "2f2b",
-    "gpt-1t --search --layout.idle phases": "layout.idle=phases | schedule, recompute | leave it out",
+    "gpt-1t --search --layout.idle phases": "layout.idle=phases | recompute | leave it out",
     "gpt-1t --model.hidden 100 --model.heads 7": "hidden=100 | heads=7 | 98",
     "gpt-1t --model.ffn 1001": "ffn_hidden=1001 | tensor=8 | tensor=1",
     "gpt-1t --model.family lama": "lama | --model.family | llama",

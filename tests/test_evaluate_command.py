@@ -124,7 +124,7 @@ def test_lambada_and_race_read_their_files(evaluate):
     "arguments, message",
     [
         (["run"], "--path is missing"),
-        ([], "name the directory of a training run"),
+        ([], "RUN_DIR"),
         (["nowhere", "--path", "plain.txt"], "nowhere does not exist"),
         (["run", "--path", "none.txt"], "'none.txt' does not exist"),
         (["run", "--path", "plain.txt", "--task", "lambda"], "invalid choice 'lambda'"),
@@ -136,7 +136,7 @@ def test_lambada_and_race_read_their_files(evaluate):
         (["run", "--path", "plain.txt", "--model.compute-dtype", "int8"], "'int8'"),
         (["run", "--path", "plain.txt", "--batch", "-1"], "batch=-1 must be at least 0"),
         (["run", "--path", "plain.txt", "--batch", "3"], "global_batch=3 cannot be divided"),
-        (["run", "--path", "plain.txt", "--out", "no/out.json"], "lies in no folder"),
+        (["run", "--path", "plain.txt", "--out", "no/out.json"], "out=no/out.json"),
         (["run", "--path", "plain.txt", "--out", "."], "out=. is a folder"),
         (["run", "--path", "plain.txt", "--layout.pipe", "3"], "layers=2 cannot be divided"),
         (["run", "--path", "plain.txt", "--task", "mlm"], "'gpt' has no masked tokens"),

@@ -367,7 +367,7 @@ def test_an_end_in_the_midst_keeps_the_epochs_before_it(folder, monkeypatch, tmp
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "name the directory of a BERT's run"),
+        ([], "RUN_DIR"),
         (["run"], "--train is missing"),
         (["run", "--train", "train.jsonl"], "--valid is missing"),
         (["run", "--train", "train.jsonl", "--valid", "no"], "line 1: 'label' must be a text"),

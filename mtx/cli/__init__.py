@@ -24,9 +24,10 @@ from mtx.cli.evaluate import evaluate_command
 from mtx.cli.finetune import finetune_command
 from mtx.cli.generate import generate_command
 from mtx.cli.launch import launch_command
-from mtx.cli.options import OwnFields, exit_status, parse, read_line, start_devices
+from mtx.cli.options import OwnFields, parse, read_line
 from mtx.cli.plan import plan_command
 from mtx.cli.presets import presets_command
+from mtx.cli.process import exit_status, start_devices
 from mtx.cli.report import report_command
 from mtx.cli.schedule import schedule_command
 from mtx.cli.train import TrainOptions, train_command

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mtx.cli.opened import AnyLayout, ComputedIn, changed
-from mtx.cli.options import File, Flag, read_line, start_devices
+from mtx.cli.options import File, Flag, read_line
 from mtx.cli.output import check_writable, facts, progress, say, write_text
+from mtx.cli.process import start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.fields import Between

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from mtx.cli.opened import AnyLayout
-from mtx.cli.options import Flag, part, read_line, start_devices
+from mtx.cli.options import Flag, part, read_line
 from mtx.cli.output import progress, write_text
+from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, to_dict
 from mtx.errors import UserError
 from mtx.sizes import Interval, Seed, Sequences, Step, VirtualDevices

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mtx.cli.opened import AnyLayout, ComputedIn, changed
-from mtx.cli.options import File, Flag, read_line, start_devices
+from mtx.cli.options import File, Flag, read_line
 from mtx.cli.output import check_writable, progress, write_text
+from mtx.cli.process import start_devices
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.files import read_text

@@ -1,7 +1,7 @@
 """Command lines from dataclasses: an option is a field, by its path: `--layout.pipe 4`.
 
 What every command shares stands here: short aliases, families of models, options that contradict
-each other, and errors of one line. A mistake is one line on stderr and exit status 2.
+each other, and errors of one line.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import functools
 import inspect
 import io
 import itertools
-import os
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,10 +23,6 @@ import tyro
 from mtx.config import Family, ModelConfig
 from mtx.errors import UserError, nearest, shown
 from mtx.fields import settle_types
-from mtx.launch.cluster import ClusterOptions
-from mtx.launch.exits import Exit, LostProcess
-from mtx.launch.status import VIRTUAL_DEVICES
-from mtx.sizes import VirtualDevices
 
 Options = TypeVar("Options")
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
@@ -43,44 +37,6 @@ _NAMED = {  # what stands before all options, as a usage writes it
     "PREFIX": "the prefix of a dataset", "SHELL": "the shell, bash or zsh",
     "SOURCE": "a folder to read", "TARGET": "a folder to make",
 }  # fmt: skip
-
-
-def exit_status(body: Callable[[], int | None]) -> int:
-    """`body`'s own exit status (None: 0), with a user's mistake as one line and no traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a table's lines, where there is only ASCII
-    try:
-        try:
-            return body() or 0
-        except Help as asked:
-            asked.show()
-            return 0
-    except UserError as error:
-        print("mtx:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("mtx: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader, `head` perhaps, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as the shell has it
-
-
-def start_devices(virtual: VirtualDevices, cluster: ClusterOptions | None = None) -> None:
-    """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one:
-    then each process says who it is."""
-    from mtx.launch.start import join_cluster, use_virtual_devices
-
-    virtual = virtual or int(os.environ.get(VIRTUAL_DEVICES, 0))
-    if virtual:
-        use_virtual_devices(virtual)
-    try:
-        who = join_cluster(cluster)
-    except LostProcess as error:
-        print("mtx:", error, file=sys.stderr)
-        raise SystemExit(Exit.LOST) from None
-    if who is not None:
-        print(who, flush=True)
 
 
 # --- fields ---------------------------------------------------------------------------------------
@@ -171,14 +127,7 @@ class Help(SystemExit):
 
     def __init__(self, default: object, *, usage: str, about: str, more: Callable[[], str] | None):
         super().__init__(0)
-        self.default, self.usage, self.about, self._more = default, usage, about, more
-
-    def show(self) -> None:
-        from mtx.cli.help import help_page
-
-        print(help_page(self.default, usage=self.usage, about=self.about))
-        if self._more is not None:
-            print(self._more())
+        self.default, self.usage, self.about, self.more = default, usage, about, more
 
 
 def help_of(command: Callable[[list[str]], Any]) -> Help:

@@ -6,26 +6,28 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from mtx.cli.options import File, Flag, Line, part, read_line
-from mtx.cli.output import check_picture, say, table
+from mtx.cli.output import check_picture, facts, say, table, write_text
 from mtx.config import Layout
 from mtx.errors import UserError
-from mtx.schedules.shape import WEIGHT_SHARE
+from mtx.schedules.formats import SUFFIXES, read_schedule, to_csv, to_text
+from mtx.schedules.makers import MAKERS, make, maker
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.search import WORTH_SAYING, Candidate, choose, search_schedules
+from mtx.schedules.shape import WEIGHT_SHARE, Shape, Times
+from mtx.schedules.simulate import Simulation, bubble_text, simulate
 from mtx.sizes import Sequences
-
-if TYPE_CHECKING:
-    from mtx.schedules.schedule import Schedule
-    from mtx.schedules.search import Candidate
-    from mtx.schedules.shape import Times
-    from mtx.schedules.simulate import Simulation
+from mtx.view.files import replacing
+from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
 
 _MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
 _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
+Runs = tuple[Simulation, Simulation]  # in lock-step, and asynchronous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,53 +60,97 @@ def schedule_command(arguments: list[str]) -> None:
     """
     usage = "mtx schedule [NAME|FILE|auto|compare]"
     line = read_line(arguments, ScheduleOptions(), usage, schedule_command, more=_names)
-    options, asked, times = line.options, _Asked(line), _times(line.options.times)
+    asked, options = _Asked(line), line.options
     if line.name == "compare":
-        _compare(options, asked, times)
+        _compare(asked)
         return
     _check_outputs(options)
     names = [line.name or "1f1b"] + ([options.beside] if options.beside else [])
-    made = [_schedule(name, options, asked, times) for name in names]
+    made = [asked.schedule(name) for name in names]
     schedules = [schedule for schedule, _ in made]
-    written = _write(schedules, options, times)
+    written = _write(schedules, asked)
     if "-" in (options.csv, options.text):
         return
-    share = options.weight_share
-    runs = [_simulations(schedule, times, share) for schedule in schedules]
+    runs = [asked.runs(schedule) for schedule in schedules]
     if options.json:
         records = [_record(schedule, pair) for schedule, pair in zip(schedules, runs, strict=True)]
         say(records if options.beside else records[0], [], as_json=True)
         return
-    for (schedule, note), pair in zip(made, runs, strict=True):
+    for (schedule, notes), pair in zip(made, runs, strict=True):
         if schedule.stages * schedule.ticks <= _MOST_PRINTED:
             _print_timeline(pair[0 if options.model == "lockstep" else 1], bool(written))
         else:
             print(f"{schedule.ticks:,} ticks are too many to print: --text FILE has them")
-        print("\n".join([*_facts(schedule, pair, options.memory_limit), *note]))
-    print("".join(f"{f'wrote {what}':<15}{path}\n" for what, path in written), end="")
+        said = _facts(schedule, pair, options.memory_limit) | notes
+        print("\n".join(facts(said, _WIDTH)))
+    print("".join(f"{line}\n" for line in facts(written, _WIDTH)), end="")
 
 
-# --- what is asked for ----------------------------------------------------------------------------
+_WIDTH = 15  # of a fact's name
 
 
 class _Asked:
-    """The sizes that a command line gives, and None for the others."""
+    """What a command line asks for: the sizes that it gives, None for others, and prices."""
 
     def __init__(self, line: Line[ScheduleOptions]):
-        layout = line.changes("layout")
-        self.stages = layout.get("pipe")
-        self.virtual, self.slices = layout.get("virtual"), layout.get("slices")
-        self.microbatches = line.options.microbatches
+        self.options, layout = line.options, line.changes("layout")
+        self.sizes = {
+            "stages": layout.get("pipe"), "microbatches": line.options.microbatches,
+            "virtual": layout.get("virtual"), "slices": layout.get("slices"),
+        }  # fmt: skip
+        self.stages = layout.get("pipe", _STAGES)
+        self.microbatches = line.options.microbatches or _MICROBATCHES
+        self.times = _times(line.options.times)
+        self.prices: dict[str, Any] = {
+            "times": self.times, "memory_limit": line.options.memory_limit,
+            "weight_share": line.options.weight_share,
+        }  # fmt: skip
 
     @property
     def virtuals(self) -> tuple[int, ...]:
         """To be tried."""
-        return _VIRTUALS if self.virtual is None else (self.virtual,)
+        return (self.sizes["virtual"],) if self.sizes["virtual"] else _VIRTUALS
+
+    def schedule(self, name: str) -> tuple[Schedule, dict[str, str]]:
+        """The schedule of that name or file, and what is to be said of its choice."""
+        if name.lower().endswith(SUFFIXES):
+            schedule = read_schedule(name)
+            for size, value in self.sizes.items():
+                if value not in (None, has := getattr(schedule, size)):
+                    raise UserError(f"{name} is a table with {size}={has}, not {size}={value}")
+            return schedule, {}
+        if name == "auto":
+            best = choose(
+                self.microbatches, self.stages, virtuals=self.virtuals,
+                slices=(self.sizes["slices"] or 1,), **self.prices,
+            )  # fmt: skip
+            chosen = {"chosen": f"{best.label}: {best.reason}"}
+            return best.schedule, self._published(best.schedule) | chosen
+        schedule = make(
+            name.replace("-", "_"), microbatches=self.microbatches, stages=self.stages,
+            virtual=self.sizes["virtual"], slices=self.sizes["slices"], **self.prices,
+        )  # fmt: skip
+        return schedule, self._published(schedule)
+
+    def _published(self, schedule: Schedule) -> dict[str, str]:
+        """The source, and its closed form of the bubble where there is one."""
+        known = maker(schedule.name)
+        bubble = known.bubble_over_ideal(Shape(
+            microbatches=schedule.microbatches, stages=schedule.stages, virtual=schedule.virtual,
+            slices=schedule.slices, times=self.times,
+        ))  # fmt: skip
+        form = "" if bubble is None else f"; bubble in closed form {bubble:.2%}"
+        return {"source": f"{known.source}{form}"}
+
+    def run(self, schedule: Schedule, model: str) -> Simulation:
+        share = self.options.weight_share
+        return simulate(schedule, self.times, model=model, weight_share=share)
+
+    def runs(self, schedule: Schedule) -> Runs:
+        return self.run(schedule, "lockstep"), self.run(schedule, "asynchronous")
 
 
 def _times(text: str) -> Times:
-    from mtx.schedules.shape import Times
-
     try:
         forward, backward, weight, comm = (float(part) for part in text.split(","))
     except ValueError:
@@ -124,122 +170,49 @@ def _check_outputs(options: ScheduleOptions) -> None:
         raise UserError("--orders says what --csv or --text hold: give one of them")
 
 
-def _schedule(
-    name: str, options: ScheduleOptions, asked: _Asked, times: Times
-) -> tuple[Schedule, list[str]]:
-    """The schedule of that name or file, and what is to be said of its choice."""
-    from mtx.schedules.formats import SUFFIXES, read_schedule
-    from mtx.schedules.makers import make
-    from mtx.schedules.search import choose
-
-    if name.lower().endswith(SUFFIXES):
-        schedule = read_schedule(name)
-        for size, value in vars(asked).items():
-            if value not in (None, has := getattr(schedule, size)):
-                raise UserError(f"{name} is a table with {size}={has}, not {size}={value}")
-        return schedule, []
-    stages, microbatches = asked.stages or _STAGES, asked.microbatches or _MICROBATCHES
-    if name == "auto":
-        best = choose(
-            microbatches, stages, virtuals=asked.virtuals, slices=(asked.slices or 1,),
-            times=times, memory_limit=options.memory_limit, weight_share=options.weight_share,
-        )  # fmt: skip
-        chosen = f"chosen         {best.label}: {best.reason}"
-        return best.schedule, [*_published(best.schedule, times), chosen]
-    schedule = make(
-        name.replace("-", "_"), microbatches=microbatches, stages=stages, virtual=asked.virtual,
-        slices=asked.slices, times=times, memory_limit=options.memory_limit,
-        weight_share=options.weight_share,
-    )  # fmt: skip
-    return schedule, _published(schedule, times)
-
-
-def _slices(asked: _Asked) -> tuple[int, ...]:
-    from mtx.schedules.makers import MAKERS
-
-    if asked.slices is not None:
-        return (asked.slices,)
-    return tuple(sorted({maker.default_slices for maker in MAKERS.values() if maker.sliced}))
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def _write(
-    schedules: list[Schedule], options: ScheduleOptions, times: Times
-) -> list[tuple[str, str]]:
-    """(what, file) of all that was written."""
-    from mtx.schedules.formats import to_csv, to_text
-    from mtx.schedules.simulate import simulate
-    from mtx.view.files import replacing
-
-    written = []
+def _write(schedules: list[Schedule], asked: _Asked) -> dict[str, str]:
+    """The files of all that was written."""
+    options, written = asked.options, {}
     for what, path, render in (("csv", options.csv, to_csv), ("text", options.text, to_text)):
         if path == "-":
             print(render(schedules[0], orders=options.orders), end="")
         elif path:
-            with replacing(path) as file:
-                file.write_text(render(schedules[0], orders=options.orders))
-            written.append((what, path))
-    if not (options.draw or options.trace):
-        return written
-    runs = [
-        simulate(schedule, times, model=options.model, weight_share=options.weight_share)
-        for schedule in schedules
-    ]
+            write_text(path, render(schedules[0], orders=options.orders))
+            written[f"wrote {what}"] = path
+    if options.draw or options.trace:
+        runs = [asked.run(schedule, options.model) for schedule in schedules]
     if options.draw:
         from mtx.view.timeline import draw_timeline
 
         with replacing(options.draw) as file:
             draw_timeline(runs, file, memory_limit=options.memory_limit)
-        written.append(("picture", options.draw))
+        written["wrote picture"] = options.draw
     if options.trace:
         from mtx.view.trace import write_trace
 
         write_trace(runs, options.trace)
-        written.append(("trace", options.trace))
+        written["wrote trace"] = options.trace
     return written
 
 
 # --- one schedule ---------------------------------------------------------------------------------
 
 
-def _simulations(
-    schedule: Schedule, times: Times, weight_share: float
-) -> tuple[Simulation, Simulation]:
-    """In lock-step, and asynchronous."""
-    from mtx.schedules.simulate import simulate
-
-    return (
-        simulate(schedule, times, model="lockstep", weight_share=weight_share),
-        simulate(schedule, times, weight_share=weight_share),
-    )
-
-
-def _record(schedule: Schedule, runs: tuple[Simulation, Simulation]) -> dict[str, Any]:
+def _record(schedule: Schedule, runs: Runs) -> dict[str, Any]:
     """What --json gives of one schedule."""
-    record = {
-        "schedule": schedule.name, "stages": schedule.stages,
-        "microbatches": schedule.microbatches, "virtual": schedule.virtual,
-        "slices": schedule.slices, "ticks": schedule.ticks,
-        "in_flight": schedule.in_flight.tolist(), "slots": schedule.slots,
-    }  # fmt: skip
+    sizes = ("stages", "microbatches", "virtual", "slices", "ticks", "slots")
+    record = {"schedule": schedule.name, "in_flight": schedule.in_flight.tolist()}
     for run in runs:
         record[run.model] = {
-            "makespan": run.makespan,
-            "ideal": run.ideal,
-            "bubble_over_ideal": run.bubble_over_ideal,
-            "in_flight": run.in_flight.tolist(),
-            "peak_memory": run.peak_memory.tolist(),
-        }
-    return record
+            "in_flight": run.in_flight.tolist(), "peak_memory": run.peak_memory.tolist(),
+            **{key: getattr(run, key) for key in ("makespan", "ideal", "bubble_over_ideal")},
+        }  # fmt: skip
+    return record | {size: getattr(schedule, size) for size in sizes}
 
 
 def _print_timeline(run: Simulation, written: bool) -> None:
     """The timeline as text; beside a file that was written only where a terminal has room for all
     of it, and its title elsewhere."""
-    from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
-
     lockstep, terminal = run.model == "lockstep", sys.stdout.isatty()
     size = shutil.get_terminal_size((120, 40))
     shown = run.schedule if lockstep else run
@@ -256,54 +229,32 @@ def _print_timeline(run: Simulation, written: bool) -> None:
         print("\n".join(rows))
 
 
-def _facts(
-    schedule: Schedule, runs: tuple[Simulation, Simulation], limit: float | None
-) -> list[str]:
-    from mtx.schedules.search import WORTH_SAYING
-
+def _facts(schedule: Schedule, runs: Runs, limit: float | None) -> dict[str, str]:
     lockstep, asynchronous = runs
     stages = f"on stages 0 to {schedule.stages - 1}" if schedule.stages > 1 else "on stage 0"
     kinds = "F, one B and one W" if schedule.split else "F and one B"
-    facts = [
-        f"ticks          {schedule.ticks}, each at most one {kinds}",
-        f"lock-step      {_price(lockstep)}, as our program runs the ticks",
-        f"asynchronous   {_price(asynchronous)}, as a program per stage runs the orders",
-        f"in flight      {_listed(schedule.in_flight)} {stages}: chunks of microbatches between "
+    waiting = f", and {schedule.weight_stash.slots} of what waits for W" if schedule.split else ""
+    over = limit is not None and lockstep.peak_memory.max() > limit
+    said = {
+        "ticks": f"{schedule.ticks}, each at most one {kinds}",
+        "lock-step": f"{_price(lockstep)}, as our program runs the ticks",
+        "asynchronous": f"{_price(asynchronous)}, as a program per stage runs the orders",
+        "in flight": f"{_listed(schedule.in_flight)} {stages}: chunks of microbatches between "
         "their F and their B, at most",
-        f"slots          {schedule.slots} of the stash, on every stage",
-        f"memory         {_listed(lockstep.peak_memory)} {stages}: stashes of a whole stage, "
-        "at most",
-    ]
-    if schedule.split:
-        facts[-2] += f", and {schedule.weight_stash.slots} of what waits for W"
-    if limit is not None and lockstep.peak_memory.max() > limit:
-        facts[-1] += f", over the limit of {limit:g}"
+        "slots": f"{schedule.slots} of the stash, on every stage{waiting}",
+        "memory": f"{_listed(lockstep.peak_memory)} {stages}: stashes of a whole stage, at most"
+        + (f", over the limit of {limit:g}" if over else ""),
+    }  # fmt: skip
     if 1 - asynchronous.makespan / lockstep.makespan >= WORTH_SAYING:
-        facts.append(
-            f"remark         lock-step cannot run this table well: {lockstep.makespan:.5g}, "
-            f"against {asynchronous.makespan:.5g} by a program per stage"
+        said["remark"] = (
+            f"lock-step cannot run this table well: {lockstep.makespan:.5g}, against "
+            f"{asynchronous.makespan:.5g} by a program per stage"
         )
-    return facts
+    return said
 
 
 def _price(run: Simulation) -> str:
-    from mtx.schedules.simulate import bubble_text
-
     return f"{run.makespan:.5g}, {bubble_text(run.bubble_over_ideal)} ({run.ideal:.5g})"
-
-
-def _published(schedule: Schedule, times: Times) -> list[str]:
-    """The source, and its closed form of the bubble where there is one."""
-    from mtx.schedules.makers import maker
-    from mtx.schedules.shape import Shape
-
-    known = maker(schedule.name)
-    bubble = known.bubble_over_ideal(Shape(
-        microbatches=schedule.microbatches, stages=schedule.stages, virtual=schedule.virtual,
-        slices=schedule.slices, times=times,
-    ))  # fmt: skip
-    form = "" if bubble is None else f"; bubble in closed form {bubble:.2%}"
-    return [f"source         {known.source}{form}"]
 
 
 def _listed(numbers) -> str:
@@ -316,38 +267,33 @@ def _listed(numbers) -> str:
 # --- all schedules --------------------------------------------------------------------------------
 
 
-def _compare(options: ScheduleOptions, asked: _Asked, times: Times) -> None:
-    from mtx.schedules.search import search_schedules
-
+def _compare(asked: _Asked) -> None:
+    options = asked.options
     for name in ("csv", "text", "draw", "trace", "beside", "orders"):
         if getattr(options, name):
             raise UserError(f"--{name} goes with one schedule: name it instead of compare")
     if options.model != ScheduleOptions.model:
         raise UserError(f"compare shows both models: leave out --model {options.model}")
-    stages, microbatches = asked.stages or _STAGES, asked.microbatches or _MICROBATCHES
+    slices = sorted({each.default_slices for each in MAKERS.values() if each.sliced})
+    slices = (asked.sizes["slices"],) if asked.sizes["slices"] else tuple(slices)
     found = search_schedules(
-        microbatches, stages, virtuals=asked.virtuals, slices=_slices(asked), times=times,
-        memory_limit=options.memory_limit, weight_share=options.weight_share,
-    )  # fmt: skip
+        asked.microbatches, asked.stages, virtuals=asked.virtuals, slices=slices, **asked.prices
+    )
     made = [candidate for candidate in found if candidate.schedule is not None]
     if options.json:
-        records = [_compared(candidate, times, options.weight_share) for candidate in made]
-        say(records, [], as_json=True)
+        say([
+            _record(one.schedule, asked.runs(one.schedule))
+            | {"schedule": one.name, "memory": one.memory, "fits": one.fits, "reason": one.reason}
+            for one in made
+        ], [], as_json=True)  # fmt: skip
         return
-    print("\n".join(_table(made, microbatches * times.work)))
-    refused = [candidate for candidate in found if candidate.schedule is None]
+    print("\n".join(_table(made, asked.microbatches * asked.times.work)))
+    refused = [f"  {one.name}: {one.reason}" for one in found if one.schedule is None]
     if refused:
-        print("\nnot for these numbers:")
-        print("\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in refused))
+        print("\n".join(["\nnot for these numbers:", *refused]))
     if not (made and made[0].fits):
         raise UserError(_nothing_fits(made, options.memory_limit))
     print(f"\nbest in lock-step: {made[0].label}: {made[0].reason}")
-
-
-def _compared(candidate: Candidate, times: Times, weight_share: float) -> dict[str, Any]:
-    record = _record(candidate.schedule, _simulations(candidate.schedule, times, weight_share))
-    memory = {"memory": candidate.memory, "fits": candidate.fits, "reason": candidate.reason}
-    return {**record, "schedule": candidate.name, **memory}
 
 
 def _nothing_fits(made: list[Candidate], limit: float | None) -> str:
@@ -374,12 +320,10 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
 
 def _names() -> str:
     """Every schedule's name, with a line of its own and its source."""
-    from mtx.schedules.makers import MAKERS
-
     lines = ["", "schedules:"]
-    for name, maker in MAKERS.items():
-        first = " ".join((maker.make.__doc__ or "").split("\n\n")[0].split())
+    for name, each in MAKERS.items():
+        first = " ".join((each.make.__doc__ or "").split("\n\n")[0].split())
         about = textwrap.shorten(first, 100, placeholder=" ...")
-        needs = f"; virtual={maker.virtual}" if maker.virtual else ""
-        lines += [f"  {name:<18}{about}", f"  {'':<18}{maker.source}{needs}"]
+        needs = f"; virtual={each.virtual}" if each.virtual else ""
+        lines += [f"  {name:<18}{about}", f"  {'':<18}{each.source}{needs}"]
     return "\n".join(lines)

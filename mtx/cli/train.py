@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from mtx.cli.options import OwnFields, read_line, split_names, start_devices
+from mtx.cli.options import OwnFields, read_line, split_names
 from mtx.cli.output import progress
+from mtx.cli.process import start_devices
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.launch.cluster import ClusterOptions
