@@ -227,8 +227,8 @@ EIGHT, INTO = ("--model.sequence", "8"), ("--data.cache", "x")
             "--eval-samples",
         ),
         (
-            ["index", "0", "c_text_document", "0", "c_text_document", *EIGHT, *INTO, "--samples", "5",
-             "--eval-samples", "5"],
+            ["index", "0", "c_text_document", "0", "c_text_document", *EIGHT, *INTO, "--samples",
+             "5", "--eval-samples", "5"],
             "weights=(0.0, 0.0)",
         ),
     ],

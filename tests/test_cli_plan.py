@@ -72,6 +72,8 @@ def test_a_preset_alone_is_the_papers_layout(capsys):
 
 def test_without_a_name_it_is_the_main_job(capsys):
     assert numbers(capsys, "") == numbers(capsys, "gpt-1t")
+    half = "--model.compute-dtype float16"
+    assert numbers(capsys, half) == numbers(capsys, f"gpt-1t {half}")
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -98,7 +100,8 @@ def test_every_option_arrives(capsys):
         "gpt-1.7b --model.hidden 1536 --model.layers 12 --model.heads 16 --model.sequence 1024 "
         "--model.vocab 32000 --model.ffn 3072 --model.compute-dtype float16 --global-batch 64 "
         "--microbatch 2 --layout.schedule gpipe --layout.zero 0 --pipe 2 --tensor 2 --virtual 3 "
-        "--layout.recompute none --layout.no-sequence-parallel --no-scatter-gather --target h100 --tokens 1e9 --price 2.5",
+        "--layout.recompute none --layout.no-sequence-parallel --no-scatter-gather "
+        "--target h100 --tokens 1e9 --price 2.5",
     )
     model, layout = plan["model"], plan["layout"]
     sizes = {"hidden": 1536, "layers": 12, "heads": 16, "sequence": 1024, "vocab": 32000}

@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mtx.cli.opened import AnyLayout
-from mtx.cli.options import Flag, part, read_line
-from mtx.cli.output import progress, write_text
+from mtx.cli.options import Flag, Line, part, read_line
+from mtx.cli.output import progress, say, write_text
 from mtx.cli.process import start_devices
-from mtx.config import Layout, ModelConfig, OptimizerConfig, to_dict
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.sizes import Interval, Seed, Sequences, Step, VirtualDevices
+
+if TYPE_CHECKING:
+    from mtx.train.examples import Task
 
 _MODEL = part(ModelConfig, "dropout")
 _OPTIMIZER = part(OptimizerConfig, "lr", "weight_decay")
@@ -49,8 +52,7 @@ def finetune_command(arguments: list[str]) -> None:
     """
     usage = "mtx finetune RUN_DIR --task TASK --train FILE... --valid FILE..."
     line = read_line(arguments, FinetuneOptions(), usage, finetune_command)
-    options, step = line.options, line.options.step
-    files = {"train": options.train, "valid": options.valid}
+    options, files = line.options, {"train": line.options.train, "valid": line.options.valid}
     for option, given in files.items():
         if not given:
             raise UserError(f"--{option} is missing: it names files of examples")
@@ -60,26 +62,13 @@ def finetune_command(arguments: list[str]) -> None:
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.launch.shared import require_shared
-    from mtx.train.finetune import (
-        FinetuneTrainer,
-        Finetuning,
-        check_family,
-        finetune_run,
-        start_from,
-    )
+    from mtx.train.finetune import FinetuneTrainer, check_family, start_from
 
-    checkpoints = Checkpoints(line.names[0])
+    checkpoints, step = Checkpoints(line.names[0]), options.step
     pretrained, tokenizer = checkpoints.run(step), checkpoints.tokenizer(step)
     check_family(pretrained.model)
     task, examples = _encode(options.task, records, tokenizer, pretrained.model.sequence)
-    layout = _layout(pretrained.layout, jax.device_count(), task.options)
-    layout = replace(layout, **line.changes("layout"))
-    how = Finetuning(
-        epochs=options.epochs, batch=options.batch, warmup_fraction=options.warmup_fraction,
-        seed=options.seed, **line.changes("model"), **line.changes("optimizer"),
-    )  # fmt: skip
-    run = finetune_run(pretrained, layout, task, how, examples=len(examples["train"]))
-    run = replace(run, out=options.out)
+    run = _run(line, pretrained, task, len(examples["train"]))
     require_shared(Path(options.out))
     out = Checkpoints(Path(options.out) / "checkpoints", keep=1)
     if out.steps():
@@ -104,10 +93,29 @@ def finetune_command(arguments: list[str]) -> None:
             "task": options.task, **epochs[-1], **described, "epochs": epochs,
             "run": to_dict(trainer.run),
         }  # fmt: skip
-        written = json.dumps(results, indent=1)
-        write_text(Path(options.out, "finetune.json"), written + "\n")
+        write_text(Path(options.out, "finetune.json"), json.dumps(results, indent=1) + "\n")
         said = f"finished   accuracy {epochs[-1]['accuracy']:.2%}: {out.directory}"
-        print(written if options.json else said)
+        say(results, [said], as_json=options.json)
+
+
+def _run(
+    line: Line[FinetuneOptions], pretrained: RunConfig, task: Task, examples: int
+) -> RunConfig:
+    """On the pre-trained run's layout, its microbatches of whole examples, where none is given."""
+    import jax
+
+    from mtx.train.finetune import Finetuning, finetune_run
+    from mtx.train.fit import fit_layout
+
+    options, layout = line.options, fit_layout(pretrained.layout, jax.device_count())
+    whole = -(-layout.microbatch // task.options) * task.options
+    layout = replace(layout, **{"microbatch": whole, **line.changes("layout")})
+    how = Finetuning(
+        epochs=options.epochs, batch=options.batch, warmup_fraction=options.warmup_fraction,
+        seed=options.seed, **line.changes("model"), **line.changes("optimizer"),
+    )  # fmt: skip
+    run = finetune_run(pretrained, layout, task, how, examples=examples)
+    return replace(run, out=options.out)
 
 
 def _read(task: str, names: tuple[str, ...]) -> list:
@@ -130,14 +138,6 @@ def _encode(task: str, records: dict, tokenizer, sequence: int):
         found = examples.classification(tokenizer, labels, sequence=sequence)
         encode = examples.encode_labelled
     return found, {name: encode(found, tokenizer, some) for name, some in records.items()}
-
-
-def _layout(layout: Layout, devices: int, options: int) -> Layout:
-    """The run's own, its microbatches of whole examples."""
-    from mtx.train.fit import fit_layout
-
-    layout = fit_layout(layout, devices)
-    return replace(layout, microbatch=-(-layout.microbatch // options) * options)
 
 
 def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> list[dict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -13,12 +13,13 @@ from mtx.cli.options import File, Flag, Line, part, read_line, with_family
 from mtx.cli.output import check_picture, say
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan.compare import Change, changes, reasons
+from mtx.plan.hardware import load_hardware
+from mtx.plan.page import change_lines, plan_lines, ranking_lines
+from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
+from mtx.plan.search import Candidate, Fixed, Found, fewest_gpus, search
 from mtx.presets import preset
 from mtx.sizes import Devices, Sequences
-
-if TYPE_CHECKING:
-    from mtx.plan.plan import Plan
-    from mtx.plan.search import Fixed, Found
 
 _ZERO = tyro.conf.arg(
     help="sharded over `data`: 0: nothing (only priced); 1: the optimizer; 3: all parameters too"
@@ -65,8 +66,6 @@ def plan_command(arguments: list[str]) -> None:
         if value is not None and not value > 0:
             raise UserError(f"{name}={value} must be above 0")
     check_picture(options.draw)
-    from mtx.plan.plan import save_plan
-
     plan, found = _plan(_Asked(line))
     if options.compile:
         plan = _compile(plan)
@@ -95,10 +94,8 @@ class _Asked:
 
 def _plan(asked: _Asked) -> tuple[Plan, Found | None]:
     """The plan that is asked for, and the search, where the layout was open."""
-    from mtx.plan.plan import is_plan_file, load_plan, make_plan
-
     name, options = asked.name, asked.options
-    if name is None and asked.sizes:
+    if name is None and any(type(value) is int for value in asked.sizes.values()):
         return _search(_model_of(asked.sizes), asked, known=None)
     base = load_plan(name) if name and is_plan_file(name) else None
     run = base.run if base else preset(name or "gpt-1t")
@@ -164,10 +161,6 @@ def _batch_for(gpus: int, sequence: int) -> int:
 
 def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tuple[Plan, Found]:
     """Chooses GPUs, batch and layout where they are not given. known: the preset's run."""
-    from mtx.plan.hardware import load_hardware
-    from mtx.plan.plan import make_plan
-    from mtx.plan.search import fewest_gpus, search
-
     options, target = asked.options, asked.target or "a100-80gb"
     device = load_hardware(target)
     device.peak_flops(model.compute_dtype)
@@ -202,8 +195,6 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
 
 def _fixed(asked: _Asked) -> Fixed:
     """What the search may not choose. UserError for a part of the layout that it does not know."""
-    from mtx.plan.search import Fixed
-
     known = [each.name for each in fields(Fixed)]
     for name, value in asked.layout.items():
         if name not in known:
@@ -249,9 +240,6 @@ def _compile(plan: Plan) -> Plan:
 
 
 def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:
-    from mtx.plan.compare import changes
-    from mtx.plan.page import change_lines, plan_lines, ranking_lines
-
     numbers, lines = {}, []
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 140)
     if options.json:
@@ -271,34 +259,24 @@ def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:
     say(numbers, lines, as_json=options.json)
 
 
-def search_numbers(plan: Plan, found: Found, changed) -> dict:
+def search_numbers(plan: Plan, found: Found, changed: list[Change]) -> dict:
     """A search, ready for JSON."""
-    from mtx.plan.compare import reasons
+    parts = [each.name for each in fields(Fixed) if each.name != "zero"]
 
-    def numbers(one) -> dict:
-        layout = {
-            name: getattr(one.layout, name)
-            for name in (*_MESH, "virtual", "microbatch", "schedule", "recompute",
-                         "sequence_parallel")
-        }  # fmt: skip
-        return layout | {
-            "zero": one.zero,
-            "runs": one.runs,
-            "step_time_s": one.time.step_s,
+    def numbers(one: Candidate) -> dict:
+        return {name: getattr(one.layout, name) for name in parts} | {
+            "zero": one.zero, "runs": one.runs, "step_time_s": one.time.step_s,
             "memory_gib": one.memory.total_bytes / 2**30,
-        }
+        }  # fmt: skip
 
+    ranked = [numbers(one) for one in found.ranked]
+    for said, one, after in zip(ranked, found.ranked, found.ranked[1:], strict=False):
+        said["beats_next_by"] = reasons(one, after, plan.hardware)
     return {
-        "meshes": found.meshes,
-        "priced": found.priced,
-        "measured": found.measured,
-        "ranked": [
-            numbers(one) | ({"beats_next_by": reasons(one, after, plan.hardware)} if after else {})
-            for one, after in zip(found.ranked, [*found.ranked[1:], None], strict=True)
-        ],
+        "meshes": found.meshes, "priced": found.priced, "measured": found.measured,
+        "ranked": ranked,
         "changes": [
-            {"change": f"{change.name}={change.value}", "fits": change.fits}
-            | numbers(change.candidate)
-            for change in changed
+            {"change": f"{each.name}={each.value}", "fits": each.fits} | numbers(each.candidate)
+            for each in changed
         ],
-    }
+    }  # fmt: skip
