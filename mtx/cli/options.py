@@ -184,7 +184,7 @@ def _check_names(names: list[str], usage: str) -> None:
     missing = [place for place in places if not place.startswith("[")][len(names) :]
     if missing:
         what = _NAMED[missing[0].rstrip(".")]
-        raise UserError(f"{usage}: {missing[0]} is missing; name {what} before all options")
+        raise UserError(f"{missing[0]} is missing: {what}; the usage is {usage}")
     if len(names) > len(places) and not usage.endswith("..."):
         raise UserError(f"unexpected argument {names[len(places)]!r}: the usage is {usage}")
 
@@ -316,9 +316,8 @@ def _one_line(box: str, arguments: list[str]) -> str:
     wrong_value = re.match(r"Error parsing (--\S+):", message)
     if wrong_value and "Argument helptext:" in rows:
         option, *form = rows[rows.index("Argument helptext:") + 1].split()
-        return (
-            f"{option} takes {plain_form(' '.join(form))}, not {shown(_value(option, arguments))}"
-        )
+        spelled, value = _as_given(option, arguments)
+        return f"{spelled} takes {plain_form(' '.join(form))}, not {shown(value)}"
     # A field's own check: "Error parsing run.model: hidden=130 cannot be divided ..."
     return re.sub(r"^Error parsing [\w.]*: ", "", message) or box
 
@@ -330,11 +329,12 @@ def plain_form(form: str) -> str:
     return re.sub(r"({?)\[(\S+) \[\2 \.\.\.\]\](?(1)}|)", r"\2 ...", form)
 
 
-def _value(option: str, arguments: list[str]) -> str:
-    """The value that `arguments` give to `option`, in whichever spelling."""
+def _as_given(option: str, arguments: list[str]) -> tuple[str, str]:
+    """How `arguments` spell an option, and the value that they give to it."""
     short = {f"--{alias}": f"--{path}" for alias, path in ALIASES.items()}
     for group in _groups(arguments):
         name, equals, value = group[0].partition("=")
         if option in (_hyphened(name), short.get(name)):
-            return value if equals else " ".join(group[1:])
-    return ""
+            said = f"{name} ({option})" if name in short else option
+            return said, value if equals else " ".join(group[1:])
+    return option, ""
