@@ -241,7 +241,7 @@ MISTAKES = {
     "train --resume --no-resume": "--resume | --no-resume | leave one out",
     "train --stages 3": "--stages | --layout.pipe",
     "train --precision float16": "--precision | --model.compute-dtype",
-    "train --model.family lama": "'lama' | --model.family | llama",
+    "train --model.family lama": "family | 'lama' | llama",
     "train --steps 3 miniature": "'miniature' | before all options",
     "train --resume False": "'False' | --no-resume",
     "train miniature gpt-1t": "'gpt-1t' | mtx train [PRESET",

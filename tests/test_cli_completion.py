@@ -100,6 +100,7 @@ OFFERED = {
     "mtx train --layout.recompute = ": "full none selective",  # as bash cuts --recompute=
     "mtx plan --target tpu": "tpu-v5p tpu-v5e tpu-v6e",
     "mtx train --model.layers ": "",
+    "mtx plan --model.family ll": "llama",
     "mtx train --layout.stage_layers 1 b": "balanced",
     "mtx completion ": "bash zsh",
     "mtx nonsense ": "",

@@ -260,7 +260,7 @@ MISTAKES = {
     "gpt-1t --search --layout.idle phases": "layout.idle=phases | recompute | leave it out",
     "gpt-1t --model.hidden 100 --model.heads 7": "hidden=100 | heads=7 | 98",
     "gpt-1t --model.ffn 1001": "ffn_hidden=1001 | tensor=8 | tensor=1",
-    "gpt-1t --model.family lama": "lama | --model.family | llama",
+    "gpt-1t --model.family lama": "family | lama | llama",
     "gpt-1t --model.kv-heads 8": "kv",
     "llama-2-7b --model.kv-heads 5": "heads=32 | kv_heads=5 | 4 or 8",
     "gpt-1t --tensor 7": "data*pipe*tensor=6*64*7 | gpus=3072 | --gpus 2688",

@@ -84,6 +84,8 @@ def _row(command: str, option: Option) -> Row:
 def _values(option: Option) -> list[str]:
     """What an option takes: known words, choices as its form lists them, or files for a text."""
     field, form = option.flags[0].rpartition(".")[2].lstrip("-"), option.form
+    if field == "family":
+        return families()
     if field == "target":
         from mtx.plan.hardware import HARDWARE
 

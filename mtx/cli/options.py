@@ -225,7 +225,7 @@ def _of_family(arguments: list[str], default: Options) -> Options:
         return default
     name = _given(arguments, default).get("model.family", [holder.model.family])[-1]
     name = name.rpartition("=")[2]
-    if name == holder.model.family or name not in families():
+    if name in (holder.model.family, "--model.family"):  # without a value, which tyro misses
         return default
     swapped = with_family(holder, name)
     return swapped if holder is default else dataclasses.replace(default, run=swapped)
