@@ -79,8 +79,8 @@ def evaluate_command(arguments: list[str]) -> None:
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
+    from mtx.plan.fit import fit_layout
     from mtx.train.finetune import finetuned_task
-    from mtx.train.fit import fit_layout
 
     checkpoints = Checkpoints(directory)
     run = checkpoints.run(first.step)

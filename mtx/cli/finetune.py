@@ -145,7 +145,7 @@ def _encode(task: str, records: dict, tokenizer, sequence: int):
 
 def _layout(layout: Layout, devices: int, options: int) -> Layout:
     """The run's own, its microbatches of whole examples."""
-    from mtx.train.fit import fit_layout
+    from mtx.plan.fit import fit_layout
 
     layout = fit_layout(layout, devices)
     return replace(layout, microbatch=-(-layout.microbatch // options) * options)

@@ -72,8 +72,8 @@ def generate_command(arguments: list[str]) -> None:
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.evaluation.generate import Generator, check_asked
+    from mtx.plan.fit import fit_layout
     from mtx.step.trainer import Trainer
-    from mtx.train.fit import fit_layout
 
     checkpoints = Checkpoints(directory)
     run = computing_in(checkpoints.run(options.step), options.dtype)
