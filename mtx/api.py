@@ -132,7 +132,7 @@ def evaluate(
     return perplexity(*model, texts, stride=stride, wikitext=any(map(is_wikitext, texts)))
 
 
-def convert(source: str | Path, target: str | Path, *, check: Check = "formulas") -> Converted:
+def convert(source: str | Path, target: str | Path, *, check: Check = "auto") -> Converted:
     """Hugging Face's directory to a run of ours, or a run to their format: whichever `source` is.
     `to_checkpoint` and `to_huggingface` take what else each direction can be asked for."""
     there = is_huggingface(Path(source))

@@ -52,7 +52,7 @@ def test_largest_buffers_say_what_they_hold():
     largest = largest_buffers(ASSIGNMENT, read_program(PROGRAM), stash.get, count=4)
     assert largest == (
         Buffer(bytes=6000, shape="bf16[3,1,1000]", what="stash"),
-        Buffer(bytes=4000, shape="f32[10,100]", what="argument state.params layers.block.w"),
+        Buffer(bytes=4000, shape="f32[10,100]", what="argument state.params block.w"),
         Buffer(bytes=3000, shape="f32[750]", what="update: add"),
         Buffer(bytes=2000, shape="bf16[1000]", what="B: mul"),
     )

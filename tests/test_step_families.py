@@ -111,7 +111,7 @@ def test_packed_documents_do_not_see_each_other(layout):
 
 def test_a_packed_gpt_equals_its_documents_one_by_one():
     """The losses of a packed row are those of its documents, each at the start of a row."""
-    model = dataclasses.replace(BERT, family="gpt")
+    model = BERT.of_family("gpt")
     batch = packed(reference.random_batch(model, 4))
     apart = {name: np.zeros_like(batch[name]) for name in ("tokens", "targets", "weights")}
     apart = {name: np.repeat(a, 16, axis=0) for name, a in apart.items()}

@@ -129,7 +129,7 @@ def _block(name: str, values: object, files: Sequence[str], dims: int, itemsize:
                 fingerprint=int(digits, 16),
             )  # fmt: skip
     raise ValueError(
-        f"a block of {name:.60} must be a file below {len(files)}, an offset, a start, a shape in "
+        f"a block of {name:.60} must have a file below {len(files)}, offset, start and shape in "
         f"{dims} dims, and a fingerprint of 16 digits: {values!r:.160}"
     )
 

@@ -32,9 +32,10 @@ _Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    # what the logits are compared with
-    check: Literal["formulas", "transformers", "none"] = "formulas"
-    sequence: _Tokens = None  # from Hugging Face, Llama: of the run; else all it can take
+    # what the logits are compared with: transformers, where it is installed and memory has room, or
+    # ours: our own model with the parameters of SOURCE and with those of TARGET
+    check: Literal["auto", "transformers", "ours", "none"] = "auto"
+    sequence: _Tokens = None  # from Hugging Face, with rotary positions: of the run; else all
     tokenizer: _Name = None  # from Hugging Face: a tokenizer.json, a folder with one, or bytes
     dtype: Dtype = "auto"  # the run computes in, or the tensors are to have; auto: the source's own
     step: _Step = None  # to Hugging Face: of the checkpoint; the newest where not given
@@ -47,7 +48,8 @@ _OF_THEIR_SIDE = ("step", "most_file_gb")
 
 
 def convert_command(arguments: list[str]) -> None:
-    """Convert GPT-2, Llama and BERT from Hugging Face's format, and back.
+    """Convert a model from Hugging Face's format, and back: BERT, Gemma 2, GPT-2, Llama, Mistral,
+    Qwen2, Qwen3.
 
     SOURCE is a Hugging Face directory (config.json and safetensors) and TARGET a run directory that
     mtx train, evaluate and generate take as --out; or the other way round. Nothing appears under

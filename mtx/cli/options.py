@@ -80,7 +80,7 @@ def check_writable(out: str | None) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """All of it, or nothing."""
-    from mtx.view.files import replacing
+    from mtx.files import replacing
 
     with replacing(path.expanduser()) as written:
         written.write_text(text, encoding="utf-8")

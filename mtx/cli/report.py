@@ -14,8 +14,8 @@ from rich.text import Text
 
 from mtx.cli.options import parse, split_name
 from mtx.errors import UserError
+from mtx.files import replacing
 from mtx.train.goodput import read_log
-from mtx.view.files import replacing
 from mtx.view.report import report_facts, report_page, summarize
 
 _File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]

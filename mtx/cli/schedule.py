@@ -32,6 +32,7 @@ _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 _MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
+FOR_COMPARISON = "made for a program per stage: here for comparison, and not for auto"
 _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
 
 
@@ -133,14 +134,11 @@ def _schedule(name: str, options: ScheduleOptions, times: Times) -> tuple[Schedu
             if asked not in (None, has):
                 raise UserError(f"{name} is a table with {field}={has}, not {field}={asked}")
         return schedule, []
-    stages, microbatches = _sizes(options)
     if name == "auto":
-        best = choose(
-            microbatches, stages, virtuals=_virtuals(options), slices=(options.slices or 1,),
-            times=times, memory_limit=options.memory_limit, weight_share=options.weight_share,
-        )  # fmt: skip
+        best = choose(_search(options, times, slices=(options.slices or 1,)))
         chosen = f"chosen         {best.label}: {best.reason}"
         return best.schedule, [*_published(best.schedule, times), chosen]
+    stages, microbatches = _sizes(options)
     schedule = make(
         name.replace("-", "_"), microbatches=microbatches, stages=stages, virtual=options.virtual,
         slices=options.slices, times=times, memory_limit=options.memory_limit,
@@ -155,6 +153,18 @@ def _sizes(options: ScheduleOptions) -> tuple[int, int]:
 
 def _virtuals(options: ScheduleOptions) -> tuple[int, ...]:
     return _VIRTUALS if options.virtual is None else (options.virtual,)
+
+
+def _search(
+    options: ScheduleOptions, times: Times, *, slices: tuple[int, ...]
+) -> tuple[Candidate, ...]:
+    from mtx.schedules.search import search_schedules
+
+    stages, microbatches = _sizes(options)
+    return search_schedules(
+        microbatches, stages, virtuals=_virtuals(options), slices=slices, times=times,
+        memory_limit=options.memory_limit, weight_share=options.weight_share,
+    )  # fmt: skip
 
 
 def _slices(options: ScheduleOptions) -> tuple[int, ...]:
@@ -172,9 +182,9 @@ def _write(
     schedules: list[Schedule], options: ScheduleOptions, times: Times
 ) -> list[tuple[str, str]]:
     """(what, file) of all that was written."""
+    from mtx.files import replacing
     from mtx.schedules.formats import to_csv, to_text
     from mtx.schedules.simulate import simulate
-    from mtx.view.files import replacing
 
     written = []
     for what, path, render in (("csv", options.csv, to_csv), ("text", options.text, to_text)):
@@ -320,44 +330,36 @@ def _listed(numbers) -> str:
 
 
 def _compare(options: ScheduleOptions, times: Times) -> None:
-    from mtx.schedules.search import search_schedules
+    from mtx.schedules.search import choose
 
     for field in ("csv", "text", "draw", "trace", "beside", "orders"):
         if getattr(options, field):
             raise UserError(f"--{field} goes with one schedule: name it instead of compare")
     if options.model != ScheduleOptions.model:
         raise UserError(f"compare shows both models: leave out --model {options.model}")
-    stages, microbatches = _sizes(options)
-    found = search_schedules(
-        microbatches, stages, virtuals=_virtuals(options), slices=_slices(options), times=times,
-        memory_limit=options.memory_limit, weight_share=options.weight_share,
-    )  # fmt: skip
+    found = _search(options, times, slices=_slices(options))
     made = [candidate for candidate in found if candidate.schedule is not None]
     if options.json:
         records = [_compared(candidate, times, options.weight_share) for candidate in made]
         print(json.dumps(records, indent=1))
         return
-    print("\n".join(_table(made, microbatches * times.work)))
+    print("\n".join(_table(made, _sizes(options)[1] * times.work)))
     refused = [candidate for candidate in found if candidate.schedule is None]
     if refused:
         print("\nnot for these numbers:")
         print("\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in refused))
-    if not (made and made[0].fits):
-        raise UserError(_nothing_fits(made, options.memory_limit))
-    print(f"\nbest in lock-step: {made[0].label}: {made[0].reason}")
+    best = choose(found)
+    print(f"\nbest in lock-step: {best.label}: {best.reason}")
+    if any(candidate.for_comparison for candidate in made):
+        print(f"*: {FOR_COMPARISON}")
 
 
 def _compared(candidate: Candidate, times: Times, weight_share: float) -> dict[str, Any]:
     record = _record(candidate.schedule, _simulations(candidate.schedule, times, weight_share))
-    memory = {"memory": candidate.memory, "fits": candidate.fits, "reason": candidate.reason}
-    return {**record, "schedule": candidate.name, **memory}
-
-
-def _nothing_fits(made: list[Candidate], limit: float | None) -> str:
-    if not made:
-        return "no schedule goes with these numbers"
-    least = min(made, key=lambda candidate: candidate.memory)
-    return f"no schedule fits memory_limit={limit:g}; {least.label} keeps least, {least.memory:.4g}"
+    return {
+        **record, "schedule": candidate.name, "for_comparison": candidate.for_comparison,
+        "memory": candidate.memory, "fits": candidate.fits, "reason": candidate.reason,
+    }  # fmt: skip
 
 
 def _table(made: list[Candidate], ideal: float) -> list[str]:
@@ -367,8 +369,9 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
     for candidate in made:
         schedule = candidate.schedule
         rows.append((
-            candidate.label, str(schedule.ticks), str(schedule.in_flight.max()),
-            str(schedule.slots), f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
+            candidate.label + " *" * candidate.for_comparison, str(schedule.ticks),
+            str(schedule.in_flight.max()), str(schedule.slots),
+            f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
             f"{candidate.lockstep / ideal - 1:.2%}", f"{candidate.asynchronous:.5g}",
             f"{candidate.asynchronous / ideal - 1:.2%}", candidate.reason,
         ))  # fmt: skip
@@ -386,8 +389,10 @@ def _names() -> str:
     """Every schedule's name, with a line of its own and its source."""
     from mtx.schedules.makers import MAKERS
 
-    lines = ["", "schedules:"]
+    lines, groups = [], {True: "schedules:", False: f"schedules {FOR_COMPARISON}:"}
     for name, maker in MAKERS.items():
+        if title := groups.pop(maker.lockstep, None):
+            lines += ["", title]
         first = " ".join((maker.make.__doc__ or "").split("\n\n")[0].split())
         about = textwrap.shorten(first, 100, placeholder=" ...")
         needs = f"; virtual={maker.virtual}" if maker.virtual else ""

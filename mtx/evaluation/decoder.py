@@ -1,4 +1,4 @@
-"""A trained model at hand for writing text: parameters in the compute type, keys and values kept.
+"""A trained model ready to write text: parameters in the compute type, keys and values kept.
 
 A batch of texts begins with one pass over all of their positions, which keeps the keys and values
 of every layer; then each token is a pass over one position a text. Both run the forward table of
@@ -105,7 +105,7 @@ class Decoder:
     @property
     def kept_bytes(self) -> int:
         """Of keys and values, on all devices together."""
-        return 0 if self._past is None else self._past.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._past))
 
     # -- to the devices and back ------------------------------------------------------------------
 

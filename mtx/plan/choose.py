@@ -11,7 +11,7 @@ from mtx.errors import UserError
 from mtx.schedules.formats import read_schedule
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import Schedule
-from mtx.schedules.search import Candidate, choose
+from mtx.schedules.search import Candidate, choose, search_schedules
 from mtx.schedules.shape import Times
 
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
@@ -83,7 +83,7 @@ def _choose(layout: Layout, layers: int, microbatches: int) -> Candidate:
     if layout.virtual == 1 and isinstance(layout.stage_layers, str):
         tried = range(2, layers // layout.pipe + 1)
         virtuals += [v for v in tried if layers % (layout.pipe * v) == 0]
-    return choose(
+    return choose(search_schedules(
         microbatches, layout.pipe, times=times, layers=layers if even else None,
         slices=[layout.slices], virtuals=virtuals,
-    )  # fmt: skip
+    ))  # fmt: skip

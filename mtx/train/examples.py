@@ -167,10 +167,10 @@ def _ids(tokenizer: Tokenizer, text: str, other: str | None) -> tuple[np.ndarray
 
 
 def make_batch(
-    task: Task, examples: Sequence[Example], count: int, *, draws: np.ndarray | None = None
+    task: Task, examples: Sequence[Example], count: int, *, rng: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """A batch of `count` examples, G = count * options rows, as the model reads it: see
-    `mtx.layers.bert.Classes`. Those that there are too few of are padding, of weight 0. draws int32
+    `mtx.layers.bert.Classes`. Those that there are too few of are padding, of weight 0. rng int32
     [G]: for dropout."""
     shape = count * task.options, task.sequence
     batch = {
@@ -190,7 +190,7 @@ def make_batch(
             batch["tokens"][g, : len(row.tokens)] = row.tokens
             batch["types"][g, row.second : len(row.tokens)] = 1
             batch["segments"][g, : len(row.tokens)] = 1
-    return batch if draws is None else batch | {"rng": draws}
+    return batch if rng is None else batch | {"rng": rng}
 
 
 def training_batch(
@@ -202,5 +202,5 @@ def training_batch(
     orders = {epoch: shuffled(len(examples), seed, int(epoch), _DROPOUT) for epoch in set(epochs)}
     some = [examples[orders[epoch][place]] for epoch, place in zip(epochs, places)]
     bits = np.random.PCG64(np.random.SeedSequence((seed, step, _DROPOUT)))
-    draws = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
-    return make_batch(task, some, count, draws=draws)
+    rng = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
+    return make_batch(task, some, count, rng=rng)
