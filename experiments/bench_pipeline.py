@@ -124,7 +124,6 @@ def pipelines(options: Options, microbatch: int) -> list[Pipelined]:
     rows = [
         Pipelined(name="1F1B, skip", layout=one),
         Pipelined(name="1F1B, phases", layout=replace(one, idle="phases")),
-        Pipelined(name="1F1B, masked", layout=replace(one, idle="masked")),
         Pipelined(name=f"interleaved v={v}, skip", layout=many),
         Pipelined(name=f"interleaved v={v}, phases", layout=replace(many, idle="phases")),
         Pipelined(name="GPipe table, skip", layout=replace(one, schedule="gpipe")),

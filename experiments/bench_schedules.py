@@ -134,7 +134,7 @@ def rows_of(options: Options, layers: int) -> list[Row]:
 
 def _table_key(schedule: Schedule) -> tuple:
     tables = schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks
-    arrays = [table for table in (*tables, schedule.pieces) if table is not None]
+    arrays = [table for table in (*tables, schedule.virtual_stages) if table is not None]
     return schedule.slices, *((array.shape, array.tobytes()) for array in arrays)
 
 

@@ -76,7 +76,6 @@ def grid() -> dict[str, RunConfig]:
     )
     rows["7B, skip, v=2"] = _vary(base, idle="skip", virtual=2)
     rows["7B, v=8, one-layer chunks"] = _vary(base, virtual=8)
-    rows["7B, masked, selective"] = _vary(base, idle="masked", recompute="selective")
     rows["7B, zb_h1"] = _vary(base, schedule="zb_h1", recompute="selective")
     rows["7B, seq1f1b, 4 slices"] = _vary(base, schedule="seq1f1b", slices=4)
     rows["7B, zero 3, v=4"] = _vary(base, zero=3, virtual=4, schedule="breadth_first")

@@ -1,9 +1,9 @@
 """What a notebook needs, in one line each: parameters, loss and gradients of a model on a layout,
 and the model of a run.
 
-Parameters and gradients here are in canonical form, whatever the layout: layers stacked [L, ...]
-in model order, global shapes, no padding, and on the host as NumPy arrays, so that the results of
-two layouts can be compared. Parity tests and outside checks use the same functions.
+Parameters and gradients here are in canonical form, whatever the layout: layers of each kind
+stacked [L, ...] in model order, global shapes, no padding, and on the host as NumPy arrays, so that
+the results of two layouts can be compared. Parity tests and outside checks use the same functions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def trainer_for(
 
 
 def init_params(model: ModelConfig, *, seed: int = 0) -> Tree:
-    """Float32 {"ends": ..., "block": leaves [L, ...]}, the same that training starts from."""
+    """Float32 {"embed": ..., "head": ..., "layers": {kind: leaves [L, ...]}}, the same that
+    training starts from."""
     trainer = trainer_for(model, Layout(), global_batch=1)
     return jax.device_get(jax.jit(trainer.to_canonical)(trainer.init(seed).params))
 

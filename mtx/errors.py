@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterable
 
@@ -62,3 +63,18 @@ def _slips(given: str, meant: str) -> int:
                 count = min(count, older[j - 1] + 1)
             row.append(count)
     return row[-1]
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` below and above: "8 or 16"."""
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def nearest_divisors(value: int, wanted: int) -> str:
+    """The divisors of `value` nearest to a number that is none."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    divisors = {1, *small, *(value // n for n in small)}
+    below = max((n for n in divisors if n < wanted), default=1)
+    above = min((n for n in divisors if n > wanted), default=None)
+    return f"{below} or {above}" if above else f"{below}"

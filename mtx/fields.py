@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from mtx.errors import UserError, shown
+from mtx.errors import UserError, shown, unknown_name
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,20 @@ def checked(name: str, value: Any, kind: Any) -> Any:
         return _settle(name, value, kind)
     except TypeError:
         raise UserError(f"{name}={shown(value)} must be {_describe(kind)}") from None
+
+
+def require_above(config: Any, least: float, *names: str) -> None:
+    """UserError where one of these numbers is not above `least`."""
+    for name in names:
+        if not (value := getattr(config, name)) > least:
+            raise UserError(f"{name}={value} must be above {least}")
+
+
+def require_choice(config: Any, name: str, annotation: Any) -> None:
+    """UserError where a field is none of the values of its Literal."""
+    if getattr(config, name) not in typing.get_args(annotation):
+        choices = map(str, typing.get_args(annotation))
+        raise unknown_name(name, str(getattr(config, name)), choices)
 
 
 @functools.cache

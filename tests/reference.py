@@ -1,6 +1,7 @@
 """The oracle: a GPT in plain jnp, unsharded, from the papers' formulas and nothing of `mtx`.
 
-Parameters are in canonical form: {"ends": ..., "block": leaves [L, ...]}, global shapes.
+Parameters are in canonical form, global shapes: {"embed", "head", "layers": {"block": leaves
+[L, ...]}}.
 """
 
 import jax
@@ -58,15 +59,15 @@ def _mlp(x, p):
 
 def logits(params, tokens):
     """float32 [G, S, V]"""
-    ends = params["ends"]
-    x = ends["tokens"][tokens] + ends["positions"][: tokens.shape[1]]
+    embed, head = params["embed"], params["head"]
+    x = embed["tokens"][tokens] + embed["positions"][: tokens.shape[1]]
 
     def layer(x, p):
         x = x + _attention(_norm(x, p["attention_norm"]), p["attention"])
         return x + _mlp(_norm(x, p["mlp_norm"]), p["mlp"]), None
 
-    x, _ = jax.lax.scan(layer, x, params["block"])
-    return _norm(x, ends["norm"]) @ ends.get("output", ends["tokens"]).T
+    x, _ = jax.lax.scan(layer, x, params["layers"]["block"])
+    return _norm(x, head["norm"]) @ head.get("output", embed["tokens"]).T
 
 
 def loss(params, batch):

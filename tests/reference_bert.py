@@ -34,10 +34,10 @@ def _mlp(x, p, form):
 
 def hidden(params, batch, *, post, form):
     """float32 [G, S, D]: what both heads see."""
-    ends = params["ends"]
-    x = ends["tokens"][batch["tokens"]] + ends["positions"] + ends["types"][batch["types"]]
+    embed = params["embed"]
+    x = embed["tokens"][batch["tokens"]] + embed["positions"] + embed["types"][batch["types"]]
     if post:
-        x = _norm(x, ends["embed_norm"])
+        x = _norm(x, embed["norm"])
 
     def layer(x, p):
         if post:
@@ -47,18 +47,18 @@ def hidden(params, batch, *, post, form):
         x = x + _attention(h, p["attention"], batch["segments"])
         return x + _mlp(_norm(x, p["mlp_norm"]), p["mlp"], form), None
 
-    x, _ = jax.lax.scan(layer, x, params["block"])
-    return x if post else _norm(x, ends["norm"])
+    x, _ = jax.lax.scan(layer, x, params["layers"]["block"])
+    return x if post else _norm(x, params["head"]["norm"])
 
 
 def logits(params, batch, *, post, form):
     """(of masked tokens [G, S, V], of the order [G, 2])"""
-    x, ends = hidden(params, batch, post=post, form=form), params["ends"]
-    head = ends["head"]
-    h = _norm(_gelu(x @ head["w"] + head["b"], form), head["norm"])
-    pooled = jnp.tanh(x[:, 0] @ ends["pooler"]["w"] + ends["pooler"]["b"])
-    order = pooled @ ends["binary"]["w"] + ends["binary"]["b"]
-    return h @ ends["tokens"].T + head["bias"], order
+    x, head = hidden(params, batch, post=post, form=form), params["head"]
+    masked = head["masked"]
+    h = _norm(_gelu(x @ masked["w"] + masked["b"], form), masked["norm"])
+    pooled = jnp.tanh(x[:, 0] @ head["pooler"]["w"] + head["pooler"]["b"])
+    order = pooled @ head["binary"]["w"] + head["binary"]["b"]
+    return h @ params["embed"]["tokens"].T + masked["bias"], order
 
 
 @functools.partial(jax.jit, static_argnames=("post", "form"))

@@ -57,8 +57,8 @@ def _mlp(x, p):
 
 def logits(params, batch, frequency):
     """float32 [G, S, V]"""
-    ends, shape = params["ends"], batch["tokens"].shape
-    x = ends["tokens"][batch["tokens"]]
+    embed, head, shape = params["embed"], params["head"], batch["tokens"].shape
+    x = embed["tokens"][batch["tokens"]]
     positions = batch.get("positions", jnp.broadcast_to(jnp.arange(shape[1]), shape))
     segments = batch.get("segments", jnp.zeros(shape, int))
 
@@ -67,8 +67,8 @@ def logits(params, batch, frequency):
         x = x + _attention(h, p["attention"], positions, segments, frequency)
         return x + _mlp(_norm(x, p["mlp_norm"]["scale"]), p["mlp"]), None
 
-    x, _ = jax.lax.scan(layer, x, params["block"])
-    return _norm(x, ends["norm"]["scale"]) @ ends.get("output", ends["tokens"]).T
+    x, _ = jax.lax.scan(layer, x, params["layers"]["block"])
+    return _norm(x, head["norm"]["scale"]) @ head.get("output", embed["tokens"]).T
 
 
 def loss(params, batch, frequency):

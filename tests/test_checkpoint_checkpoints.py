@@ -73,7 +73,7 @@ def saved(tmp_path_factory):
     with checkpoints:
         checkpoints.save(trainer, state, tokenizer=ByteTokenizer(), extra={"note": [1, None]})
         jax.block_until_ready(negated(state))
-    assert state.params["ends"]["tokens"].is_deleted()
+    assert state.params["embed"]["tokens"].is_deleted()
     return SimpleNamespace(
         trainer=trainer, host=host, arrays=arrays, checkpoints=checkpoints,
         directory=checkpoints.directory,
@@ -127,12 +127,16 @@ def test_on_disk_layers_are_stacked_and_nothing_is_padded(saved):
     with saved.checkpoints.open(3) as store:
         shapes = {name: info.shape for name, info in store.catalog.items()}
         for tree in ("params", "mu", "nu"):
-            assert shapes[f"{tree}.block.attention.qkv.w"] == (4, 32, 3, 4, 8)
-            assert shapes[f"{tree}.block.mlp_norm.scale"] == (4, 32)
-            assert shapes[f"{tree}.ends.tokens"] == (200, 32)
-            wanted = saved.arrays[tree]["block"]["attention"]["qkv"]["w"]
-            np.testing.assert_array_equal(store.read(f"{tree}.block.attention.qkv.w"), wanted)
-            middle = store.read(f"{tree}.block.attention.qkv.w", (1, 5, 0, 1, 0), (2, 9, 3, 2, 8))
+            assert shapes[f"{tree}.layers.block.attention.qkv.w"] == (4, 32, 3, 4, 8)
+            assert shapes[f"{tree}.layers.block.mlp_norm.scale"] == (4, 32)
+            assert shapes[f"{tree}.embed.tokens"] == (200, 32)
+            wanted = saved.arrays[tree]["layers"]["block"]["attention"]["qkv"]["w"]
+            np.testing.assert_array_equal(
+                store.read(f"{tree}.layers.block.attention.qkv.w"), wanted
+            )
+            middle = store.read(
+                f"{tree}.layers.block.attention.qkv.w", (1, 5, 0, 1, 0), (2, 9, 3, 2, 8)
+            )
             np.testing.assert_array_equal(middle, wanted[1:3, 5:14, :, 1:3])
     others = {name for name in shapes if name.split(".")[0] not in ("params", "mu", "nu")}
     assert others == {"step", "skipped", "loss_scale.scale", "loss_scale.good_steps"}
@@ -141,8 +145,8 @@ def test_on_disk_layers_are_stacked_and_nothing_is_padded(saved):
 def test_orbax_alone_reads_it(saved):
     with ocp.Checkpointer(Writer(timeout_s=1)) as reader:
         arrays = reader.restore(saved.directory / "3")
-    wanted = saved.arrays["mu"]["ends"]["positions"]
-    np.testing.assert_array_equal(arrays["mu.ends.positions"], wanted)
+    wanted = saved.arrays["mu"]["embed"]["positions"]
+    np.testing.assert_array_equal(arrays["mu.embed.positions"], wanted)
 
 
 def test_nothing_in_it_is_executable(saved):
@@ -255,7 +259,9 @@ def test_another_model(saved, change, difference):
 def test_arrays_of_another_shape(saved):
     other = Trainer(replace(RUN, model=replace(MODEL, vocab=300), layout=Layout()))
     with saved.checkpoints.open() as store:
-        with pytest.raises(UserError, match=r"params.ends.tokens is float32 \[200, 32\] there and"):
+        with pytest.raises(
+            UserError, match=r"params.embed.tokens is float32 \[200, 32\] there and"
+        ):
             Snapshot(other).load(store)
 
 

@@ -96,14 +96,14 @@ def test_a_flipped_bit_anywhere_is_caught_or_does_no_harm(saved, copied):
 
 def test_every_flipped_byte_of_an_array_is_named(saved, copied):
     path = copied.directory / "2" / "arrays.0.bin"
-    info = copied.manifest(2).catalog["nu.block.mlp.up.w"]
+    info = copied.manifest(2).catalog["nu.layers.block.mlp.up.w"]
     block = info.blocks[-1]
     with path.open("r+b") as file:
         file.seek(block.offset + 5)
         file.write(b"\xff")
     with pytest.raises(
         Damaged,
-        match=r"checkpoint \S+/2 is damaged: array nu.block.mlp.up.w, from "
+        match=r"checkpoint \S+/2 is damaged: array nu.layers.block.mlp.up.w, from "
         rf"byte {block.offset:,} of arrays.0.bin: these are not the bytes",
     ):
         copied.restore(saved.trainer)

@@ -27,7 +27,7 @@ from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")
 RUN = RunConfig(model=MODEL, layout=Layout(pipe=2), global_batch=2)
-UP = "params.block.mlp.up.w"
+UP = "params.layers.block.mlp.up.w"
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,8 @@ def one_block_twice(values: dict) -> None:
 
 def blocks_of_another(values: dict) -> None:
     arrays = values["arrays"]
-    arrays["mu.ends.tokens"], arrays["nu.ends.tokens"] = (
-        arrays["nu.ends.tokens"], arrays["mu.ends.tokens"],
+    arrays["mu.embed.tokens"], arrays["nu.embed.tokens"] = (
+        arrays["nu.embed.tokens"], arrays["mu.embed.tokens"],
     )  # fmt: skip
 
 
@@ -155,12 +155,15 @@ BLOCK = ("arrays", UP, "blocks", 0)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (one_block_twice, "blocks of array params.block.mlp.up.w do not hold each of its values"),
-        (blocks_of_another, "array [mn]u.ends.tokens, from byte .* not the bytes that were writ"),
-        (other_numbers, "block.mlp.up.w is missing, or not alike in all trees"),
-        (turned, "block.mlp.up.w is missing, or not alike in all trees"),
-        (turned_everywhere, r"params.block.mlp.up.w is float32 \[2, 64, 16\] there"),
-        (left_out, "block.mlp.up.w is missing, or not alike in all trees"),
+        (
+            one_block_twice,
+            "blocks of array params.layers.block.mlp.up.w do not hold each of its values",
+        ),
+        (blocks_of_another, "array [mn]u.embed.tokens, from byte .* not the bytes that were writ"),
+        (other_numbers, "layers.block.mlp.up.w is missing, or not alike in all trees"),
+        (turned, "layers.block.mlp.up.w is missing, or not alike in all trees"),
+        (turned_everywhere, r"params.layers.block.mlp.up.w is float32 \[2, 64, 16\] there"),
+        (left_out, "layers.block.mlp.up.w is missing, or not alike in all trees"),
         (without_steps, "json: step is missing"),
         (steps_swapped, "array s[a-z]+, from byte .* these are not the bytes"),
         (outside, "file '../1/arrays.0.bin' is not named like arrays.0.bin"),
@@ -170,7 +173,7 @@ BLOCK = ("arrays", UP, "blocks", 0)
         (set_in("step", True), "step=True must be a whole number"),
         (set_in("step", -2), "step=-2 must be a whole number"),
         (set_in("format", 0), "format=0 must be"),
-        (set_in("format", 99), "is of format 99, and this mtx reads 1 to 2; use a newer mtx"),
+        (set_in("format", 99), "is of format 99, and this mtx reads 1 to 3; use a newer mtx"),
         (set_in("processes", 0), "processes=0 must be"),
         (set_in("unix_time", "now"), "unix_time='now' is no time"),
         (set_in("unix_time", float("nan")), "unix_time=nan is no time"),
@@ -270,7 +273,7 @@ def mutate(values: dict, rng: random.Random) -> None:
     elif change == "copy":
         container[key] = copy.deepcopy(container[other])
     elif change == "rename" and isinstance(container, dict):
-        container[rng.choice(["z", "params.z", "mu.ends.tokens", key + ".x"])] = container.pop(key)
+        container[rng.choice(["z", "params.z", "mu.embed.tokens", key + ".x"])] = container.pop(key)
     elif change == "nudge" and type(value) is int:
         container[key] = value + rng.choice([-64, -1, 1, 2, 64, 1 << 32])
     elif change == "nudge" and isinstance(value, str) and value:
@@ -347,9 +350,9 @@ def test_format_1_is_still_read(saved, copied):
 
 def test_one_of_a_format_to_come_is_left_where_it_is(copied):
     values = values_of(copied)
-    values["format"] = 3
+    values["format"] = 4
     seal(copied, values)
-    with pytest.raises(UserError, match="is of format 3, .*; use a newer mtx") as error:
+    with pytest.raises(UserError, match="is of format 4, .*; use a newer mtx") as error:
         copied.find(print)
     assert not isinstance(error.value, Damaged)
     assert sorted(path.name for path in Path(copied.directory).iterdir()) == ["1", "2"]
@@ -357,8 +360,8 @@ def test_one_of_a_format_to_come_is_left_where_it_is(copied):
 
 def test_a_checkpoint_without_one_moment_is_set_aside(copied):
     values = values_of(copied)
-    del values["arrays"]["nu.block.mlp.up.w"]
+    del values["arrays"]["nu.layers.block.mlp.up.w"]
     seal(copied, values)
     said: list[str] = []
     assert copied.find(said.append) == 1 and len(copied.aside()) == 1  # from the one before it
-    assert "block.mlp.up.w has not the arrays" in said[0]
+    assert "layers.block.mlp.up.w has not the arrays" in said[0]

@@ -78,10 +78,10 @@ def test_a_full_disk_and_a_flipped_bit(tmp_path, full_disk):
     assert checkpoints.steps() == [3, 4] and len(losses) == 4
 
     with (checkpoints.directory / "4" / "arrays.0.bin").open("r+b") as file:
-        file.seek(checkpoints.manifest(4).catalog["mu.ends.tokens"].blocks[0].offset)
+        file.seek(checkpoints.manifest(4).catalog["mu.embed.tokens"].blocks[0].offset)
         file.write(b"\xff\xff\xff\x7f")
     again, text = printed(replace(run, steps=5))
-    assert "checkpoints/4 is damaged: array mu.ends.tokens" in text
+    assert "checkpoints/4 is damaged: array mu.embed.tokens" in text
     assert "it is now named 4.aside" in text
     assert f"resumes    from step 3: {checkpoints.directory}/3\n" in text
     assert len(events(run, "damaged")) == 1

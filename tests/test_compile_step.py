@@ -28,7 +28,7 @@ CASES = {  # changes of the model, and the layout
     ),
     "selective, masked": (
         {"attention_dropout": 0.1},
-        dict(pipe=2, idle="masked", recompute="selective"),
+        dict(pipe=2, idle="phases", recompute="selective"),
     ),
     "inputs": ({}, dict(pipe=2, stash="inputs")),
     "inputs, one-layer chunks": ({}, dict(pipe=2, virtual=2, stash="inputs", idle="phases")),
@@ -63,7 +63,7 @@ CASES = {  # changes of the model, and the layout
     "bert, post, full": (POST, dict(pipe=2, tensor=2, recompute="full", schedule="zb_h1")),
     "bert, post, selective": (
         POST | {"dropout": 0.1, "attention_dropout": 0.1},
-        dict(pipe=2, idle="masked", recompute="selective"),
+        dict(pipe=2, idle="phases", recompute="selective"),
     ),
 }
 

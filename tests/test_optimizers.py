@@ -13,7 +13,8 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
-from mtx.models.families import FAMILIES
+from mtx.families import NAMES
+from mtx.layers.model import Model
 from mtx.plan.memory import predict_memory
 from mtx.sharding.parameter import ROLES
 from mtx.step.optimizer import make_optimizer, state_arrays
@@ -98,8 +99,8 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
         checkpoints.wait()
         moved = checkpoints.restore(other, 1)
         names = set(checkpoints.manifest(1).catalog)
-    assert {"mu.block.mlp.up.w", "mu.ends.tokens", "nu.ends.tokens"} <= names
-    assert "nu.block.mlp.up.w" not in names  # Lion keeps one
+    assert {"mu.layers.block.mlp.up.w", "mu.embed.tokens", "nu.embed.tokens"} <= names
+    assert "nu.layers.block.mlp.up.w" not in names  # Lion keeps one
     assert {int(a) for a in jax.tree.leaves(moved.moments) if a.shape == ()} == {1}
     losses = []
     for trainer, at in ((one, state), (other, moved)):
@@ -108,14 +109,17 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
         at, metrics = trainer.train_step(at, trainer.place(second))
         losses.append(float(metrics.loss))
     np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-6)
-    with pytest.raises(UserError, match="another optimizer.*nu.block"), Checkpoints(tmp_path) as c:
+    with (
+        pytest.raises(UserError, match="another optimizer.*nu.layers.block"),
+        Checkpoints(tmp_path) as c,
+    ):
         c.restore(trainer_on(Layout(), OptimizerConfig()), 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_every_parameter_has_a_role(family):
     tied = family != "llama"
-    model = FAMILIES[family](ModelConfig(family=family, tied=tied, **SIZES))
+    model = Model(ModelConfig(family=family, tied=tied, **SIZES))
     roles = {
         ".".join(key.key for key in path): role
         for path, role in jax.tree.leaves_with_path(model.roles)
@@ -128,9 +132,9 @@ def test_every_parameter_has_a_role(family):
     for name, role in roles.items():
         undecayed = name.rpartition(".")[2] in ("b", "bias", "scale")
         assert undecayed == (role in ("norm", "bias")), name
-    assert roles["ends.tokens"] == "embedding" and roles["block.mlp.down.w"] == "matrix"
+    assert roles["embed.tokens"] == "embedding" and roles["layers.block.mlp.down.w"] == "matrix"
     if not tied:
-        assert roles["ends.output"] == "head"
+        assert roles["head.output"] == "head"
 
 
 def twice(*args, **kwargs):
@@ -158,7 +162,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
 
     _check.cache_clear()
     with pytest.raises(UserError, match=f"'shampoo'.*({what})"):
-        make_optimizer(OptimizerConfig(name="shampoo"), 10, {"block": {"w": "matrix"}})
+        make_optimizer(OptimizerConfig(name="shampoo"), 10, {"layers": {"w": "matrix"}})
     _check.cache_clear()
 
 
@@ -166,7 +170,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
 def test_each_file_says_what_it_keeps(name):
     module = optimizers.optimizer_module(name)
     made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
-    params = {"block": {"w": jax.ShapeDtypeStruct((2, 3), "float32")}}
+    params = {"layers": {"w": jax.ShapeDtypeStruct((2, 3), "float32")}}
     assert len(state_arrays(jax.eval_shape(made.init, params))) == module.STATES
     RunConfig(model=MODEL, optimizer=OptimizerConfig(name=name))
 

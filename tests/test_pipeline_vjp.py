@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig
-from mtx.models.gpt import GPT
+from mtx.layers.model import Model
 from mtx.pipeline.vjp import LayerVJP
 from mtx.sharding.mesh import Axes, make_mesh
 
@@ -43,14 +43,14 @@ def random_like(shapes, seed=0):
 def layer(*, recompute="none", slices=1, part=0, **model):
     """(vjp, params, x, given): one layer of a GPT on one device, with random values."""
     config = config_of(**model)
-    gpt = GPT(config, recompute=recompute, slices=slices)
+    gpt = Model(config, recompute=recompute, slices=slices)
     dtype = config.compute_dtype
-    params = jax.tree.map(lambda a: a.astype(dtype), gpt.init_block(0, 0))
-    x = random_like(jax.ShapeDtypeStruct((ROWS, SEQUENCE // slices, HIDDEN), dtype))
-    given = (gpt.place(0, {}, jnp.arange(ROWS), jnp.zeros(2, jnp.uint32), part),)
+    params = jax.tree.map(lambda a: a.astype(dtype), gpt.init_layer("block", 0, 0))
+    x = {"x": random_like(jax.ShapeDtypeStruct((ROWS, SEQUENCE // slices, HIDDEN), dtype))}
+    given = (gpt.context(0, {}, jnp.arange(ROWS), jnp.zeros(2, jnp.uint32), part),)
     if slices > 1:
-        given += (random_like(jax.eval_shape(partial(gpt.empty_cache, ROWS)), seed=1),)
-    return LayerVJP(gpt.block, params, x, *given), params, x, given
+        given += (random_like(jax.eval_shape(partial(gpt.empty_cache, "block", ROWS)), seed=1),)
+    return LayerVJP(partial(gpt.layer, "block"), params, x, *given), params, x, given
 
 
 def whole(vjp, residuals, params, given, dy):
@@ -147,10 +147,10 @@ def collectives(jaxpr) -> Counter:
 def sharded(recompute, sequence_parallel, tensor=2):
     """(deferred, collectives of the whole backward pass, of B, of W) of a tensor shard."""
     axes = Axes.of(Layout(tensor=tensor, sequence_parallel=sequence_parallel))
-    gpt, seen = GPT(config_of(), axes=axes, recompute=recompute), {}
+    gpt, seen = Model(config_of(), axes=axes, recompute=recompute), {}
 
     def local(params, x):
-        vjp = LayerVJP(gpt.block, params, x, None)
+        vjp = LayerVJP(partial(gpt.layer, "block"), params, {"x": x}, None)
         arguments = vjp.residuals, params, (None,), vjp.output
         parts = dict(whole=partial(whole, vjp), first=vjp.cut.backward)
         for name, f in parts.items():
@@ -161,10 +161,14 @@ def sharded(recompute, sequence_parallel, tensor=2):
 
     rows = P(None, "tensor" if sequence_parallel else None)
     mesh = make_mesh(Layout(tensor=tensor))
-    params = jax.eval_shape(partial(gpt.init_block, 0), 0)
+    params = jax.eval_shape(partial(gpt.init_layer, "block", 0), 0)
     x = jax.ShapeDtypeStruct((ROWS, SEQUENCE, HIDDEN), jnp.float32)
     mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(gpt.specs["block"], rows), out_specs=rows, check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=(gpt.specs["layers"]["block"], rows),
+        out_specs=rows,
+        check_vma=False,
     )
     jax.eval_shape(mapped, params, x)
     return [seen[name] for name in ("deferred", "whole", "first", "then")]
@@ -196,14 +200,14 @@ def test_without_sequence_parallelism_w_needs_no_collective():
 # -- other models' layers --------------------------------------------------------------------------
 
 
-def check_block(block, params):
+def check_layer(layer, params):
     """(which gradients wait, shapes of what waits); the gradients are those of the whole."""
     x = random_like(jax.ShapeDtypeStruct((2, 3, 4), jnp.float32))
-    vjp = LayerVJP(block, params, x, None)
+    vjp = LayerVJP(layer, params, x, None)
     _, residuals = vjp.forward(params, x, None)
     dy = random_like(x, seed=1)
     got = in_two(vjp, residuals, params, (None,), dy)
-    want = jax.vjp(lambda params, x: block(params, x, None), params, x)[1](dy)
+    want = jax.vjp(lambda params, x: layer(params, x, None), params, x)[1](dy)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got[0], want[0])
     np.testing.assert_allclose(got[1][0], want[1], rtol=1e-5, atol=1e-6)
     return vjp.cut.made_by_w, [a.shape for a in vjp.cut.deferred]
@@ -212,10 +216,10 @@ def check_block(block, params):
 def test_a_weight_that_is_used_twice_and_one_that_is_not_used():
     params = random_like({"w": jnp.zeros((4, 4)), "g": jnp.zeros(4), "none": jnp.zeros(4)})
 
-    def block(p, x, place):
+    def block(p, x, context):
         return x + jax.nn.relu(x @ p["w"]) * p["g"] @ p["w"]
 
-    late, deferred = check_block(block, params)
+    late, deferred = check_layer(block, params)
     assert late == {"w": True, "g": False, "none": False}
     assert len(deferred) == 4  # two pairs of input and gradient
 
@@ -223,21 +227,21 @@ def test_a_weight_that_is_used_twice_and_one_that_is_not_used():
 def test_functions_in_functions_are_seen_through():
     params = random_like({"w": jnp.zeros((4, 4))})
 
-    def block(p, x, place):
+    def block(p, x, context):
         return x + jax.jit(jax.checkpoint(lambda w, x: jnp.sin(jax.jit(jnp.matmul)(x, w))))(
             p["w"], x
         )
 
-    late, _ = check_block(block, params)
+    late, _ = check_layer(block, params)
     assert late == {"w": True}
 
 
 def test_gradients_that_are_made_in_loops_stay_with_b():
     params = random_like({"loop": jnp.zeros((3, 4, 4)), "w": jnp.zeros((4, 4))})
 
-    def block(p, x, place):
+    def block(p, x, context):
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["loop"])
         return x @ p["w"]
 
-    late, _ = check_block(block, params)
+    late, _ = check_layer(block, params)
     assert late == {"loop": False, "w": True}

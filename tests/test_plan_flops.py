@@ -127,9 +127,7 @@ def test_selective_recomputation_repeats_attention_where_its_output_is_not_kept(
         assert hardware(model, backend=backend, recompute="selective") - none == again
 
 
-@pytest.mark.parametrize(
-    ("idle", "halves"), [("skip", (8, 8)), ("phases", (9, 9)), ("masked", (10, 10))]
-)
+@pytest.mark.parametrize(("idle", "halves"), [("skip", (8, 8)), ("phases", (9, 9))])
 def test_idle_half_ticks_count_where_they_compute(idle, halves):
     model = gpt(attention_dropout=0.1)
     parts = forward_flops(model, 8, causal=False)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.models.families import FAMILIES
-from mtx.models.gpt import GPT
+from mtx.layers.model import Model
 from mtx.pipeline.vjp import LayerVJP
 from mtx.plan import memory as plan_memory
 from mtx.plan.compiled import Compiled
@@ -59,7 +58,7 @@ def test_parameters_of_a_device():
 
 def test_parameters_of_a_device_match_the_models_shapes():
     model = gpt(vocab=250)
-    trees = GPT(model, vocab_shards=1)
+    trees = Model(model, vocab_shards=1)
     shapes = jax.eval_shape(lambda: (trees.init_ends(0), trees.init_block(0, 0)))
     ends, block = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in shapes)
     assert parameters_per_device(model, Layout()) == ends + 8 * block
@@ -80,7 +79,7 @@ POST = BERT | {"norm_placement": "post"}
 
 def residual_bytes(model, *, recompute, kernel="blocked"):
     """What the VJP of one block keeps of three sequences."""
-    family = FAMILIES[model.family](model, recompute=recompute, kernel=kernel)
+    family = Model(model, recompute=recompute, kernel=kernel)
     dtype = jnp.dtype(model.compute_dtype)
     weights = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, dtype),
@@ -222,7 +221,7 @@ def test_no_table_is_made_for_the_schedules_of_sc21(monkeypatch):
 def test_a_split_schedule_keeps_what_its_weight_gradients_wait_for(changes):
     """The ring from B to W, against what the cut of a block's backward pass leaves waiting."""
     model = gpt(hidden=32, ffn_multiple=3, compute_dtype="float32", **changes)
-    block = FAMILIES[model.family](model)
+    block = Model(model)
     weights = jax.eval_shape(lambda: block.init_block(0, 0))
     x = jax.ShapeDtypeStruct((3, model.sequence, model.hidden), jnp.float32)
     deferred = LayerVJP(block.block, weights, x, None).cut.deferred

@@ -212,20 +212,24 @@ def test_the_slowest_stage_sets_the_pace():
 
 def asynchronous_s(table, stages, hop_s):
     """Ends of ops, found by going over all of them until none moves."""
-    v, pieces, last = table.virtual, table.pieces, table.pieces.max()
-    stage_of = {int(pieces[c, s]): s for c in range(v) for s in range(table.stages)}
+    v, virtual_stages, last = table.virtual, table.virtual_stages, table.virtual_stages.max()
+    stage_of = {int(virtual_stages[c, s]): s for c in range(v) for s in range(table.stages)}
     lists = [table.orders.of(stage) for stage in range(table.stages)]
-    done = {}  # (kind, item, piece): its end
+    done = {}  # (kind, item, virtual stage): its end
     position, clock = [0] * table.stages, [0.0] * table.stages
     while any(at < len(ops) for at, ops in zip(position, lists, strict=True)):
         for stage, ops in enumerate(lists):
             if position[stage] == len(ops):
                 continue
             kind, item, chunk = ops[position[stage]]
-            piece = int(pieces[chunk, stage])
-            needs = {0: (0, item, piece - 1), 1: (1, item, piece + 1), 2: (1, item, piece)}[kind]
-            if kind == 1 and piece == last:
-                needs = (0, item, piece)
+            virtual_stage = int(virtual_stages[chunk, stage])
+            needs = {
+                0: (0, item, virtual_stage - 1),
+                1: (1, item, virtual_stage + 1),
+                2: (1, item, virtual_stage),
+            }[kind]
+            if kind == 1 and virtual_stage == last:
+                needs = (0, item, virtual_stage)
             ready = 0.0 if needs[2] < 0 else done.get(needs)
             if ready is None:
                 continue
@@ -233,15 +237,15 @@ def asynchronous_s(table, stages, hop_s):
                 ready += hop_s
             forward, backward, weight = stages[stage]
             lasts = (forward, backward if table.split else backward + weight, weight)[kind] / v
-            clock[stage] = done[kind, item, piece] = max(clock[stage], ready) + lasts
+            clock[stage] = done[kind, item, virtual_stage] = max(clock[stage], ready) + lasts
             position[stage] += 1
     return max(clock)
 
 
 def lockstep_s(table, stages, hop_s):
     """Tick after tick: its longest stage, and a message where a stage sends to another one."""
-    v, pieces, total = table.virtual, table.pieces, 0.0
-    stage_of = {int(pieces[c, s]): s for c in range(v) for s in range(table.stages)}
+    v, virtual_stages, total = table.virtual, table.virtual_stages, 0.0
+    stage_of = {int(virtual_stages[c, s]): s for c in range(v) for s in range(table.stages)}
     for tick in range(table.ticks):
         longest, sends = 0.0, False
         for stage, (forward, backward, weight) in enumerate(stages):
@@ -250,8 +254,8 @@ def lockstep_s(table, stages, hop_s):
             for kind, half in enumerate(table.halves):
                 if half.item[tick, stage] >= 0:
                     takes += parts[kind] / v
-                    piece = int(pieces[half.chunk[tick, stage], stage])
-                    to = stage_of.get(piece + (1, -1, 0)[kind], stage)
+                    virtual_stage = int(virtual_stages[half.chunk[tick, stage], stage])
+                    to = stage_of.get(virtual_stage + (1, -1, 0)[kind], stage)
                     sends |= to != stage
             longest = max(longest, takes)
         total += longest + hop_s * sends

@@ -36,7 +36,7 @@ def test_closed_forms_hold(p, m):
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_memory_and_bubble_beside_deepseeks(p):
-    """With PP = 2p pieces of the model: PP + 1 chunks, and (PP/2 - 1)(F&B + B - 3W) of bubble."""
+    """With PP = 2p virtual stages: PP + 1 chunks, and (PP/2 - 1)(F&B + B - 3W) of bubble."""
     m = 3 * p
     simulation = run(p, m)
     assert simulation.in_flight.tolist() == [2 * p + 1] * p

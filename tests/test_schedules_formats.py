@@ -49,16 +49,15 @@ def schedules(draw) -> Schedule:
     later = np.arange(made.ticks) + np.cumsum(gaps) * draw(st.integers(0, 1))
     weight = None if made.weight_ticks is None else later[made.weight_ticks]
     return Schedule.from_ticks(
-        name, later[made.forward_ticks], later[made.backward_ticks], weight, pieces=made.pieces,
-        slices=made.slices, orders=made.orders,
+        name, later[made.forward_ticks], later[made.backward_ticks], weight,
+        virtual_stages=made.virtual_stages, slices=made.slices, orders=made.orders,
     )  # fmt: skip
 
 
 def assert_same_table(one: Schedule, other: Schedule) -> None:
     assert (one.slices, one.split) == (other.slices, other.split)
-    for a, b in ((one.forward_ticks, other.forward_ticks), (one.pieces, other.pieces),
-                 (one.backward_ticks, other.backward_ticks)):  # fmt: skip
-        np.testing.assert_array_equal(a, b)
+    for name in ("forward_ticks", "backward_ticks", "virtual_stages"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     if one.split:
         np.testing.assert_array_equal(one.weight_ticks, other.weight_ticks)
 
@@ -101,9 +100,9 @@ def test_csv_is_the_notation_of_torch():
     )  # fmt: skip
     split = to_csv(make("zb_h1", microbatches=2, stages=2))
     assert set(re.findall("[A-Z]", split)) == {"F", "I", "W"}
-    # The second chunk of a V counts its pieces from the last stage back.
+    # The second chunk of a V counts its virtual stages from the last stage back.
     assert to_csv(make("zb_v", microbatches=2, stages=2), orders=True).startswith("0F0,")
-    assert from_csv(to_csv(make("zb_v", microbatches=2, stages=2))).pieces.tolist() == [
+    assert from_csv(to_csv(make("zb_v", microbatches=2, stages=2))).virtual_stages.tolist() == [
         [0, 1],
         [3, 2],
     ]
@@ -116,20 +115,22 @@ def test_text_is_one_row_a_stage():
         "stage 1: |  |F0 B0|F1 B1|  |\n"
     )  # fmt: skip
     assert to_text(schedule, orders=True) == "stage 0: F0 F1 B0 B1\nstage 1: F0 B0 F1 B1\n"
-    assert to_text(make("zb_v", microbatches=1, stages=2)).startswith("pieces vee\nstage 0: |F0.0|")
+    assert to_text(make("zb_v", microbatches=1, stages=2)).startswith(
+        "placement vee\nstage 0: |F0.0|"
+    )
 
 
 def test_text_takes_what_one_would_write():
     written = """
         # the smallest pipeline
-        pieces 0 1
+        placement 0 1
         F0 F1 B0 B1      # labels may be left out, and so may chunks
         stage 1 :  F0 B0.0 F1 B1
     """
     assert_same_table(from_text(written), make("1f1b", microbatches=2, stages=2))
-    crossed = from_text("pieces 1,3 0,2\nF0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0")
-    assert crossed.pieces.tolist() == [[1, 0], [3, 2]]
-    assert to_text(crossed).startswith("pieces 1,3 0,2\n")
+    crossed = from_text("placement 1,3 0,2\nF0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0")
+    assert crossed.virtual_stages.tolist() == [[1, 0], [3, 2]]
+    assert to_text(crossed).startswith("placement 1,3 0,2\n")
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
@@ -168,40 +169,40 @@ def test_torch_s_own_tables_are_read(name):
     schedule = from_csv(TORCH[name])
     vee = name in ("ZBVZeroBubble", "DualPipeV")
     assert (schedule.stages, schedule.microbatches, schedule.virtual) == (2, 4, 2)
-    assert schedule.pieces.tolist() == ([[0, 1], [3, 2]] if vee else [[0, 1], [2, 3]])
+    assert schedule.virtual_stages.tolist() == ([[0, 1], [3, 2]] if vee else [[0, 1], [2, 3]])
     assert schedule.split == vee
     letters = {"F": "F", "I": "B", "B": "B", "W": "W"}
     for stage, row in enumerate(TORCH[name].split("\n")):
         ops = re.findall(r"(\d)([FIBW])(\d)", row)
-        written = [(letters[kind], int(piece), int(m)) for piece, kind, m in ops]
+        written = [(letters[kind], int(virtual_stage), int(m)) for virtual_stage, kind, m in ops]
         if vee:  # a whole B stands for B and W
-            whole = [(piece, m) for piece, kind, m in ops if kind == "B"]
-            written += [("W", int(piece), int(m)) for piece, m in whole]
-        held = [("FBW"[op.kind], int(schedule.pieces[op.chunk, stage]), op.item)
+            whole = [(virtual_stage, m) for virtual_stage, kind, m in ops if kind == "B"]
+            written += [("W", int(virtual_stage), int(m)) for virtual_stage, m in whole]
+        held = [("FBW"[op.kind], int(schedule.virtual_stages[op.chunk, stage]), op.item)
                 for op in schedule.orders.of(stage)]  # fmt: skip
         assert sorted(held) == sorted(written)
         wholes = {("W", int(p), int(m)) for p, kind, m in ops if kind == "B"} if vee else set()
         assert [op for op in held if op not in wholes] == [op for op in written if op not in wholes]
-        for kind, piece, m in wholes:
-            at = held.index((kind, piece, m))
-            assert held[at - 1] == ("B", piece, m)
+        for kind, virtual_stage, m in wholes:
+            at = held.index((kind, virtual_stage, m))
+            assert held[at - 1] == ("B", virtual_stage, m)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("wait", [False, True])
 def test_communication_among_the_ops_changes_nothing(name, wait):
-    """As torch writes its tables: sends and waits around the ops, a piece's parameters gathered
-    before its first op and freed after its last, its gradients reduced behind the last of all."""
+    """As torch writes its tables: sends and waits around the ops, parameters gathered before
+    the first op of a virtual stage and freed after its last, gradients reduced at the end."""
     schedule = make(name, microbatches=6, stages=2)
     rows = []
     for row in to_csv(schedule, orders=True).splitlines():
-        cells = [f"{piece}UNSHARD" for piece in range(4)]
+        cells = [f"{virtual_stage}UNSHARD" for virtual_stage in range(4)]
         for cell in row.split(","):
-            piece, kind, item = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", cell).groups()
+            virtual_stage, kind, item = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", cell).groups()
             way = "F" if kind == "F" else "B"
-            cells += [f"{piece}RECV_{way}{item}", cell, f"{piece}SEND_{way}{item}"]
-            cells += [f"{piece}WAIT_SEND_{way}{item}"] * wait
-        cells += [f"{piece}RESHARD" for piece in range(4)] + ["0REDUCE_GRAD"]
+            cells += [f"{virtual_stage}RECV_{way}{item}", cell, f"{virtual_stage}SEND_{way}{item}"]
+            cells += [f"{virtual_stage}WAIT_SEND_{way}{item}"] * wait
+        cells += [f"{virtual_stage}RESHARD" for virtual_stage in range(4)] + ["0REDUCE_GRAD"]
         rows.append(",".join([*cells, *["0WAIT_REDUCE_GRAD"] * wait]))
     read = from_csv("\n".join(rows), name)
     assert_same_orders(read.orders, from_csv(to_csv(schedule, orders=True), name).orders)
@@ -222,29 +223,29 @@ def test_rows_without_gaps_are_orders_and_rows_with_them_ticks():
 MISTAKES = {
     "": "row 1, column 1: the row holds no op",
     "0F0,0B0\n\n1F0,1B0": "row 2, column 1: the row holds no op",
-    "0F0,0X0": "row 1, column 2 (0X0): expected piece, F, B, I or W, and microbatch",
-    "0F0;0B0": "row 1, column 1 (0F0;0B0): expected piece",
-    "rank,0F0\n1F0": "row 1, column 1 (rank): expected piece",
+    "0F0,0X0": "row 1, column 2 (0X0): expected virtual stage, F, B, I or W, and microbatch",
+    "0F0;0B0": "row 1, column 1 (0F0;0B0): expected virtual stage",
+    "rank,0F0\n1F0": "row 1, column 1 (rank): expected virtual stage",
     "0UNSHARD,0REDUCE_GRAD": "row 1, column 1: the row holds no op",
-    "0F0,0SEND_G0,0B0": "row 1, column 2 (0SEND_G0): expected piece",
-    "0F0,0I0,0F1,0I1": "row 1, column 2 (0I0): I is the gradient of a piece's input alone, and no",
-    "0F0,(0F1;)OVERLAP_F_B": "row 1, column 2 (nothing between two ;): expected piece",
-    "0F1234567": "row 1, column 1 (0F1234567): expected piece",
+    "0F0,0SEND_G0,0B0": "row 1, column 2 (0SEND_G0): expected virtual stage",
+    "0F0,0I0,0F1,0I1": "row 1, column 2 (0I0): I is the input gradient alone, and no",
+    "0F0,(0F1;)OVERLAP_F_B": "row 1, column 2 (nothing between two ;): expected virtual stage",
+    "0F1234567": "row 1, column 1 (0F1234567): expected virtual stage",
     "0F0,0B0,0F0": "row 1, column 3 (0F0): 0F0 stands in row 1, column 1 too; an op runs once",
     "0F0,0F1,0B0": "row 1, column 2 (0F1): there is no 0B1 with it",
     "0F0,0B0,0B1": "row 1, column 3 (0B1): there is no 0F1 with it",
     "0F0,0I0,0W0,0F1,0I1": "row 1, column 4 (0F1): there is no 0W1 with it",
     "0F0,0B0,0F2,0B2": "row 1, column 3 (0F2): microbatch 2, but there is no microbatch 1",
     "0F0,0B0,0F1,0B1\n1F0,1B0": "row 2, column 2 (1B0): the row ends without 1F1",
-    "0F0,0B0\n2F0,2B0": "row 2, column 1 (2F0): piece 2, but there is no piece 1",
-    "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0B1": "row 2, column 4 (0B1): piece 0 stands in row 1 too, in",
-    "0F0,2F0,2B0,0B0\n1F0,1B0": "row 1, column 2 (2F0): stage 0 holds 2 of the pieces (0, 2), st",
+    "0F0,0B0\n2F0,2B0": "row 2, column 1 (2F0): virtual stage 2, but there is no virtual stage 1",
+    "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0B1": "row 2, column 4 (0B1): virtual stage 0 stands in row 1 to",
+    "0F0,2F0,2B0,0B0\n1F0,1B0": "row 1, column 2 (2F0): stage 0 holds 2 virtual stages (0, 2), st",
     "0F0/0,0F0/1,0B0/1,0B0": "row 1, column 4 (0B0): names no slice, though other ops do",
     "0F0/0,0F0/2,0B0/2,0B0/0": "row 1, column 2 (0F0/2): slice 2, but there is no slice 1",
     "0F0,,0B0\n1F0,1B0,": "row 2, column 1 (1F0): at microbatch 0, chunk 0, stage 1 F runs before "
-    "the F of the piece before it has finished",
+    "the F of the virtual stage before it has finished",
     ",0F0,,0B0\n,,1F0,1B0": "row 1, column 4 (0B0): at microbatch 0, chunk 0, stage 0 B runs before"
-    " the B of the piece after it has finished",
+    " the B of the virtual stage after it has finished",
     "0B0,0F0": "row 1, column 1 (0B0): at microbatch 0, chunk 0, stage 0 B runs before its own F",
     "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1": "row 1, column 2 (0B0): stands still: stage 0 for the "
     "input of B0.0, stage 1 for the input of F1.0",
@@ -261,9 +262,9 @@ def test_a_mistake_names_row_and_column(text):
 TEXT_MISTAKES = {
     "# nothing": "row 1, column 1: the file holds no op",
     "F0 B0\nstage 2: F0 B0": "row 2, column 1 (stage 2:): expected stage 1 here",
-    "F0 B0\npieces vee": "row 2, column 1 (pieces vee): `pieces` stands once, before the stages",
-    "pieces 0 2\nF0 B0\nF0 B0": "row 1, column 7 (0 2): expected pieces looped, pieces vee, or",
-    "pieces 0,1\nF0.0 F0.1 B0.1 B0.0\nF0 B0": "row 1, column 7 (0,1): expected pieces looped",
+    "F0 B0\nplacement vee": "row 2, column 1 (placement vee): `placement` stands once, before",
+    "placement 0 2\nF0 B0\nF0 B0": "row 1, column 10 (0 2): expected placement looped, placement",
+    "placement 0,1\nF0.0 F0.1 B0.1 B0.0\nF0 B0": "row 1, column 10 (0,1): expected placement loop",
     "F0 B0\n|F0|B0|": "row 2, column 7: 2 ticks, and no | on stage 0",
     "|F0|B0|\n|F0 B0|": "row 2, column 7: 1 ticks, and 2 ticks on stage 0",
     "F0|B0|": "row 1, column 1: a row in ticks begins and ends with |",
@@ -271,11 +272,11 @@ TEXT_MISTAKES = {
     "stage 0: |F0|I0|": "row 1, column 14 (I0): expected F, B or W with microbatch and chunk",
     "F0 F0.1 B0 B0.1": "row 1, column 1 (F0): names no chunk; stages have 2 chunks",
     "F0.7 B0.7": "row 1, column 1 (F0.7): there are fewer ops than chunks",
-    "pieces 0,1\nF0.0 B0.0": "row 2, column 1 (F0.0): stages have 2 chunks, and no op is of",
-    "pieces 0\nF0.1 B0.1": "row 2, column 1 (F0.1): stages have 1 chunk, counted from 0",
+    "placement 0,1\nF0.0 B0.0": "row 2, column 1 (F0.0): stages have 2 chunks, and no op is of",
+    "placement 0\nF0.1 B0.1": "row 2, column 1 (F0.1): stages have 1 chunk, counted from 0",
     "F0 F1 B0": "row 1, column 4 (F1): there is no B1 with it",
     "|F0|  B0|F1| |B1|\n|  |F0 B0| |F1 B1| |": "row 1, column 7 (B0): at microbatch 0, chunk "
-    "0, stage 0 B runs before the B of the piece after it",
+    "0, stage 0 B runs before the B of the virtual stage after it",
 }
 
 
@@ -291,7 +292,7 @@ JSON_MISTAKES = {
     '{"ticks": ["|F0|"],\n "orders" ["F0"]}': "row 2, column 11: this is not JSON",
     '{"ticks": []}': "row 1, column 1: `ticks` must be a list with one string for each stage",
     '{"orders": ["F0 B0", 1]}': "row 1, column 1: `orders` must be a list with one string",
-    '{"orders": ["F0 B0"], "pieces": [[0]]}': "row 1, column 1: `pieces` must be a string",
+    '{"orders": ["F0 B0"], "placement": [[0]]}': "row 1, column 1: `placement` must be a string",
     '{"orders": ["F0 B0"], "slots": 1}': "row 1, column 1 (slots): unknown key; known are name,",
     '{"orders": ["F0 B0", "F0 X"]}': "row 2, column 4 (X): expected F, B or W",
     '{"ticks": ["|F0 B0|"], "orders": ["F0 F1 B0 B1"]}': "orders, row 1, column 1 (F0): the orders "

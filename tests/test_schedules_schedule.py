@@ -11,7 +11,7 @@ from mtx.errors import UserError
 from mtx.schedules.makers import MAKERS, forward_table, make
 from mtx.schedules.one_f_one_b import one_f_one_b
 from mtx.schedules.orders import B, F, Orders, orders_of
-from mtx.schedules.schedule import IDLE, MOST_PHASES, Schedule, looped_pieces, vee_pieces
+from mtx.schedules.schedule import IDLE, MOST_PHASES, Schedule, looped_placement, vee_placement
 from mtx.schedules.shape import Shape
 
 quick = settings(max_examples=60, deadline=None)
@@ -46,11 +46,11 @@ def random_schedules(draw) -> Schedule:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count, never = stages * virtual, 10**6
     placements = {
-        "looped": looped_pieces(stages, virtual),
-        "vee": vee_pieces(stages, virtual),
+        "looped": looped_placement(stages, virtual),
+        "vee": vee_placement(stages, virtual),
         "any": rng.permutation(count).reshape(virtual, stages),
     }
-    pieces = placements[draw(st.sampled_from(sorted(placements)))]
+    virtual_stages = placements[draw(st.sampled_from(sorted(placements)))]
     done = np.full((3 if split else 2, items, count), never)
     first, last = (np.arange(items)[:, None] % slices == end for end in (0, slices - 1))
     nothing, tick = np.full((items, 1), -1), 0
@@ -63,7 +63,7 @@ def random_schedules(draw) -> Schedule:
             np.hstack([done[B][:, 1:], nothing]), np.where(last, -1, np.roll(done[B], -1, axis=0))
         )
         for stage in range(stages):
-            mine = np.isin(np.arange(count), pieces[:, stage])
+            mine = np.isin(np.arange(count), virtual_stages[:, stage])
             for kind in range(len(done)):
                 ready = [
                     inputs < tick,
@@ -74,8 +74,8 @@ def random_schedules(draw) -> Schedule:
                 if len(choices) and rng.random() < 0.7:
                     done[kind][tuple(rng.choice(choices))] = tick
         tick += 1
-    tables = [table[:, pieces] for table in done]
-    return Schedule.from_ticks("random", *tables, pieces=pieces, slices=slices)
+    tables = [table[:, virtual_stages] for table in done]
+    return Schedule.from_ticks("random", *tables, virtual_stages=virtual_stages, slices=slices)
 
 
 schedules = st.one_of(made_schedules(), random_schedules())
@@ -106,9 +106,9 @@ def test_every_op_stands_in_the_table_once_and_in_its_tick(schedule):
 @quick
 @given(schedules)
 def test_every_op_runs_after_what_it_needs(schedule):
-    piece = np.argsort(schedule.pieces.ravel())
+    virtual_stage = np.argsort(schedule.virtual_stages.ravel())
     forward, backward, *weight = (
-        table.reshape(schedule.items, -1)[:, piece] for table in tables_of(schedule)
+        table.reshape(schedule.items, -1)[:, virtual_stage] for table in tables_of(schedule)
     )
     assert (forward[:, 1:] > forward[:, :-1]).all()
     assert (backward[:, :-1] > backward[:, 1:]).all()
@@ -171,8 +171,8 @@ class Post:
 def test_replay_of_the_table_moves_the_right_values(schedule):
     """The program's dataflow with names for values. Every slot is written in every tick, idle or
     not; in a tick F writes its slots before B reads, and B before W."""
-    stages, last_piece = schedule.stages, schedule.stages * schedule.virtual - 1
-    stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.pieces)}
+    stages, last_virtual_stage = schedule.stages, schedule.stages * schedule.virtual - 1
+    stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.virtual_stages)}
     stash = [Ring(schedule.slots) for _ in range(stages)]
     waits = [Ring(schedule.weight_stash.slots if schedule.split else 0) for _ in range(stages)]
     outputs = [Ring(schedule.outputs.slots) for _ in range(stages)]
@@ -185,44 +185,46 @@ def test_replay_of_the_table_moves_the_right_values(schedule):
 
             def op(half, tick=tick, stage=stage):
                 item, chunk = int(half.item[tick, stage]), half.chunk[tick, stage]
-                return item, int(schedule.pieces[chunk, stage]), item != IDLE
+                return item, int(schedule.virtual_stages[chunk, stage]), item != IDLE
 
-            item, piece, busy = op(schedule.forward)
+            item, virtual_stage, busy = op(schedule.forward)
             x = forward_post.receive(tick, stage)
-            if busy and piece == 0:
+            if busy and virtual_stage == 0:
                 assert schedule.embed[tick] == item
             elif busy:
-                assert x == ("y", item, piece - 1)
+                assert x == ("y", item, virtual_stage - 1)
             slot = schedule.forward.slot[tick, stage]
-            stash[stage].write(slot, ("x", item, piece), keep=busy)
-            at_head = ("y", item, piece) if busy and piece == last_piece else None
-            if busy and piece < last_piece:
-                sending[stage] = ("y", item, piece), stage_of[piece + 1]
+            stash[stage].write(slot, ("x", item, virtual_stage), keep=busy)
+            at_head = (
+                ("y", item, virtual_stage) if busy and virtual_stage == last_virtual_stage else None
+            )
+            if busy and virtual_stage < last_virtual_stage:
+                sending[stage] = ("y", item, virtual_stage), stage_of[virtual_stage + 1]
 
-            item, piece, busy = op(schedule.backward)
-            use = busy and piece == last_piece
+            item, virtual_stage, busy = op(schedule.backward)
+            use = busy and virtual_stage == last_virtual_stage
             at_head = through(schedule.outputs, outputs[stage], tick, stage, at_head, use=use)
             gradient = backward_post.receive(tick, stage)
-            if busy and piece == last_piece:
+            if busy and virtual_stage == last_virtual_stage:
                 assert schedule.head[tick] == item
-                assert at_head == ("y", item, last_piece)
+                assert at_head == ("y", item, last_virtual_stage)
             elif busy:
-                assert gradient == ("dx", item, piece + 1)
+                assert gradient == ("dx", item, virtual_stage + 1)
             if busy:
                 kept = stash[stage].read(schedule.backward.slot[tick, stage])
-                assert kept == ("x", item, piece)
-                if piece > 0:
-                    sending_back[stage] = ("dx", item, piece), stage_of[piece - 1]
+                assert kept == ("x", item, virtual_stage)
+                if virtual_stage > 0:
+                    sending_back[stage] = ("dx", item, virtual_stage), stage_of[virtual_stage - 1]
                 else:
                     assert schedule.embed_backward[tick] == item
                     finished.append(item)
             if schedule.split:
                 slot = schedule.weight_stash.write[tick, stage]
-                waits[stage].write(slot, ("w", item, piece), keep=busy)
-                item, piece, busy = op(schedule.weight)
+                waits[stage].write(slot, ("w", item, virtual_stage), keep=busy)
+                item, virtual_stage, busy = op(schedule.weight)
                 if busy:
                     kept = waits[stage].read(schedule.weight.slot[tick, stage])
-                    assert kept == ("w", item, piece)
+                    assert kept == ("w", item, virtual_stage)
                     weights += 1
         forward_post.sent, backward_post.sent = sending, sending_back
     assert sorted(finished) == list(range(schedule.items))
@@ -272,7 +274,9 @@ def test_a_cache_is_held_by_one_sequence_from_its_first_slice_to_its_last(schedu
 @given(random_schedules())
 def test_orders_packed_again_take_no_more_ticks(schedule):
     orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
-    packed = Schedule.from_orders("packed", orders, pieces=schedule.pieces, slices=schedule.slices)
+    packed = Schedule.from_orders(
+        "packed", orders, virtual_stages=schedule.virtual_stages, slices=schedule.slices
+    )
     assert packed.ticks <= schedule.ticks
     again = orders_of(packed.forward_ticks, packed.backward_ticks, packed.weight_ticks)
     for stage in range(schedule.stages):
@@ -282,15 +286,17 @@ def test_orders_packed_again_take_no_more_ticks(schedule):
 @quick
 @given(random_schedules(), st.integers(1, 9))
 def test_any_placement_has_a_table_for_f_alone(schedule, microbatches):
-    table = forward_table(schedule.pieces, microbatches)
-    assert (table.pieces == schedule.pieces).all() and table.microbatches == microbatches
+    table = forward_table(schedule.virtual_stages, microbatches)
+    assert (
+        table.virtual_stages == schedule.virtual_stages
+    ).all() and table.microbatches == microbatches
     assert table.forward_ticks.max() < microbatches * schedule.virtual * (2 * schedule.stages)
 
 
 @quick
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4))
 def test_the_table_for_f_alone_is_as_dense_as_1f1b(m, p, v):
-    table = forward_table(looped_pieces(p, v), m)
+    table = forward_table(looped_placement(p, v), m)
     interleaved = make("1f1b", microbatches=m, stages=p, virtual=v)
     assert table.forward_ticks.max() <= interleaved.forward_ticks.max()
     assert (table.forward_ticks <= interleaved.forward_ticks).all()
@@ -323,7 +329,7 @@ def test_phases_cover_all_ticks_and_say_what_occurs_in_them(schedule):
     kinds = np.stack([half.busy.any(axis=1) for half in schedule.halves], axis=1)
     # What arrives a tick after it was sent is taken in by that tick's F or B, busy or not.
     for kind, sent in ((F, schedule.forward_ticks), (B, schedule.backward_ticks)):
-        sends = schedule.pieces != (schedule.pieces.max() if kind == F else 0)
+        sends = schedule.virtual_stages != (schedule.virtual_stages.max() if kind == F else 0)
         kinds[sent[:, sends] + 1, kind] = True
     exact = (kinds[1:] != kinds[:-1]).any(axis=1).sum() < MOST_PHASES
     for before, after in zip(phases, phases[1:], strict=False):
@@ -376,12 +382,12 @@ def test_an_op_before_its_input_is_an_error():
         forward[3, 0, 1] = 20
 
     assert (
-        "microbatch 2, chunk 0, stage 1 F runs before the F of the piece before it has finished "
-        "(F in tick 2, B in tick 3)" in broken(forward_early)
+        "microbatch 2, chunk 0, stage 1 F runs before the F of the virtual stage before it has "
+        "finished (F in tick 2, B in tick 3)" in broken(forward_early)
     )
     assert (
-        "microbatch 2, chunk 0, stage 0 B runs before the B of the piece after it has finished "
-        "(F in tick 2, B in tick 3)" in broken(backward_early)
+        "microbatch 2, chunk 0, stage 0 B runs before the B of the virtual stage after it has "
+        "finished (F in tick 2, B in tick 3)" in broken(backward_early)
     )
     assert "microbatch 3, chunk 0, stage 1 B runs before its own F" in broken(
         backward_before_forward

@@ -193,7 +193,7 @@ def test_no_choice_says_what_would_be_needed():
         (8, "balanced", 1, 2),  # the same
         (10, "balanced", 1, 1),
         (10, "balanced", 2, 2),
-        (8, (3, 2, 2, 1), 1, 1),  # four pieces it is
+        (8, (3, 2, 2, 1), 1, 1),  # four virtual stages it is
         (8, (1, 1, 2, 1, 0, 1, 1, 1), 2, 2),
         (2, (1, 0, 0, 1), 1, 1),
     ],

@@ -35,25 +35,27 @@ def any_times(draw, stages: int) -> Times:
 
 @st.composite
 def random_orders(draw) -> Schedule:
-    """Any legal orders, W split or not, slices or not, pieces wherever: ready ops at random."""
+    """Any legal orders, W split or not, slices or not, chunks wherever: ready ops at random."""
     stages, virtual = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4]))
     microbatches, slices, split = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(booleans)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     items, last = microbatches * slices, stages * virtual - 1
-    pieces = rng.permutation(stages * virtual).reshape(virtual, stages)
-    where = {int(k): (c, s) for (c, s), k in np.ndenumerate(pieces)}
+    virtual_stages = rng.permutation(stages * virtual).reshape(virtual, stages)
+    where = {int(k): (c, s) for (c, s), k in np.ndenumerate(virtual_stages)}
     kinds = (F, B, W) if split else (F, B)
     left = {(kind, i, k) for kind in kinds for i in range(items) for k in where}
     done: set[tuple[int, int, int]] = set()
     lists: list[list[tuple[int, int, int]]] = [[] for _ in range(stages)]
     while left:
         ready = sorted(op for op in left if needs(*op, slices, last) <= done)
-        op = kind, item, piece = ready[rng.integers(len(ready))]
-        chunk, stage = where[piece]
+        op = kind, item, virtual_stage = ready[rng.integers(len(ready))]
+        chunk, stage = where[virtual_stage]
         lists[stage].append((kind, item, chunk))
         left.remove(op)
         done.add(op)
-    return Schedule.from_orders("any", Orders.from_lists(lists), pieces=pieces, slices=slices)
+    return Schedule.from_orders(
+        "any", Orders.from_lists(lists), virtual_stages=virtual_stages, slices=slices
+    )
 
 
 @st.composite
@@ -73,15 +75,19 @@ booleans, counts = st.booleans(), st.integers(1, 3)
 schedules = st.one_of(known_schedules(), random_orders())
 
 
-def needs(kind: int, item: int, piece: int, slices: int, last: int) -> set[tuple[int, int, int]]:
-    """(kind, item, piece) of the ops that must have ended before this one."""
+def needs(
+    kind: int, item: int, virtual_stage: int, slices: int, last: int
+) -> set[tuple[int, int, int]]:
+    """(kind, item, virtual stage) of the ops that must have ended before this one."""
     if kind == W:
-        return {(B, item, piece)}
+        return {(B, item, virtual_stage)}
     if kind == F:
-        before = {(F, item, piece - 1)} if piece > 0 else set()
-        return before | ({(F, item - 1, piece)} if item % slices else set())
-    after = {(F, item, piece)} | ({(B, item, piece + 1)} if piece < last else set())
-    return after | ({(B, item + 1, piece)} if (item + 1) % slices else set())
+        before = {(F, item, virtual_stage - 1)} if virtual_stage > 0 else set()
+        return before | ({(F, item - 1, virtual_stage)} if item % slices else set())
+    after = {(F, item, virtual_stage)} | (
+        {(B, item, virtual_stage + 1)} if virtual_stage < last else set()
+    )
+    return after | ({(B, item + 1, virtual_stage)} if (item + 1) % slices else set())
 
 
 def duration(schedule: Schedule, times: Times, kind: int, stage: int) -> float:
@@ -92,9 +98,9 @@ def duration(schedule: Schedule, times: Times, kind: int, stage: int) -> float:
 
 
 def slow_simulation(schedule: Schedule, times: Times) -> dict[tuple[int, int, int], float]:
-    """(kind, item, piece) -> end, by looking again and again for an op that can run."""
+    """(kind, item, virtual stage) -> end, by looking again and again for an op that can run."""
     last = schedule.stages * schedule.virtual - 1
-    stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.pieces)}
+    stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.virtual_stages)}
     todo = [schedule.orders.of(stage) for stage in range(schedule.stages)]
     end: dict[tuple[int, int, int], float] = {}
     clock = [0.0] * schedule.stages
@@ -103,15 +109,15 @@ def slow_simulation(schedule: Schedule, times: Times) -> dict[tuple[int, int, in
             if not todo[stage]:
                 continue
             kind, item, chunk = todo[stage][0]
-            piece = int(schedule.pieces[chunk, stage])
-            needed = needs(kind, item, piece, schedule.slices, last)
+            virtual_stage = int(schedule.virtual_stages[chunk, stage])
+            needed = needs(kind, item, virtual_stage, schedule.slices, last)
             if needed <= end.keys():
                 arrivals = [
                     end[op] + (times.comm if stage_of[op[2]] != stage else 0) for op in needed
                 ]
                 begin = max([clock[stage], *arrivals])
                 clock[stage] = begin + duration(schedule, times, kind, stage)
-                end[kind, item, piece] = clock[stage]
+                end[kind, item, virtual_stage] = clock[stage]
                 todo[stage].pop(0)
     return end
 
@@ -210,7 +216,7 @@ def test_ops_run_when_a_slow_simulation_runs_them(data, schedule):
     expected = slow_simulation(schedule, times)
     for stage in range(schedule.stages):
         for at, (kind, item, chunk) in enumerate(simulation.orders.of(stage)):
-            end = expected[kind, item, int(schedule.pieces[chunk, stage])]
+            end = expected[kind, item, int(schedule.virtual_stages[chunk, stage])]
             assert simulation.end[stage, at] == pytest.approx(end, abs=1e-9)
             took = simulation.end[stage, at] - simulation.start[stage, at]
             assert took == pytest.approx(duration(schedule, times, kind, stage), abs=1e-9)
@@ -222,7 +228,7 @@ def test_ticks_last_as_long_as_their_longest_stage(data, schedule):
     times = data.draw(any_times(schedule.stages))
     simulation = simulate(schedule, times, model="lockstep")
     last = schedule.stages * schedule.virtual - 1
-    stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.pieces)}
+    stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.virtual_stages)}
     begin, starts = 0.0, {}
     for tick in range(schedule.ticks):
         longest, sends = 0.0, False
@@ -233,8 +239,8 @@ def test_ticks_last_as_long_as_their_longest_stage(data, schedule):
                     item, chunk = int(half.item[tick, stage]), int(half.chunk[tick, stage])
                     starts[stage, Op(kind, item, chunk)] = now
                     now += duration(schedule, times, kind, stage)
-                    piece = int(schedule.pieces[chunk, stage])
-                    to = np.clip(piece + (1, -1, 0)[kind], 0, last)
+                    virtual_stage = int(schedule.virtual_stages[chunk, stage])
+                    to = np.clip(virtual_stage + (1, -1, 0)[kind], 0, last)
                     sends |= stage_of[int(to)] != stage
             longest = max(longest, now - begin)
         begin += longest + times.comm * sends
@@ -320,7 +326,7 @@ def test_a_stage_that_waits_for_nobody_is_never_later_than_in_lock_step(data, sc
     times = data.draw(any_times(schedule.stages))
     ticks = Schedule.from_ticks(  # without other orders than those of the ticks
         "ticks", schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks,
-        pieces=schedule.pieces, slices=schedule.slices,
+        virtual_stages=schedule.virtual_stages, slices=schedule.slices,
     )  # fmt: skip
     alone, together = (simulate(ticks, times, model=model) for model in MODELS)
     assert (alone.end <= together.end + 1e-9).all()

@@ -70,7 +70,7 @@ def their_orders(name: str, p: int, m: int, v: int, *, split: bool) -> list[list
 def our_orders(schedule: Schedule) -> list[list[str]]:
     letters = "FIW" if schedule.split else "FB"
     return [
-        [f"{schedule.pieces[chunk, stage]}{letters[kind]}{item}"
+        [f"{schedule.virtual_stages[chunk, stage]}{letters[kind]}{item}"
          for kind, item, chunk in schedule.orders.of(stage)]
         for stage in range(schedule.stages)
     ]  # fmt: skip
@@ -143,9 +143,9 @@ def run_csvs(rank: int, stages: int, folder: str, store: str) -> None:
             return ((y - target) ** 2).sum()
 
         loss(torch.nn.Sequential(*model)(x), target).backward()
-        expected = [[p.grad.clone() for p in piece.parameters()] for piece in model]
-        for piece in model:
-            piece.zero_grad()
+        expected = [[p.grad.clone() for p in part.parameters()] for part in model]
+        for part in model:
+            part.zero_grad()
         row = path.read_text().splitlines()[rank].split(",")
         mine = sorted({int(cell.rstrip("0123456789")[:-1]) for cell in row if cell})
         stage_list = [

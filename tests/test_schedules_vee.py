@@ -168,5 +168,5 @@ def test_orders_are_those_of_torch():
 
 def test_pieces_go_up_and_down():
     schedule = run("v_min", 3, 4).schedule
-    assert np.array_equal(schedule.pieces, [[0, 1, 2], [5, 4, 3]])
+    assert np.array_equal(schedule.virtual_stages, [[0, 1, 2], [5, 4, 3]])
     assert schedule.split and schedule.virtual == 2

@@ -49,7 +49,7 @@ def batch_of(task: Task) -> dict[str, np.ndarray]:
 def mean_loss(params, batch, *, options: int, post: bool, form: str):
     """Cross-entropy of the classes of each row, or of the options of each question."""
     x = reference_bert.hidden(params, batch, post=post, form=form)
-    pooler, head = params["ends"]["pooler"], params["ends"]["classifier"]
+    pooler, head = params["head"]["pooler"], params["head"]["classifier"]
     logits = jnp.tanh(x[:, 0] @ pooler["w"] + pooler["b"]) @ head["w"] + head["b"]
     examples = logits.reshape(ROWS // options, -1)
     right = batch["labels"].reshape(ROWS // options, -1)
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_reference(model, task, layout):
     trainer = FinetuneTrainer(RunConfig(model=model, layout=layout, global_batch=ROWS), task)
     got = trainer.loss_and_gradients(trainer.state_from(params), batch)
     if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
-        assert all(abs(tree["ends"]["classifier"]["b"]).max() < 1e-7 for tree in (got[1], want[1]))
+        assert all(abs(tree["head"]["classifier"]["b"]).max() < 1e-7 for tree in (got[1], want[1]))
         for tree in (got[1], want[1]):
-            tree["ends"]["classifier"] = {"w": tree["ends"]["classifier"]["w"]}
+            tree["head"]["classifier"] = {"w": tree["head"]["classifier"]["w"]}
     reference.assert_same(got, want)

@@ -167,14 +167,11 @@ def test_scores_are_the_losses_and_the_hits_of_the_logits(layout):
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
 def test_frequencies_are_the_published_ones(scaling):
-    from mtx.models.rotary import frequencies
+    from mtx.layers.rotary import Rotary
 
-    config = ModelConfig(
-        family="llama", hidden=128, heads=1, rotary_base=500000.0, rotary_scaling=scaling,
-        rotary_factor=8.0,
-    )  # fmt: skip
+    rotary = Rotary(base=500000.0, scaling=scaling, factor=8.0)
     want = reference_llama.frequencies(128, 500000.0, scaling=scaling, factor=8.0)
-    np.testing.assert_allclose(frequencies(config), want, rtol=1e-12)
+    np.testing.assert_allclose(rotary.frequencies(128), want, rtol=1e-12)
 
 
 def test_layouts_that_a_family_cannot_have_are_refused():

@@ -11,7 +11,7 @@ import pytest
 
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.models.gpt import GPT
+from mtx.layers.model import Model
 from mtx.pipeline.vjp import LayerVJP
 from mtx.step.trainer import Trainer
 
@@ -41,13 +41,13 @@ def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
     to B, what waits for W, inputs that wait for their tick, keys and values of slices."""
     trainer = trainer_of(layout, microbatches)
     table, layers = trainer.schedule, trainer.placement.layer.shape[-1]
-    gpt = GPT(MODEL, recompute=layout.recompute, slices=table.slices)
-    params = jax.eval_shape(functools.partial(gpt.init_block, 0), 0)
+    gpt = Model(MODEL, recompute=layout.recompute, slices=table.slices)
+    params = jax.eval_shape(functools.partial(gpt.init_layer, "block", 0), 0)
     shape = layout.microbatch, MODEL.sequence // table.slices, MODEL.hidden
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    place = gpt.place(0, {}, jnp.zeros(layout.microbatch), jnp.zeros(2, jnp.uint32))
-    cache = (gpt.empty_cache(layout.microbatch),) if table.slices > 1 else ()
-    layer = LayerVJP(gpt.block, params, x, place, *cache)
+    x = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    context = gpt.context(0, {}, jnp.zeros(layout.microbatch), jnp.zeros(2, jnp.uint32))
+    cache = (gpt.empty_cache("block", layout.microbatch),) if table.slices > 1 else ()
+    layer = LayerVJP(functools.partial(gpt.layer, "block"), params, x, context, *cache)
     kept = nbytes(x) if layout.stash == "inputs" else layers * nbytes(layer.residuals)
     held = table.slots * kept + table.receive_slots * nbytes(x)
     if table.split:
@@ -120,7 +120,7 @@ def test_gradients_are_added_to_in_place(schedule):
         list(computation.values())[-1]
         for computation in read_program(trainer.compile_step().as_text()).computations.values()
     ]
-    params = jax.eval_shape(functools.partial(GPT(model).init_block, 0), 0)
+    params = jax.eval_shape(functools.partial(Model(model).init_layer, "block", 0), 0)
     parts = {(1, 1, *a.shape) for a in jax.tree.leaves(params) if a.ndim > 1}
     sliced = [i.shapes[0] for i in last if i.opcode == "dynamic-slice"]
     assert not {shape for shape in sliced if shape.dims in parts and shape.dtype == "f32"}

@@ -57,7 +57,7 @@ LAYOUTS = [
     (1, 4, 2, 2, 1, 4, {"stash": "inputs"}),
     (1, 4, 2, 2, 2, 12, {"idle": "phases", "stash": "inputs", "sequence_parallel": False}),
     (2, 4, 1, 2, 1, 16, {}),
-    (2, 4, 1, 2, 1, 14, {"idle": "masked", "recompute": "full"}),
+    (2, 4, 1, 2, 1, 14, {"idle": "phases", "recompute": "full"}),
     (1, 2, 1, 1, 1, 5, {"schedule": "gpipe"}),
     (1, 2, 2, 2, 1, 5, {"schedule": "gpipe", "idle": "phases", "stash": "inputs"}),
     (1, 4, 1, 1, 1, 6, {"stage_layers": (1, 3, 3, 1)}),
@@ -224,7 +224,7 @@ def test_a_schedules_name_in_the_place_of_a_table_is_refused():
 def test_parameters_of_another_model_are_refused():
     for other, message in (
         (replace(MODEL, hidden=64), r"is .*64.*, and the model's is .*32"),
-        (UNTIED, r"params\['ends'\]\['output'\].*, and the model's is not there"),
+        (UNTIED, r"params\['head'\]\['output'\].*, and the model's is not there"),
     ):
         with pytest.raises(UserError, match=message):
             mtx.loss_and_gradients(MODEL, Layout(), batch_of(2), params=params_of(other))
@@ -238,8 +238,8 @@ def test_cudnn_is_refused_where_there_is_no_such_gpu():
 
 def test_shapes_need_no_devices():
     trainer = mtx.trainer_for(MODEL, Layout(data=64, tensor=8), global_batch=64)
-    assert trainer.states.param_shapes["ends"]["tokens"].shape[1] == MODEL.hidden
-    assert trainer.states.shapes.params["ends"]["tokens"].shape[1] == 64  # padded to the replicas
+    assert trainer.states.param_shapes["embed"]["tokens"].shape[1] == MODEL.hidden
+    assert trainer.states.shapes.params["embed"]["tokens"].shape[1] == 64  # padded to the replicas
 
 
 def test_gradients_equal_the_reference_in_bfloat16():

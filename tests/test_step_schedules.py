@@ -15,7 +15,7 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.schedules.makers import MAKERS
 from mtx.schedules.orders import B, F, Orders, W
-from mtx.schedules.schedule import Schedule, looped_pieces, vee_pieces
+from mtx.schedules.schedule import Schedule, looped_placement, vee_placement
 from mtx.view.schedule import show, timeline_text
 
 SMALL = dict(layers=8, hidden=32, heads=8, sequence=16, vocab=101, vocab_multiple=8)
@@ -71,7 +71,7 @@ def drawn(random, *, virtual, slices, pipe=None):
     layout = Layout(
         data=data, pipe=stages, tensor=tensor, virtual=virtual, slices=slices,
         microbatch=random.choice((1, 1, 2)) if data == 1 else 1,
-        sequence_parallel=random.random() < 0.6, idle=random.choice(("skip", "phases", "masked")),
+        sequence_parallel=random.random() < 0.6, idle=random.choice(("skip", "phases")),
         stash=stash, recompute=recompute, zero=random.choice((1, 3)) if data > 1 else 1,
         stage_layers=drawn_layers(random, stages * virtual), schedule="seq1f1b",
     )  # fmt: skip
@@ -79,11 +79,11 @@ def drawn(random, *, virtual, slices, pipe=None):
     return random.choice((TIED, UNTIED, DROPOUT)), layout, random.randint(1, most)
 
 
-def drawn_layers(random, pieces):
-    if TIED.layers % pieces == 0 and random.random() < 0.5:
+def drawn_layers(random, virtual_stages):
+    if TIED.layers % virtual_stages == 0 and random.random() < 0.5:
         return "even"
-    held = [random.randrange(pieces) for _ in range(TIED.layers)]
-    return tuple(held.count(piece) for piece in range(pieces))
+    held = [random.randrange(virtual_stages) for _ in range(TIED.layers)]
+    return tuple(held.count(virtual_stage) for virtual_stage in range(virtual_stages))
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
@@ -98,26 +98,26 @@ def test_gradients_under_every_maker_equal_the_reference(name):
     check(model, layout, microbatches)
 
 
-def needs(kind, item, piece, *, last, slices):
-    """What an op waits for: ((kind, item, piece), ticks from that to this) each."""
+def needs(kind, item, virtual_stage, *, last, slices):
+    """What an op waits for: ((kind, item, virtual stage), ticks from that to this) each."""
     if kind == W:
-        return [((B, item, piece), 0)]
+        return [((B, item, virtual_stage), 0)]
     if kind == F:
         return [
-            *[((F, item, piece - 1), 1)] * (piece > 0),
-            *[((F, item - 1, piece), 1)] * (item % slices > 0),
+            *[((F, item, virtual_stage - 1), 1)] * (virtual_stage > 0),
+            *[((F, item - 1, virtual_stage), 1)] * (item % slices > 0),
         ]
     return [
-        ((F, item, piece), 0),
-        *[((B, item, piece + 1), 1)] * (piece < last),
-        *[((B, item + 1, piece), 1)] * ((item + 1) % slices > 0),
+        ((F, item, virtual_stage), 0),
+        *[((B, item, virtual_stage + 1), 1)] * (virtual_stage < last),
+        *[((B, item + 1, virtual_stage), 1)] * ((item + 1) % slices > 0),
     ]
 
 
-def random_table(random, *, microbatches, pieces, slices, split):
+def random_table(random, *, microbatches, virtual_stages, slices, split):
     """Any legal table: in each tick a stage picks ready ops at random, or sits it out."""
     items, kinds = range(microbatches * slices), (F, B, W) if split else (F, B)
-    last, done, tick = int(pieces.max()), {}, 0
+    last, done, tick = int(virtual_stages.max()), {}, 0
 
     def ready(op):
         return op not in done and all(
@@ -125,21 +125,28 @@ def random_table(random, *, microbatches, pieces, slices, split):
             for other, wait in needs(*op, last=last, slices=slices)
         )
 
-    while len(done) < len(kinds) * len(items) * pieces.size:
-        for stage in range(pieces.shape[1]):
+    while len(done) < len(kinds) * len(items) * virtual_stages.size:
+        for stage in range(virtual_stages.shape[1]):
             for kind in kinds:
-                ops = [(kind, item, piece) for item in items for piece in pieces[:, stage].tolist()]
+                ops = [
+                    (kind, item, virtual_stage)
+                    for item in items
+                    for virtual_stage in virtual_stages[:, stage].tolist()
+                ]
                 choices = [op for op in ops if ready(op)]
                 if choices and random.random() < 0.7:
                     done[random.choice(choices)] = tick
         tick += 1
     tables = [
         np.array(
-            [[[done[kind, item, k] for k in row] for row in pieces.tolist()] for item in items]
+            [
+                [[done[kind, item, k] for k in row] for row in virtual_stages.tolist()]
+                for item in items
+            ]
         )
         for kind in kinds
     ]
-    return Schedule.from_ticks("random", *tables, pieces=pieces, slices=slices)
+    return Schedule.from_ticks("random", *tables, virtual_stages=virtual_stages, slices=slices)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -149,13 +156,13 @@ def test_gradients_under_random_tables_equal_the_reference(seed):
     model, layout, microbatches = drawn(random, virtual=virtual, slices=slices)
     stages = layout.pipe
     anywhere = random.sample(range(stages * virtual), stages * virtual)
-    pieces = [
-        looped_pieces(stages, virtual),
-        vee_pieces(stages, virtual),
+    virtual_stages = [
+        looped_placement(stages, virtual),
+        vee_placement(stages, virtual),
         np.reshape(anywhere, (virtual, stages)),
     ][seed % 3]
     table = random_table(
-        random, microbatches=microbatches, pieces=pieces, slices=slices, split=split
+        random, microbatches=microbatches, virtual_stages=virtual_stages, slices=slices, split=split
     )
     check(model, layout, microbatches, schedule=table)
 
@@ -182,11 +189,11 @@ def test_idle_ops_add_nothing_whatever_they_compute():
     head's values are 0, so that nothing that is computed rightly depends on the size of its scores.
     """
     params = jax.tree.map(np.copy, params_of(TIED))
-    qkv_LD3NK = params["block"]["attention"]["qkv"]["w"]
+    qkv_LD3NK = params["layers"]["block"]["attention"]["qkv"]["w"]
     qkv_LD3NK[:, :, :2, 0] *= 100
     qkv_LD3NK[:, :, 2, 0] = 0
     batch = batch_of(TIED, 4)
-    layout = Layout(pipe=2, slices=4, schedule="seq1f1b", idle="masked")
+    layout = Layout(pipe=2, slices=4, schedule="seq1f1b", idle="phases")
     got = mtx.loss_and_gradients(TIED, layout, batch, params=params)
     reference.assert_same(got, jax.device_get(reference.loss_and_gradients(params, batch)))
 
@@ -225,7 +232,7 @@ def test_evaluation_gives_the_loss_of_the_reference(layout):
     "layout",
     [
         Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first"),
-        Layout(data=3, pipe=2, virtual=2, zero=3, schedule="gpipe", idle="masked"),
+        Layout(data=3, pipe=2, virtual=2, zero=3, schedule="gpipe", idle="phases"),
         Layout(data=4, pipe=2, zero=3, schedule="zb_h2", idle="phases", recompute="full"),
         Layout(data=2, pipe=4, virtual=2, zero=3, schedule="zb_v", stash="inputs"),
         Layout(data=2, pipe=2, tensor=2, slices=2, zero=3, schedule="terapipe"),

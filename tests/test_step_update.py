@@ -116,7 +116,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_count():
     trainer = trainer_in("float32")
     state, batch = trainer.init(), batch_of(trainer)
     broken = jax.tree.map(lambda a: a, state.params)
-    broken["ends"]["positions"] = broken["ends"]["positions"].at[0, 0].set(np.nan)
+    broken["embed"]["positions"] = broken["embed"]["positions"].at[0, 0].set(np.nan)
     state = state._replace(params=broken)
     before = jax.device_get((state.params, state.moments))
     state, metrics = trainer.train_step(state, batch)
@@ -133,7 +133,7 @@ def test_padded_vocabulary_is_neither_predicted_nor_trained():
     state, batch = trainer.init(), batch_of(trainer)
     for _ in range(2):
         state, _ = trainer.train_step(state, batch)
-    table = jax.device_get(state.params["ends"]["tokens"])
+    table = jax.device_get(state.params["embed"]["tokens"])
     assert table.shape[0] == 32 and not table[30:].any() and table[:30].all(axis=1).any()
     last = np.array([7, 3, 0, 1], np.int32)
     rows = {"tokens": jax.device_get(batch["tokens"]), "last": last}

@@ -21,7 +21,8 @@ from mtx.data.tokenizer import ByteTokenizer
 from mtx.data.wordpiece import train_wordpiece
 from mtx.errors import UserError
 from mtx.evaluation.choice import Question
-from mtx.models.classifier import ClassifierEnds
+from mtx.layers.bert import Classes, ClassifierHead
+from mtx.layers.sublayer import Build
 from mtx.sharding.mesh import Axes
 from mtx.step.trainer import Trainer
 from mtx.train.examples import (
@@ -101,7 +102,7 @@ def reference_loss(params, batch, examples, task):
 @pytest.mark.parametrize(
     "task, layout",
     [
-        (CLASSES, Layout(data=2, pipe=2, tensor=2, microbatch=4, idle="masked")),
+        (CLASSES, Layout(data=2, pipe=2, tensor=2, microbatch=4, idle="phases")),
         (CHOICE, Layout(data=2, tensor=2, microbatch=4)),
     ],
     ids=["classes", "choice"],
@@ -136,10 +137,13 @@ def test_dropout_follows_from_the_draws_of_a_row_alone():
 
     @jax.jit
     def log_probabilities(x_BSD, draws_B):
-        ends = ClassifierEnds(
-            model, outputs=3, options=1, axes=Axes(), vocab_rows=104, rngs=nnx.Rngs(params=0)
-        )
-        return ends.log_probabilities(x_BSD), ends.log_probabilities(x_BSD, draws_B)
+        build = Build(
+            hidden=32, init_std=0.02, output_std=0.02, dtype="float32", axes=Axes(),
+            kernel="blocked", site=0,
+        )  # fmt: skip
+        config = Classes.instead_of(model.stack().head, outputs=3, options=1, dropout=0.5)
+        head = ClassifierHead(config, build, nnx.Rngs(params=0))
+        return head.log_probabilities(x_BSD), head.log_probabilities(x_BSD, draws_B)
 
     x_BSD = np.random.default_rng(1).normal(size=(6, 16, 32)).astype(np.float32)
     draws_B = np.array([3, 4, 5, 3, 6, 7], np.int32)

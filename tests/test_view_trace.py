@@ -39,7 +39,7 @@ def test_every_op_is_a_complete_event_of_its_stage():
         for event, op in zip(mine, RUN.orders.of(stage), strict=True):
             assert event["args"] == {
                 "microbatch": op.item, "chunk": op.chunk,
-                "piece": RUN.schedule.pieces[op.chunk, stage],
+                "virtual stage": RUN.schedule.virtual_stages[op.chunk, stage],
             }  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def test_threads_are_named_stages():
     assert process["args"]["name"].startswith("zb_v: 3 stages of 2 chunks")
 
 
-def test_arrows_join_ops_of_neighbouring_pieces():
-    """Of 6 pieces in a V over 3 stages, pieces 2 and 3 are on one stage: 4 joints, both ways."""
+def test_arrows_join_ops_of_neighbouring_virtual_stages():
+    """Of 6 virtual stages in a V over 3 stages, 2 and 3 are on one stage: 4 joints, both ways."""
     phases = by_phase(trace_events(RUN))
     ends = {event["id"]: event for event in phases["f"]}
     assert len(phases["s"]) == len(ends) == len(phases["f"]) == 2 * 4 * 5
@@ -71,7 +71,7 @@ def test_arrows_join_ops_of_neighbouring_pieces():
         assert source["cat"] == target["cat"]
         assert source["args"]["microbatch"] == target["args"]["microbatch"]
         assert source["ts"] + source["dur"] + 250 <= target["ts"] + 1e-6
-        steps[source["cat"], target["args"]["piece"] - source["args"]["piece"]] += 1
+        steps[source["cat"], target["args"]["virtual stage"] - source["args"]["virtual stage"]] += 1
     assert steps == {("F", 1): 20, ("B", -1): 20}
 
 

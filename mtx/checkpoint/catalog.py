@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from mtx.checkpoint.fingerprint import MODULUS, factor_of
+from mtx.checkpoint.fingerprint import MODULUS
 
 _DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
@@ -75,9 +75,8 @@ def catalog_to_json(catalog: Catalog) -> dict:
     return {"files": files, "arrays": arrays}
 
 
-def catalog_from_json(values: Mapping, *, named: bool = True) -> Catalog:
-    """The inverse of `catalog_to_json`. `named`: whether the fingerprints have their array's name
-    and dtype in them, as those of format 1 have not.
+def catalog_from_json(values: Mapping) -> Catalog:
+    """The inverse of `catalog_to_json`.
 
     Raises KeyError, TypeError or ValueError where a value is of another kind or out of range, and
     where an array's blocks do not tile it or their fingerprints do not add up to its own.
@@ -88,10 +87,10 @@ def catalog_from_json(values: Mapping, *, named: bool = True) -> Catalog:
     for file in files:
         if not isinstance(file, str) or not _FILE.fullmatch(file):
             raise ValueError(f"file {file!r:.60} is not named like arrays.0.bin")
-    return {name: _array(name, array, files, named) for name, array in arrays.items()}
+    return {name: _array(name, array, files) for name, array in arrays.items()}
 
 
-def _array(name: str, values: Mapping, files: Sequence[str], named: bool) -> ArrayInfo:
+def _array(name: str, values: Mapping, files: Sequence[str]) -> ArrayInfo:
     where = f"array {name:.60}"
     if not _NAME.fullmatch(name):
         raise ValueError(f"{where!r} is no name of an array")
@@ -102,21 +101,18 @@ def _array(name: str, values: Mapping, files: Sequence[str], named: bool) -> Arr
     dtype, shape = _DTYPES[values["dtype"]], _whole_numbers(where, values["shape"], least=1)
     if len(shape) > _MOST_DIMS:
         raise ValueError(f"{where} has {len(shape)} dims")
-    factor = 1 if named else factor_of(name, dtype)
     blocks = tuple(
-        _block(name, block, files, len(shape), dtype.itemsize, factor) for block in values["blocks"]
+        _block(name, block, files, len(shape), dtype.itemsize) for block in values["blocks"]
     )
     if not _tile(shape, blocks):
         raise ValueError(f"the blocks of {where} do not hold each of its values once")
     info = ArrayInfo(shape=shape, dtype=dtype, blocks=blocks)
-    if info.fingerprint != _fingerprint(where, values["fingerprint"], factor):
+    if info.fingerprint != _fingerprint(where, values["fingerprint"]):
         raise ValueError(f"the fingerprints of the blocks of {where} do not add up to its own")
     return info
 
 
-def _block(
-    name: str, values: Sequence, files: Sequence[str], dims: int, itemsize: int, factor: int
-) -> Block:
+def _block(name: str, values: Sequence, files: Sequence[str], dims: int, itemsize: int) -> Block:
     where = f"a block of {name:.60}"
     if not isinstance(values, list) or len(values) != 5:
         raise ValueError(f"{where} is not described by five values")
@@ -131,7 +127,7 @@ def _block(
         raise ValueError(f"{where} is larger than a file can be")
     return Block(
         name=name, start=start, shape=shape, file=files[file], offset=offset,
-        fingerprint=_fingerprint(where, values[4], factor),
+        fingerprint=_fingerprint(where, values[4]),
     )  # fmt: skip
 
 
@@ -144,10 +140,10 @@ def _whole_numbers(where: str, values: object, *, least: int = 0) -> tuple[int, 
     return tuple(values)
 
 
-def _fingerprint(where: str, text: object, factor: int) -> int:
+def _fingerprint(where: str, text: object) -> int:
     if not isinstance(text, str) or not _FINGERPRINT.fullmatch(text):
         raise ValueError(f"{where} has {text!r:.60} in place of a fingerprint of 16 digits")
-    return int(text, 16) * factor % MODULUS
+    return int(text, 16)
 
 
 def _tile(shape: tuple[int, ...], blocks: Sequence[Block]) -> bool:

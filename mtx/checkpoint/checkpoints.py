@@ -26,6 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mtx.checkpoint.commit import DISCARDED, Contents, Writer, discard
+from mtx.checkpoint.formats import current_run
 from mtx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -367,7 +368,7 @@ class Checkpoints:
 
     def open(self, step: int | None = None) -> Store:
         """A checkpoint's arrays, to be read one by one, as in `with checkpoints.open() as store:
-        store.read("params.ends.tokens")`. Raises Damaged."""
+        store.read("params.embed.tokens")`. Raises Damaged."""
         manifest = self.manifest(step)
         store = Store(directory=self._path(manifest.step), catalog=manifest.catalog)
         store.check_files()
@@ -380,7 +381,7 @@ class Checkpoints:
 
     def run(self, step: int | None = None) -> RunConfig:
         """The config of the run that wrote a checkpoint."""
-        return from_dict(RunConfig, self.document("run", step))
+        return from_dict(RunConfig, current_run(self.document("run", step)))
 
     def tokenizer(self, step: int | None = None) -> Tokenizer:
         """The tokenizer that its model was trained with."""
@@ -457,9 +458,9 @@ def _reason(error: Exception) -> str:
 
 def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
     differences = [
-        f"{name}={getattr(saved, name)} there and {getattr(model, name)} here"
+        f"{name}={there} there and {here} here"
         for name in _SHAPE_FIELDS
-        if getattr(saved, name) != getattr(model, name)
+        if (there := getattr(saved, name, None)) != (here := getattr(model, name, None))
     ]
     if differences:
         raise UserError(

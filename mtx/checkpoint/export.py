@@ -1,7 +1,7 @@
 """A checkpoint for others: what safetensors, or Orbax with nothing of ours, reads.
 
-Names, shapes and the order of layers are the checkpoint's own: `params.block.mlp.up.w` is
-`block.mlp.up.w` in model.safetensors, and ["params"]["block"]["mlp"]["up"]["w"] with Orbax.
+Names, shapes and the order of layers are the checkpoint's own: `params.embed.tokens` is
+`embed.tokens` in model.safetensors, and ["params"]["embed"]["tokens"] with Orbax.
 """
 
 from __future__ import annotations

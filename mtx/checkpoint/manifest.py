@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.checkpoint.catalog import Catalog, catalog_from_json, catalog_to_json
+from mtx.checkpoint.formats import current_catalog
 from mtx.checkpoint.store import Damaged, unreadable
 from mtx.errors import UserError
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 2  # 1: fingerprints without the factor of an array's name and dtype
+_FORMAT = 3  # those before: see mtx.checkpoint.formats
 _LAST_SECOND = 253402300799  # of the year 9999, beyond which Python has no dates
 _MOST_STEPS = 2**31  # counted on devices
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -84,7 +85,7 @@ def read_manifest(directory: Path) -> Manifest:
         return Manifest(
             step=_whole_number(values, "step"), unix_time=unix_time, documents=documents,
             processes=_whole_number(values, "processes", least=1),
-            catalog=catalog_from_json(values, named=written > 1),
+            catalog=current_catalog(catalog_from_json(values), written),
         )  # fmt: skip
     except UserError:
         raise

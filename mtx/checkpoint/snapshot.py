@@ -1,8 +1,9 @@
 """A trainer's state as canonical arrays: which part of each a device holds, and back.
 
-Canonical: every array in its global shape, unpadded, and its layers as [L, ...] in model order.
-`params.block.mlp.up.w`, `step`, ..., and of the optimizer's state by its fields, as AdamW's
-`mu.ends.tokens`; its counts follow from the rest.
+Canonical: every array in its global shape, unpadded, and the layers of a kind as [L, ...] in model
+order.
+`params.layers.block.mlp.up.w`, `step`, ..., and of the optimizer's state by its fields, as AdamW's
+`mu.embed.tokens`; its counts follow from the rest.
 A device's shard is cut into runs of layers that follow each other, and these are parts of the
 canonical array as they lie: whatever the layout, nothing is exchanged between devices, and nothing
 is copied on one. Padding is left out on the way there, and zero on the way back.
@@ -86,7 +87,7 @@ class Leaf:
     dtype: np.dtype
     master_shape: tuple[int, ...]  # as trained with: layers [P, C, N, ...], padded
     sharding: NamedSharding
-    layers: np.ndarray | None  # int [P, C, N]: the layer in each place, or EMPTY
+    layers: np.ndarray | None  # int [P, C, N]: which of its kind's is in each place, or EMPTY
 
     def runs(self, index: tuple[slice, ...]) -> list[Run]:
         """Of the shard that `index` cuts from the master."""
@@ -140,14 +141,14 @@ class Snapshot:
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
         trainer = self.trainer
-        layers = trainer.placement.layer
         canonical = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
         masters, specs = _arrays(trainer.states.shapes), _arrays(trainer.states.specs)
         shapes = _named(canonical)
         leaves = {}
         for name, master in masters.items():
             stack = None
-            if name.split(".")[1:2] == ["block"]:
+            if name.split(".")[1:2] == ["layers"]:
+                layers = trainer.placement.slots_of(name.split(".")[2])
                 widths = [(0, n - m) for n, m in zip(master.shape, layers.shape)]
                 stack = np.pad(layers, widths, constant_values=EMPTY)
             leaves[name] = Leaf(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from mtx.cli.options import Flag, part, read_line
 from mtx.cli.output import facts, progress, required, run_action, say
-from mtx.config import DataConfig, ModelConfig, SplitBy
+from mtx.config import DataConfig, ModelConfig
+from mtx.config.data import SplitBy
 from mtx.errors import UserError
 from mtx.fields import Between
 from mtx.sizes import Processes, TrainedVocab, Vocab

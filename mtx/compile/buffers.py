@@ -128,7 +128,7 @@ def _describe(
 
 
 def _argument(op_name: str) -> str:
-    """state.params['block']['mlp']['up']['w'] -> argument state.params block.mlp.up.w"""
+    """state.params['embed']['tokens'] -> argument state.params embed.tokens"""
     head, _, keys = op_name.replace("\\'", "'").partition("[")
     path = ".".join(re.findall(r"\['?([^\]']+)'?\]", f"[{keys}"))
     return f"argument {head} {path}".rstrip()

@@ -308,7 +308,7 @@ def names_of_arrays(trainer: Trainer) -> NameOf:
     places = trainer.placement.layer.shape[-1]
     known: dict[tuple, tuple[str, list[str]]] = {}
     for path, whole, padded in _parameters(trainer):
-        layer = whole[3:] if path.startswith("block.") else ()
+        layer = whole[3:] if path.startswith("layers.") else ()
         for dims, in_float32, in_compute_type in (
             (whole, "gradient of {}", "{} in the compute type"),
             (padded, "gradient of {}, padded", "{}, gathered"),

@@ -24,8 +24,8 @@ from mtx.conversion.forward import FORWARDS, Outputs
 from mtx.conversion.huggingface import CONFIG, Canonical, HuggingFaceModel, Shape, parts
 from mtx.conversion.safetensors import DTYPES
 from mtx.errors import UserError
-from mtx.models.families import FAMILIES
-from mtx.models.layers import layer_norm
+from mtx.layers.model import Model
+from mtx.layers.norm import layer_norm
 
 Leaves = Iterator[tuple[str, np.ndarray]]  # each with its path
 Check = Literal["formulas", "transformers", "none"]
@@ -172,7 +172,7 @@ def _model(config: ModelConfig, vocab: int) -> _Compiled:
         config, vocab=vocab, vocab_multiple=1, dropout=0.0, attention_dropout=0.0,
         compute_dtype="float32",
     )  # fmt: skip
-    model = FAMILIES[config.family](config)
+    model = Model(config)
 
     def exactly(function: Callable) -> Callable:
         def run(*arguments):

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mtx.config import Order
+from mtx.config.data import Order
 from mtx.data.cache import cached_arrays
 from mtx.data.draws import Draws
 from mtx.data.samples import place_in_epoch, shuffled

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtx.config import SplitBy
+from mtx.config.data import SplitBy
 from mtx.errors import UserError, shown
 
 PARTS = ("train", "valid", "test")

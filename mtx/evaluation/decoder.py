@@ -156,7 +156,7 @@ class Programs:
         # A single position cannot be divided: neither slices nor sequence parallelism.
         layout = replace(trainer.run.layout, slices=1, sequence_parallel=False)
         run = replace(trainer.run, layout=layout, global_batch=layout.replicas * layout.microbatch)
-        table = forward_table(trainer.schedule.pieces, 1)
+        table = forward_table(trainer.schedule.virtual_stages, 1)
         self._trainer = Trainer(run, mesh=trainer.mesh, schedule=table)
         self._microbatch = layout.microbatch
         self.data = layout.replicas
@@ -168,7 +168,7 @@ class Programs:
 
         def gather(masters):
             params = self._trainer.step.gather(masters)
-            return params | {"block": jax.tree.map(lambda a: a[None], params["block"])}
+            return params | {"layers": jax.tree.map(lambda a: a[None], params["layers"])}
 
         masters = self._trainer.states.specs.params
         return jax.jit(self._trainer.shard_map(gather, (masters,), self._specs))
@@ -182,7 +182,7 @@ class Programs:
                 pipeline = self._pipeline(batch, self._microbatch)
                 past = _empty_past(pipeline, len(batch["tokens"]), room)
                 chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
-                return chosen, past[None]
+                return chosen, _stacked(past)
 
             specs, out = (self._specs, _ROWS, P()), (self._chosen_specs(count), _PAST)
             return self._trainer.shard_map(local, specs, out)(params, batch, vocab)
@@ -196,8 +196,10 @@ class Programs:
         def extend(params, batch, vocab, past, count):
             def local(params, batch, vocab, past):
                 pipeline = self._pipeline(batch, _ROWS_A_READ)
-                chosen, past = self._forward(pipeline, params, batch, vocab, count, past[0])
-                return chosen, past[None]
+                chosen, past = self._forward(
+                    pipeline, params, batch, vocab, count, jax.tree.map(lambda a: a[0], past)
+                )
+                return chosen, _stacked(past)
 
             specs, out = (self._specs, _ROWS, P(), _PAST), (self._chosen_specs(count), _PAST)
             return self._trainer.shard_map(local, specs, out)(params, batch, vocab, past)
@@ -223,13 +225,8 @@ class Programs:
     def _specs(self) -> Tree:
         """Of gathered parameters."""
         trainer = self._trainer
-        masters = trainer.states.specs.params
-        block = (
-            masters["block"]
-            if trainer.run.layout.zero == 3
-            else trainer.states.param_specs["block"]
-        )
-        return {"ends": trainer.states.param_specs["ends"], "block": block}
+        masters, specs = trainer.states.specs.params, trainer.states.param_specs
+        return specs | {"layers": (masters if trainer.run.layout.zero == 3 else specs)["layers"]}
 
     def _chosen_specs(self, count: int):
         return (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
@@ -239,17 +236,17 @@ class Programs:
         rows = len(batch["tokens"])
         size = min(rows, 1 << (most.bit_length() - 1))  # a power of two, as the rows are
         trainer = self._trainer
-        table = forward_table(trainer.schedule.pieces, rows // size)
+        table = forward_table(trainer.schedule.virtual_stages, rows // size)
         return replace(trainer.pipeline, schedule=table)
 
     def _forward(self, pipeline: Pipeline, params, batch, vocab, count: int, past=None):
         """Runs the pipeline inside of `shard_map`."""
-        params = params | {"block": jax.tree.map(lambda a: a[0], params["block"])}
+        params = params | {"layers": jax.tree.map(lambda a: a[0], params["layers"])}
         microbatches = pipeline.schedule.microbatches
         batch = jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
 
-        def output(ends, y_BtD, batch):
-            logits_Bv = pipeline.model.next_logits(ends, y_BtD, batch["last"])
+        def output(shared, stream, batch):
+            logits_Bv = pipeline.model.next_logits(shared, stream, batch["last"])
             return (
                 candidates(logits_Bv, count, vocab, pipeline.axes) if count else (None, logits_Bv)
             )
@@ -267,10 +264,19 @@ def programs_of(trainer: Trainer) -> Programs:
 
 
 def _empty_past(pipeline: Pipeline, rows: int, room: int):
-    """[C, N, n, rows, heads, room, K]: the keys and values of all layers of this stage."""
-    chunks, layers = pipeline.placement.layer.shape[1:]
-    past = jax.eval_shape(lambda: pipeline.model.empty_past(rows, room))
-    return jnp.zeros((chunks, layers, *past.shape), past.dtype)
+    """{kind: [C, N, n, rows, heads, room, K]}: what all layers of this stage keep."""
+
+    def empty(kind: str):
+        stack = pipeline.placement.slots_of(kind).shape[1:]
+        past = jax.eval_shape(lambda: pipeline.model.empty_past(kind, rows, room))
+        return jax.tree.map(lambda a: jnp.zeros((*stack, *a.shape), a.dtype), past)
+
+    return {kind: empty(kind) for kind in pipeline.placement.kinds}
+
+
+def _stacked(past):
+    """[1, C, N, ...]: of this stage."""
+    return jax.tree.map(lambda a: a[None], past)
 
 
 def _power_of_two_from(least: int) -> int:

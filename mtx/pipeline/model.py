@@ -1,48 +1,121 @@
 """What the pipeline asks of a model, and all that it knows of one.
 
-Legend: B rows · S sequence (s: shard, t: the next positions) · D hidden
+Legend: B rows · S sequence (s: shard, t: the next positions) · D hidden · L layers · V padded
+vocabulary (v: shard)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 
 Tree = Any
+Stream = dict[str, jax.Array]  # floating point, [B, s, ...] each; {"x": x_BsD} as a rule
+# Takes {name: leaves [n, B, h, t, K]} of the next positions, to be kept; gives all that is kept
+# under those names, [n, B, h, S, K], these included, or None: there is nothing of earlier ones.
+Keep = Callable[[dict[str, Tree]], dict[str, Tree] | None]
 
 
 class PipelineModel(Protocol):
-    """Functions of local shards, inside of the step's `shard_map`. See `mtx.models.model.Model`.
+    """A model as a pattern of layers of one or more kinds, between an embedding and a head.
 
-    ends: the parameters of embedding and head; params: those of one layer; batch: a microbatch's
-    arrays [B, S], or a slice of them; place: what `place` said of this call, None where it does not
-    matter.
+    Parameters are {"embed": ..., "head": ..., "layers": {kind: ...}}, nested dicts with the leaves
+    of a layer, or of layers stacked. Functions of a microbatch work on local shards, inside of the
+    step's `shard_map`. Their arguments:
+
+    shared: {"embed": ..., "head": ...}, the same on every stage, vocabulary sharded over `pipe` too
+    params: the parameters of one layer
+    batch: a microbatch's arrays [B, S], or a slice of them; tokens, targets, weights as a rule
+    stream: what goes from layer to layer and from stage to stage
+    context: what `context` said of this call
     """
 
-    def embed(self, ends: Tree, batch: Tree, place: Any) -> jax.Array:
-        """x_BsD, the same on every stage. Expects the same gradient on every stage."""
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The kind of each of the L layers, in model order. A kind's name is a plain word."""
         ...
 
-    def block(self, params: Tree, x_BsD: jax.Array, place: Any, *cache: jax.Array) -> Any:
-        """x_BsD after one layer; with a cache of earlier slices (x_BsD, its own part of one)."""
+    # -- parameters -------------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> Tree:
+        """The PartitionSpec of every parameter; {kind: of one layer}, like `params`."""
         ...
 
-    def loss(self, ends: Tree, x_BsD: jax.Array, batch: Tree) -> jax.Array:
-        """The sum of the weighted losses, float32 []; x_BsD is the same on every stage."""
+    @property
+    def roles(self) -> Tree:
+        """What every parameter is for (`mtx.sharding.parameter`); a tree like `specs`."""
         ...
 
-    def place(self, layer: Any, batch: Tree, samples_B: Any, key: Any, part: Any) -> Any:
-        """Where a layer's input stands: the layer (-1: the embedding), the rows' places in the
-        global batch (int32 [B]), the step's key (None: no dropout), and which slice it is."""
+    @property
+    def vocab_rows(self) -> int:
+        """V, of a dim that `specs` shards over `pipe`."""
         ...
 
-    def empty_cache(self, rows: int) -> jax.Array:
-        """[B, S, ...]: one layer's keys and values, for sequences in slices."""
+    def init_shared(self, seed: Any) -> Tree:
+        """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
         ...
 
-    def extend(
-        self, params: Tree, x_BtD: jax.Array, place: Any, keep: Any
-    ) -> tuple[jax.Array, Any]:
-        """(x_BtD, what `keep` gives back): a layer on the next positions of texts that go on."""
+    def init_layer(self, kind: str, seed: Any, layer: Any) -> Tree:
+        """Float32 parameters of a layer, int32 [], global shapes."""
+        ...
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def batch_fields(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a training batch of that many rows; others may come beside them."""
+        ...
+
+    def weigh(self, batch: Tree, total: Callable) -> Tree:
+        """The batch, with weights that follow from the global batch; `total` sums over it."""
+        ...
+
+    # -- a microbatch -----------------------------------------------------------------------------
+
+    def context(self, layer: Any, batch: Tree, samples_B: Any, rng: Any, part: Any) -> Any:
+        """What a layer is told beside its input: which layer it is (int32 []; -1: the embedding),
+        the rows' numbers in the global batch (int32 [B]), the step's random key (uint32 [2]; None:
+        no dropout), and which slice of the sequence this is. None where none of it matters."""
+        ...
+
+    def embed(self, shared: Tree, batch: Tree, context: Any) -> Stream:
+        """The stream before the first layer, the same on every stage. Expects the same gradient on
+        every stage."""
+        ...
+
+    def layer(self, kind: str, params: Tree, stream: Stream, context: Any, *cache: Tree) -> Any:
+        """The stream after a layer. For a slice of the sequence, with the cache of earlier ones
+        (`empty_cache`), (stream, this slice's own part of one, [B, S / slices, ...])."""
+        ...
+
+    def loss(self, shared: Tree, stream: Stream, batch: Tree) -> jax.Array:
+        """The sum of the weighted losses, float32 []; the stream is the same on every stage."""
+        ...
+
+    def scores(self, shared: Tree, stream: Stream, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """(losses, hits) float32 [B, S] of batch["targets"], unweighted: a hit is 1 where the
+        target is the likeliest token."""
+        ...
+
+    def next_logits(self, shared: Tree, stream: Stream, positions_B: Any) -> jax.Array:
+        """logits_Bv float32, this device's part of the vocabulary, at each row's position."""
+        ...
+
+    # -- sequences in slices, and texts that go on ------------------------------------------------
+
+    def empty_cache(self, kind: str, rows: int) -> Tree:
+        """[B, S, ...] each: what a layer hands from slice to slice, keys and values as a rule; no
+        leaves where it needs nothing of earlier slices."""
+        ...
+
+    def empty_past(self, kind: str, rows: int, length: int) -> dict[str, Tree]:
+        """[n, B, h, S, K] each: what a layer keeps of texts up to that length, by the names that it
+        gives to `keep`; {} where it keeps nothing."""
+        ...
+
+    def extend(self, kind: str, params: Tree, stream: Stream, context: Any, keep: Keep) -> Stream:
+        """The stream after a layer on the next t positions of texts, those of `context` or the
+        first. What is to be kept it gives to `keep`, each name once."""
         ...

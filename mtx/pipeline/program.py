@@ -10,8 +10,8 @@ What it knows of a model stands in `model`. Embedding and head are sharded over 
 stages run them together, in the ticks that the table names; their collectives span `pipe` and must
 not stand in a branch that only some stages take.
 
-Legend: M microbatches · B rows · S sequence (s: shard) · D hidden · C chunks · N layers a chunk ·
-R ring slots · T ticks
+Legend: M microbatches · B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk ·
+T ticks
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from jax import lax
 from mtx.pipeline.run import Parts, Run
 from mtx.pipeline.slots import write
 from mtx.schedules.schedule import IDLE, by_tick
-from mtx.sharding.collectives import broadcast_from
 
 Tree = Any
 
@@ -35,17 +34,16 @@ Tree = Any
 class Pipeline(Parts):
     """Runs a table over a model."""
 
-    def gradients(self, params: Tree, batch: Tree, samples_MB, key, loss_weight):
+    def gradients(self, params: Tree, batch: Tree, samples_MB, rng, loss_weight):
         """(sum of losses, gradients) over all microbatches of this replica.
 
-        params: {"ends": ..., "block": leaves [C, N, ...]}, the local shards; batch: leaves
-        [M, B, S]; samples_MB: int32, rows of the global batch; key: uint32 [2];
+        params: {"embed": ..., "head": ..., "layers": {kind: leaves [C, N, ...]}}, the local shards;
+        batch: leaves [M, B, S]; samples_MB: int32, rows of the global batch; rng: uint32 [2];
         loss_weight: float32 [], the gradient of the scalar that is minimised with respect to the
-        sum of losses. Gradients are float32 and still to be summed over `data` (but for those of
-        the blocks with zero=3, which are like the parameters) and, where a parameter is replicated,
-        with sequence parallelism, over `tensor`.
+        sum of losses. Gradients are float32 and still to be summed over `sum_axes` (over the
+        replicas those of the layers are summed with zero=3, and sharded like the parameters).
         """
-        run = Run(self, params, batch, samples_MB, key, loss_weight)
+        run = Run(self, params, batch, samples_MB, rng, loss_weight)
         carry, ticks = run.start(), run.ticks()
         if self.layout.idle == "phases":
             for phase in self.schedule.phases:
@@ -57,10 +55,10 @@ class Pipeline(Parts):
         else:
             carry, _ = lax.scan(run.tick, carry, ticks)
         gradients = carry.gradients
-        return carry.loss, {"ends": gradients.ends, "block": gradients.of_layers}
+        return carry.loss, gradients.shared | {"layers": gradients.of_layers}
 
     def forward(self, params: Tree, batch: Tree, output: Callable, past=None) -> Tree:
-        """`output(ends, y_BsD, batch)` of every microbatch, stacked [M, ...]; no gradients, no
+        """`output(shared, stream, batch)` of every microbatch, stacked [M, ...]; no gradients, no
         dropout, whole sequences. `output` is called on all stages together. Other arguments as in
         `gradients`.
 
@@ -69,44 +67,43 @@ class Pipeline(Parts):
         """
         run = Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
-        leaves_in = self.schedule.forward_ticks[:, *self.schedule.ends[1]]
+        leaves_in = self.schedule.forward_ticks[:, *self.schedule.last_virtual_stage]
         leaving = jnp.asarray(by_tick(leaves_in, last_tick + 1))
         ticks = jax.tree.map(lambda a: a[: last_tick + 1], run.ticks())
-        example = jax.eval_shape(output, params["ends"], run.x_zeros(), run.batch_of(0))
+        example = jax.eval_shape(output, run.shared, run.stream, run.batch_of(0))
         outputs = jax.tree.map(
             lambda a: jnp.zeros((self.schedule.microbatches, *a.shape), a.dtype), example
         )
 
-        def compute(op, weights, x_BsD, past):
+        def compute(op, weights, stream, past):
             if past is None:
-                return run.stage.forward_only(op, weights, x_BsD)
+                return run.stage.forward_only(op, weights, stream)
             positions = run.batch_of(op.item).get("positions")
             positions_B = None if positions is None else positions[:, 0]
-            return run.stage.extend(op, weights, x_BsD, past, positions_B)
+            return run.stage.extend(op, weights, stream, past, positions_B)
 
         def tick(carry, row):
             arrived, receives, weights, past, outputs = carry
             op, microbatch = row
             weights = run.weights.all_gather(weights, op.gather, op.forward.chunk)
             receives = run.deliver(receives, arrived, op.receives)
-            x_BsD = run.input(op, run.embed(op), receives, arrived)
-            y_BsD, past = lax.cond(
+            stream = run.input(op, run.embed(op), receives, arrived)
+            stream, past = lax.cond(
                 op.forward.busy,
                 compute,
                 lambda op, weights, *kept: kept,
                 op.forward,
                 run.weights.gathered(weights),
-                x_BsD,
+                stream,
                 past,
             )
 
-            def leave(outputs, y_BsD):
-                y_BsD = broadcast_from(y_BsD, run.holds_last, self.axes.pipe)
-                value = output(params["ends"], y_BsD, run.batch_of(microbatch))
-                return jax.tree.map(lambda a, v: write(a, v, microbatch), outputs, value)
+            def leave(outputs, stream):
+                value = output(run.shared, run.last_output(stream), run.batch_of(microbatch))
+                return write(outputs, value, microbatch)
 
-            outputs = lax.cond(microbatch != IDLE, leave, lambda a, _: a, outputs, y_BsD)
-            arrived = run.send(y_BsD, self.schedule.receives)
+            outputs = lax.cond(microbatch != IDLE, leave, lambda a, _: a, outputs, stream)
+            arrived = run.send(stream, self.schedule.receives)
             return (arrived, receives, weights, past, outputs), None
 
         rings = run.rings(self.schedule.receives)

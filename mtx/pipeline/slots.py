@@ -1,13 +1,14 @@
-"""Parts of arrays, by indices that a table or a loop gives: read, written, added to.
+"""Parts of arrays, or of all arrays of a tree, by indices that a table or a loop gives: read,
+written, added to.
 
 Indices count from the front, and none is asked whether it is negative: JAX would ask each, of each
 array, and more than half of what is traced for a step was that. As in any dynamic slice, what lies
 outside stands for the nearest part: an index below 0 for the first, one beyond the end for the
 last.
 
-One caller relies on it: with idle="phases" and "masked" a stage computes what it sits out as well,
-with item IDLE, -1. `_Run.batch_of` and `_Run.place` then read the first microbatch's tokens, and
-what comes of them is never used. Nothing is written at an index below 0.
+One caller relies on it: with idle="phases" a stage computes what it sits out as well, with item
+IDLE, -1. `Run.batch_of` and `Run.context` then read the first microbatch's tokens, and what comes
+of them is never used. Nothing is written at an index below 0.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from jax import lax
 Tree = Any
 
 
-def read(array, *index):
+def read(tree: Tree, *index) -> Tree:
     """array[index]"""
-    shape = array.shape[len(index) :]
-    return _part(array, index, (1,) * len(index) + shape).reshape(shape)
+
+    def of(array):
+        shape = array.shape[len(index) :]
+        return _part(array, index, (1,) * len(index) + shape).reshape(shape)
+
+    return jax.tree.map(of, tree)
 
 
-def read_each(tree: Tree, *index) -> Tree:
-    return jax.tree.map(lambda a: read(a, *index), tree)
-
-
-def write(array, value, *index):
+def write(tree: Tree, values: Tree, *index) -> Tree:
     """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
-    return _replaced(array, value[(None,) * len(index)], index)
+    return jax.tree.map(lambda a, v: _replaced(a, v[(None,) * len(index)], index), tree, values)
 
 
-def write_each(arrays, values, *index):
-    return tuple(write(a, v, *index) for a, v in zip(arrays, values, strict=True))
+def add(totals: Tree, values: Tree, *index) -> Tree:
+    """total with a value added to total[index], in the type of total; total itself where either is
+    None."""
 
+    def of(total, value):
+        if total is None or value is None:
+            return total
+        # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
+        value = value[(None,) * len(index)].astype(total.dtype)
+        return _replaced(total, _part(total, index, value.shape) + value, index)
 
-def add(total, value, *index):
-    """total with `value` added to total[index], in the type of total."""
-    # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
-    value = value[(None,) * len(index)].astype(total.dtype)
-    return _replaced(total, _part(total, index, value.shape) + value, index)
+    return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)
 
 
 def _part(array, index, sizes):

@@ -3,9 +3,10 @@
 F writes what a layer's VJP needs into the layer's place of a ring slot; B reads it back in reverse
 order and adds each weight gradient to its accumulator at once; where W is split from B, what W
 needs goes through a second ring. Where sequences are cut into slices, a layer's keys and values
-wait in a cache until the last slice has gone back, and their gradients beside them.
+wait in a cache until the last slice's B, and their gradients beside them. Of all of these every
+kind of layer has its own, {kind: [.., N, ...]}.
 
-Legend: B rows · S sequence (s: shard of a slice) · D hidden · C chunks · N layers a chunk ·
+Legend: B rows · S sequence (s: shard of a slice) · C chunks · N layers of a kind in a chunk ·
 R ring slots
 """
 
@@ -13,16 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.pipeline import slots
 from mtx.pipeline.model import PipelineModel
-from mtx.pipeline.slots import read, read_each, write, write_each
+from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.vjp import LayerVJP
 from mtx.schedules.partition import Placement
@@ -34,144 +34,161 @@ Tree = Any
 class Stage:
     """The layers of this stage and the rules by which their ops run.
 
-    Parameters and gradients are leaves [C, N, ...], or [1, N, ...] where a stage has one chunk of
-    them gathered at a time.
+    Parameters and gradients are {kind: leaves [C, N, ...]}, or [1, N, ...] where a stage has one
+    chunk of them gathered at a time.
     """
 
     model: PipelineModel
-    layer_params: Tree  # one layer's; shapes and dtypes count only
+    layer_params: Tree  # {kind: those of a layer}; shapes and dtypes count only
     placement: Placement
-    layer_CN: jax.Array  # int32, of this stage
-    count_C: jax.Array
-    place: Callable  # (item, layer) -> the model's third argument
-    x_BsD: jax.ShapeDtypeStruct
+    tables: dict[str, jax.Array]  # the placement's, of this stage: int32 [C, ...]
+    context: Callable  # (item, layer) -> what the model says of it
+    stream: Tree  # shapes and dtypes
     slices: int
     split: bool  # W is an op of its own
 
-    @property
-    def places(self) -> int:
-        """N"""
-        return self.placement.layer.shape[-1]
-
     @cached_property
-    def layer_vjp(self) -> LayerVJP:
-        given = (self.place(0, 0), *self._empty_cache())
-        return LayerVJP(self.model.block, self.layer_params, self.x_BsD, *given)
+    def vjps(self) -> dict[str, LayerVJP]:
+        """Of a layer of each kind."""
+        context = jax.eval_shape(lambda: self.context(0, 0))
+        return {
+            kind: LayerVJP(
+                partial(self.model.layer, kind), params, self.stream, context,
+                *self._empty_cache(kind),
+            )
+            for kind, params in self.layer_params.items()
+        }  # fmt: skip
 
     # -- what is kept -----------------------------------------------------------------------------
 
-    def stash(self, slots: int) -> tuple[jax.Array, ...]:
-        """Leaves [R, N, ...] for the residuals of each layer."""
-        return self._ring(self.layer_vjp.residuals, slots)
+    def stash(self, slots: int) -> Tree:
+        """{kind: leaves [R, N, ...]} for the residuals of each layer."""
+        return self._rings(slots, lambda kind: self.vjps[kind].residuals)
 
-    def weight_stash(self, slots: int) -> tuple[jax.Array, ...]:
-        """Leaves [R, N, ...] for what waits between B and W."""
-        return self._ring(self.layer_vjp.cut.deferred, slots) if self.split else ()
+    def weight_stash(self, slots: int) -> Tree:
+        """{kind: leaves [R, N, ...]} for what waits between B and W; None where they are one."""
+        return self._rings(slots, lambda kind: self.vjps[kind].cut.deferred) if self.split else None
 
-    def caches(self, slots: int):
-        """[R, N, B, S, ...] for keys and values, or their gradients; None without slices."""
+    def caches(self, slots: int) -> Tree:
+        """{kind: leaves [R, N, B, S, ...]} of the caches of slices, or of their gradients; None
+        without slices."""
         if self.slices == 1:
             return None
-        (cache,) = self._empty_cache()
-        return jnp.zeros((slots, self.places, *cache.shape), cache.dtype)
+        return self._rings(slots, lambda kind: self._empty_cache(kind)[0])
 
-    def _ring(self, residuals, slots: int):
-        return tuple(jnp.zeros((slots, self.places, *r.shape), r.dtype) for r in residuals)
+    def _rings(self, slots: int, of_layer: Callable[[str], Tree]) -> Tree:
+        def ring(kind: str) -> Tree:
+            shape = slots, self.placement.slots_of(kind).shape[-1]
+            return jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), of_layer(kind))
 
-    def _empty_cache(self) -> tuple:
-        return () if self.slices == 1 else (self.model.empty_cache(self.x_BsD.shape[0]),)
+        return {kind: ring(kind) for kind in self.layer_params}
+
+    def _empty_cache(self, kind: str) -> tuple:
+        if self.slices == 1:
+            return ()
+        rows = jax.tree.leaves(self.stream)[0].shape[0]
+        return (jax.eval_shape(lambda: self.model.empty_cache(kind, rows)),)
 
     # -- ops --------------------------------------------------------------------------------------
 
-    def forward(self, op: Op, params, x_BsD, ring, cache, *, extend: bool = True):
-        """(y_BsD, ring with the residuals of each layer at [slot, n], cache)"""
+    def forward(self, op: Op, params, stream, rings, caches, *, extend: bool = True):
+        """(stream, rings with the residuals of each layer at [slot, n], caches)"""
 
-        def layer(n, carry):
-            x_BsD, ring, cache = carry
-            layer_params, given = self._layer(op, params, n, cache)
-            y_BsD, residuals = self.layer_vjp.forward(layer_params, x_BsD, *given)
-            ring = write_each(ring, residuals, op.slot, n)
-            if cache is not None:
-                y_BsD, own = y_BsD
-                cache = self._extend(cache, own, op, n) if extend else cache
-            return y_BsD, ring, cache
+        def layer(kind, n, index, carry):
+            stream, rings, caches = carry
+            layer_params, given = self._layer(op, params, kind, n, index, caches)
+            stream, residuals = self.vjps[kind].forward(layer_params, stream, *given)
+            rings = rings | {kind: write(rings[kind], residuals, op.slot, index)}
+            if caches is not None:
+                stream, own = stream
+                caches = self._extend(caches, kind, own, op, index) if extend else caches
+            return stream, rings, caches
 
-        return self._layers(op, layer, (x_BsD, ring, cache))
+        return self._layers(op, layer, (stream, rings, caches))
 
-    def forward_only(self, op: Op, params, x_BsD, cache=None):
-        """(y_BsD, cache); keeps no residuals."""
+    def forward_only(self, op: Op, params, stream, caches=None):
+        """(stream, caches); keeps no residuals."""
 
-        def layer(n, carry):
-            x_BsD, cache = carry
-            layer_params, given = self._layer(op, params, n, cache)
-            y_BsD = self.model.block(layer_params, x_BsD, *given)
-            if cache is not None:
-                y_BsD, own = y_BsD
-                cache = self._extend(cache, own, op, n)
-            return y_BsD, cache
+        def layer(kind, n, index, carry):
+            stream, caches = carry
+            layer_params, given = self._layer(op, params, kind, n, index, caches)
+            stream = self.model.layer(kind, layer_params, stream, *given)
+            if caches is not None:
+                stream, own = stream
+                caches = self._extend(caches, kind, own, op, index)
+            return stream, caches
 
-        return self._layers(op, layer, (x_BsD, cache))
+        return self._layers(op, layer, (stream, caches))
 
-    def extend(self, op: Op, params, x_BtD, past, positions_B):
-        """(y_BtD, past) of the next positions of this microbatch's texts.
+    def extend(self, op: Op, params, stream, past, positions_B):
+        """(stream, past) of the next positions of this microbatch's texts.
 
-        past [C, N, n, M*B, heads, S, K]: what the blocks have kept of earlier positions, and then
-        of these: of one at positions_B of each row, int32; where that is None, of the first t.
+        past {kind: {name: leaves [C, N, n, M*B, h, S, K]}}: what the layers have kept of earlier
+        positions, and then of these: of one at positions_B of each row, int32; where that is None,
+        of the first t.
         """
-        rows = x_BtD.shape[0]
+        rows = jax.tree.leaves(stream)[0].shape[0]
+        first_row = op.item * rows
 
-        def layer(n, carry):
-            x_BtD, past = carry
-            layer_params, (place,) = self._layer(op, params, n, None)
-            start = op.chunk, n, 0, op.item * rows, 0, 0, 0
+        def layer(kind, n, index, carry):
+            stream, past = carry
+            layer_params, (context,) = self._layer(op, params, kind, n, index, None)
+            start = op.chunk, index, 0, first_row, 0, 0, 0
+
+            def first(past, own_nBhtK):
+                return lax.dynamic_update_slice(past, own_nBhtK[None, None], start)
 
             # Written, then read: the other way round XLA copies all of past, for every layer.
-            def keep(own_nBgtK):
-                if positions_B is None:
-                    return None, lax.dynamic_update_slice(past, own_nBgtK[None, None], start)
-                at = past.at[op.chunk, n, :, start[3] + jnp.arange(rows), :, positions_B]
-                kept = at.set(jnp.swapaxes(own_nBgtK[:, :, :, 0], 0, 1), unique_indices=True)
+            def at_positions(past, own_nBhtK):
+                at = past.at[op.chunk, index, :, first_row + jnp.arange(rows), :, positions_B]
+                return at.set(jnp.swapaxes(own_nBhtK[:, :, :, 0], 0, 1), unique_indices=True)
+
+            def held(past):
                 shape = 1, 1, past.shape[2], rows, *past.shape[4:]
-                return lax.dynamic_slice(kept, start, shape)[0, 0], kept
+                return lax.dynamic_slice(past, start, shape)[0, 0]
 
-            return self.model.extend(layer_params, x_BtD, place, keep)
+            kept = dict(past[kind])
 
-        return self._layers(op, layer, (x_BtD, past))
+            def keep(own):
+                wrote = first if positions_B is None else at_positions
+                now = {name: jax.tree.map(wrote, kept[name], each) for name, each in own.items()}
+                kept.update(now)
+                return None if positions_B is None else jax.tree.map(held, now)
 
-    def backward(self, op: Op, params, dy_BsD, ring, cache, kept: Kept) -> tuple[jax.Array, Kept]:
-        """(dx_BsD, `kept` with this op's part): gradients added at [held, n] or, where W is split,
+            stream = self.model.extend(kind, layer_params, stream, context, keep)
+            return stream, past | {kind: kept}
+
+        return self._layers(op, layer, (stream, past))
+
+    def backward(self, op: Op, params, dstream, rings, caches, kept: Kept) -> tuple[Tree, Kept]:
+        """(dstream, `kept` with this op's part): gradients added at [held, n] or, where W is split,
         what those of the weights need written at [deferred, n]."""
-        last = read(self.count_C, op.chunk) - 1
 
-        def layer(i, carry):
-            dy_BsD, kept = carry
-            n = last - i
-            layer_params, given = self._layer(op, params, n, cache)
-            residuals = read_each(ring, op.slot, n)
-            dy = dy_BsD if cache is None else (dy_BsD, self._own(kept.dcache, op, n))
-            deferred = kept.deferred
+        def layer(kind, n, index, carry):
+            dstream, (gradients, deferred, dcaches) = carry
+            vjp = self.vjps[kind]
+            layer_params, given = self._layer(op, params, kind, n, index, caches)
+            residuals = read(rings[kind], op.slot, index)
+            if caches is not None:
+                dstream = dstream, self._own(dcaches[kind], op, index)
             if self.split:
-                dparams, others, waits = self.layer_vjp.cut.backward(
-                    residuals, layer_params, given, dy
-                )
-                deferred = write_each(deferred, waits, op.deferred, n)
+                dparams, others, waits = vjp.cut.backward(residuals, layer_params, given, dstream)
+                deferred = deferred | {kind: write(deferred[kind], waits, op.deferred, index)}
             else:
-                dparams, *others = self.layer_vjp.backward(residuals, layer_params, given, dy)
-            gradients = _accumulate(kept.gradients, dparams, op.held, n)
-            dcache = kept.dcache
-            if cache is not None:
-                dcache = self._add_to_cache(dcache, others[-1], op, n)
-            kept = kept._replace(gradients=gradients, deferred=deferred, dcache=dcache)
-            return others[0], kept
+                dparams, *others = vjp.backward(residuals, layer_params, given, dstream)
+            gradients = gradients | {kind: add(gradients[kind], dparams, op.held, index)}
+            if caches is not None:
+                dcaches = dcaches | {kind: self._add(dcaches[kind], others[-1], op, index)}
+            return others[0], Kept(gradients, deferred, dcaches)
 
-        return self._layers(op, layer, (dy_BsD, kept))
+        return self._layers(op, layer, (dstream, kept), backward=True)
 
     def weight(self, op: Op, deferred, gradients):
         """The gradients, with those of the weights that have waited added at [held, n]."""
 
-        def layer(n, gradients):
-            dparams = self.layer_vjp.cut.weight(read_each(deferred, op.slot, n))
-            return _accumulate(gradients, dparams, op.held, n)
+        def layer(kind, n, index, gradients):
+            dparams = self.vjps[kind].cut.weight(read(deferred[kind], op.slot, index))
+            return gradients | {kind: add(gradients[kind], dparams, op.held, index)}
 
         return self._layers(op, layer, gradients)
 
@@ -179,58 +196,103 @@ class Stage:
         """Which gradients W makes; B makes the others. bool, like the parameters."""
         if not self.split:
             return jax.tree.map(lambda _: False, self.layer_params)
-        return self.layer_vjp.cut.made_by_w
+        return {kind: vjp.cut.made_by_w for kind, vjp in self.vjps.items()}
 
     # -- layers -----------------------------------------------------------------------------------
 
-    def _layers(self, op: Op, body: Callable, start):
-        """body(n, carry) over the layers of the op's chunk; a plain call where there is one."""
-        if not self.placement.even:
-            return lax.fori_loop(0, read(self.count_C, op.chunk), body, start)
-        return body(0, start) if self.places == 1 else lax.fori_loop(0, self.places, body, start)
+    def _layers(self, op: Op, body: Callable, start: Tree, *, backward: bool = False) -> Tree:
+        """body(kind, n, index, carry) over the layers of the op's chunk, of which a layer is the
+        nth, and of its kind the one at `index`; from the last to the first where `backward`.
 
-    def _layer(self, op: Op, params, n, cache):
+        Where all chunks of all stages are alike, kinds are known while tracing: the smallest period
+        is written out, and looped over. Else each layer's kind is read from a table; all devices
+        that have a collective of a layer in common run the same one.
+        """
+        period = self.placement.period
+        if period is None:
+            return self._switched(op, body, start, backward)
+
+        def repeat(k, carry):
+            k = period.repeats - 1 - k if backward else k
+            for run in reversed(period.runs) if backward else period.runs:
+                n, index = k * period.layers + run.place, k * period.of_kind(run.kind) + run.index
+
+                def layer(i, carry, run=run, n=n, index=index):
+                    i = run.count - 1 - i if backward else i
+                    return body(run.kind, _plus(n, i), _plus(index, i), carry)
+
+                carry = _loop(run.count, layer, carry)
+            return carry
+
+        return _loop(period.repeats, repeat, start)
+
+    def _switched(self, op: Op, body: Callable, start: Tree, backward: bool) -> Tree:
+        kinds, count = self.placement.kinds, read(self.tables["count"], op.chunk)
+
+        def layer(i, carry):
+            n = count - 1 - i if backward else i
+            if len(kinds) == 1:
+                return body(kinds[0], n, n, carry)
+            kind = read(self.tables["kind"], op.chunk, n)
+            index = read(self.tables["index"], op.chunk, n)
+            return lax.switch(kind, [partial(body, kind) for kind in kinds], n, index, carry)
+
+        return lax.fori_loop(0, count, layer, start)
+
+    def _layer(self, op: Op, params, kind: str, n, index, caches):
         """(parameters, what else is given) of layer n of the op's chunk"""
-        place = self.place(op.item, read(self.layer_CN, op.chunk, n))
-        given = (place,) if cache is None else (place, read(cache, op.cache, n))
-        return read_each(params, op.held, n), given
+        context = self.context(op.item, read(self.tables["layer"], op.chunk, n))
+        given = (context,) if caches is None else (context, read(caches[kind], op.cache, index))
+        return read(params[kind], op.held, index), given
 
-    # -- keys and values of slices ----------------------------------------------------------------
+    # -- caches of slices -------------------------------------------------------------------------
 
     def _start(self, op: Op, own: int):
         return op.item % self.slices * own
 
-    def _extend(self, cache, own, op: Op, n):
-        """The cache with this slice's keys and values in their place."""
-        start = (op.cache, n, 0, self._start(op, own.shape[1]), *(0,) * (own.ndim - 2))
-        return lax.dynamic_update_slice(cache, own[None, None], start)
+    def _extend(self, caches, kind: str, own, op: Op, index):
+        """The caches with this slice's part in its place."""
 
-    def _own(self, dcache, op: Op, n):
-        """What the slices after this one have added to the gradients of its keys and values."""
-        whole = read(dcache, op.cache_gradient, n)
-        own = whole.shape[1] // self.slices
-        is_last = op.item % self.slices == self.slices - 1
-        part = lax.dynamic_slice_in_dim(whole, self._start(op, own), own, 1)
-        return jnp.where(is_last, 0, part)
+        def put(cache, own):
+            start = (op.cache, index, 0, self._start(op, own.shape[1]), *(0,) * (own.ndim - 2))
+            return lax.dynamic_update_slice(cache, own[None, None], start)
 
-    def _add_to_cache(self, dcache, gradient, op: Op, n):
+        return caches | {kind: jax.tree.map(put, caches[kind], own)}
+
+    def _own(self, dcache, op: Op, index):
+        """What the slices after this one have added to the gradients of its part of the cache."""
         is_last = op.item % self.slices == self.slices - 1
-        total = jnp.where(is_last, 0, read(dcache, op.cache_gradient, n)) + gradient
-        return write(dcache, total.astype(dcache.dtype), op.cache_gradient, n)
+
+        def part(dcache):
+            whole = read(dcache, op.cache_gradient, index)
+            own = whole.shape[1] // self.slices
+            part = lax.dynamic_slice_in_dim(whole, self._start(op, own), own, 1)
+            return jnp.where(is_last, 0, part)
+
+        return jax.tree.map(part, dcache)
+
+    def _add(self, dcache, gradient, op: Op, index):
+        is_last = op.item % self.slices == self.slices - 1
+
+        def total(dcache, gradient):
+            total = jnp.where(is_last, 0, read(dcache, op.cache_gradient, index)) + gradient
+            return write(dcache, total.astype(dcache.dtype), op.cache_gradient, index)
+
+        return jax.tree.map(total, dcache, gradient)
 
 
 class Kept(NamedTuple):
-    """What B changes beside its output."""
+    """What B changes beside its output; {kind: ...} each."""
 
     gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
-    deferred: tuple[jax.Array, ...]  # [R, N, ...]
-    dcache: jax.Array | None  # [R, N, B, S, ...]
+    deferred: Tree  # [R, N, ...]; None where W is not split
+    dcaches: Tree  # [R, N, B, S, ...]; None without slices
 
 
-def _accumulate(totals, gradients, *index):
-    """Adds the gradients that there are at that index."""
+def _loop(count: int, body: Callable, start: Tree) -> Tree:
+    return body(0, start) if count == 1 else lax.fori_loop(0, count, body, start)
 
-    def add(total, g):
-        return total if total is None or g is None else slots.add(total, g, *index)
 
-    return jax.tree.map(add, totals, gradients, is_leaf=lambda a: a is None)
+def _plus(base, i):
+    """base + i; where that is i, without an op."""
+    return i if isinstance(base, int) and base == 0 else base + i

@@ -50,7 +50,7 @@ class Tick(NamedTuple):
     gather: jax.Array  # bool: F begins with another chunk, whose parameters are to be gathered
     gather_back: jax.Array  # the same for B
     scatter: tuple[jax.Array, ...]  # bool: B, W are done with a chunk, whose gradients are to go
-    output: jax.Array  # outputs slot that takes the last piece's output
+    output: jax.Array  # outputs slot that takes the last virtual stage's output
     head_input: jax.Array  # outputs slot that the head reads
     embed: jax.Array  # items, or IDLE, the same on every stage
     head: jax.Array
@@ -73,8 +73,8 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
         return Op(*map(column, columns))
 
     def receives(routes: tuple[Route, ...]) -> tuple[Receive, ...]:
-        boxes = [(route.ring.write, route.ring.read, route.used) for route in routes]
-        return tuple(Receive(*map(column, box)) for box in boxes)
+        rings = [(route.ring.write, route.ring.read, route.used) for route in routes]
+        return tuple(Receive(*map(column, ring)) for ring in rings)
 
     weight, waits = None, None
     if schedule.split:

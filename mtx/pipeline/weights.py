@@ -1,11 +1,11 @@
 """A stage's parameters, gathered all the time or, with zero=3, a chunk at a time.
 
-With zero=3 every device keeps its shard over `data` of each chunk's parameters. A chunk is gathered
-when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
+With zero=3 every device keeps its shard over the replicas of each chunk's parameters. A chunk is
+gathered when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
 breadth-first table v times a step for F and v times for B, under 1F1B with every group of
-microbatches. The collectives stand in branches that all devices of a `data` group take together.
+microbatches. The collectives stand in branches that all replicas take together.
 
-Legend: C chunks · N layers a chunk
+Legend: C chunks · N layers of a kind in a chunk
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The parameters of a stage's blocks."""
+    """The parameters of a stage's layers."""
 
-    block: Tree  # leaves [C, N, ...], shards over `data` with zero=3
-    shards: Tree  # how a chunk's leaves [N, ...] are sharded over `data`; None: all are gathered
+    layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
+    shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: all are gathered
 
     @property
     def layer(self) -> Tree:
-        """Shapes and dtypes of one layer's parameters."""
+        """Shapes and dtypes of one layer's parameters of each kind."""
         return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.gathered(self.start())))
 
     def start(self) -> Tree:
@@ -42,7 +42,7 @@ class Weights:
 
     def gathered(self, chunk: Tree) -> Tree:
         """[1, N, ...], the chunk that was gathered; or all, [C, N, ...]."""
-        return self.block if chunk is None else chunk
+        return self.layers if chunk is None else chunk
 
     def all_gather(self, held: Tree, wanted, chunk) -> Tree:
         """The chunk of that number where it is wanted, else the one that is held."""
@@ -55,15 +55,15 @@ class Weights:
         def gather(a, shard):
             return shard.gather(slots.read(a, chunk), a.dtype)[None]
 
-        return jax.tree.map(gather, self.block, self.shards)
+        return jax.tree.map(gather, self.layers, self.shards)
 
     def sums(self) -> Tree:
         """Float32 zeros like the parameters' shards; None where gradients are summed later."""
-        return None if self.shards is None else _zeros(self.block, jnp.float32)
+        return None if self.shards is None else _zeros(self.layers, jnp.float32)
 
     def reduce_scatter(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
         """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over
-        `data` with them. Leaves may be None: gradients that are made elsewhere."""
+        the replicas with them. Leaves may be None: gradients that are made elsewhere."""
         if sums is None:
             return gradients, sums
 

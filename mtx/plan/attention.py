@@ -1,6 +1,6 @@
 """The ways in which our models compute attention, as the planner sees them.
 
-Which one runs follows from the model and the backend (`mtx.models.attention.attention`); each
+Which one runs follows from the model and the backend (`mtx.layers.attend.attention`); each
 computes another part of the square of scores, and keeps other things for its backward pass.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtx.config import ModelConfig
+from mtx.layers.kernels import cudnn_takes, query_blocks
 
 Backend = Literal["cuda", "xla"]
 Kernel = Literal["cudnn", "blocked", "sliced", "dropout"]
@@ -69,12 +70,7 @@ def attention_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Atten
 
 
 def cudnn_serves(model: ModelConfig) -> bool:
-    """Whether cuDNN's fused attention takes this model's heads, sequence and compute type, as
-    `jax.nn.dot_product_attention` asks: the sequence is even for the sake of masks."""
-    heads = model.head_size <= 128 and model.head_size % 8 == 0
-    return heads and model.sequence % 2 == 0 and model.compute_dtype != "float32"
-
-
-def query_blocks(sequence: int) -> int:
-    """n, the blocks into which `mtx.models.attention.blocked_attention` cuts that many queries."""
-    return 4 if sequence % 4 == 0 and sequence >= 64 else 1
+    """Whether cuDNN's fused attention takes this model's heads, sequence and compute type."""
+    return cudnn_takes(
+        head_size=model.head_size, sequence=model.sequence, dtype=model.compute_dtype
+    )

@@ -14,7 +14,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from mtx.config import Family
 from mtx.errors import unknown_name
 from mtx.plan.hardware import Hardware
 
@@ -152,7 +151,7 @@ FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
 
 @lru_cache(maxsize=64)
 def calibration_of(
-    hardware: Hardware, software: str | None = None, *, family: Family = "gpt"
+    hardware: Hardware, software: str | None = None, *, family: str = "gpt"
 ) -> Calibration:
     """The constants of a machine with a software of `SOFTWARE`: by default SC'21's for a GPT on an
     A100, which it ran, and ours elsewhere. UserError with the nearest name where there is no such

@@ -95,12 +95,12 @@ def hardware_matmul_flops(
       recompute="selective"  attention, where its kernel's output is not kept
       recompute="full"       the block, but for its last matmul, whose output nobody needs
       stash="inputs"         the chunk; as recompute="full" where the chunk is one layer
-    With idle="phases" and "masked" idle ops compute too: they are counted.
+    With idle="phases" idle ops compute too: they are counted.
     """
     schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = place_layers(
         model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers,
-        pieces=schedule.pieces,
+        virtual_stages=schedule.virtual_stages,
     )  # fmt: skip
     one_layer_chunks = placement.even and placement.layer.shape[-1] == 1
     per_layer = _layer_flops(model, layout, backend, one_layer_chunks, schedule.split)
@@ -155,8 +155,6 @@ def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
     kinds = len(schedule.halves)
     if idle == "skip":
         return (schedule.items * schedule.virtual,) * kinds
-    if idle == "masked":
-        return (schedule.ticks,) * kinds
     return tuple(
         sum(phase.stop - phase.start for phase in schedule.phases if phase[2 + kind])
         for kind in range(kinds)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.schedules.orders import BadOp, Op, Orders, W, chunk_of_piece, pack
+from mtx.schedules.orders import BadOp, Op, Orders, W, chunks_in_order, pack
 from mtx.schedules.schedule import Schedule
 
 WHOLE = -1  # the slice of an op that names none
@@ -28,7 +28,7 @@ class Cells:
 
     stage: np.ndarray
     kind: np.ndarray
-    piece: np.ndarray
+    virtual_stage: np.ndarray
     microbatch: np.ndarray
     slice: np.ndarray  # WHOLE where the file names none
     tick: np.ndarray | None  # None: rows are orders
@@ -36,7 +36,8 @@ class Cells:
     column: np.ndarray  # in the file, from 1
     texts: list[str]  # of each op, as the file has it
     stages: int
-    notation: Callable[[int, int, str], str]  # kind, piece and "3" or "3/2" as the file has them
+    # kind, virtual stage and "3" or "3/2" as the file has them
+    notation: Callable[[int, int, str], str]
     where: str = ""  # before every place, where a file holds more than one table
 
     @cached_property
@@ -62,8 +63,8 @@ class Cells:
             where=self.where,
         )  # fmt: skip
 
-    def describe(self, kind: int, piece: int, item: int) -> str:
-        return self.notation(kind, piece, item_text(item, self.slices))
+    def describe(self, kind: int, virtual_stage: int, item: int) -> str:
+        return self.notation(kind, virtual_stage, item_text(item, self.slices))
 
 
 def misplaced(row: int, column: int, what: str, *, text: str = "", where: str = "") -> UserError:
@@ -89,72 +90,81 @@ def shorten(text: str) -> str:
 
 
 def check(cells: Cells) -> None:
-    """Raises UserError unless every stage runs each op of all of its pieces exactly once."""
+    """Raises UserError unless every stage runs every op of its virtual stages exactly once."""
     _check_slices(cells)
     _check_counted(cells, cells.microbatch, "microbatch")
-    _check_counted(cells, cells.piece, "piece")
+    _check_counted(cells, cells.virtual_stage, "virtual stage")
     _check_placement(cells)
     _check_once(cells)
 
 
-def pieces_of(cells: Cells) -> np.ndarray:
-    """int [C, P]: the pieces of every stage, chunks in their order."""
-    owner = np.zeros(int(cells.piece.max()) + 1, int)
-    owner[cells.piece] = cells.stage
+def placement_of(cells: Cells) -> np.ndarray:
+    """int [C, P]: the virtual stages of every stage, chunks in their order."""
+    owner = np.zeros(int(cells.virtual_stage.max()) + 1, int)
+    owner[cells.virtual_stage] = cells.stage
     return np.argsort(owner, kind="stable").reshape(cells.stages, -1).T
 
 
 def build(
-    name: str, cells: Cells, *, pieces: np.ndarray | None = None, run: Cells | None = None
+    name: str, cells: Cells, *, virtual_stages: np.ndarray | None = None, run: Cells | None = None
 ) -> Schedule:
     """The schedule that these cells hold.
 
-    pieces: int [C, P], of the cells themselves where not given. run: the orders of the stages,
-    where they are not those of the ticks. Raises UserError with the place of the first mistake.
+    virtual_stages: int [C, P], of the cells themselves where not given. run: the orders of the
+    stages, where they are not those of the ticks. UserError with the place of the first mistake.
     """
     check(cells)
-    pieces = pieces_of(cells) if pieces is None else pieces
+    virtual_stages = placement_of(cells) if virtual_stages is None else virtual_stages
     if run is not None:
         check(run)
-        ops = [(c.stages, c.split, c.items, c.slices, int(c.piece.max())) for c in (cells, run)]
+        ops = [
+            (c.stages, c.split, c.items, c.slices, int(c.virtual_stage.max())) for c in (cells, run)
+        ]
         if ops[0] != ops[1]:
             run.refuse(0, "the orders do not run the same ops as the ticks")
     try:
-        orders = None if run is None else _orders(run, pieces)
+        orders = None if run is None else _orders(run, virtual_stages)
         if orders is not None:
-            pack(name, orders, pieces, run.slices)
+            pack(name, orders, virtual_stages, run.slices)
     except BadOp as error:
-        _point(error, name, run, pieces)
+        _point(error, name, run, virtual_stages)
     try:
         if cells.tick is None:
             return Schedule.from_orders(
-                name, _orders(cells, pieces), pieces=pieces, slices=cells.slices
+                name,
+                _orders(cells, virtual_stages),
+                virtual_stages=virtual_stages,
+                slices=cells.slices,
             )
-        tables = _tables(cells, pieces)
-        return Schedule.from_ticks(name, *tables, pieces=pieces, slices=cells.slices, orders=orders)
+        tables = _tables(cells, virtual_stages)
+        return Schedule.from_ticks(
+            name, *tables, virtual_stages=virtual_stages, slices=cells.slices, orders=orders
+        )
     except BadOp as error:
-        _point(error, name, cells, pieces)
+        _point(error, name, cells, virtual_stages)
 
 
-def _tables(cells: Cells, pieces: np.ndarray) -> list[np.ndarray]:
-    shape = (3 if cells.split else 2, cells.items, *pieces.shape)
+def _tables(cells: Cells, virtual_stages: np.ndarray) -> list[np.ndarray]:
+    shape = (3 if cells.split else 2, cells.items, *virtual_stages.shape)
     tables = np.zeros(shape, np.int32)
-    tables[cells.kind, cells.item, chunk_of_piece(pieces)[cells.piece], cells.stage] = cells.tick
+    tables[
+        cells.kind, cells.item, chunks_in_order(virtual_stages)[cells.virtual_stage], cells.stage
+    ] = cells.tick
     return list(tables)
 
 
-def _orders(cells: Cells, pieces: np.ndarray) -> Orders:
+def _orders(cells: Cells, virtual_stages: np.ndarray) -> Orders:
     """Every stage has as many ops: `check` has seen to that."""
-    columns = (cells.kind, cells.item, chunk_of_piece(pieces)[cells.piece])
+    columns = (cells.kind, cells.item, chunks_in_order(virtual_stages)[cells.virtual_stage])
     kind, item, chunk = (array.astype(np.int32).reshape(cells.stages, -1) for array in columns)
     return Orders(kind=kind, item=item, chunk=chunk)
 
 
-def _point(error: BadOp, name: str, cells: Cells, pieces: np.ndarray) -> NoReturn:
+def _point(error: BadOp, name: str, cells: Cells, virtual_stages: np.ndarray) -> NoReturn:
     """Raises what is wrong with an op as what is wrong with its cell."""
     op: Op = error.op
     mine = (cells.stage == error.stage) & (cells.kind == op.kind) & (cells.item == op.item)
-    mine &= chunk_of_piece(pieces)[cells.piece] == op.chunk
+    mine &= chunks_in_order(virtual_stages)[cells.virtual_stage] == op.chunk
     what = str(error).removeprefix(f"schedule {name!r}").removeprefix(":").strip()
     cells.refuse(int(mine.argmax()), what)
 
@@ -180,21 +190,21 @@ def _check_counted(cells: Cells, values: np.ndarray, noun: str) -> None:
 
 
 def _check_placement(cells: Cells) -> None:
-    """Every piece is on one stage, and every stage has as many pieces."""
+    """Every virtual stage is on one stage, and every stage has as many virtual stages."""
     pairs, first, count = np.unique(
-        cells.piece * cells.stages + cells.stage, return_index=True, return_counts=True
+        cells.virtual_stage * cells.stages + cells.stage, return_index=True, return_counts=True
     )
-    piece, stage = np.divmod(pairs, cells.stages)
-    twice = np.flatnonzero(piece[1:] == piece[:-1])
+    virtual_stage, stage = np.divmod(pairs, cells.stages)
+    twice = np.flatnonzero(virtual_stage[1:] == virtual_stage[:-1])
     if len(twice):
-        rivals = np.flatnonzero(piece == piece[twice[0]])
+        rivals = np.flatnonzero(virtual_stage == virtual_stage[twice[0]])
         # The stage with fewer of its ops is the more likely slip.
         wrong = rivals[_rarest(count[rivals])]
         home = int(first[rivals[count[rivals].argmax()]])
         cells.refuse(
             int(first[wrong]),
-            f"piece {piece[wrong]} stands in row {cells.row[home]} too, in column "
-            f"{cells.column[home]}; a piece is on one stage",
+            f"virtual stage {virtual_stage[wrong]} stands in row {cells.row[home]} too, in column "
+            f"{cells.column[home]}; a virtual stage is on one stage",
         )
     held = np.bincount(stage, minlength=cells.stages)
     if (held != held[0]).any():
@@ -204,8 +214,8 @@ def _check_placement(cells: Cells) -> None:
         wrong = mine[_rarest(count[mine])] if held[other] > usual else mine[0]
         cells.refuse(
             int(first[wrong]),
-            f"stage {other} holds {held[other]} of the pieces ({_listed(piece[mine])}), stage "
-            f"{int((held == usual).argmax())} holds {usual}; all stages hold as many",
+            f"stage {other} holds {held[other]} virtual stages ({_listed(virtual_stage[mine])}), "
+            f"stage {int((held == usual).argmax())} holds {usual}; all stages hold as many",
         )
 
 
@@ -221,7 +231,7 @@ def _listed(numbers: np.ndarray) -> str:
 
 def _check_once(cells: Cells) -> None:
     kinds, items = 3 if cells.split else 2, cells.items
-    code = (cells.piece * kinds + cells.kind) * items + cells.item
+    code = (cells.virtual_stage * kinds + cells.kind) * items + cells.item
     order = np.argsort(code, kind="stable")
     again = np.flatnonzero(code[order][1:] == code[order][:-1])
     if len(again):
@@ -232,23 +242,25 @@ def _check_once(cells: Cells) -> None:
             f"{op} stands in row {cells.row[once]}, column {cells.column[once]} too; an op runs "
             "once",
         )
-    pieces = int(cells.piece.max()) + 1
-    if len(code) == pieces * kinds * items:
+    virtual_stages = int(cells.virtual_stage.max()) + 1
+    if len(code) == virtual_stages * kinds * items:
         return
-    piece = int(np.bincount(cells.piece).argmin())
-    mine = cells.piece == piece
+    virtual_stage = int(np.bincount(cells.virtual_stage).argmin())
+    mine = cells.virtual_stage == virtual_stage
     kind = int(np.bincount(cells.kind[mine], minlength=kinds).argmin())
     have = np.sort(cells.item[mine & (cells.kind == kind)])
     gaps = np.flatnonzero(have != np.arange(len(have)))
     item = int(gaps[0]) if len(gaps) else len(have)
-    missing = cells.describe(kind, piece, item)
+    missing = cells.describe(kind, virtual_stage, item)
     partner = mine & (cells.item == item)
     if partner.any():
         cells.refuse(int(partner.argmax()), f"there is no {missing} with it")
     stage = int(cells.stage[mine.argmax()])
     last = len(cells.stage) - 1 - int((cells.stage[::-1] == stage).argmax())
-    cells.refuse(last, f"the row ends without {missing}; every piece takes all microbatches")
+    cells.refuse(
+        last, f"the row ends without {missing}; every virtual stage takes all microbatches"
+    )
 
 
 def _op_of(cells: Cells, index: int) -> tuple[int, int, int]:
-    return tuple(int(array[index]) for array in (cells.kind, cells.piece, cells.item))
+    return tuple(int(array[index]) for array in (cells.kind, cells.virtual_stage, cells.item))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from mtx.schedules.orders import Orders
-from mtx.schedules.schedule import Schedule, vee_pieces
+from mtx.schedules.schedule import Schedule, vee_placement
 from mtx.schedules.shape import Maker, Shape
 from mtx.schedules.vee import B0, B1, F0, F1, W0, W1, is_even, numbered, slots_over_ideal
 
@@ -27,7 +27,7 @@ def dualpipe_v(shape: Shape) -> Schedule:
     microbatches that are not there.
     """
     orders = _orders(shape.microbatches, shape.stages)
-    return Schedule.from_orders("dualpipe_v", orders, pieces=vee_pieces(shape.stages))
+    return Schedule.from_orders("dualpipe_v", orders, virtual_stages=vee_placement(shape.stages))
 
 
 def _orders(microbatches: int, stages: int) -> Orders:

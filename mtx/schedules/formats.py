@@ -1,6 +1,6 @@
 """Schedules in files: written, read back exactly, and checked.
 
-CSV as PyTorch has it (`formats_csv`), plain text (`formats_text`), and JSON: `{"name", "pieces",
+CSV as PyTorch has it (`formats_csv`), plain text (`formats_text`), and JSON: `{"name", "placement",
 "ticks": rows as in text, "orders": rows, where they are other than those of the ticks}`; one of the
 last two is enough. What is wrong with a file is said in one line, with its row and column.
 
@@ -72,7 +72,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     """Plain lists and strings that JSON can hold: everything that defines the schedule."""
     record = {
         "name": schedule.name,
-        "pieces": placement_words(schedule.pieces),
+        "placement": placement_words(schedule.virtual_stages),
         "ticks": tick_rows(schedule),
     }
     by_tick = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
@@ -84,7 +84,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 def from_dict(record: Any, name: str = "json") -> Schedule:
     """The schedule of a `to_dict`. UserError for anything else, with row and column in it."""
-    known = ("name", "pieces", "ticks", "orders")
+    known = ("name", "placement", "ticks", "orders")
     if not isinstance(record, dict) or not {"ticks", "orders"} & set(record):
         raise misplaced(1, 1, "expected an object with `ticks` or `orders`, a row for each stage")
     for key, value in record.items():
@@ -94,7 +94,7 @@ def from_dict(record: Any, name: str = "json") -> Schedule:
         if not (isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows)):
             what = "a list with one string for each stage" if rows is value else "a string"
             raise misplaced(1, 1, f"`{key}` must be {what}")
-    placement = Row(1, 0, record.get("pieces", "looped"))
+    placement = Row(1, 0, record.get("placement", "looped"))
     tables = [
         [Row(number, 0, row) for number, row in enumerate(record[key], 1)]
         for key in ("ticks", "orders")

@@ -1,8 +1,8 @@
 """Schedules as CSV, in the notation of `torch.distributed.pipelining`.
 
-One row a stage, one op a cell: `{piece}{kind}{microbatch}`, nothing where the stage idles. Kinds
-are F, then B where the backward is whole, I and W where it is split. Where sequences are cut, for
-which torch has no notation, `{piece}{kind}{microbatch}/{slice}`.
+One row a stage, one op a cell: `{virtual_stage}{kind}{microbatch}`, nothing where the stage idles.
+Kinds are F, then B where the backward is whole, I and W where it is split. Where sequences are cut,
+for which torch has no notation, `{virtual_stage}{kind}{microbatch}/{slice}`.
 
 A **tick** is one column for each kind that any stage runs in it, in the order F, B or I, W; so a
 column whose kind does not come after that of the column before begins the next tick. An empty
@@ -51,10 +51,10 @@ def to_csv(schedule: Schedule, *, orders: bool = False) -> str:
     `_PipelineScheduleRuntime._load_csv` of torch takes either, unless sequences are cut.
     """
     letters = _LETTERS[schedule.split]
-    pieces = schedule.pieces.tolist()
+    virtual_stages = schedule.virtual_stages.tolist()
 
     def cell(kind: int, item: int, chunk: int, stage: int) -> str:
-        return f"{pieces[chunk][stage]}{letters[kind]}{item_text(item, schedule.slices)}"
+        return f"{virtual_stages[chunk][stage]}{letters[kind]}{item_text(item, schedule.slices)}"
 
     if orders:
         stages = range(schedule.stages)
@@ -88,14 +88,15 @@ def _columns(schedule: Schedule) -> np.ndarray:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that a CSV holds; chunks are numbered by their pieces, lowest first.
+    """The schedule that a CSV holds; chunks are numbered by their virtual stages, lowest first.
 
     UserError with row and column, from 1 as in a spreadsheet, where it holds none that can run.
     """
     lines = lines_of(text)
     if len(lines) > MOST_STAGES:
         raise misplaced(MOST_STAGES + 1, 1, f"more than {MOST_STAGES} rows; a row is a stage")
-    found: list[tuple[int, ...]] = []  # stage, column, kind letter, piece, microbatch, slice
+    # stage, column, kind letter, virtual stage, microbatch, slice
+    found: list[tuple[int, ...]] = []
     texts: list[str] = []
     read_over: list[tuple[int, int]] = []  # stage and column of communication
     for stage, line in enumerate(lines):
@@ -121,8 +122,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     if split and (letter != W).all() and not whole.any():
         inputs = int((letter == _KINDS["I"]).argmax())
         raise misplaced(
-            int(stage[inputs]) + 1, int(column[inputs]) + 1, "I is the gradient of a piece's input "
-            "alone, and no op is a W, the weights'; give each I its W, or write B for both",
+            int(stage[inputs]) + 1, int(column[inputs]) + 1, "I is the input gradient alone, "
+            "and no op is a W, the weights'; give each I its W, or write B for both",
             text=texts[inputs],
         )  # fmt: skip
     tick = None if whole.any() else _ticks(stage, column, letter % 3, read_over)
@@ -130,27 +131,29 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         again = np.repeat(np.arange(len(table)), 1 + whole)
         table, texts = table[again], [texts[i] for i in again.tolist()]
         table[1:, 2][again[1:] == again[:-1]] = W
-    stage, column, letter, piece, microbatch, part = table.T
+    stage, column, letter, virtual_stage, microbatch, part = table.T
     cells = Cells(
-        stage=stage, kind=letter % 3, piece=piece, microbatch=microbatch, slice=part, tick=tick,
-        row=stage + 1, column=column + 1, texts=texts, stages=len(lines),
-        notation=lambda kind, piece, item: f"{piece}{_LETTERS[split][kind]}{item}",
+        stage=stage, kind=letter % 3, virtual_stage=virtual_stage, microbatch=microbatch,
+        slice=part, tick=tick, row=stage + 1, column=column + 1, texts=texts, stages=len(lines),
+        notation=lambda kind, virtual_stage, item: f"{virtual_stage}{_LETTERS[split][kind]}{item}",
     )  # fmt: skip
     return build(name, cells)
 
 
 def _ops(cell: str, stage: int, column: int) -> list[tuple[int, int, int, int]]:
-    """(letter, piece, microbatch, slice) of a cell: of one op, of those that torch overlaps, or of
-    none, where it is communication."""
+    """(letter, virtual stage, microbatch, slice) of a cell: of one op, of those that torch
+    overlaps, or of none, where it is communication."""
     if match := _OP.fullmatch(cell):
-        piece, letter, microbatch, part = match.groups()
+        virtual_stage, letter, microbatch, part = match.groups()
         part = WHOLE if part is None else int(part)
-        return [(_KINDS[letter], int(piece), int(microbatch), part)]
+        return [(_KINDS[letter], int(virtual_stage), int(microbatch), part)]
     if match := _OVERLAP.fullmatch(cell):
         return [op for one in match[1].split(";") for op in _ops(one.strip(), stage, column)]
     if _COMMUNICATION.fullmatch(cell):
         return []
-    what = "expected piece, F, B, I or W, and microbatch, such as 0F3, or nothing where idle"
+    what = (
+        "expected virtual stage, F, B, I or W, and microbatch, such as 0F3, or nothing where idle"
+    )
     raise misplaced(stage + 1, column + 1, what, text=cell or "nothing between two ;")
 
 

@@ -1,14 +1,15 @@
 """Schedules as text: one row a stage, as one would write them on a board.
 
-    pieces vee
+    placement vee
     stage 0: |F0.0|    |F1.0|F0.1 B0.1|...
     stage 1: |    |F0.0|...
 
 An op is a kind, F, B or W, a microbatch (`3/2`: its slice 2), and a chunk, which may be left out
 where stages have one. `|` stands before, between and behind ticks, each of which runs at most one
 F, one B and one W, in this order. Without any `|`, rows are orders, and each op runs in the
-earliest tick that it can. The label of a row may be left out, and `#` begins a comment. Pieces are
-looped where nothing else is said: `pieces vee`, or those of every stage by chunk, `pieces 0,3 1,2`.
+earliest tick that it can. The label of a row may be left out, and `#` begins a comment. Virtual
+stages are looped where nothing else is said: `placement vee`, or those of every stage by chunk,
+`placement 0,3 1,2`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from mtx.schedules.cells import (
     misplaced,
 )
 from mtx.schedules.orders import KINDS
-from mtx.schedules.schedule import IDLE, Schedule, looped_pieces, vee_pieces
+from mtx.schedules.schedule import IDLE, Schedule, looped_placement, vee_placement
 
 _OP = re.compile(r"([FBW])([0-9]{1,6})(?:/([0-9]{1,6}))?(?:\.([0-9]{1,6}))?")
 _TOKEN = re.compile(r"\||[^\s|]+")
-_PLACEMENT = re.compile(r"\s*pieces\b")
+_PLACEMENT = re.compile(r"\s*placement\b")
 _STAGE = re.compile(r"\s*stage\s+([0-9]{1,6})\s*:")
 
 
@@ -51,18 +52,18 @@ def to_text(schedule: Schedule, *, orders: bool = False) -> str:
     rows = order_rows(schedule) if orders else tick_rows(schedule)
     width = len(f"stage {schedule.stages - 1}")
     labelled = [f"{f'stage {stage}'.rjust(width)}: {row}\n" for stage, row in enumerate(rows)]
-    placement = placement_words(schedule.pieces)
-    head = "" if placement == "looped" else f"pieces {placement}\n"
+    placement = placement_words(schedule.virtual_stages)
+    head = "" if placement == "looped" else f"placement {placement}\n"
     return head + "".join(labelled)
 
 
-def placement_words(pieces: np.ndarray) -> str:
-    virtual, stages = pieces.shape
-    if (pieces == looped_pieces(stages, virtual)).all():
+def placement_words(virtual_stages: np.ndarray) -> str:
+    virtual, stages = virtual_stages.shape
+    if (virtual_stages == looped_placement(stages, virtual)).all():
         return "looped"
-    if (pieces == vee_pieces(stages, virtual)).all():
+    if (virtual_stages == vee_placement(stages, virtual)).all():
         return "vee"
-    return " ".join(",".join(map(str, held)) for held in pieces.T.tolist())
+    return " ".join(",".join(map(str, held)) for held in virtual_stages.T.tolist())
 
 
 def tick_rows(schedule: Schedule) -> list[str]:
@@ -110,7 +111,7 @@ def from_text(text: str, name: str = "text") -> Schedule:
             continue
         if match := _PLACEMENT.match(line):
             if given or rows:
-                raise misplaced(number, 1, "`pieces` stands once, before the stages", text=line)
+                raise misplaced(number, 1, "`placement` stands once, before the stages", text=line)
             placement, given = Row(number, match.end(), line[match.end() :]), True
             continue
         label = _STAGE.match(line)
@@ -125,12 +126,12 @@ def from_text(text: str, name: str = "text") -> Schedule:
 
 
 def _place(placement: Row, stages: int, virtual: int) -> np.ndarray:
-    """int [C, P]: the pieces that "looped", "vee" or the numbers of every stage stand for."""
+    """int [C, P]: the virtual stages that "looped", "vee" or every stage's numbers say."""
     words = placement.text.split()
     if words == ["vee"]:
-        return vee_pieces(stages, virtual)
+        return vee_placement(stages, virtual)
     if words == ["looped"]:
-        return looped_pieces(stages, virtual)
+        return looped_placement(stages, virtual)
     by_stage = [word.split(",") for word in words]
     numbers = [number for held in by_stage for number in held]
     if (
@@ -141,8 +142,8 @@ def _place(placement: Row, stages: int, virtual: int) -> np.ndarray:
     ):
         raise misplaced(
             placement.number, placement.before + 1,
-            "expected pieces looped, pieces vee, or as many pieces for each of the "
-            f"{stages} stages, which count from 0 without gaps, as in: pieces 0,3 1,2",
+            "expected placement looped, placement vee, or as many virtual stages for each of the "
+            f"{stages} stages, which count from 0 without gaps, as in: placement 0,3 1,2",
             text=placement.text.strip(),
         )  # fmt: skip
     return np.array([[int(number) for number in held] for held in by_stage]).T
@@ -153,18 +154,18 @@ def from_rows(
 ) -> Schedule:
     """From one row a stage, in ticks or orders; `run`: orders other than those of the ticks."""
     if run is None:
-        cells, pieces = _cells(rows, placement, "")
-        return build(name, cells, pieces=pieces)
-    cells, pieces = _cells(rows, placement, "ticks, ")
+        cells, virtual_stages = _cells(rows, placement, "")
+        return build(name, cells, virtual_stages=virtual_stages)
+    cells, virtual_stages = _cells(rows, placement, "ticks, ")
     orders, _ = _cells(run, placement, "orders, ")
     if cells.tick is None or orders.tick is not None:
         wrong, what = (cells, "without") if cells.tick is None else (orders, "with")
         wrong.refuse(0, f"{wrong.where.strip(', ')} {what} |; ticks have them and orders do not")
-    return build(name, cells, pieces=pieces, run=orders)
+    return build(name, cells, virtual_stages=virtual_stages, run=orders)
 
 
 def _cells(rows: Sequence[Row], placement: Row, where: str) -> tuple[Cells, np.ndarray]:
-    """The ops of these rows, and the pieces [C, P]."""
+    """The ops of these rows, and the virtual stages [C, P]."""
     if len(rows) > MOST_STAGES:
         raise misplaced(rows[MOST_STAGES].number, 1, f"more than {MOST_STAGES} stages", where=where)
     found: list[tuple[int, ...]] = []
@@ -180,26 +181,28 @@ def _cells(rows: Sequence[Row], placement: Row, where: str) -> tuple[Cells, np.n
         far = int(chunk.argmax())
         raise misplaced(int(row[far]), int(column[far]), "there are fewer ops than chunks",
                         text=texts[far], where=where)  # fmt: skip
-    pieces_CP = _place(placement, len(rows), max(1, int(chunk.max()) + 1))
-    outside = chunk >= len(pieces_CP)
-    chunks = f"stages have {len(pieces_CP)} chunk{'s' if len(pieces_CP) > 1 else ''}"
-    piece = pieces_CP[np.where(outside, 0, chunk), stage]
-    several = len(pieces_CP) > 1
+    virtual_stages_CP = _place(placement, len(rows), max(1, int(chunk.max()) + 1))
+    outside = chunk >= len(virtual_stages_CP)
+    chunks = (
+        f"stages have {len(virtual_stages_CP)} chunk{'s' if len(virtual_stages_CP) > 1 else ''}"
+    )
+    virtual_stage = virtual_stages_CP[np.where(outside, 0, chunk), stage]
+    several = len(virtual_stages_CP) > 1
     cells = Cells(
-        stage=stage, kind=kind, piece=piece, microbatch=microbatch, slice=part,
+        stage=stage, kind=kind, virtual_stage=virtual_stage, microbatch=microbatch, slice=part,
         tick=None if ticks[0] is None else tick, row=row, column=column, texts=texts,
         stages=len(rows), where=where,
-        notation=lambda kind, piece, item: (
-            f"{KINDS[kind]}{item}" + f".{np.argwhere(pieces_CP == piece)[0, 0]}" * several
+        notation=lambda kind, k, item: (
+            f"{KINDS[kind]}{item}" + f".{np.argwhere(virtual_stages_CP == k)[0, 0]}" * several
         ),
     )  # fmt: skip
     if outside.any():
         cells.refuse(int(outside.argmax()), f"{chunks}, counted from 0")
     if several and (chunk == WHOLE).any():
         cells.refuse(int((chunk == WHOLE).argmax()), f"names no chunk; {chunks}, such as F0.1")
-    if int(chunk.max()) + 1 < len(pieces_CP) and several:
+    if int(chunk.max()) + 1 < len(virtual_stages_CP) and several:
         cells.refuse(int(chunk.argmax()), f"{chunks}, and no op is of the last one")
-    return cells, pieces_CP
+    return cells, virtual_stages_CP
 
 
 def _ops(

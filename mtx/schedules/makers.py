@@ -73,17 +73,18 @@ def make(
     return replace(known.make(shape), name=name)
 
 
-def forward_table(pieces: np.ndarray, microbatches: int) -> Schedule:
-    """A table for F alone, of whole sequences: for evaluation on the stages of `pieces` [C, P].
+def forward_table(virtual_stages: np.ndarray, microbatches: int) -> Schedule:
+    """A table for F alone, of whole sequences: for evaluation on the stages of `virtual_stages`
+    [C, P].
 
     Microbatches go in groups of P through one chunk after another, in the order of the model; where
-    pieces are looped that is the order of interleaved 1F1B. All B come after, in reverse.
+    virtual stages are looped, that is the order of interleaved 1F1B. All B come after, in reverse.
     """
-    stages = pieces.shape[1]
+    stages = virtual_stages.shape[1]
     groups = [range(g, min(g + stages, microbatches)) for g in range(0, microbatches, stages)]
     lists = []
     for stage in range(stages):
-        chunks = np.argsort(pieces[:, stage]).tolist()
+        chunks = np.argsort(virtual_stages[:, stage]).tolist()
         ops = [(i, c) for group in groups for c in chunks for i in group]
         lists.append([(F, *op) for op in ops] + [(B, *op) for op in reversed(ops)])
-    return Schedule.from_orders("forward", Orders.from_lists(lists), pieces=pieces)
+    return Schedule.from_orders("forward", Orders.from_lists(lists), virtual_stages=virtual_stages)

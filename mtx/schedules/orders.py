@@ -79,16 +79,16 @@ class Orders:
         return [Op(*op) for op in zip(*columns, strict=True)]
 
 
-def stage_of_piece(pieces_CP: np.ndarray) -> np.ndarray:
-    """int [C*P]: the stage of every model piece, in model order."""
-    stage = np.broadcast_to(np.arange(pieces_CP.shape[1]), pieces_CP.shape)
-    return stage.ravel()[np.argsort(pieces_CP.ravel())]
+def stages_in_order(virtual_stages_CP: np.ndarray) -> np.ndarray:
+    """int [C*P]: the stage of every virtual stage, in model order."""
+    stage = np.broadcast_to(np.arange(virtual_stages_CP.shape[1]), virtual_stages_CP.shape)
+    return stage.ravel()[np.argsort(virtual_stages_CP.ravel())]
 
 
-def chunk_of_piece(pieces_CP: np.ndarray) -> np.ndarray:
-    """int [C*P]: the chunk of its stage that every model piece is."""
-    chunk = np.broadcast_to(np.arange(len(pieces_CP))[:, None], pieces_CP.shape)
-    return chunk.ravel()[np.argsort(pieces_CP.ravel())]
+def chunks_in_order(virtual_stages_CP: np.ndarray) -> np.ndarray:
+    """int [C*P]: the chunk of its stage that every virtual stage is."""
+    chunk = np.broadcast_to(np.arange(len(virtual_stages_CP))[:, None], virtual_stages_CP.shape)
+    return chunk.ravel()[np.argsort(virtual_stages_CP.ravel())]
 
 
 def orders_of(forward: np.ndarray, backward: np.ndarray, weight: np.ndarray | None) -> Orders:
@@ -132,7 +132,7 @@ def check_complete(name: str, orders: Orders, items: int, chunks: int) -> None:
 
 
 def pack(
-    name: str, orders: Orders, pieces_CP: np.ndarray, slices: int = 1
+    name: str, orders: Orders, virtual_stages_CP: np.ndarray, slices: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The earliest ticks (F, B, W), int32 [I, C, P], in which stages can run these orders.
 
@@ -140,13 +140,13 @@ def pack(
     next in its list and their inputs have arrived: from another stage, in the tick before at the
     latest. Raises UserError where the stages wait for one another for ever.
     """
-    chunks, stages = pieces_CP.shape
+    chunks, stages = virtual_stages_CP.shape
     items = int(orders.item.max()) + 1
     check_complete(name, orders, items, chunks)
-    last_piece = chunks * stages - 1
-    piece = pieces_CP.tolist()
-    # Ticks by kind and piece: ticks[kind][item][piece]
-    done = [[[NEVER] * (last_piece + 1) for _ in range(items)] for _ in range(3)]
+    last_virtual_stage = chunks * stages - 1
+    virtual_stage = virtual_stages_CP.tolist()
+    # Ticks by kind and virtual stage: ticks[kind][item][virtual_stage]
+    done = [[[NEVER] * (last_virtual_stage + 1) for _ in range(items)] for _ in range(3)]
     forward, backward, weight = done
     lists = [
         list(zip(*(array[stage].tolist() for array in (orders.kind, orders.item, orders.chunk))))
@@ -165,14 +165,14 @@ def pack(
                 kind, item, chunk = order[at]
                 if kind <= taken:
                     break
-                k = piece[chunk][stage]
+                k = virtual_stage[chunk][stage]
                 if kind == F:
                     ready = k == 0 or forward[item][k - 1] < tick
                     if ready and item % slices:
                         ready = forward[item - 1][k] < tick
                 elif kind == B:
                     ready = forward[item][k] <= tick
-                    ready = ready and (k == last_piece or backward[item][k + 1] < tick)
+                    ready = ready and (k == last_virtual_stage or backward[item][k + 1] < tick)
                     if ready and item % slices < slices - 1:
                         ready = backward[item + 1][k] < tick
                 else:
@@ -187,8 +187,8 @@ def pack(
         if left == before:
             _raise_deadlock(name, orders, position, slices)
         tick += 1
-    at_piece = [np.array(table, np.int32)[:, pieces_CP] for table in done]
-    return at_piece[0], at_piece[1], at_piece[2] if orders.split else None
+    by_virtual_stage = [np.array(table, np.int32)[:, virtual_stages_CP] for table in done]
+    return by_virtual_stage[0], by_virtual_stage[1], by_virtual_stage[2] if orders.split else None
 
 
 def _raise_deadlock(name: str, orders: Orders, position: Sequence[int], slices: int) -> None:

@@ -1,15 +1,20 @@
 """Which layer lives where: the only place that knows both model order and (stage, chunk) order.
 
-Legend: L layers · P stages · C chunks per stage · N places for layers in one chunk.
-Which model piece a chunk of a stage is says the schedule. In memory layers are stacked
-[P, C, N, ...]; on disk and in every canonical tree they are [L, ...] in model order.
+A model's layers are of one or more kinds. In memory those of a kind are stacked [P, C, N_kind, ...]
+with zeros where a chunk has fewer of them than another; on disk and in every canonical tree they
+are [L_kind, ...] in model order.
+
+Legend: L layers (L_kind: of a kind) · P stages · C chunks per stage · N places for layers in one
+chunk (N_kind: for those of a kind)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,11 +23,33 @@ from mtx.errors import UserError
 EMPTY = -1
 
 
+class KindRun(NamedTuple):
+    """Layers of one kind that follow each other in a period of a chunk."""
+
+    kind: str
+    place: int  # of the first, among the period's layers
+    index: int  # of the first, among the period's layers of its kind
+    count: int
+
+
+class Period(NamedTuple):
+    """A chunk as the same runs of kinds, `repeats` times."""
+
+    repeats: int
+    layers: int
+    runs: tuple[KindRun, ...]
+
+    def of_kind(self, kind: str) -> int:
+        """Layers of a kind."""
+        return sum(run.count for run in self.runs if run.kind == kind)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
     """Layers of a model on the chunks of a pipeline."""
 
     layer: np.ndarray  # int32 [P, C, N]: the layer in each place, or EMPTY
+    pattern: tuple[str, ...]  # the kind of each layer, in model order
 
     @cached_property
     def count(self) -> np.ndarray:
@@ -33,12 +60,64 @@ class Placement:
     def even(self) -> bool:
         return bool((self.layer != EMPTY).all())
 
+    # -- kinds ------------------------------------------------------------------------------------
+
     @cached_property
-    def place_of_layer(self) -> np.ndarray:
-        """int [L]: where each layer lies in the stack seen as [P*C*N, ...]."""
-        flat = self.layer.ravel()
+    def kinds(self) -> tuple[str, ...]:
+        """In the order in which a model has them first."""
+        return tuple(dict.fromkeys(self.pattern))
+
+    @cached_property
+    def kind(self) -> np.ndarray:
+        """int32 [P, C, N]: which of `kinds` the layer in each place is of, or EMPTY."""
+        of_layer = np.array([*map(self.kinds.index, self.pattern), EMPTY])
+        return of_layer[self.layer].astype(np.int32)  # EMPTY, -1, reads the last
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """int32 [P, C, N]: where each layer stands among those of its kind in its chunk."""
+        index = np.zeros_like(self.layer)
+        for number in range(len(self.kinds)):
+            same = self.kind == number
+            index[same] = (np.cumsum(same, axis=-1) - 1)[same]
+        return index
+
+    def layers_of(self, kind: str) -> np.ndarray:
+        """int [L_kind]: the layers of a kind."""
+        return np.flatnonzero(np.array(self.pattern) == kind)
+
+    def slots_of(self, kind: str) -> np.ndarray:
+        """int32 [P, C, N_kind]: which of a kind's layers is in each of its places, or EMPTY."""
+        same = self.kind == self.kinds.index(kind)
+        slots = np.full((*self.layer.shape[:2], same.sum(axis=-1).max()), EMPTY, np.int32)
+        stage, chunk, _ = np.nonzero(same)
+        numbers = np.searchsorted(self.layers_of(kind), self.layer[same])
+        slots[stage, chunk, self.index[same]] = numbers
+        return slots
+
+    def place_of_layer(self, kind: str) -> np.ndarray:
+        """int [L_kind]: where a kind's layers lie in their stack seen as [P*C*N_kind, ...]."""
+        flat = self.slots_of(kind).ravel()
         places = np.flatnonzero(flat != EMPTY)
         return places[np.argsort(flat[places])]
+
+    @cached_property
+    def period(self) -> Period | None:
+        """What every chunk of every stage consists of; None where they differ."""
+        chunks = self.kind.reshape(-1, self.kind.shape[-1])
+        if not self.even or (chunks != chunks[0]).any():
+            return None
+        chunk = [self.kinds[number] for number in chunks[0]]
+        size = len(chunk)
+        if len(set(chunk)) > 1:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            size = next(n for n in divisors if chunk[:n] * (size // n) == chunk)
+        runs, place = [], 0
+        for kind, layers in groupby(chunk[:size]):
+            count = len(list(layers))
+            runs.append(KindRun(kind, place, chunk[:place].count(kind), count))
+            place += count
+        return Period(len(chunk) // size, size, tuple(runs))
 
     def describe(self) -> str:
         """One line a stage: the layers of each of its chunks."""
@@ -50,20 +129,22 @@ class Placement:
 
 
 def place_layers(
-    layers: int,
+    layers: int | Sequence[str],
     *,
     pipe: int,
     virtual: int,
     stage_layers: tuple[int, ...] | Literal["even", "balanced"],
-    pieces: np.ndarray | None = None,
+    virtual_stages: np.ndarray | None = None,
 ) -> Placement:
-    """Places layers in model order on the pipe*virtual pieces; `pieces` int [C, P]: the piece that
-    is each chunk of each stage, c*P + s where not given.
+    """Places layers in model order on the pipe*virtual virtual stages. layers: the kind of each, or
+    their number where they are of one kind, "block"; `virtual_stages` int [C, P]: which one each
+    chunk of each stage is, c*P + s where not given.
 
     "even": the same number on each, else a UserError. "balanced": counts differ by one at most,
-    and the lighter pieces stand at the two ends. A tuple: the number of layers of every piece.
+    and the lighter ones stand first and last. A tuple: the number of layers of each.
     """
-    number = pipe * virtual
+    pattern = ("block",) * layers if isinstance(layers, int) else tuple(layers)
+    number, layers = pipe * virtual, len(pattern)
     if stage_layers == "even":
         if layers % number:
             below, above = layers // number * number, -(-layers // number) * number
@@ -80,27 +161,28 @@ def place_layers(
         if len(counts) != number or counts.sum() != layers or counts.min() < 0:
             raise UserError(
                 f"stage_layers={tuple(stage_layers)} must give the layers of each of the "
-                f"pipe*virtual={pipe}*{virtual} pieces, {layers} in all; it gives {len(counts)} "
-                f"counts with the sum {counts.sum()}"
+                f"pipe*virtual={pipe}*{virtual} virtual stages, {layers} in all; it gives "
+                f"{len(counts)} counts with the sum {counts.sum()}"
             )
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     place = np.arange(counts.max())
     layer = np.where(place < counts[:, None], first[:, None] + place, EMPTY)
-    if pieces is None:
-        pieces = np.arange(pipe * virtual).reshape(virtual, pipe)
-    by_chunk = layer[pieces].swapaxes(0, 1)
-    return Placement(layer=np.ascontiguousarray(by_chunk, np.int32))
+    if virtual_stages is None:
+        virtual_stages = np.arange(pipe * virtual).reshape(virtual, pipe)
+    by_chunk = layer[virtual_stages].swapaxes(0, 1)
+    return Placement(layer=np.ascontiguousarray(by_chunk, np.int32), pattern=pattern)
 
 
-def _balance(layers: int, pieces: int) -> np.ndarray:
-    if layers < pieces:
+def _balance(layers: int, number: int) -> np.ndarray:
+    if layers < number:
         raise UserError(
-            f"layers={layers} are fewer than the pipe*virtual={pieces} pieces; use pipe*virtual of "
-            f"at most {layers}, or give stage_layers with zeros where no layer shall be"
+            f"layers={layers} are fewer than the pipe*virtual={number} virtual stages; use "
+            f"pipe*virtual of at most {layers}, or give stage_layers with zeros where no layer "
+            "shall be"
         )
-    heavy = layers % pieces  # pieces with one layer more, in the middle
-    start = (pieces - heavy + 1) // 2
-    counts = np.full(pieces, layers // pieces)
+    heavy = layers % number  # virtual stages with one layer more, in the middle
+    start = (number - heavy + 1) // 2
+    counts = np.full(number, layers // number)
     counts[start : start + heavy] += 1
     return counts
 

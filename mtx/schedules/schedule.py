@@ -8,8 +8,8 @@ stash each microbatch takes, what travels where, when the embedding and the head
 
 Legend: M microbatches · I items: microbatches or, where sequences are cut, their slices · C chunks
 per stage (v) · P stages (p) · T ticks.
-Chunk c of stage s holds model piece pieces[c, s]; piece 0 takes the embedding, piece C*P - 1 feeds
-the head.
+Chunk c of stage s is virtual stage virtual_stages[c, s]; 0 takes the embedding, C*P - 1 feeds the
+head.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from mtx.schedules.orders import (
     Op,
     Orders,
     W,
-    chunk_of_piece,
+    chunks_in_order,
     orders_of,
     pack,
-    stage_of_piece,
+    stages_in_order,
 )
 
 IDLE = -1
 MOST_PHASES = 8
 
 
-def looped_pieces(stages: int, virtual: int) -> np.ndarray:
-    """int [C, P]: pieces go round the stages, chunk after chunk (Narayanan et al., SC'21)."""
+def looped_placement(stages: int, virtual: int) -> np.ndarray:
+    """int [C, P]: round the stages, chunk after chunk (Narayanan et al., SC'21)."""
     return np.arange(virtual * stages).reshape(virtual, stages)
 
 
-def vee_pieces(stages: int, virtual: int = 2) -> np.ndarray:
-    """int [C, P]: pieces go up the stages and down again, as a V (Qi et al. 2024): the last stage
-    holds two in a row, the first stage the two ends."""
-    pieces = looped_pieces(stages, virtual)
-    pieces[1::2] = pieces[1::2, ::-1]
-    return pieces
+def vee_placement(stages: int, virtual: int = 2) -> np.ndarray:
+    """int [C, P]: up the stages and down again, as a V (Qi et al. 2024): the last stage holds two
+    in a row, the first stage the first and the last."""
+    virtual_stages = looped_placement(stages, virtual)
+    virtual_stages[1::2] = virtual_stages[1::2, ::-1]
+    return virtual_stages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,13 +112,13 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """A checked table. Ticks and pieces define it, the rest is derived from them."""
+    """A checked table. Ticks and virtual stages define it, the rest is derived from them."""
 
     name: str
     forward_ticks: np.ndarray  # int [I, C, P]
     backward_ticks: np.ndarray  # int [I, C, P]
     weight_ticks: np.ndarray | None  # int [I, C, P]; None: B is both gradients
-    pieces: np.ndarray  # int [C, P]
+    virtual_stages: np.ndarray  # int [C, P]
     slices: int  # of each microbatch's sequences
     orders: Orders  # what a runtime with a program per stage runs
     forward: Half
@@ -126,9 +126,9 @@ class Schedule:
     weight: Half | None
     slots: int  # R, ring slots of the stash, from F to B
     weight_stash: Ring | None  # from B to W
-    receives: tuple[Route, ...]  # activations from the stage of the piece before
-    gradient_receives: tuple[Route, ...]  # gradients from the stage of the piece after
-    outputs: Ring  # the last piece's output, until the head reads it
+    receives: tuple[Route, ...]  # activations from the stage of the virtual stage before
+    gradient_receives: tuple[Route, ...]  # gradients from the stage of the virtual stage after
+    outputs: Ring  # the last virtual stage's output, until the head reads it
     # Of a sliced sequence: keys and values, from its first F to its last B; and their gradients,
     # from its first B to its last. Slots for each F and B of it.
     cache: Ring | None
@@ -142,21 +142,21 @@ class Schedule:
         backward_ticks: np.ndarray,
         weight_ticks: np.ndarray | None = None,
         *,
-        pieces: np.ndarray | None = None,
+        virtual_stages: np.ndarray | None = None,
         slices: int = 1,
         orders: Orders | None = None,
     ) -> Schedule:
         """The schedule that runs F, B and W of (item, chunk, stage) in the given ticks [I, C, P].
 
-        pieces: int [C, P], looped where not given. orders: where a runtime with a program per stage
-        would run the ops in another order than that of the ticks. Raises UserError naming the first
-        op that overlaps another or runs before its input.
+        virtual_stages: int [C, P], looped where not given. orders: where a runtime with a program
+        per stage would run the ops in another order than that of the ticks. Raises UserError naming
+        the first op that overlaps another or runs before its input.
         """
-        if pieces is None:
-            pieces = looped_pieces(forward_ticks.shape[2], forward_ticks.shape[1])
+        if virtual_stages is None:
+            virtual_stages = looped_placement(forward_ticks.shape[2], forward_ticks.shape[1])
         tables = [forward_ticks, backward_ticks]
         tables += [] if weight_ticks is None else [weight_ticks]
-        _check_inputs_ready(name, tables, pieces, slices)
+        _check_inputs_ready(name, tables, virtual_stages, slices)
         ticks = 1 + max(int(table.max()) for table in tables)
         stash = _assign_slots(forward_ticks, backward_ticks, ticks)
         slots = [stash.write, stash.read]
@@ -168,14 +168,14 @@ class Schedule:
             _tabulate(name, kind, table, ticks, slot, slices)
             for kind, (table, slot) in enumerate(zip(tables, slots))
         ]
-        arrival, gradient_arrival = _arrivals(forward_ticks, backward_ticks, pieces)
-        at_head = np.where(pieces == pieces.max(), forward_ticks, IDLE)
+        arrival, gradient_arrival = _arrivals(forward_ticks, backward_ticks, virtual_stages)
+        at_head = np.where(virtual_stages == virtual_stages.max(), forward_ticks, IDLE)
         return cls(
             name=name,
             forward_ticks=forward_ticks,
             backward_ticks=backward_ticks,
             weight_ticks=weight_ticks,
-            pieces=pieces,
+            virtual_stages=virtual_stages,
             slices=slices,
             orders=orders or orders_of(forward_ticks, backward_ticks, weight_ticks),
             forward=halves[F],
@@ -183,8 +183,10 @@ class Schedule:
             weight=halves[W] if weight_ticks is not None else None,
             slots=stash.slots,
             weight_stash=weight_stash,
-            receives=_routes(arrival, forward_ticks, ticks, _senders(pieces, -1)),
-            gradient_receives=_routes(gradient_arrival, backward_ticks, ticks, _senders(pieces, 1)),
+            receives=_routes(arrival, forward_ticks, ticks, _senders(virtual_stages, -1)),
+            gradient_receives=_routes(
+                gradient_arrival, backward_ticks, ticks, _senders(virtual_stages, 1)
+            ),
             outputs=_ring(at_head, backward_ticks, ticks),
             cache=_cache(forward_ticks, backward_ticks, 0, slices, ticks),
             gradient_cache=_cache(backward_ticks, backward_ticks, slices - 1, slices, ticks),
@@ -192,17 +194,23 @@ class Schedule:
 
     @classmethod
     def from_orders(
-        cls, name: str, orders: Orders, *, pieces: np.ndarray | None = None, slices: int = 1
+        cls, name: str, orders: Orders, *, virtual_stages: np.ndarray | None = None, slices: int = 1
     ) -> Schedule:
         """The schedule whose stages run these orders, each op in the earliest tick that can be.
 
         Raises UserError where an op is missing or twice, or stages wait for one another for ever.
         """
-        if pieces is None:
-            pieces = looped_pieces(len(orders.kind), int(orders.chunk.max()) + 1)
-        forward, backward, weight = pack(name, orders, pieces, slices)
+        if virtual_stages is None:
+            virtual_stages = looped_placement(len(orders.kind), int(orders.chunk.max()) + 1)
+        forward, backward, weight = pack(name, orders, virtual_stages, slices)
         return cls.from_ticks(
-            name, forward, backward, weight, pieces=pieces, slices=slices, orders=orders
+            name,
+            forward,
+            backward,
+            weight,
+            virtual_stages=virtual_stages,
+            slices=slices,
+            orders=orders,
         )
 
     def __repr__(self) -> str:
@@ -249,25 +257,29 @@ class Schedule:
         return (self.forward, self.backward) + ((self.weight,) if self.weight else ())
 
     @cached_property
-    def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(chunk, stage) of the first and of the last piece."""
-        first, last = (np.argwhere(self.pieces == k)[0] for k in (0, self.pieces.max()))
-        return (int(first[0]), int(first[1])), (int(last[0]), int(last[1]))
+    def first_virtual_stage(self) -> tuple[int, int]:
+        """(chunk, stage) of the one that takes the embedding."""
+        return tuple(np.argwhere(self.virtual_stages == 0)[0].tolist())
+
+    @cached_property
+    def last_virtual_stage(self) -> tuple[int, int]:
+        """(chunk, stage) of the one that feeds the head."""
+        return tuple(np.argwhere(self.virtual_stages == self.virtual_stages.max())[0].tolist())
 
     @cached_property
     def embed(self) -> np.ndarray:
-        """int32 [T]: the item that enters piece 0 in this tick, or IDLE."""
-        return by_tick(self.forward_ticks[:, *self.ends[0]], self.ticks)
+        """int32 [T]: the item that enters virtual stage 0 in this tick, or IDLE."""
+        return by_tick(self.forward_ticks[:, *self.first_virtual_stage], self.ticks)
 
     @cached_property
     def head(self) -> np.ndarray:
         """int32 [T]: the item whose loss is computed in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, *self.ends[1]], self.ticks)
+        return by_tick(self.backward_ticks[:, *self.last_virtual_stage], self.ticks)
 
     @cached_property
     def embed_backward(self) -> np.ndarray:
-        """int32 [T]: the item whose gradient leaves piece 0 in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, *self.ends[0]], self.ticks)
+        """int32 [T]: the item whose gradient leaves virtual stage 0 in this tick, or IDLE."""
+        return by_tick(self.backward_ticks[:, *self.first_virtual_stage], self.ticks)
 
     @cached_property
     def in_flight(self) -> np.ndarray:
@@ -298,7 +310,7 @@ class Schedule:
         kinds = np.zeros((self.ticks, 3), bool)
         for kind, half in enumerate(self.halves):
             kinds[:, kind] = half.busy.any(axis=1)
-        arrivals = _arrivals(self.forward_ticks, self.backward_ticks, self.pieces)
+        arrivals = _arrivals(self.forward_ticks, self.backward_ticks, self.virtual_stages)
         for kind, arrival in enumerate(arrivals):
             kinds[arrival[arrival != IDLE], kind] = True
         cuts = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1))
@@ -323,40 +335,47 @@ def _most_waiting(first: Half, then: Half) -> np.ndarray:
     return (starts - ends).max(axis=0)
 
 
-def _by_piece(ticks_ICP: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+def _in_model_order(ticks_ICP: np.ndarray, virtual_stages: np.ndarray) -> np.ndarray:
     """[I, C, P] as [I, C*P], in the order of the model."""
-    return ticks_ICP[:, chunk_of_piece(pieces), stage_of_piece(pieces)]
+    return ticks_ICP[:, chunks_in_order(virtual_stages), stages_in_order(virtual_stages)]
 
 
-def _senders(pieces: np.ndarray, step: int) -> np.ndarray:
-    """int [C, P]: the stage that holds the piece `step` places further on; its own at the end."""
-    stage = stage_of_piece(pieces)
-    return stage[np.clip(pieces + step, 0, len(stage) - 1)]
+def _senders(virtual_stages: np.ndarray, step: int) -> np.ndarray:
+    """int [C, P]: the stage of the virtual stage `step` places further on; its own at the end."""
+    stage = stages_in_order(virtual_stages)
+    return stage[np.clip(virtual_stages + step, 0, len(stage) - 1)]
 
 
-def _arrivals(forward_ticks: np.ndarray, backward_ticks: np.ndarray, pieces: np.ndarray):
+def _arrivals(forward_ticks: np.ndarray, backward_ticks: np.ndarray, virtual_stages: np.ndarray):
     """Ticks [I, C, P] at which each op's input arrives from its neighbour; IDLE where none does."""
-    forward, backward = _by_piece(forward_ticks, pieces), _by_piece(backward_ticks, pieces)
+    forward, backward = (
+        _in_model_order(forward_ticks, virtual_stages),
+        _in_model_order(backward_ticks, virtual_stages),
+    )
     arrival, gradient_arrival = np.full_like(forward, IDLE), np.full_like(backward, IDLE)
     arrival[:, 1:] = forward[:, :-1] + 1
     gradient_arrival[:, :-1] = backward[:, 1:] + 1
-    return arrival[:, pieces], gradient_arrival[:, pieces]
+    return arrival[:, virtual_stages], gradient_arrival[:, virtual_stages]
 
 
 def _check_inputs_ready(
-    name: str, tables: list[np.ndarray], pieces: np.ndarray, slices: int
+    name: str, tables: list[np.ndarray], virtual_stages: np.ndarray, slices: int
 ) -> None:
     forward, backward = tables[:2]
-    arrival, gradient_arrival = _arrivals(forward, backward, pieces)
+    arrival, gradient_arrival = _arrivals(forward, backward, virtual_stages)
     first = np.arange(len(forward)) % slices == 0
     last = np.roll(first, -1)
     slice_before, slice_after = np.roll(forward, 1, axis=0), np.roll(backward, -1, axis=0)
     slice_before[first], slice_after[last] = IDLE, IDLE
     checks = [
         (F, forward < 0, "F runs before the first tick"),
-        (F, forward < arrival, "F runs before the F of the piece before it has finished"),
+        (F, forward < arrival, "F runs before the F of the virtual stage before it has finished"),
         (F, forward <= slice_before, "F runs before the F of the slice before it has finished"),
-        (B, backward < gradient_arrival, "B runs before the B of the piece after it has finished"),
+        (
+            B,
+            backward < gradient_arrival,
+            "B runs before the B of the virtual stage after it has finished",
+        ),
         (B, backward < forward, "B runs before its own F has finished"),
         (B, backward <= slice_after, "B runs before the B of the slice after it has finished"),
     ]

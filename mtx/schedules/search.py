@@ -209,7 +209,7 @@ def _same_table(one: Schedule, other: Schedule) -> bool:
     return (
         one.split == other.split
         and one.slices == other.slices
-        and same(one.pieces, other.pieces)
+        and same(one.virtual_stages, other.virtual_stages)
         and all(
             same(a.item, b.item) and same(a.chunk, b.chunk)
             for a, b in zip(one.halves, other.halves, strict=True)

@@ -59,7 +59,7 @@ def _seq1f1b_ticks(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     stages, virtual, slices, group = shape.stages, shape.virtual, shape.slices, _group(shape)
     item, chunk, stage = np.indices((shape.microbatches * slices, virtual, stages))
     forward = _turn(item, chunk, virtual, group) + stage
-    # The last piece's B of a microbatch begins when its last slice has been through F.
+    # The last virtual stage's B of a microbatch begins when its last slice has been through F.
     wait = (virtual - 1) * group + (stages - 1) + (slices - 1)
     from_last = item // slices * slices + (slices - 1 - item % slices)
     backward = _turn(from_last, virtual - 1 - chunk, virtual, group) + wait + (stages - 1 - stage)

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.schedules.orders import B, BadOp, F, Op, Orders, W, orders_of, stage_of_piece
+from mtx.schedules.orders import B, BadOp, F, Op, Orders, W, orders_of, stages_in_order
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Times
 
@@ -222,11 +222,11 @@ def _senders(schedule: Schedule) -> np.ndarray:
     stages, ops = orders.kind.shape
     items, last = schedule.items, schedule.virtual * schedule.stages - 1
     stage = np.arange(stages)[:, None]
-    piece = schedule.pieces[orders.chunk, stage]
+    virtual_stage = schedule.virtual_stages[orders.chunk, stage]
     index = np.full((3, items, last + 1), NOTHING)
-    index[orders.kind, orders.item, piece] = np.arange(stages * ops).reshape(stages, ops)
+    index[orders.kind, orders.item, virtual_stage] = np.arange(stages * ops).reshape(stages, ops)
     step = np.array([-1, 1, 0])[orders.kind]
-    sender = index[orders.kind, orders.item, np.clip(piece + step, 0, last)]
+    sender = index[orders.kind, orders.item, np.clip(virtual_stage + step, 0, last)]
     return np.where(sender // ops == stage, NOTHING, sender)
 
 
@@ -279,10 +279,10 @@ def _ticks(schedule: Schedule, orders: Orders) -> np.ndarray:
 
 def _sends(schedule: Schedule) -> np.ndarray:
     """bool [T]: whether any stage sends to another one in this tick."""
-    stage = stage_of_piece(schedule.pieces)
-    away = np.append(stage[1:] != stage[:-1], False)  # from each piece to the one after
+    stage = stages_in_order(schedule.virtual_stages)
+    away = np.append(stage[1:] != stage[:-1], False)  # from each virtual stage to the one after
     sends = np.zeros(schedule.ticks, bool)
-    sends[schedule.forward_ticks[:, away[schedule.pieces]]] = True
+    sends[schedule.forward_ticks[:, away[schedule.virtual_stages]]] = True
     back = np.insert(away[:-1], 0, False)
-    sends[schedule.backward_ticks[:, back[schedule.pieces]]] = True
+    sends[schedule.backward_ticks[:, back[schedule.virtual_stages]]] = True
     return sends

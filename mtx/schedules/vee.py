@@ -1,4 +1,4 @@
-"""Schedules whose model pieces go up the stages and down again, as a V: two chunks a stage.
+"""Schedules whose virtual stages go up the stages and down again, as a V: two chunks a stage.
 
 The last stage turns a microbatch round without a send, and the first one, which holds both ends of
 the model, sees its loss. What a stage keeps of its two chunks then adds up to the same on every
@@ -20,7 +20,7 @@ import heapq
 import numpy as np
 
 from mtx.schedules.orders import B, F, Orders, W
-from mtx.schedules.schedule import Schedule, vee_pieces
+from mtx.schedules.schedule import Schedule, vee_placement
 from mtx.schedules.shape import Maker, Shape, Times
 
 PERIOD = 6
@@ -43,7 +43,7 @@ def zb_v(shape: Shape) -> Schedule:
     orders = _zb_v_orders(shape.microbatches, shape.stages)
     if not is_even(shape.times):
         orders = _fill_gaps(orders, 2 * shape.stages, shape.times)
-    return Schedule.from_orders("zb_v", orders, pieces=vee_pieces(shape.stages))
+    return Schedule.from_orders("zb_v", orders, virtual_stages=vee_placement(shape.stages))
 
 
 def v_half(shape: Shape) -> Schedule:
@@ -100,7 +100,7 @@ def _min_block(stages: int) -> np.ndarray:
 
 def _from_block(name: str, block_4P: np.ndarray, memory: int, shape: Shape) -> Schedule:
     orders = _fill_gaps(_repeat(block_4P, shape.microbatches), 2 * memory, shape.times)
-    return Schedule.from_orders(name, orders, pieces=vee_pieces(shape.stages))
+    return Schedule.from_orders(name, orders, virtual_stages=vee_placement(shape.stages))
 
 
 def _repeat(block_4P: np.ndarray, microbatches: int) -> Orders:

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.sharding.collectives import (
     all_gather_sequence,
+    copy_to,
     reduce_from,
     reduce_scatter_sequence,
     scatter_sequence,
@@ -150,6 +151,12 @@ def _add_bias_backward(_, dy):
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+def used_by_heads(w, axes: Axes):
+    """A parameter that each device of `tensor` has whole and uses for its own heads. Backward: the
+    sum over `tensor` of its gradients; with sequence parallelism the step's."""
+    return w if axes.sequence_parallel else copy_to(w, axes.tensor)
 
 
 class ColumnLinear(nnx.Module):

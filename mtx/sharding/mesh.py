@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.sharding.axes import AXES
+
+
+class Sizes(Protocol):
+    """What a mesh is made of: `mtx.config.Layout`."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, in the mesh's order."""
+        ...
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def sequence_parallel(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +42,19 @@ class Axes:
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
 
     @classmethod
-    def of(cls, layout: Layout) -> Axes:
+    def of(cls, layout: Sizes) -> Axes:
         """The axes of `layout` that have more than one device."""
-        tensor = "tensor" if layout.tensor > 1 else None
-        pipe = "pipe" if layout.pipe > 1 else None
+        tensor, pipe = (axis if layout.sizes[axis] > 1 else None for axis in ("tensor", "pipe"))
         return cls(
             tensor=tensor,
-            tensor_shards=layout.tensor,
+            tensor_shards=layout.sizes["tensor"],
             pipe=pipe,
             vocab=tuple(axis for axis in (pipe, tensor) if axis),
             sequence_parallel=layout.sequence_parallel and tensor is not None,
         )
 
 
-def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
+def make_mesh(layout: Sizes, devices: list | None = None) -> Mesh:
     """The mesh of `layout` over the first devices, or those given. UserError if too few."""
     names, sizes = "*".join(layout.sizes), tuple(layout.sizes.values())
     devices = jax.devices() if devices is None else list(devices)

@@ -19,6 +19,8 @@ from jax import lax
 from mtx.sharding.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 from mtx.sharding.mesh import Axes
 
+VOCAB = ("pipe", "tensor")  # the axes of a vocabulary-sharded dim
+
 
 def _first(rows: int, axes: Axes):
     """The vocabulary id of the first of this device's rows."""
@@ -56,21 +58,24 @@ def _enter_head(x_BsD, axes: Axes):
     return copy_to(x_BsD, axes.vocab)
 
 
-def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes, bias_v=None):
-    """logits_BSv in float32, this device's part of the vocabulary; -inf for ids from `vocab` on."""
+def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes, bias_v=None, softcap=None):
+    """logits_BSv in float32, this device's part of the vocabulary; -inf for ids from `vocab` on.
+    softcap: c, for c tanh(logit / c)."""
     contract = ((2,), (1,))
     logits_BSv = lax.dot_general(
         x_BSD, table_vD, (contract, ((), ())), preferred_element_type=jnp.float32
     )
     if bias_v is not None:
         logits_BSv += bias_v.astype(jnp.float32)
+    if softcap is not None:
+        logits_BSv = softcap * jnp.tanh(logits_BSv / softcap)
     rows = table_vD.shape[0]
     if rows * (lax.axis_size(axes.vocab) if axes.vocab else 1) == vocab:  # none is padded
         return logits_BSv
     return jnp.where(_ids(rows, axes) < vocab, logits_BSv, -jnp.inf)
 
 
-def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None):
+def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None, softcap=None):
     """loss_BS in float32: -log softmax(x table^T + bias) at the target; ids from `vocab` on are
     masked.
 
@@ -78,14 +83,15 @@ def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=Non
     over `tensor` with sequence parallelism, and three all-reduces of [B, S] over the vocabulary's
     shards. Backward: the sum of the input gradient over those shards.
     """
-    return _losses(_enter_head(x_BsD, axes), table_vD, bias_v, targets_BS, vocab, axes)
+    x_BSD = _enter_head(x_BsD, axes)
+    return _losses(x_BSD, table_vD, bias_v, targets_BS, vocab, axes, softcap)
 
 
-def vocab_scores(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None):
+def vocab_scores(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None, softcap=None):
     """(loss_BS, hit_BS) in float32: `vocab_losses`, and 1 where the target is the likeliest of the
     vocabulary (the first of several). Not to be differentiated."""
     x_BSD = _enter_head(x_BsD, axes)
-    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v)
+    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v, softcap)
     loss_BS, largest_BS, _ = _from_logits(logits_BSv, targets_BS, axes)
     is_largest_BSv = logits_BSv == largest_BS[..., None]
     first_BS = jnp.where(is_largest_BSv, _ids(table_vD.shape[0], axes), vocab).min(axis=-1)
@@ -112,19 +118,22 @@ def _from_logits(logits_BSv, targets_BS, axes: Axes):
     return jnp.log(total_BS) - target_BS, largest_BS, error_BSv
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _losses(x_BSD, table_vD, bias_v, targets_BS, vocab: int, axes: Axes):
-    return _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _losses(x_BSD, table_vD, bias_v, targets_BS, vocab: int, axes: Axes, softcap):
+    return _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes, softcap)[0]
 
 
-def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes):
-    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v)
+def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes, softcap):
+    logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v, softcap)
     loss_BS, _, error_BSv = _from_logits(logits_BSv, targets_BS, axes)
+    if softcap is not None:  # what is padded has no error
+        slope_BSv = 1 - jnp.square(logits_BSv / softcap)
+        error_BSv = jnp.where(jnp.isfinite(logits_BSv), error_BSv * slope_BSv, 0)
     # The row's factor is still to come: it is applied to x and dx, [B, S, D].
     return loss_BS, (x_BSD, table_vD, bias_v, error_BSv.astype(x_BSD.dtype))
 
 
-def _losses_backward(vocab, axes, saved, dloss_BS):
+def _losses_backward(vocab, axes, softcap, saved, dloss_BS):
     x_BSD, table_vD, bias_v, error_BSv = saved
     # In float32: all rows share one factor, 1 / tokens, and in bfloat16 a third would be 0.2 % too
     # large for all of them alike.

@@ -28,7 +28,7 @@ class Forward:
     def pipeline(self) -> Pipeline:
         """The step's with F alone, without slices of sequences."""
         pipeline = self.step.pipeline
-        table = forward_table(pipeline.schedule.pieces, self.step.run.microbatches)
+        table = forward_table(pipeline.schedule.virtual_stages, self.step.run.microbatches)
         return replace(pipeline, schedule=table)
 
     def evaluate(self, masters: Tree, batch: Tree):
@@ -41,8 +41,8 @@ class Forward:
         """logits [G, v] float32, of the token that follows each row's last one: of {"tokens":
         [G, S], "last": [G]}."""
 
-        def output(ends, y_BsD, batch):
-            return self.step.states.model.next_logits(ends, y_BsD, batch["last"])
+        def output(shared, stream, batch):
+            return self.step.states.model.next_logits(shared, stream, batch["last"])
 
         logits_MBv = self.pipeline.forward(*self._start(masters, batch), output)
         return logits_MBv.reshape(-1, logits_MBv.shape[-1])

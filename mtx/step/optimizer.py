@@ -22,7 +22,7 @@ from mtx.sharding.parameter import DECAYED
 
 Tree = Any
 Path = tuple[Any, ...]  # of a leaf, as jax.tree_util has it
-_PARTS = "ends", "block"  # of the parameters
+_PARTS = "embed", "head", "layers"  # of the parameters
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -101,7 +101,7 @@ def _check(name: str) -> None:
     module = optimizer_module(name)
     made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
     sizes = (2, 3, 5, 7, 11, 13)
-    params = {"block": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
+    params = {"layers": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
     state = jax.eval_shape(made.init, params)
     seen = set()
     for path, leaf in jax.tree.leaves_with_path(state):
@@ -110,7 +110,7 @@ def _check(name: str) -> None:
             continue
         twice = (field, parameter) in seen
         seen.add((field, parameter))
-        if twice or not parameter or leaf.shape != params["block"][parameter[-1]].shape:
+        if twice or not parameter or leaf.shape != params["layers"][parameter[-1]].shape:
             raise UserError(
                 f"optimizer {name!r} keeps {field or 'an array'}: {leaf.dtype} {list(leaf.shape)}, "
                 "and can keep only arrays like the parameters, one of each name; use another"
@@ -154,7 +154,7 @@ def _parts(path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def state_arrays(state: Tree) -> dict[str, Any]:
-    """The arrays of an optimizer's state that are like parameters, by name: "mu.block.mlp.up.w".
+    """The arrays of an optimizer's state that are like parameters, by name: "mu.embed.tokens".
     Its counts of updates, which are all the rest, are left out."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(state):

@@ -1,11 +1,12 @@
-"""Model order: the form in which layouts are compared, layers [L, ...] as the model has them,
-global shapes, no padding; and back to the order in which a layout holds them, [P, C, N, ...].
+"""Model order: the form in which layouts are compared, each kind's layers [L, ...] as the model has
+them, global shapes, no padding; and back to the order in which a layout holds them, [P, C, N, ...].
 
-Legend: P stages · C chunks · N layers a chunk · L layers
+Legend: P stages · C chunks · N layers of a kind in a chunk · L layers of a kind
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,33 +23,42 @@ Tree = Any
 def to_canonical(tree: Tree, states: States) -> Tree:
     """A tree like the masters (gradients, moments) -> layers [L, ...], no padding."""
     tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, states.shards)
-    places = states.placement.place_of_layer
-    blocks = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:])[places], tree["block"])
     vocab = states.run.model.vocab
-    ends = jax.tree.map(
-        lambda a, spec: a[:vocab] if _is_vocab(spec) else a,
-        tree["ends"],
-        states.param_specs["ends"],
-    )
-    return {"ends": ends, "block": blocks}
+
+    def unstack(kind: str, leaves: Tree) -> Tree:
+        places = states.placement.place_of_layer(kind)
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:])[places], leaves)
+
+    shared = _shared(lambda a, spec: a[:vocab] if _is_vocab(spec) else a, tree, states)
+    return shared | {"layers": {kind: unstack(kind, a) for kind, a in tree["layers"].items()}}
 
 
 def from_canonical(tree: Tree, states: States) -> Tree:
     """The inverse of `to_canonical`."""
-    layers = states.placement.layer
-    flat = layers.ravel()
 
-    def stack(a):
-        used = jnp.asarray(flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
-        return jnp.where(used, a[flat], 0).reshape(*layers.shape, *a.shape[1:])
+    def stack(kind: str, leaves: Tree) -> Tree:
+        slots = states.placement.slots_of(kind)
+        flat = slots.ravel()
+
+        def stack(a):
+            used = jnp.asarray(flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+            return jnp.where(used, a[flat], 0).reshape(*slots.shape, *a.shape[1:])
+
+        return jax.tree.map(stack, leaves)
 
     def pad_vocab(a, spec):
         rows = states.model.vocab_rows - len(a) if _is_vocab(spec) else 0
         return jnp.pad(a, ((0, rows), *((0, 0),) * (a.ndim - 1))) if rows else a
 
-    ends = jax.tree.map(pad_vocab, tree["ends"], states.param_specs["ends"])
-    stacked = {"ends": ends, "block": jax.tree.map(stack, tree["block"])}
+    layers = {kind: stack(kind, leaves) for kind, leaves in tree["layers"].items()}
+    stacked = _shared(pad_vocab, tree, states) | {"layers": layers}
     return jax.tree.map(lambda a, shard: shard.pad(a), stacked, states.shards)
+
+
+def _shared(change: Callable, tree: Tree, states: States) -> Tree:
+    """{"embed": ..., "head": ...} with change(a, spec) for each leaf."""
+    specs = states.param_specs
+    return {part: jax.tree.map(change, tree[part], specs[part]) for part in ("embed", "head")}
 
 
 def _is_vocab(spec: P) -> bool:

@@ -1,6 +1,6 @@
 """A run's state: what is in it, where each array lies, and the first one.
 
-Legend: P stages · C chunks · N layers a chunk
+Legend: P stages · C chunks · N layers of a kind in a chunk
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
-from mtx.models.model import Model
+from mtx.pipeline.model import PipelineModel
 from mtx.schedules.partition import EMPTY, Placement
 from mtx.sharding.axes import AXES
 from mtx.sharding.optimizer import shard_over_replicas
@@ -28,7 +29,7 @@ class TrainState(NamedTuple):
     """All that a step changes. Masters and moments are float32, sharded over replicas as well."""
 
     step: jax.Array  # int32 []
-    params: Tree  # the masters: {"ends": ..., "block": leaves [P, C, N, ...]}
+    params: Tree  # the masters: {"embed", "head", "layers": {kind: leaves [P, C, N, ...]}}
     moments: optax.OptState
     loss_scale: LossScale
     skipped: jax.Array  # int32 [], steps whose gradients were not finite
@@ -53,7 +54,7 @@ class States:
     """The states of a run on its layout: shapes, specs, and the first."""
 
     run: RunConfig
-    model: Model
+    model: PipelineModel
     placement: Placement
 
     @cached_property
@@ -63,8 +64,9 @@ class States:
     @cached_property
     def param_specs(self) -> Tree:
         """The PartitionSpec of every parameter, layers stacked."""
-        stack = jax.tree.map(lambda spec: P("pipe", None, None, *spec), self.model.specs["block"])
-        return {"ends": self.model.specs["ends"], "block": stack}
+        specs = self.model.specs
+        stack = jax.tree.map(lambda spec: P("pipe", None, None, *spec), specs["layers"])
+        return specs | {"layers": stack}
 
     @cached_property
     def param_shapes(self) -> Tree:
@@ -75,18 +77,16 @@ class States:
     def shards(self) -> Tree:
         """How every master is sharded over the replicas; a layer's own dims, where a chunk is
         gathered at a time."""
-        replicas, stacked = self.run.layout.replicas, 3 if self.run.layout.zero == 3 else 0
+        layout = self.run.layout
 
-        def shard(part: str, stacked: int):
-            return jax.tree.map(
-                lambda a, spec: shard_over_replicas(
-                    a.shape, spec, replicas=replicas, stacked=stacked
-                ),
-                self.param_shapes[part],
-                self.param_specs[part],
-            )
+        def shard(a, spec, stacked: int = 0):
+            return shard_over_replicas(a.shape, spec, replicas=layout.replicas, stacked=stacked)
 
-        return {"ends": shard("ends", 0), "block": shard("block", stacked)}
+        of_layer = partial(shard, stacked=3 if layout.zero == 3 else 0)
+        return {
+            part: jax.tree.map(of_layer if part == "layers" else shard, shapes, specs)
+            for (part, shapes), specs in zip(self.param_shapes.items(), self.param_specs.values())
+        }
 
     @cached_property
     def specs(self) -> TrainState:
@@ -116,12 +116,17 @@ class States:
         return TrainState(jnp.int32(0), masters, moments, start, jnp.int32(0), checksums)
 
     def _params(self, seed) -> Tree:
-        layers = jnp.asarray(self.placement.layer)
-        flat = layers.reshape(-1)
-        blocks = jax.vmap(partial(self.model.init_block, seed))(flat)
+        def of_kind(kind: str) -> Tree:
+            slots = self.placement.slots_of(kind)
+            used = slots.ravel() != EMPTY
+            layers = np.where(used, self.placement.layers_of(kind)[slots.ravel()], EMPTY)
+            params = jax.vmap(partial(self.model.init_layer, kind, seed))(jnp.asarray(layers))
 
-        def stack(a):
-            used = (flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
-            return jnp.where(used, a, 0).reshape(*layers.shape, *a.shape[1:])
+            def stack(a):
+                padded = jnp.where(used.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)
+                return padded.reshape(*slots.shape, *a.shape[1:])
 
-        return {"ends": self.model.init_ends(seed), "block": jax.tree.map(stack, blocks)}
+            return jax.tree.map(stack, params)
+
+        layers = {kind: of_kind(kind) for kind in self.placement.kinds}
+        return self.model.init_shared(seed) | {"layers": layers}

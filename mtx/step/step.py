@@ -9,7 +9,8 @@ asks which devices there are:
 4. clip by the norm over all axes; skip the update where it is not finite;
 5. update each device's shard of the masters, by the optimizer of each role (`mtx.optimizers`).
 
-Legend: G global batch · S sequence · M microbatches · B rows of one · C chunks · N layers a chunk
+Legend: G global batch · S sequence · M microbatches · B rows of one · C chunks ·
+N layers of a kind in a chunk
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ class Step:
         with jax.named_scope("pipeline"):
             batch = self.microbatches(batch)
             tokens = sum_over_replicas(batch["weights"].sum())
-            key = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
+            rng = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
-                params, batch, _samples(batch), key, scale / tokens
+                params, batch, _samples(batch), rng, scale / tokens
             )
-            gradients["block"] = jax.tree.map(lambda a: a[None], gradients["block"])
+            gradients["layers"] = jax.tree.map(lambda a: a[None], gradients["layers"])
         with jax.named_scope("reduce"):
             specs, shards = self.states.param_specs, self.states.shards
             gradients = {
                 part: jax.tree.map(
-                    partial(self._reduce, summed=part == "block" and self.run.layout.zero == 3),
+                    partial(self._reduce, summed=part == "layers" and self.run.layout.zero == 3),
                     gradients[part], specs[part], shards[part],
                 )
                 for part in gradients
@@ -100,19 +101,19 @@ class Step:
         return sum_over_replicas(loss) / tokens, gradients
 
     def gather(self, masters: Tree) -> Tree:
-        """This stage's parameters in the compute type: the ends, and the block's [C, N, ...], of
-        which zero=3 leaves each device its shard."""
+        """This stage's parameters in the compute type: those of embedding and head, and of its
+        layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard."""
         dtype, shards = jnp.dtype(self.run.model.compute_dtype), self.states.shards
 
         def gather(master, shard):
             return shard.gather(master, dtype)
 
-        ends = jax.tree.map(gather, masters["ends"], shards["ends"])
-        block = jax.tree.map(lambda a: a[0], masters["block"])
+        shared = {p: jax.tree.map(gather, masters[p], shards[p]) for p in ("embed", "head")}
+        layers = jax.tree.map(lambda a: a[0], masters["layers"])
         if self.run.layout.zero == 3:
-            return {"ends": ends, "block": jax.tree.map(lambda a: a.astype(dtype), block)}
-        below = jax.tree.map(lambda shard: shard.below(1), shards["block"])
-        return {"ends": ends, "block": jax.tree.map(gather, block, below)}
+            return shared | {"layers": jax.tree.map(lambda a: a.astype(dtype), layers)}
+        below = jax.tree.map(lambda shard: shard.below(1), shards["layers"])
+        return shared | {"layers": jax.tree.map(gather, layers, below)}
 
     def _reduce(self, gradient, spec, shard, *, summed: bool):
         """A gradient's shard of its sum over `sum_axes`; over the replicas it may be `summed`

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
 from mtx.errors import UserError
-from mtx.models.attention import AttentionKernel, cudnn_serves
-from mtx.models.families import FAMILIES
-from mtx.models.model import Model
+from mtx.layers.kernels import AttentionKernel, cudnn_takes
+from mtx.layers.model import Model
+from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.program import Pipeline
 from mtx.plan.choose import check_shape, schedule_for, settle
-from mtx.schedules.partition import place_layers
+from mtx.schedules.partition import Placement, place_layers
 from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH
 from mtx.sharding.mesh import Axes, make_mesh
@@ -51,19 +51,27 @@ class Trainer:
         self.axes = Axes.of(layout)
         self.schedule = schedule or schedule_for(layout, run.microbatches)
         check_shape(self.schedule, layout, run.microbatches)
-        self.placement = place_layers(
-            model.layers, pipe=layout.pipe, virtual=layout.virtual,
-            stage_layers=layout.stage_layers, pieces=self.schedule.pieces,
-        )  # fmt: skip
         self._mesh = mesh
 
     @cached_property
-    def model(self) -> Model:
+    def placement(self) -> Placement:
         layout = self.run.layout
-        return FAMILIES[self.run.model.family](
-            self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
-            vocab_shards=layout.vocab_shards, slices=self.schedule.slices,
+        return place_layers(
+            self.model.pattern, pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers, virtual_stages=self.schedule.virtual_stages,
         )  # fmt: skip
+
+    @cached_property
+    def model(self) -> PipelineModel:
+        layout = self.run.layout
+        return Model(
+            self.run.model, axes=self.axes, recompute=layout.recompute, kernel=self._kernel(),
+            vocab_shards=layout.vocab_shards, slices=self.schedule.slices, head=self.head(),
+        )  # fmt: skip
+
+    def head(self) -> Any:
+        """The config of another head than the family's; None: the family's."""
+        return None
 
     def _kernel(self) -> AttentionKernel:
         """ "auto" looks at a device, of the mesh that was given or of this machine; cuDNN cannot be
@@ -80,7 +88,11 @@ class Trainer:
                 )
             return wanted
         there = nvidia and jax.default_backend() == "gpu"
-        return "cudnn" if there and cudnn_serves(self.run.model) else "blocked"
+        model = self.run.model
+        takes = cudnn_takes(
+            head_size=model.head_size, sequence=model.sequence, dtype=model.compute_dtype
+        )
+        return "cudnn" if there and takes else "blocked"
 
     @cached_property
     def states(self) -> States:
@@ -90,7 +102,7 @@ class Trainer:
     def pipeline(self) -> Pipeline:
         shards = None
         if self.run.layout.zero == 3:  # how a chunk's leaves [N, ...] are sharded over the replicas
-            shards = jax.tree.map(lambda shard: shard.below(2), self.states.shards["block"])
+            shards = jax.tree.map(lambda shard: shard.below(2), self.states.shards["layers"])
         return Pipeline(
             model=self.model, schedule=self.schedule, placement=self.placement,
             layout=self.run.layout, axes=self.axes, data_shards=shards,

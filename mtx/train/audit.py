@@ -56,7 +56,7 @@ class Audit:
         }
         gathered = dict(trainer.states.param_specs)
         if trainer.run.layout.zero == 3:
-            del gathered["block"]  # no device holds them for longer than a chunk's turn
+            del gathered["layers"]  # no device holds them for longer than a chunk's turn
         return held | {"gathered": gathered}
 
     @cached_property
@@ -67,7 +67,7 @@ class Audit:
         def table(params, moments):
             gathered = trainer.step.gather(params)
             if trainer.run.layout.zero == 3:
-                del gathered["block"]
+                del gathered["layers"]
             leaves = jax.tree.leaves({"params": params, "moments": moments, "gathered": gathered})
             words_L = jnp.stack([checksum(leaf) for leaf in leaves])
             return on_each_device(words_L, tuple(trainer.run.layout.sizes.values()))

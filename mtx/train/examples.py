@@ -168,7 +168,7 @@ def make_batch(
     task: Task, examples: Sequence[Example], count: int, *, draws: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """A batch of `count` examples, G = count * options rows, as the model reads it: see
-    `mtx.models.classifier`. Those that there are too few of are padding, of weight 0. draws int32
+    `mtx.layers.bert.Classes`. Those that there are too few of are padding, of weight 0. draws int32
     [G]: for dropout."""
     shape = count * task.options, task.sequence
     batch = {
@@ -188,7 +188,7 @@ def make_batch(
             batch["tokens"][g, : len(row.tokens)] = row.tokens
             batch["types"][g, row.second : len(row.tokens)] = 1
             batch["segments"][g, : len(row.tokens)] = 1
-    return batch if draws is None else batch | {"draws": draws}
+    return batch if draws is None else batch | {"rng": draws}
 
 
 def training_batch(

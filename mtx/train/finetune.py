@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -22,8 +21,7 @@ from mtx.data.marks import find_marks
 from mtx.errors import UserError
 from mtx.evaluation.score import Report, fetch
 from mtx.fields import settle_types
-from mtx.models.classifier import Classifier
-from mtx.models.model import Model
+from mtx.layers.bert import Classes
 from mtx.sizes import Seed, Sequences, Step
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -75,13 +73,10 @@ class FinetuneTrainer(Trainer):
         super().__init__(run, mesh=mesh)
         self.task = task
 
-    @cached_property
-    def model(self) -> Model:
-        layout = self.run.layout
-        return Classifier(
-            self.run.model, outputs=self.task.outputs, options=self.task.options, axes=self.axes,
-            recompute=layout.recompute, kernel=self._kernel(), vocab_shards=layout.vocab_shards,
-            slices=self.schedule.slices,
+    def head(self) -> Classes:
+        return Classes.instead_of(
+            self.run.model.stack().head, outputs=self.task.outputs, options=self.task.options,
+            dropout=self.run.model.dropout,
         )  # fmt: skip
 
     @property
@@ -117,7 +112,7 @@ class FinetuneTrainer(Trainer):
 
 def check_family(model: ModelConfig) -> None:
     """Raises UserError for a model that is no BERT."""
-    if model.family != "bert":
+    if model.objective != "masked tokens":
         raise UserError(f"family={model.family!r} has no pooled output; fine-tune a 'bert'")
 
 
@@ -154,8 +149,11 @@ def with_pretrained(trainer: FinetuneTrainer, before: Trainer, params) -> TrainS
 
     def joined(new, old):
         new, old = trainer.to_canonical(new), before.to_canonical(old)
-        ends = {name: old["ends"].get(name, value) for name, value in new["ends"].items()}
-        return trainer.from_canonical({"ends": ends, "block": old["block"]})
+        shared = {
+            part: {name: old[part].get(name, value) for name, value in new[part].items()}
+            for part in ("embed", "head")
+        }
+        return trainer.from_canonical(shared | {"layers": old["layers"]})
 
     state = trainer.init()
     shardings = trainer.shardings(trainer.states.specs.params)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from mtx.config import RunConfig, Track, to_dict
+from mtx.config import RunConfig, to_dict
+from mtx.config.run import Track
 from mtx.errors import UserError
 
 _AXIS = ("kind", "step", "t_s")  # of a record; its other numbers are curves

@@ -208,9 +208,9 @@ class Holdings:
         )
         return [
             _Leaf(
-                name=(name := keystr(path, simple=True, separator=".").removeprefix("ends.")),
+                name=(name := keystr(path, simple=True, separator=".")),
                 shape=leaf.shape, spec=spec, shard=shard,
-                stacked=_STACKED if name.startswith("block.") else 0,
+                stacked=_STACKED if name.startswith("layers.") else 0,
             )
             for (path, leaf), spec, shard in leaves
         ]  # fmt: skip

@@ -276,7 +276,7 @@ def device_html(look: Look) -> str:
     )
     held = look.held
     rows = "".join(
-        f"<tr><td>{each.name.removeprefix('block.')}</td>"
+        f"<tr><td>{each.name.removeprefix('layers.')}</td>"
         f"<td>{'' if each.layers is None else numbers_text(each.layers)}</td>"
         f"<td>{each.part_text}</td><td>{each.master_text}</td></tr>"
         for each in held

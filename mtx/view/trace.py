@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mtx.schedules.orders import KINDS, B, F, stage_of_piece
+from mtx.schedules.orders import KINDS, B, F, stages_in_order
 from mtx.schedules.simulate import Simulation
 from mtx.view.files import replacing
 from mtx.view.spans import Shown, run_title, runs_of
@@ -64,7 +64,7 @@ def _process(run: Simulation, pid: int, unit_us: float) -> Iterator[dict[str, An
         for op, ts, dur in rows:
             microbatch, part = divmod(op.item, schedule.slices)
             args = {"microbatch": microbatch, "chunk": op.chunk,
-                    "piece": int(schedule.pieces[op.chunk, stage])}  # fmt: skip
+                    "virtual stage": int(schedule.virtual_stages[op.chunk, stage])}  # fmt: skip
             args |= {"slice": part} if schedule.slices > 1 else {}
             yield {"ph": "X", "pid": pid, "tid": stage, "ts": ts, "dur": dur,
                    "cat": KINDS[op.kind], "name": op.describe(schedule.slices),
@@ -91,7 +91,7 @@ def _name(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
 
 def _sends(run: Simulation) -> int:
     """How many outputs travel from stage to stage."""
-    stage_of = stage_of_piece(run.schedule.pieces)
+    stage_of = stages_in_order(run.schedule.virtual_stages)
     return 2 * run.schedule.items * int((stage_of[1:] != stage_of[:-1]).sum())
 
 
@@ -102,17 +102,17 @@ def _arrows(
     it sent."""
     schedule, orders = run.schedule, run.orders
     stage = np.broadcast_to(np.arange(schedule.stages)[:, None], orders.kind.shape)
-    where = (orders.kind, orders.item, schedule.pieces[orders.chunk, stage])
-    first, last = np.zeros((2, 3, schedule.items, schedule.pieces.size))
+    where = (orders.kind, orders.item, schedule.virtual_stages[orders.chunk, stage])
+    first, last = np.zeros((2, 3, schedule.items, schedule.virtual_stages.size))
     first[where], last[where] = start + _INSIDE * length, start + (1 - _INSIDE) * length
-    stage_of = stage_of_piece(schedule.pieces).tolist()
+    stage_of = stages_in_order(schedule.virtual_stages).tolist()
     ident = 0
     for kind, step, name in ((F, 1, "activation"), (B, -1, "gradient")):
-        for piece, source in enumerate(stage_of):
-            other = piece + step
+        for virtual_stage, source in enumerate(stage_of):
+            other = virtual_stage + step
             if not 0 <= other < len(stage_of) or stage_of[other] == source:
                 continue
-            spans = zip(last[kind, :, piece].tolist(), first[kind, :, other].tolist())
+            spans = zip(last[kind, :, virtual_stage].tolist(), first[kind, :, other].tolist())
             for sent, taken in spans:
                 ident += 1
                 shared = {"pid": pid, "name": name, "cat": "send", "id": f"{pid}.{ident}"}

@@ -1,51 +1,68 @@
-"""Attention of projected queries, keys and values: in blocks, fused, in slices, or with dropout.
+"""Attention of projected queries, keys and values: in blocks, fused, in slices, with dropout, or of
+the next positions of texts.
 
 Heads of keys and values may be fewer than those of queries (Ainslie et al. 2023): each of them
 serves a group of neighbours. What a projection gives comes as it is: (qkv_BSnhK,) with n = 3, or
 (q_BShK, kv_BSngK) with n = 2. So no copy of it waits for the backward pass beside it.
 
-Legend: B rows · S sequence (T: keys) · H heads of queries (h: shard) · G heads of keys and values
-(g: shard) · R = H / G · K head size · b a block of queries
+Legend: B rows · S sequence (T: keys, t: the next positions) · H heads of queries (h: shard) ·
+G heads of keys and values (g: shard) · R = H / G · K head size · b a block of queries
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtx.plan.attention import cudnn_serves as cudnn_serves  # for who chooses the kernel
-from mtx.plan.attention import query_blocks
+from mtx.layers.kernels import AttentionKernel, query_blocks
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
-AttentionKernel = Literal["blocked", "cudnn"]
 Projected = tuple[jax.Array, ...]
 
 
-def attention(
-    projected: Projected, segments_BS=None, *, causal: bool = True, kernel: AttentionKernel
-):
-    """softmax(q k^T / sqrt(K) + mask) v -> [B, S, h, K].
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Which scores there are, and how they are made: of scaled products q k^T."""
 
-    The mask hides later positions where causal, and positions of another of `segments_BS`.
-    "cudnn": the fused kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs, 16 bits and
-    heads of at most 128. "blocked": `blocked_attention`, everywhere.
+    causal: bool = True  # a position sees none after it
+    window: int | None = None  # causal: it sees itself and window - 1 positions before it
+    scale: float | None = None  # of the products; None: 1 / sqrt(K)
+    softcap: float | None = None  # c tanh(score / c), before the mask (Gemma 2)
+
+    def scaled_by(self, size: int) -> float:
+        return 1 / math.sqrt(size) if self.scale is None else self.scale
+
+    def first_key(self, first_query: int) -> int:
+        """The first key that queries from that one on see."""
+        return 0 if self.window is None else max(0, first_query - self.window + 1)
+
+
+def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: AttentionKernel):
+    """softmax(scores) v -> [B, S, h, K].
+
+    The mask hides positions of another of `segments_BS`, and what `rules` hide. "cudnn": the fused
+    kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs (`kernels.cudnn_takes`).
+    "blocked": `blocked_attention`, everywhere.
     """
     if kernel == "blocked":
-        return blocked_attention(projected, segments_BS, causal)
+        return blocked_attention(projected, segments_BS, rules)
     q_BShK, k_BSgK, v_BSgK = separate(projected)
     mask_B1ST = None
     if segments_BS is not None:
         mask_B1ST = (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
-        q_BShK, k_BSgK, v_BSgK, mask=mask_B1ST, is_causal=causal, implementation="cudnn"
-    )
+        q_BShK, k_BSgK, v_BSgK, mask=mask_B1ST, is_causal=rules.causal, scale=rules.scale,
+        local_window_size=None if rules.window is None else (rules.window - 1, 0),
+        implementation="cudnn",
+    )  # fmt: skip
 
 
 def separate(projected: Projected):
@@ -62,13 +79,14 @@ def keys_and_values(projected: Projected):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def blocked_attention(projected: Projected, segments_BS=None, causal: bool = True):
-    """Attention in blocks of queries, each, where causal, with the keys up to its last query only.
+def blocked_attention(projected: Projected, segments_BS=None, rules: Scores = Scores()):  # noqa: B008
+    """Attention in blocks of queries, each with the keys only that one of its queries sees: where
+    causal, (n+1)/2n of the square for n blocks.
 
-    That is (n+1)/2n of the square for n blocks. Like FlashAttention (Dao et al. 2022) it keeps
-    q, k, v, its output and a number a row, and computes the probabilities again going back.
+    Like FlashAttention (Dao et al. 2022) it keeps q, k, v, its output and a number a row, and
+    computes the probabilities again in the backward pass.
     """
-    return _blocked_forward(projected, segments_BS, causal)[0]
+    return _blocked_forward(projected, segments_BS, rules)[0]
 
 
 # -- heads first -----------------------------------------------------------------------------------
@@ -110,15 +128,21 @@ def _projected_like(projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS) -> Project
 class _Mask(NamedTuple):
     """What a block of queries may see."""
 
-    first: int | None  # the position of the first query; None: later positions are seen
-    queries_Bb: jax.Array | None  # segments; None: all of a row's positions are of one
-    keys_BT: jax.Array | None
+    rules: Scores
+    first: int  # the position of the first query
+    first_key: int  # and of the first key
+    queries_Bb: jax.Array | None = None  # segments; None: all of a row's positions are of one
+    keys_BT: jax.Array | None = None
 
     def __call__(self, scores_BgRbT):
         seen = None
-        if self.first is not None:
+        if self.rules.causal:
             query = self.first + lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 3)
-            seen = query >= lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 4)
+            key = lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 4)
+            key = key + self.first_key if self.first_key else key
+            seen = query >= key
+            if self.rules.window is not None:
+                seen &= query - key < self.rules.window
         if self.queries_Bb is not None:
             same_BbT = self.queries_Bb[:, :, None] == self.keys_BT[:, None, :]
             same = same_BbT[:, None, None]
@@ -129,14 +153,17 @@ class _Mask(NamedTuple):
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _scores(q_BgRbK, k_BgTK, mask: _Mask):
-    """Scaled and masked scores [B, g, R, b, T], float32."""
-    return mask(_product("BgRbK,BgTK->BgRbT", q_BgRbK, k_BgTK) / math.sqrt(q_BgRbK.shape[-1]))
+def _scores(q_BgRbK, k_BgTK, rules: Scores):
+    """Scores [B, g, R, b, T] before the mask, float32."""
+    size = q_BgRbK.shape[-1]
+    products = _product("BgRbK,BgTK->BgRbT", q_BgRbK, k_BgTK)
+    scores = products / math.sqrt(size) if rules.scale is None else products * rules.scale
+    return scores if rules.softcap is None else rules.softcap * jnp.tanh(scores / rules.softcap)
 
 
 def _attend(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask):
     """(o_BgRbK, log of the sum of exponentials [B, g, R, b]) of a block of queries."""
-    scores_BgRbT = _scores(q_BgRbK, k_BgTK, mask)
+    scores_BgRbT = mask(_scores(q_BgRbK, k_BgTK, mask.rules))
     largest = scores_BgRbT.max(axis=-1, keepdims=True)
     p_BgRbT = jnp.exp(scores_BgRbT - largest)
     total = p_BgRbT.sum(axis=-1, keepdims=True)
@@ -146,12 +173,16 @@ def _attend(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask):
 
 def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along_BgRb, do_BgRbK):
     """Float32 gradients (dq_BgRbK, dk_BgKT, dv_BgKT); `along`: the sum over K of do times o."""
-    dtype, scale = q_BgRbK.dtype, 1 / math.sqrt(q_BgRbK.shape[-1])
-    scores_BgRbT = _scores(q_BgRbK, k_BgTK, mask) - logsumexp_BgRb[..., None]
+    dtype, rules = q_BgRbK.dtype, mask.rules
+    raw_BgRbT = _scores(q_BgRbK, k_BgTK, rules)
+    scores_BgRbT = mask(raw_BgRbT) - logsumexp_BgRb[..., None]
     # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
     p_BgRbT = jnp.exp(jnp.minimum(scores_BgRbT, 0))
     dp_BgRbT = _product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK)
-    ds_BgRbT = (p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * scale).astype(dtype)
+    ds_BgRbT = p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * rules.scaled_by(q_BgRbK.shape[-1])
+    if rules.softcap is not None:
+        ds_BgRbT *= 1 - jnp.square(raw_BgRbT / rules.softcap)
+    ds_BgRbT = ds_BgRbT.astype(dtype)
     dq_BgRbK = _product("BgRbT,BgTK->BgRbK", ds_BgRbT, k_BgTK)
     # Keys last, and a barrier to keep them there: matmuls on CPUs transpose their first operand,
     # which is to be a small one, and not the probabilities.
@@ -160,7 +191,7 @@ def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along
     return dq_BgRbK, *lax.optimization_barrier((dk_BgKT, dv_BgKT))
 
 
-def _going_back(do_BShK, o_BShK, groups: int):
+def _output_gradient(do_BShK, o_BShK, groups: int):
     """(do_BgRSK, its sum over K with o [B, g, R, S] in float32)"""
     along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
     do_BgRSK = _in_groups(jnp.swapaxes(do_BShK, 1, 2), groups)
@@ -170,23 +201,24 @@ def _going_back(do_BShK, o_BShK, groups: int):
 # -- whole sequences -------------------------------------------------------------------------------
 
 
-def _blocks(sequence: int, segments_BS, causal: bool) -> list[tuple[slice, slice, _Mask]]:
+def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slice, _Mask]]:
     """(queries, keys, mask) of each block."""
     size = sequence // query_blocks(sequence)
     blocks = []
     for start in range(0, sequence, size):
-        queries, keys = slice(start, start + size), slice(start + size if causal else sequence)
-        segments = (None, None)
+        queries = slice(start, start + size)
+        keys = slice(rules.first_key(start), start + size if rules.causal else sequence)
+        segments = ()
         if segments_BS is not None:
             segments = segments_BS[:, queries], segments_BS[:, keys]
-        blocks.append((queries, keys, _Mask(start if causal else None, *segments)))
+        blocks.append((queries, keys, _Mask(rules, start, keys.start, *segments)))
     return blocks
 
 
-def _blocked_forward(projected, segments_BS, causal):
+def _blocked_forward(projected, segments_BS, rules):
     q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
     outputs, logsumexps = [], []
-    for queries, keys, mask in _blocks(k_BgSK.shape[2], segments_BS, causal):
+    for queries, keys, mask in _blocks(k_BgSK.shape[2], segments_BS, rules):
         o_BgRbK, logsumexp_BgRb = _attend(
             q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask
         )
@@ -198,21 +230,21 @@ def _blocked_forward(projected, segments_BS, causal):
     return o_BShK, (projected, segments_BS, o_BShK, logsumexp_BgRS)
 
 
-def _blocked_backward(causal, saved, do_BShK):
+def _blocked_backward(rules, saved, do_BShK):
     projected, segments_BS, o_BShK, logsumexp_BgRS = saved
     q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
     sequence = k_BgSK.shape[2]
-    do_BgRSK, along_BgRS = _going_back(do_BShK, o_BShK, k_BgSK.shape[1])
+    do_BgRSK, along_BgRS = _output_gradient(do_BShK, o_BShK, k_BgSK.shape[1])
     dq, dk_BgKS, dv_BgKS = [], 0.0, 0.0
-    for queries, keys, mask in _blocks(sequence, segments_BS, causal):
+    for queries, keys, mask in _blocks(sequence, segments_BS, rules):
         dq_BgRbK, dk_BgKT, dv_BgKT = _attend_backward(
             q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask,
             logsumexp_BgRS[..., queries], along_BgRS[..., queries], do_BgRSK[:, :, :, queries],
         )  # fmt: skip
-        after = ((0, 0), (0, 0), (0, 0), (0, sequence - keys.stop))  # keys that the block hides
+        hidden = ((0, 0), (0, 0), (0, 0), (keys.start, sequence - keys.stop))  # from the block
         dq.append(dq_BgRbK)
-        dk_BgKS += jnp.pad(dk_BgKT, after)
-        dv_BgKS += jnp.pad(dv_BgKT, after)
+        dk_BgKS += jnp.pad(dk_BgKT, hidden)
+        dv_BgKS += jnp.pad(dv_BgKT, hidden)
     return _projected_like(projected, jnp.concatenate(dq, axis=3), dk_BgKS, dv_BgKS), None
 
 
@@ -222,32 +254,34 @@ blocked_attention.defvjp(_blocked_forward, _blocked_backward)
 # -- slices of sequences ---------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def sliced_attention(projected: Projected, cache_BSngK, part, slices: int):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def sliced_attention(projected: Projected, cache_BSngK, part, slices: int, rules: Scores):
     """Causal attention of one slice of a sequence, the keys and values of earlier ones in a cache.
 
     projected: of the b = S / slices positions from part * b on; cache (n = 2 for k, v): what stands
-    in it from there on counts for nothing; part: int32 []. Attention of slice j takes j + 1 blocks
-    of keys, no more. Keeps what `blocked_attention` keeps, of this slice alone.
+    in it from there on counts for nothing; part: int32 []. Attention of slice j takes the blocks of
+    keys that it sees, no more. Keeps what `blocked_attention` keeps, of this slice alone.
     """
-    return _slice_forward(projected, cache_BSngK, part, slices)[0]
+    return _slice_forward(projected, cache_BSngK, part, slices, rules)[0]
 
 
-def _slice_keys(projected, cache_BSngK, part: int):
-    """q, k, v with the T = (part + 1) b keys up to the end of this slice."""
+def _slice_keys(projected, cache_BSngK, part: int, rules: Scores):
+    """q, k, v with the keys up to the end of this slice that it sees."""
     q_BgRbK, k_BgbK, v_BgbK = _heads_first(projected)
-    k_BgTK, v_BgTK = jnp.transpose(cache_BSngK[:, : part * k_BgbK.shape[2]], (2, 0, 3, 1, 4))
+    start = part * k_BgbK.shape[2]
+    first_key = rules.first_key(start)
+    k_BgTK, v_BgTK = jnp.transpose(cache_BSngK[:, first_key:start], (2, 0, 3, 1, 4))
     return (
         q_BgRbK,
         jnp.concatenate([k_BgTK, k_BgbK], axis=2),
         jnp.concatenate([v_BgTK, v_BgbK], axis=2),
-        _Mask(part * k_BgbK.shape[2], None, None),
+        _Mask(rules, start, first_key),
     )
 
 
-def _slice_forward(projected, cache_BSngK, part, slices):
+def _slice_forward(projected, cache_BSngK, part, slices, rules):
     def attend(part, projected, cache_BSngK):
-        return _attend(*_slice_keys(projected, cache_BSngK, part))
+        return _attend(*_slice_keys(projected, cache_BSngK, part, rules))
 
     branches = [partial(attend, part) for part in range(slices)]
     o_BgRbK, logsumexp_BgRb = lax.switch(part, branches, projected, cache_BSngK)
@@ -256,18 +290,18 @@ def _slice_forward(projected, cache_BSngK, part, slices):
     return o_BbhK, (projected, cache_BSngK, part, o_BbhK, logsumexp_BgRb)
 
 
-def _slice_backward(slices, saved, do_BbhK):
+def _slice_backward(slices, rules, saved, do_BbhK):
     projected, cache_BSngK, part, o_BbhK, logsumexp_BgRb = saved
-    do_BgRbK, along_BgRb = _going_back(do_BbhK, o_BbhK, cache_BSngK.shape[3])
+    do_BgRbK, along_BgRb = _output_gradient(do_BbhK, o_BbhK, cache_BSngK.shape[3])
 
     def attend(part, projected, cache_BSngK):
-        q, k, v, mask = _slice_keys(projected, cache_BSngK, part)
+        q, k, v, mask = _slice_keys(projected, cache_BSngK, part, rules)
         dq, dk, dv = _attend_backward(q, k, v, mask, logsumexp_BgRb, along_BgRb, do_BgRbK)
-        first = part * q.shape[3]
-        own = _projected_like(projected, dq, dk[..., first:], dv[..., first:])
-        earlier = jnp.stack([dk[..., :first], dv[..., :first]])
-        after = ((0, 0),) * 4 + ((0, cache_BSngK.shape[1] - first),)
-        dcache_BSngK = jnp.transpose(jnp.pad(earlier, after), (1, 4, 0, 2, 3))
+        earlier = mask.first - mask.first_key
+        own = _projected_like(projected, dq, dk[..., earlier:], dv[..., earlier:])
+        dcache = jnp.stack([dk[..., :earlier], dv[..., :earlier]])
+        unseen = mask.first_key, cache_BSngK.shape[1] - mask.first
+        dcache_BSngK = jnp.transpose(jnp.pad(dcache, (((0, 0),) * 4 + (unseen,))), (1, 4, 0, 2, 3))
         return own, dcache_BSngK.astype(cache_BSngK.dtype)
 
     branches = [partial(attend, part) for part in range(slices)]
@@ -281,7 +315,7 @@ sliced_attention.defvjp(_slice_forward, _slice_backward)
 
 
 def attention_with_dropout(
-    projected: Projected, segments_BS, *, causal: bool, rate: float, key, samples_B, first_head
+    projected: Projected, segments_BS, *, rules: Scores, rate: float, key, samples_B, first_head
 ):
     """`attention` with dropout on its probabilities -> [B, S, h, K], in the values' type.
 
@@ -290,9 +324,42 @@ def attention_with_dropout(
     number of this device's head 0, key as `mtx.sharding.random.dropout_heads` takes it.
     """
     q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
-    mask = _Mask(0 if causal else None, segments_BS, segments_BS)
-    p_BgRST = jax.nn.softmax(_scores(q_BgRSK, k_BgSK, mask), axis=-1)
+    segments = () if segments_BS is None else (segments_BS, segments_BS)
+    mask = _Mask(rules, 0, 0, *segments)
+    p_BgRST = jax.nn.softmax(mask(_scores(q_BgRSK, k_BgSK, rules)), axis=-1)
     p_BhST = dropout_heads(_in_a_row(p_BgRST), rate, key, samples_B, first_head)
     p_BgRST = _in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)
     o_BgRSK = jnp.einsum("BgRST,BgTK->BgRSK", p_BgRST, v_BgSK)
     return jnp.swapaxes(_in_a_row(o_BgRSK), 1, 2)
+
+
+# -- the next positions of texts -------------------------------------------------------------------
+
+
+def kept_of(projected: Projected):
+    """own_nBgtK: keys and values as they are kept, heads before positions: both products then read
+    them as they lie. (With positions first, XLA transposes all of them for every token: five times
+    the time on a CPU.)"""
+    return jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
+
+
+def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores):
+    """softmax(scores) v -> o_BthK, softmax in float32.
+
+    A query at a position (int32) sees the keys and values held from 0 up to there, or those in its
+    window; what stands behind them counts for nothing.
+    """
+    rows, new, heads, size = q_BthK.shape
+    k_BgSK, v_BgSK = held_nBgSK
+    q_BgRtK = jnp.transpose(q_BthK.reshape(rows, new, k_BgSK.shape[1], -1, size), (0, 2, 3, 1, 4))
+    scores_BgRtS = _scores(q_BgRtK, k_BgSK, rules)
+    key = lax.broadcasted_iota(jnp.int32, scores_BgRtS.shape, 4)
+    query = positions_Bt[:, None, None, :, None]
+    seen = key <= query
+    if rules.window is not None:
+        seen &= query - key < rules.window
+    scores_BgRtS = jnp.where(seen, scores_BgRtS, -jnp.inf)
+    p_BgRtS = jnp.exp(scores_BgRtS - scores_BgRtS.max(axis=-1, keepdims=True))
+    o_BgRtK = _product("BgRtS,BgSK->BgRtK", p_BgRtS.astype(v_BgSK.dtype), v_BgSK)
+    o_BgRtK = (o_BgRtK / p_BgRtS.sum(axis=-1, keepdims=True)).astype(v_BgSK.dtype)
+    return jnp.transpose(o_BgRtK, (0, 3, 1, 2, 4)).reshape(rows, new, heads, size)

@@ -1,0 +1,141 @@
+"""How a model is laid over a device mesh. No JAX."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from mtx.errors import UserError, nearest_divisors, nearest_multiples, unknown_name
+from mtx.families import ModelConfig
+from mtx.fields import checked, require_choice, settle_types
+from mtx.schedules.formats import SUFFIXES
+from mtx.schedules.makers import check_virtual
+from mtx.schedules.partition import place_layers
+from mtx.sharding.axes import AXES, BATCH
+from mtx.sizes import Devices, Layers, Sequences, Slices, StageLayers, Stages
+
+Idle = Literal["skip", "phases"]
+Stash = Literal["residuals", "inputs"]
+Zero = Literal[1, 3]
+Recompute = Literal["none", "selective", "full"]
+Attention = Literal["auto", "blocked", "cudnn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is laid over a device mesh. Changes speed and memory, never the values."""
+
+    data: Devices = 1  # replicas (d)
+    pipe: Stages = 1  # pipeline stages (p)
+    tensor: Devices = 1  # tensor-parallel shards (t)
+    virtual: Layers = 1  # model chunks per stage (v): above 1, the schedule is interleaved
+    microbatch: Sequences = 1  # sequences per microbatch and replica (b)
+    slices: Slices = 1  # parts into which the schedule cuts a microbatch's sequences
+    sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
+    schedule: str = "1f1b"  # see `mtx schedule --help`; "auto"; or a table's .csv, .txt or .json
+    idle: Idle = "skip"  # idle half ticks: a cond each, or scans in phases
+    stash: Stash = "residuals"  # what waits between a microbatch's F and its B
+    zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
+    recompute: Recompute = "none"  # within a block, at stash="residuals"
+    attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
+    # layers of each of the pipe*virtual stages, in model order
+    stage_layers: StageLayers = "even"
+
+    def __post_init__(self):
+        settle_types(self)
+        for name, annotation in (
+            ("zero", Zero), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
+            ("attention", Attention),
+        ):  # fmt: skip
+            require_choice(self, name, annotation)
+        if self.schedule != "auto" and not self.schedule_is_file:
+            check_virtual(self.schedule, self.virtual, self.slices)
+        if isinstance(self.stage_layers, str) and self.stage_layers not in ("even", "balanced"):
+            raise unknown_name("stage_layers", self.stage_layers, ("even", "balanced"))
+        if self.stash == "inputs" and self.recompute == "full":
+            raise UserError(
+                "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
+                "third forward pass. Use recompute='none' with it, or stash='residuals'"
+            )
+
+        checked("data*pipe*tensor", self.devices, Devices)
+        checked("pipe*virtual", self.pipe * self.virtual, Layers)
+
+    @property
+    def schedule_is_file(self) -> bool:
+        return self.schedule.endswith(SUFFIXES)
+
+    @cached_property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, in the mesh's order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @cached_property
+    def replicas(self) -> int:
+        """The parts into which the batch is split."""
+        return math.prod(self.sizes[axis] for axis in BATCH)
+
+    @property
+    def vocab_shards(self) -> int:
+        """The vocabulary is sharded over `pipe` x `tensor` together."""
+        return self.pipe * self.tensor
+
+    def microbatches(self, global_batch: int) -> int:
+        """m, the microbatches of one replica in one step."""
+        unit = self.replicas * self.microbatch
+        if global_batch < 1 or global_batch % unit:
+            parts = "*".join(str(self.sizes[axis]) for axis in BATCH)
+            raise UserError(
+                f"global_batch={global_batch} cannot be divided into {'*'.join(BATCH)}*microbatch="
+                f"{parts}*{self.microbatch}; use global_batch="
+                f"{nearest_multiples(global_batch, unit)}"
+            )
+        return global_batch // unit
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises UserError where `model` cannot be laid out this way."""
+        place_layers(
+            model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
+        )
+        groups, widths = model.groups, model.split_widths
+        common = math.gcd(*widths.values(), groups)
+        for name, value in widths.items():
+            if value % self.tensor:
+                raise UserError(
+                    f"{name}={value} must be a multiple of tensor={self.tensor}; "
+                    f"use tensor={nearest_divisors(common, self.tensor)}"
+                )
+        if groups % self.tensor and self.tensor % groups:
+            raise UserError(
+                f"kv_heads={groups} can neither be divided over tensor={self.tensor} nor be "
+                f"repeated on it; use tensor={nearest_divisors(common, self.tensor)}"
+            )
+        if self.slices > 1 and not model.causal:
+            raise UserError(
+                f"slices={self.slices} needs a model that sees no later positions, and family="
+                f"{model.family!r} does; use slices=1"
+            )
+        if model.sequence % self.slices:
+            raise UserError(
+                f"sequence={model.sequence} cannot be cut into slices={self.slices}; "
+                f"use slices={nearest_divisors(model.sequence, self.slices)}"
+            )
+        if self.slices > 1 and model.attention_dropout:
+            raise UserError(
+                f"attention_dropout={model.attention_dropout} is not made for slices="
+                f"{self.slices}; use attention_dropout=0 or slices=1"
+            )
+        if self.sequence_parallel and model.sequence % (self.slices * self.tensor):
+            raise UserError(
+                f"sequence={model.sequence} cannot be divided over tensor={self.tensor}"
+                f"{f' in slices={self.slices}' if self.slices > 1 else ''} for sequence "
+                "parallelism; use sequence="
+                f"{nearest_multiples(model.sequence, self.slices * self.tensor)} "
+                "or sequence_parallel=False"
+            )

@@ -1,0 +1,140 @@
+"""Everything that defines a run. No JAX.
+
+The model decides the values, `Layout` only how they are computed: the same model, seed and global
+batch give the same losses and parameters on every layout, to rounding. Configs are validated once,
+at construction, and every error names a remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from mtx.config.data import OF_MASKED_TOKENS, DataConfig
+from mtx.config.layout import Layout
+from mtx.config.optimizer import OptimizerConfig
+from mtx.errors import UserError, shown, unknown_name
+from mtx.families import ModelConfig, family_module
+from mtx.fields import Between, settle_types
+from mtx.sizes import Interval, NotNegative, Seed, Sequences, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What is watched for numbers that go wrong, and how often a run may go back because of it."""
+
+    spike_nats: NotNegative = 0.0  # a loss this far above what is usual goes back; 0: off
+    spike_window: Annotated[int, Between(1, 10_000)] = 50  # steps
+    compare_every: Interval = 200  # steps between comparisons of what replicas hold; 0: never
+    checksums: bool = False  # of masters and moments, from each step to the next
+    rollbacks: Interval = 3  # at most, in one session
+    most_skipped: Step = 50  # steps in a row whose gradients are not finite: then the run ends
+
+    def __post_init__(self):
+        settle_types(self)
+
+
+Track = Literal["tensorboard", "wandb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run; written beside each checkpoint."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: Layout = field(default_factory=Layout)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    global_batch: Sequences = 16  # sequences a step, over all replicas
+    steps: Step = 100  # of the optimizer, from the run's beginning
+    seed: Seed = 0  # initial values and dropout
+    out: str = "runs/mtx"  # log, config and checkpoints
+    eval_every: Interval = 50  # steps; 0: only at the end
+    eval_batches: Step = 4  # global batches of held-out text
+    save_every: Interval = 0  # steps; 0: only at the end
+    keep: Step = 2  # the newest checkpoints that are kept
+    keep_every: Interval = 0  # steps; those saved at a multiple of it are kept as well; 0: none
+    resume: bool = True  # go on from the newest checkpoint in `out`, where there is one
+    track: tuple[Track, ...] = ()  # beside log.jsonl: whoever else is told of each step
+    profile: tuple[Interval, Interval] = (0, 0)  # first and last step of a profile; 0 0: none
+
+    def __post_init__(self):
+        settle_types(self)
+        if not self.out:
+            raise UserError("out='' must be a folder; '.' is this one")
+        for name in self.track:
+            if name not in Track.__args__:
+                raise unknown_name("track", str(name), Track.__args__)
+        first, last = self.profile
+        if (first, last) != (0, 0) and not 1 <= first <= last:
+            raise UserError(
+                f"profile={first} {last} must be a first step of at least 1 and a last one from "
+                "there on; 0 0 turns it off"
+            )
+        if first > self.steps:
+            raise UserError(f"profile={first} {last} lies beyond steps={self.steps}")
+        self.layout.check(self.model)
+        self.layout.microbatches(self.global_batch)
+        self._check_data()
+
+    def _check_data(self) -> None:
+        data, family = self.data, self.model.family
+        if self.model.objective == "masked tokens":
+            if data.packed:
+                raise UserError(f"data packed=True is not for family={family!r}, of pairs")
+            return
+        if data.tokenizer == "wordpiece":
+            raise UserError(
+                f"data tokenizer='wordpiece' is not for family={family!r}; use bytes or bpe"
+            )
+        for each in dataclasses.fields(DataConfig):
+            value = getattr(data, each.name)
+            if each.name in OF_MASKED_TOKENS and value != each.default:
+                raise UserError(
+                    f"data {each.name}={value} is for models of masked tokens, not for family="
+                    f"{family!r}; leave it out"
+                )
+
+    @property
+    def microbatches(self) -> int:
+        return self.layout.microbatches(self.global_batch)
+
+
+def to_dict(config: object) -> dict:
+    """A config as plain nested dicts, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+_PARTS = {
+    "model": ModelConfig, "layout": Layout, "optimizer": OptimizerConfig, "data": DataConfig,
+    "guard": GuardConfig,
+}  # fmt: skip
+
+
+def from_dict(kind: type, values: dict):
+    """The inverse of `to_dict`; an unknown name is a UserError that names the nearest one."""
+    if kind is ModelConfig:
+        kind = family_module(values.get("family", ModelConfig.family)).CONFIG
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    for name in values:
+        if name not in known:
+            raise unknown_name(f"{kind.__name__} field", name, known)
+    read = {}
+    for name, value in values.items():
+        if kind is RunConfig and name in _PARTS:
+            if not isinstance(value, dict):
+                fields = _PARTS[name].__name__
+                raise UserError(f"{name}={shown(value)} must be a table of {fields} fields")
+            value = from_dict(_PARTS[name], value)
+        read[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**read)
+
+
+def without_other_families(model: dict) -> dict:
+    """A model's fields as they were saved while all families shared one config: without those that
+    only others have."""
+    config = family_module(model.get("family", ModelConfig.family)).CONFIG
+    known = {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in model.items() if name in known}

@@ -1,0 +1,158 @@
+"""Families of models, a file each, whose name is the family's, and what all their configs have.
+
+A file says
+
+    CONFIG        the family's config: a `ModelConfig` with the fields that only it has
+    HUGGING_FACE  its models in transformers: config.json and names of tensors, there and back
+    PRESETS       published models, by name: fields of a run, as a plan's file has them
+
+A config's `stack` says what layers the model is made of. These files import no JAX; layers are
+imported where `stack` is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from mtx.errors import UserError, nearest_divisors, nearest_multiples, shown, unknown_name
+from mtx.fields import Between, require_above, require_choice, settle_types
+from mtx.sizes import Ffn, Layers, Tokens, Vocab, Width
+
+if TYPE_CHECKING:
+    from mtx.layers.layer import Stack
+
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+Objective = Literal["next token", "masked tokens"]
+
+
+def family_module(name: str) -> ModuleType:
+    """The file of a family; UserError with the nearest name where there is none."""
+    if not isinstance(name, str) or name not in NAMES:
+        raise unknown_name("family", str(name), NAMES)
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the models of every family have. ModelConfig(family="llama", ...) is a config of that
+    family, which has further fields."""
+
+    family: str = "gpt"  # a file of mtx/families
+    layers: Layers = 8  # L
+    hidden: Width = 256  # D, size between the layers
+    heads: Width = 8  # H, of attention
+    sequence: Tokens = 256  # S, tokens
+    vocab: Vocab = 256  # V, tokens, before padding
+    ffn_multiple: Annotated[int, Between(1, 2**10)] = 4  # F / D
+    ffn: Ffn | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
+    tied: bool = True  # the output layer shares the embedding's weight
+    dropout: float = 0.0  # on the embedding and before each residual addition
+    attention_dropout: float = 0.0  # on the attention probabilities
+    init_std: float = 0.02  # output projections of a layer: init_std / sqrt(2 L)
+    norm_epsilon: float = 1e-5  # under the root of a norm
+    vocab_multiple: Width = 128  # the vocabulary is padded to a multiple of this times its shards
+    compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
+
+    def __new__(cls, **values: Any) -> ModelConfig:
+        if cls is ModelConfig:
+            cls = family_module(values.get("family", "gpt")).CONFIG
+        for name in values.keys() - _names(cls):
+            others = [each for each in NAMES if name in _names(family_module(each).CONFIG)]
+            owners = f"it is a field of {', '.join(others)}" if others else "no family has it"
+            raise UserError(
+                f"{name}={shown(values[name])} must be left out of family={cls.family!r}; {owners}"
+            )
+        return object.__new__(cls)
+
+    def __post_init__(self):
+        settle_types(self)
+        if self.family != type(self).family:
+            raise UserError(f"family={self.family!r} must be {type(self).family!r} here")
+        require_choice(self, "compute_dtype", ComputeDtype)
+        require_above(self, 0, "init_std", "norm_epsilon")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        self.check()
+
+    def check(self) -> None:
+        """Raises UserError for values that do not go together."""
+        if self.hidden % self.heads:
+            raise UserError(
+                f"hidden={self.hidden} must be a multiple of heads={self.heads}; "
+                f"use hidden={nearest_multiples(self.hidden, self.heads)}"
+            )
+
+    # -- what a family says ------------------------------------------------------------------------
+
+    def stack(self) -> Stack:
+        """The layers, the embedding and the head."""
+        raise NotImplementedError
+
+    @property
+    def objective(self) -> Objective:
+        """What the model is trained to predict."""
+        return "next token"
+
+    @property
+    def head_size(self) -> int:
+        """K"""
+        return self.hidden // self.heads
+
+    @property
+    def groups(self) -> int:
+        """G, heads of keys and values; each serves H / G heads of queries."""
+        return self.heads
+
+    @property
+    def sequence_is_fixed(self) -> bool:
+        """Whether parameters depend on the sequence: a table of positions."""
+        return True
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """The sizes that `tensor` has to divide, by their names."""
+        return {"heads": self.heads, "ffn_hidden": self.ffn_hidden}
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    @property
+    def ffn_hidden(self) -> int:
+        """F"""
+        return self.ffn or self.ffn_multiple * self.hidden
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees none of those after it."""
+        return self.objective == "next token"
+
+    def padded_vocab(self, shards: int) -> int:
+        """V padded so that each of `shards` devices holds a multiple of `vocab_multiple` rows."""
+        unit = self.vocab_multiple * shards
+        return math.ceil(self.vocab / unit) * unit
+
+    def of_family(self, name: str) -> ModelConfig:
+        """A config of another family: fields that both have as they are, the others by default."""
+        config = family_module(name).CONFIG
+        shared = _names(config) & _names(type(self)) - {"family"}
+        return config(**{field: getattr(self, field) for field in shared})
+
+
+def _names(config: type[ModelConfig]) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def check_groups(model: ModelConfig) -> None:
+    """UserError where heads of queries cannot share those of keys and values evenly."""
+    if model.heads % model.groups:
+        raise UserError(
+            f"heads={model.heads} must be a multiple of kv_heads={model.groups}; "
+            f"use kv_heads={nearest_divisors(model.heads, model.groups)}"
+        )

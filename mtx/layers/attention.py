@@ -1,0 +1,200 @@
+"""The sublayer of self-attention: projections, heads split over `tensor`, and the output layer.
+
+Where `tensor` has more devices than there are heads of keys and values, each device has the whole
+of their weight and uses the head that its queries go with.
+
+Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden · H heads of queries
+(h: shard) · G heads of keys and values (g: shard) · K head size · n: q, k, v, or the latter two
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from mtx.layers.attend import (
+    Projected,
+    Scores,
+    attention,
+    attention_with_dropout,
+    cached_attention,
+    kept_of,
+    keys_and_values,
+    separate,
+    sliced_attention,
+)
+from mtx.layers.context import Context, positions_of
+from mtx.layers.kernels import AttentionKernel
+from mtx.layers.norm import Norm, RMSNorm, rms_norm
+from mtx.layers.rotary import Rotary, rotate
+from mtx.layers.sublayer import Build, Keep
+from mtx.sharding.linear import (
+    MATMUL_OUTPUT,
+    ColumnLinear,
+    RowLinear,
+    add_bias,
+    column_products,
+    used_by_heads,
+)
+from mtx.sharding.parameter import parameter
+from mtx.sharding.random import fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The config of self-attention."""
+
+    heads: int  # H
+    size: int  # K
+    groups: int | None = None  # G; None: q, k and v are one projection, of H heads each
+    bias: bool = False  # of q, k and v
+    output_bias: bool = False
+    norm: Norm | None = None  # RMS, of each head's queries and keys, before they are turned
+    rotary: Rotary | None = None
+    scores: Scores = Scores()
+    dropout: float = 0.0  # on the probabilities
+    looks_around = True
+
+    def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
+        return AttentionModule(self, build, rngs)
+
+    def empty_cache(self, build: Build, rows: int, sequence: int):
+        """[B, S, n, g, K], n = 2: keys and values."""
+        return jnp.zeros((rows, sequence, 2, self._local_groups(build), self.size), build.dtype)
+
+    def empty_past(self, build: Build, rows: int, length: int):
+        """[n, B, g, S, K], n = 2: keys and values."""
+        return jnp.zeros((2, rows, self._local_groups(build), length, self.size), build.dtype)
+
+    def _local_groups(self, build: Build) -> int:
+        return max(1, (self.groups or self.heads) // build.axes.tensor_shards)
+
+
+class GroupedProjection(nnx.Module):
+    """Queries q [D, H, K], and keys and values kv [D, 2, G, K]; biases without D."""
+
+    def __init__(self, config: Attention, build: Build, rngs: nnx.Rngs):
+        def weight(*shape):
+            return build.init_std * jax.random.normal(rngs.params(), (build.hidden, *shape))
+
+        self.groups, self.axes = config.groups, build.axes
+        shard = None if self._repeated else "tensor"
+        q_spec, kv_spec = ("tensor", None), (None, shard, None)
+        q = weight(config.heads, config.size)
+        self.q = parameter(q, spec=P(None, *q_spec), role="matrix")
+        kv = weight(2, config.groups, config.size)
+        self.kv = parameter(kv, spec=P(None, *kv_spec), role="matrix")
+        self.bias = config.bias
+        if config.bias:
+            self.q_bias = parameter(jnp.zeros(q.shape[1:]), spec=P(*q_spec), role="bias")
+            self.kv_bias = parameter(jnp.zeros(kv.shape[1:]), spec=P(*kv_spec), role="bias")
+
+    @property
+    def _repeated(self) -> bool:
+        return self.axes.tensor is not None and self.groups % self.axes.tensor_shards != 0
+
+    def __call__(self, x_BsD):
+        """(q_BShK, kv_BSngK)"""
+        repeats = None, 2 if self._repeated else None
+        projected = column_products(x_BsD, (self.q[...], self.kv[...]), repeats, self.axes)
+        if self.bias:
+            projected = add_bias(projected[0], self.q_bias[...]), self._with_bias(projected[1])
+        return tuple(checkpoint_name(y, MATMUL_OUTPUT) for y in projected)
+
+    def _with_bias(self, kv_BSngK):
+        bias_ngK = self.kv_bias[...]
+        if self._repeated:
+            head = lax.axis_index(self.axes.tensor) * self.groups // self.axes.tensor_shards
+            whole_nGK = used_by_heads(bias_ngK, self.axes)
+            bias_ngK = lax.dynamic_slice_in_dim(whole_nGK, head, 1, axis=1)
+        return add_bias(kv_BSngK, bias_ngK)
+
+
+class AttentionModule(nnx.Module):
+    """qkv, out and, where heads are normed, q_norm and k_norm."""
+
+    def __init__(self, config: Attention, build: Build, rngs: nnx.Rngs):
+        self.config, self.build = config, build
+        heads, size = config.heads, config.size
+        if config.groups is None:
+            self.qkv = ColumnLinear(
+                build.hidden, (3, heads, size), split=1, std=build.init_std, axes=build.axes,
+                rngs=rngs, bias=config.bias,
+            )  # fmt: skip
+        else:
+            self.qkv = GroupedProjection(config, build, rngs)
+        self.out = RowLinear(
+            (heads, size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
+            bias=config.output_bias,
+        )  # fmt: skip
+        if config.norm is not None:
+            self.q_norm, self.k_norm = config.norm.module(size), config.norm.module(size)
+
+    def project(self, x_BsD, context: Context | None) -> Projected:
+        """Queries, keys and values, as `mtx.layers.attend` takes them."""
+        if self.config.groups is None:
+            return (self.qkv(x_BsD),)
+        q_BShK, kv_BSngK = self.qkv(x_BsD)
+        if self.config.norm is None and self.config.rotary is None:
+            return q_BShK, kv_BSngK
+        k_BSgK = kv_BSngK[:, :, 0]
+        if self.config.norm is not None:
+            q_BShK, k_BSgK = self._normed(self.q_norm, q_BShK), self._normed(self.k_norm, k_BSgK)
+        if self.config.rotary is not None:
+            positions = positions_of(context, q_BShK.shape[1])
+            q_BShK = rotate(q_BShK, positions, self.config.rotary)
+            k_BSgK = rotate(k_BSgK, positions, self.config.rotary)
+        return q_BShK, jnp.stack([k_BSgK, kv_BSngK[:, :, 1]], axis=2)
+
+    @property
+    def _kernel(self) -> AttentionKernel:
+        """cuDNN's has no soft caps."""
+        return self.build.kernel if self.config.scores.softcap is None else "blocked"
+
+    def _normed(self, norm: RMSNorm, a_BShK):
+        scale_K = used_by_heads(norm.scale[...], self.build.axes)
+        return rms_norm(a_BShK, scale_K, norm.epsilon, norm.offset)
+
+    def __call__(self, x_BsD, context: Context | None = None):
+        projected, config = self.project(x_BsD, context), self.config
+        segments_BS = None if context is None else context.segments_BS
+        if context is None or context.rng is None or not config.dropout:
+            o_BShK = attention(projected, segments_BS, rules=config.scores, kernel=self._kernel)
+            return self.out(o_BShK)
+        heads, tensor = projected[0].shape[-2], self.build.axes.tensor
+        o_BShK = attention_with_dropout(
+            projected, segments_BS, rules=config.scores, rate=config.dropout,
+            key=fold(context.rng, context.layer, self.build.site), samples_B=context.samples_B,
+            first_head=lax.axis_index(tensor) * heads if tensor else 0,
+        )  # fmt: skip
+        return self.out(o_BShK)
+
+    # -- slices of sequences, and texts that go on -------------------------------------------------
+
+    def of_slice(self, x_BsD, context: Context, cache_BSngK):
+        """(output, this slice's keys and values), n = 2, with those of earlier slices in a cache"""
+        projected = self.project(x_BsD, context)
+        own_BbngK = keys_and_values(projected)
+        slices = cache_BSngK.shape[1] // own_BbngK.shape[1]
+        o_BbhK = sliced_attention(projected, cache_BSngK, context.part, slices, self.config.scores)
+        return self.out(o_BbhK), own_BbngK
+
+    def empty_past(self, rows: int, length: int):
+        """[n, B, g, S, K], n = 2: keys and values."""
+        shape = 2, rows, self._local_groups, length, self.config.size
+        return jnp.zeros(shape, self.build.dtype)
+
+    def of_text(self, x_BtD, context: Context | None, keep: Keep):
+        """The output, with the keys and values that `keep` holds of earlier positions."""
+        projected, rules = self.project(x_BtD, context), self.config.scores
+        held_nBgSK = keep(kept_of(projected))
+        if held_nBgSK is None:
+            return self.out(attention(projected, rules=rules, kernel=self._kernel))
+        q_BthK, _, _ = separate(projected)
+        return self.out(cached_attention(q_BthK, held_nBgSK, context.positions_BS, rules))

@@ -1,0 +1,54 @@
+"""What a call of a layer depends on beside its input: which layer, which samples, which part of the
+sequence.
+
+Legend: B rows · S sequence (s: shard) · D hidden
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.sharding.mesh import Axes
+from mtx.sharding.random import dropout_rows, fold
+
+
+class Context(NamedTuple):
+    """Random numbers, masks and positions follow from this and nothing else."""
+
+    layer: jax.Array  # int32 []
+    samples_B: jax.Array | None  # int32 [B]: rows of the global batch
+    rng: jax.Array | None  # uint32 [2]: the step's key; None: no dropout
+    part: jax.Array  # int32 []: which slice of the sequence; 0 where it is whole
+    segments_BS: jax.Array | None  # int32: attention stays among equal ones; None: one a row
+    positions_BS: jax.Array | None  # int32: None: 0 to S - 1
+
+
+def first_position(x_BsD, axes: Axes, context: Context | None):
+    """The global position of this shard's first row."""
+    part = 0 if context is None else context.part
+    if not axes.sequence_parallel:
+        return part * x_BsD.shape[1]
+    shards = lax.axis_size(axes.tensor)
+    return (part * shards + lax.axis_index(axes.tensor)) * x_BsD.shape[1]
+
+
+def positions_of(context: Context | None, size: int):
+    """int32 [size] or [B, size]: positions of the whole sequence, or of a slice of that size."""
+    if context is None:
+        return jnp.arange(size)
+    if context.positions_BS is not None:
+        return context.positions_BS
+    return context.part * size + jnp.arange(size)
+
+
+def dropout(x_BsD, rate: float, axes: Axes, context: Context | None, *site: int | jax.Array):
+    """x with dropout, where the context has random numbers; `site`: what its mask follows from
+    beside sample and position."""
+    if context is None or context.rng is None or not rate:
+        return x_BsD
+    first, key = first_position(x_BsD, axes, context), fold(context.rng, *site)
+    return dropout_rows(x_BsD, rate, key, context.samples_B, first)

@@ -1,0 +1,108 @@
+"""A layer: sublayers in turn, each behind its norm, each added to the residual stream. A model is a
+pattern of kinds of layers (`Stack`).
+
+Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from flax import nnx
+
+from mtx.layers.context import Context, dropout
+from mtx.layers.norm import Norm
+from mtx.layers.sublayer import Build, Keep, Sublayer
+
+# pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
+NormPlacement = Literal["pre", "post", "both"]
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of layer: (name, sublayer) in turn. Names are those of the parameters."""
+
+    sublayers: tuple[tuple[str, Sublayer], ...]
+    norm: Norm
+    norm_placement: NormPlacement = "pre"
+    dropout: float = 0.0  # before each residual addition
+
+    def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
+        """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
+        positional = [(name, each) for name, each in self.sublayers if each.looks_around]
+        return {name: each.empty_cache(build, rows, sequence) for name, each in positional}
+
+    def empty_past(self, build: Build, rows: int, length: int) -> Tree:
+        """What texts keep that go on, zeros [n, B, g, S, K], by sublayer."""
+        positional = [(name, each) for name, each in self.sublayers if each.looks_around]
+        return {name: each.empty_past(build, rows, length) for name, each in positional}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What a model is made of."""
+
+    kinds: dict[str, Kind]
+    pattern: tuple[str, ...]  # the kind of each layer, in model order
+    embedding: Any  # the config of the module that makes x_BsD of a batch
+    head: Any  # and of the one that makes losses of x_BsD
+
+    @classmethod
+    def uniform(cls, kind: Kind, layers: int, **others: Any) -> Stack:
+        """All layers of one kind."""
+        return cls(kinds={"block": kind}, pattern=("block",) * layers, **others)
+
+
+class Layer(nnx.Module):
+    """One layer, for the local shard."""
+
+    def __init__(self, kind: Kind, build: Build, rngs: nnx.Rngs):
+        self.kind, self.axes = kind, build.axes
+        for number, (name, sublayer) in enumerate(kind.sublayers):
+            setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
+            site = len(kind.sublayers) + number
+            setattr(self, name, sublayer.module(replace(build, site=site), rngs))
+            if kind.norm_placement == "both":
+                setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
+
+    def __call__(self, x_BsD, context: Context | None = None, cache: Tree = None):
+        """x_BsD -> x_BsD; for a slice of the sequence, (x_BsD, its part of a cache), given those of
+        earlier slices. Without a context, no dropout."""
+        own = {}
+
+        def run(name, module, h_BsD):
+            if cache is None or name not in cache:
+                return module(h_BsD, context)
+            h_BsD, own[name] = module.of_slice(h_BsD, context, cache[name])
+            return h_BsD
+
+        x_BsD = self._in_turn(x_BsD, context, run)
+        return x_BsD if cache is None else (x_BsD, own)
+
+    def of_text(self, x_BtD, context: Context | None, keep: Keep):
+        """x_BtD after the next t positions of texts. keep: of what its sublayers keep, by name."""
+
+        def run(name, module, h_BtD):
+            if not hasattr(module, "of_text"):
+                return module(h_BtD, context)
+            return module.of_text(h_BtD, context, lambda own: _of(keep({name: own}), name))
+
+        return self._in_turn(x_BtD, context, run)
+
+    def _in_turn(self, x_BsD, context, run):
+        placement = self.kind.norm_placement
+        for number, (name, _) in enumerate(self.kind.sublayers):
+            norm, module = getattr(self, f"{name}_norm"), getattr(self, name)
+            h_BsD = run(name, module, x_BsD if placement == "post" else norm(x_BsD))
+            if placement == "both":
+                h_BsD = getattr(self, f"{name}_post_norm")(h_BsD)
+            site = (context.layer, number) if context is not None else ()
+            x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
+            x_BsD = norm(x_BsD) if placement == "post" else x_BsD
+        return x_BsD
+
+
+def _of(held: dict[str, Tree] | None, name: str) -> Tree:
+    return None if held is None else held[name]

@@ -1,0 +1,108 @@
+"""The feed-forward sublayer: D -> F, an activation, F -> D, with F split over `tensor`; gated ones
+(Shazeer 2020) with a second matrix into F, whose output the activation's is multiplied by.
+
+Activations keep their input for the backward pass, and no more.
+
+Legend: B rows · S sequence (s: shard) · D hidden · F feed-forward (f: shard) · n = 2 for gate, up
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.scipy.special import erf
+
+from mtx.layers.context import Context
+from mtx.layers.sublayer import Build
+from mtx.sharding.linear import ColumnLinear, RowLinear
+
+# gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly
+Activation = Literal["gelu_tanh", "gelu", "silu"]
+_GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP:
+    """The config of an MLP."""
+
+    ffn: int  # F
+    activation: Activation = "gelu_tanh"
+    gated: bool = False
+    bias: bool = True
+    looks_around = False
+
+    def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
+        return MLPModule(self, build, rngs)
+
+
+class MLPModule(nnx.Module):
+    """up: w [D, F], or [D, 2, F] of gate and up; down: w [F, D]."""
+
+    def __init__(self, config: MLP, build: Build, rngs: nnx.Rngs):
+        outputs = (2, config.ffn) if config.gated else (config.ffn,)
+        self.up = ColumnLinear(
+            build.hidden, outputs, split=len(outputs) - 1, std=build.init_std, axes=build.axes,
+            rngs=rngs, bias=config.bias,
+        )  # fmt: skip
+        self.down = RowLinear(
+            (config.ffn,), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
+            bias=config.bias,
+        )  # fmt: skip
+        self.config = config
+
+    def __call__(self, x_BsD, context: Context | None = None):
+        act = gated if self.config.gated else activate
+        return self.down(act(self.up(x_BsD), self.config.activation))
+
+
+def _value(x, activation: Activation):
+    if activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def _slope(x, activation: Activation):
+    """The derivative, in x's type."""
+    if activation == "silu":
+        sigmoid = jax.nn.sigmoid(x)
+        return sigmoid * (1 + x * (1 - sigmoid))
+    if activation == "gelu":
+        density = jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return (0.5 * (1 + erf(x / math.sqrt(2))) + x * density).astype(x.dtype)
+    tanh = jnp.tanh(_GELU_SLOPE * (x + _GELU_CUBE * x * x * x))
+    slope = _GELU_SLOPE * (1 + 3 * _GELU_CUBE * x * x)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def activate(x, activation: Activation):
+    """The activation of each element."""
+    return _value(x, activation)
+
+
+def _activate_backward(activation, x, dy):
+    return (dy * _slope(x, activation),)
+
+
+activate.defvjp(lambda x, activation: (activate(x, activation), x), _activate_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gated(x_BSnf, activation: Activation):
+    """activation(gate) * up of [gate, up] (n = 2)."""
+    return _value(x_BSnf[..., 0, :], activation) * x_BSnf[..., 1, :]
+
+
+def _gated_backward(activation, x_BSnf, dy_BSf):
+    gate, up = x_BSnf[..., 0, :], x_BSnf[..., 1, :]
+    dgate = dy_BSf * up * _slope(gate, activation)
+    return (jnp.stack([dgate, dy_BSf * _value(gate, activation)], axis=-2),)
+
+
+gated.defvjp(lambda x_BSnf, activation: (gated(x_BSnf, activation), x_BSnf), _gated_backward)

@@ -1,0 +1,204 @@
+"""A model as the pipeline sees it (`mtx.pipeline.model`): embed, layer and loss over plain trees.
+
+Modules are Flax NNX, written for the local shard: the same module runs on one device with
+`Axes()`, and that is the reference of the tests. Every parameter carries its PartitionSpec and
+role.
+
+Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mtx.errors import UserError
+from mtx.layers.context import Context
+from mtx.layers.kernels import AttentionKernel
+from mtx.layers.layer import Layer, Stack
+from mtx.layers.sublayer import Build
+from mtx.sharding.linear import MATMUL_OUTPUT, output_std
+from mtx.sharding.mesh import Axes
+from mtx.sharding.random import fold, key_data
+
+if TYPE_CHECKING:
+    from mtx.families import ModelConfig
+
+Tree = Any
+Stream = dict[str, jax.Array]
+Recompute = Literal["none", "selective", "full"]
+_ONE_DEVICE = Axes()
+
+
+class Model:
+    """The functions of a model for the local shards of `axes`; `Axes()` is one device.
+
+    Parameters: {"embed": ..., "head": ..., "layers": {kind: ...}}, a layer's leaves, or those of
+    layers stacked. `shared` is such a tree without the layers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        axes: Axes = _ONE_DEVICE,
+        recompute: Recompute = "none",
+        kernel: AttentionKernel = "blocked",
+        vocab_shards: int = 1,
+        slices: int = 1,
+        head: Any = None,
+    ):
+        """head: the config of another head than the family's."""
+        stack: Stack = config.stack()
+        self.config, self.axes, self.recompute, self.slices = config, axes, recompute, slices
+        self.kinds, self.pattern = stack.kinds, stack.pattern
+        self.vocab_rows = config.padded_vocab(vocab_shards)
+        self._embedding, self._head = stack.embedding, head or stack.head
+        self._build = Build(
+            hidden=config.hidden, init_std=config.init_std, axes=axes, kernel=kernel, site=0,
+            output_std=output_std(config.init_std, config.layers), dtype=config.compute_dtype,
+        )  # fmt: skip
+        shared = nnx.eval_shape(lambda: self._make_shared(nnx.Rngs(params=0)))
+        layers = {
+            kind: nnx.eval_shape(lambda kind=kind: self._make_layer(kind, nnx.Rngs(params=0)))
+            for kind in self.kinds
+        }
+        self._graphs = {name: nnx.split(module)[0] for name, module in (shared | layers).items()}
+        states = {name: nnx.state(module) for name, module in shared.items()}
+        states["layers"] = {kind: nnx.state(module) for kind, module in layers.items()}
+        self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
+        self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def _make_shared(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+        rows = self.vocab_rows
+        embed = self._embedding.module(self._build, rows, rngs)
+        return {"embed": embed, "head": self._head.module(self._build, rows, rngs)}
+
+    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> Layer:
+        return Layer(self.kinds[kind], self._build, rngs)
+
+    def init_shared(self, seed: int) -> Tree:
+        """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
+        modules = self._make_shared(nnx.Rngs(params=_init_key(seed, -1)))
+        return {name: _plain(module) for name, module in modules.items()}
+
+    def init_layer(self, kind: str, seed: int, layer) -> Tree:
+        """Float32 parameters of a layer, global shapes."""
+        return _plain(self._make_layer(kind, nnx.Rngs(params=_init_key(seed, layer))))
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def batch_fields(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a training batch of that many rows; others may come beside them."""
+        return self._head.batch_fields(rows, self.config.sequence)
+
+    def weigh(self, batch: Tree, total: Callable) -> Tree:
+        """The batch, with weights that follow from the global batch; `total` sums over it."""
+        return self._head.weigh(batch, total)
+
+    # -- a microbatch -----------------------------------------------------------------------------
+
+    @cached_property
+    def _drops(self) -> bool:
+        return bool(self.config.dropout or self.config.attention_dropout)
+
+    def context(self, layer, batch: Tree, samples_B, rng, part=0) -> Context | None:
+        """What a layer is told beside its input; None where it does not matter: whole sequences of
+        one segment, no dropout. rng: None for no dropout."""
+        segments, positions = batch.get("segments"), batch.get("positions")
+        if not self._drops:
+            rng = samples_B = None
+        if self.slices == 1 and rng is None and segments is None and positions is None:
+            return None
+        if self.slices > 1 and segments is not None:
+            raise UserError(
+                f"slices={self.slices} must be 1 where documents are packed into one sequence; use "
+                "slices=1, or data that is not packed"
+            )
+        layer, part = jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32)
+        return Context(layer, samples_B, rng, part, segments, positions)
+
+    def embed(self, shared: Tree, batch: Tree, context: Context | None = None) -> Stream:
+        """The stream before the first layer, the same on every stage: x_BsD of batch["tokens"]
+        int32 [B, S]. Expects the same gradient on every stage."""
+        return {"x": nnx.merge(self._graphs["embed"], shared["embed"])(batch, context)}
+
+    def layer(
+        self, kind: str, params: Tree, stream: Stream, context: Context | None = None, *cache: Tree
+    ):
+        """The stream after a layer; for a slice of the sequence, with the cache of earlier ones,
+        (stream, its own part of one)."""
+
+        def run(params, x_BsD, context, *cache):
+            return nnx.merge(self._graphs[kind], params)(x_BsD, context, *cache)
+
+        if self.recompute != "none":
+            policy = None  # "full": keep the layer's input alone
+            if self.recompute == "selective":
+                policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        x_BsD = run(params, stream["x"], context, *cache)
+        if not cache:
+            return stream | {"x": x_BsD}
+        x_BsD, own = x_BsD
+        return stream | {"x": x_BsD}, own
+
+    def loss(self, shared: Tree, stream: Stream, batch: Tree):
+        """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
+        return self._call_head("loss", shared, stream, batch)
+
+    def scores(self, shared: Tree, stream: Stream, batch: Tree):
+        """(losses, hits) float32 [B, S] of batch["targets"]: a hit is 1 where the target is the
+        likeliest token."""
+        return self._call_head("scores", shared, stream, batch)
+
+    def next_logits(self, shared: Tree, stream: Stream, positions_B):
+        """logits_Bv float32, this device's part of the vocabulary, at each row's position."""
+        return self._call_head("next_logits", shared, stream, positions_B)
+
+    def _call_head(self, name: str, shared: Tree, stream: Stream, argument):
+        head = nnx.merge(self._graphs["head"], shared["head"])
+        return getattr(head, name)(shared["embed"]["tokens"], stream["x"], argument)
+
+    # -- sequences in slices, and texts that go on ------------------------------------------------
+
+    def empty_cache(self, kind: str, rows: int) -> Tree:
+        """[B, S, ...] each: what a layer hands from slice to slice."""
+        return self.kinds[kind].empty_cache(self._build, rows, self.config.sequence)
+
+    def empty_past(self, kind: str, rows: int, length: int) -> Tree:
+        """[n, B, g, S, K] each: what a layer keeps of texts up to that length."""
+        return self.kinds[kind].empty_past(self._build, rows, length)
+
+    def extend(self, kind: str, params: Tree, stream: Stream, context, keep: Callable) -> Stream:
+        """The stream after a layer on the next t positions of texts, which hands what is to be kept
+        of them to `keep`. Their positions are those of the context, or the first t. Neither dropout
+        nor sequence parallelism."""
+        layer = nnx.merge(self._graphs[kind], params)
+        return stream | {"x": layer.of_text(stream["x"], context, keep)}
+
+
+def _init_key(seed: int, layer):
+    key = fold(key_data(seed), layer + 1)
+    return jax.random.wrap_key_data(key, impl="threefry2x32")
+
+
+def _plain(module: nnx.Module) -> Tree:
+    return nnx.to_pure_dict(nnx.state(module))
+
+
+def _metadata(tree, name: str) -> dict:
+    """What every parameter says of itself under that name, as a plain nested dict."""
+    return {
+        key: value.get_metadata()[name]
+        if isinstance(value, nnx.Variable)
+        else _metadata(value, name)
+        for key, value in tree.items()
+    }

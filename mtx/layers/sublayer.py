@@ -1,0 +1,82 @@
+"""What a sublayer is: a config, frozen, and the Flax module that it makes for the local shard.
+
+A layer calls its sublayers in turn, each behind a norm, and adds what they return to the residual
+stream (`mtx.layers.layer`). A sublayer that looks at other positions says itself what it does with
+sequences in slices, and with texts that go on token by token: there it keeps what it needs of
+earlier positions.
+
+Legend: B rows · S sequence (s: shard, t: the next positions) · D hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from mtx.layers.context import Context
+from mtx.layers.kernels import AttentionKernel
+from mtx.sharding.mesh import Axes
+
+Tree = Any
+# Takes own_nBgtK, to be kept; gives held_nBgSK, all that is kept, these included. None: there is
+# nothing of earlier positions.
+Keep = Callable[[Tree], Tree | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """What a module is made with, beside its own config."""
+
+    hidden: int  # D
+    init_std: float  # of weights that read the stream
+    output_std: float  # of weights that write to it, as Megatron-LM scales them
+    dtype: str  # of what is computed
+    axes: Axes
+    kernel: AttentionKernel
+    site: int  # a number of its own among the layer's places that draw random numbers
+
+
+class Module(Protocol):
+    """A sublayer's Flax module."""
+
+    def __call__(self, x_BsD: jax.Array, context: Context | None) -> jax.Array:
+        """What is added to the stream, x_BsD."""
+        ...
+
+
+class Positional(Module, Protocol):
+    """A module that looks at other positions, and keeps what it needs of them."""
+
+    def of_slice(self, x_BsD: jax.Array, context: Context, cache_BS: jax.Array) -> tuple:
+        """(what is added, this slice's part of a cache), given those of earlier slices."""
+        ...
+
+    def of_text(self, x_BtD: jax.Array, context: Context | None, keep: Keep) -> jax.Array:
+        """What is added, of the next t positions of texts; calls `keep` once."""
+        ...
+
+
+class Sublayer(Protocol):
+    """A sublayer's config."""
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether a position's output depends on other positions. Then the module is `Positional`,
+        and the config has the next two functions."""
+        ...
+
+    def module(self, build: Build, rngs: nnx.Rngs) -> Module:
+        """With parameters of global shapes; applied to local shards."""
+        ...
+
+    def empty_cache(self, build: Build, rows: int, sequence: int) -> jax.Array:
+        """[B, S, ...] of zeros: what slices of a sequence keep for later ones."""
+        ...
+
+    def empty_past(self, build: Build, rows: int, length: int) -> jax.Array:
+        """[n, B, g, S, K] of zeros: what texts keep that go on."""
+        ...

@@ -1,0 +1,59 @@
+"""What goes from tick to tick on a stage.
+
+Legend: B rows · S sequence · C chunks · N layers of a kind in a chunk · R ring slots
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from mtx.pipeline.model import Stream
+
+Tree = Any
+
+
+class Messages(NamedTuple):
+    """What goes from stage to stage, and what has come and waits for its tick."""
+
+    x: tuple[Stream, ...]  # from the stage before, one for each route
+    dx: Stream  # is to be sent to the stage before
+    receives: tuple[Tree, ...]  # [slots, ...] of the stream, and so the next two; None: not needed
+    gradient_receives: tuple[Tree, ...]
+    outputs: Tree  # of the last virtual stage, for the head
+
+
+class Stash(NamedTuple):
+    """What waits between a microbatch's F, B and W; {kind: ...} each."""
+
+    layers: Tree  # [R, N, ...] residuals; or the stream [R, ...] that entered a chunk, of no kind
+    deferred: Tree  # [R, N, ...] what waits for W
+    caches: Tree  # [R, N, B, S, ...] keys and values of slices, and their gradients
+    dcaches: Tree
+
+
+class Gradients(NamedTuple):
+    """Float32 sums over the microbatches so far."""
+
+    of_b: Tree  # of the layers, those that B adds to, {kind: [C, N, ...] or [1, N, ...]}
+    of_w: Tree  # those that W adds to
+    reduced: Tree  # [C, N, ...] sums over `data`, sharded; None where they are made after the scan
+    shared: Tree  # of embedding and head
+
+    @property
+    def of_layers(self) -> Tree:
+        if self.reduced is not None:
+            return self.reduced
+        is_none = lambda a: a is None  # noqa: E731
+        return jax.tree.map(lambda b, w: w if b is None else b, *self[:2], is_leaf=is_none)
+
+
+class Carry(NamedTuple):
+    """All of it."""
+
+    messages: Messages
+    stash: Stash
+    weights: Tree  # [1, N, ...], of the chunk of F and of that of B; None where all are gathered
+    gradients: Gradients
+    loss: jax.Array  # float32 []
