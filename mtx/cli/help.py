@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import tyro
 
-from mtx.cli.options import ALIASES, is_part, plain_form
+from mtx.cli.options import ALIASES, families, is_part, plain_form
 
 
 class Option(NamedTuple):
@@ -47,6 +47,8 @@ def _option(spec: dict, default: object) -> Option:
     about, value = re.fullmatch(r"(.*?)(?: ?\(default: ?(.*)\))?", said).groups()
     if value in (None, "None", "") or (value == "False" and len(spec["flags"]) == 1):
         value = ""
+    if "--model.family" in spec["flags"]:
+        form, about = "{" + ",".join(families()) + "}", "whose fields the model has"
     short = (f"--{alias}" for alias, path in ALIASES.items() if f"--{path}" in spec["flags"])
     return Option(
         section=section,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtx.cli.options import File, Flag, Line, part, read_line, with_family
+from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with_family
 from mtx.cli.output import check_picture, say
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
@@ -59,14 +59,16 @@ def plan_command(arguments: list[str]) -> None:
     Nothing is run: all of it is computed from closed forms, or with --compile read from the
     compiled program.
     """
-    line = read_line(arguments, PlanOptions(), "mtx plan [PRESET]", plan_command)
+    base = _base(*split_names(arguments)[0][:1])
+    default = PlanOptions(model=part(type(base[0].model))())
+    line = read_line(arguments, default, "mtx plan [PRESET]", plan_command)
     options = line.options
     for name in ("tokens", "price"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise UserError(f"{name}={value} must be above 0")
     check_picture(options.draw)
-    plan, found = _plan(_Asked(line))
+    plan, found = _plan(_Asked(line), *base)
     if options.compile:
         plan = _compile(plan)
     if options.save:
@@ -92,16 +94,20 @@ class _Asked:
         return all(axis in self.layout for axis in _MESH)
 
 
-def _plan(asked: _Asked) -> tuple[Plan, Found | None]:
+def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
+    """The run of that name to start from, and the plan, where it is a file."""
+    plan = load_plan(name) if is_plan_file(name) else None
+    return (plan.run, plan) if plan else (preset(name), None)
+
+
+def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found | None]:
     """The plan that is asked for, and the search, where the layout was open."""
-    name, options = asked.name, asked.options
-    if name is None and any(type(value) is int for value in asked.sizes.values()):
+    options = asked.options
+    if asked.name is None and any(type(value) is int for value in asked.sizes.values()):
         return _search(_model_of(asked.sizes), asked, known=None)
-    base = load_plan(name) if name and is_plan_file(name) else None
-    run = base.run if base else preset(name or "gpt-1t")
-    if base:
-        asked.target = asked.target or base.target
-        asked.zero = base.zero if asked.zero is None else asked.zero
+    if file:
+        asked.target = asked.target or file.target
+        asked.zero = file.zero if asked.zero is None else asked.zero
     model = _resized(run.model, asked.sizes)
     resized = replace(run, model=model, layout=Layout(), global_batch=1)
     if options.search or (options.gpus not in (None, run.layout.devices) and not asked.whole_mesh):
