@@ -70,7 +70,8 @@ def of_all_families(default: object) -> list[Option]:
     found = {option.flags: option for option in options_of(default)}
     for name in families() if ("--model.family",) in found else ():
         for option in options_of(_Model(model=with_family(RunConfig(), name).model)):
-            found.setdefault(option.flags, option)
+            if option.flags not in found or not found[option.flags].about:
+                found[option.flags] = option
     sections = list(dict.fromkeys(option.section for option in found.values()))
     return sorted(found.values(), key=lambda option: sections.index(option.section))
 

@@ -75,7 +75,8 @@ def help_page(default: object, *, usage: str, about: str) -> str:
     for option in options_of(default):
         by_section.setdefault(option.section, []).append(option)
     for section, options in by_section.items():
-        lines += [_heading(section, _config(default, section)), *_rows(options, width), ""]
+        heading = _heading(section, _config(default, section))
+        lines += [*textwrap.wrap(heading, width), *_rows(options, width), ""]
     return "\n".join(lines[:-1])
 
 

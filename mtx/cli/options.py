@@ -322,7 +322,7 @@ def plain_form(form: str) -> str:
     """What an option takes, as tyro writes it, for people: no None for what may be left out, and
     INT ... for [INT [INT ...]]."""
     form = re.sub(r"{None}\||\|{None}|(?<={)None,|,None(?=})", "", form)
-    return re.sub(r"({?)\[(\S+) \[\2 \.\.\.\]\](?(1)}|)", r"\2 ...", form)
+    return re.sub(r"({)?\[(\S+) \[\2 \.\.\.\]\](?(1)})", r"\2 ...", form)
 
 
 def _as_given(option: str, arguments: list[str]) -> tuple[str, str]:
