@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import Layout, RunConfig
-from mtx.pipeline.stage import Kept, Stage
+from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import Schedule
@@ -81,7 +81,7 @@ class Held(NamedTuple):
     b_gradients: dict  # of B
     deferred: tuple
     w_gradients: dict  # of W
-    dends: dict  # of embedding and head
+    dshared: dict  # of embedding and head
 
 
 class Ops:
@@ -128,9 +128,9 @@ class Ops:
 
         def local(params, *held):
             params = jax.tree.map(lambda a: a.astype(dtype), params)
-            block = jax.tree.map(lambda a: a[0], params["block"])
+            layers = jax.tree.map(lambda a: a[0], params["layers"])
             held = jax.tree.map(lambda a: a[0], held)
-            held = f({"ends": params["ends"], "block": block}, *held)
+            held = f(params | {"layers": layers}, *held)
             return jax.tree.map(lambda a: a[None], held)
 
         specs = self.trainer.states.specs.params
@@ -146,17 +146,16 @@ class Ops:
     def _stage(self, params, *, split: bool) -> Stage:
         placement, index = self.trainer.placement, lax.axis_index("pipe")
         return Stage(
-            model=self.trainer.model, placement=placement, place=self._place, x_BsD=self.x_BsD,
-            layer_params=jax.tree.map(lambda a: a[0, 0], params["block"]),
-            layer_CN=jnp.asarray(placement.layer)[index],
-            count_C=jnp.asarray(placement.count)[index],
+            model=self.trainer.model, placement=placement, context=self._context,
+            stream={"x": self.x_BsD}, tables=tables_of(placement, index),
+            layer_params=jax.tree.map(lambda a: a[0, 0], params["layers"]),
             slices=self.schedule.slices, split=split,
         )  # fmt: skip
 
-    def _place(self, item, layer):
+    def _context(self, item, layer):
         samples_B = jnp.arange(self.x_BsD.shape[0], dtype=jnp.int32)
         part = item % self.schedule.slices
-        return self.trainer.model.place(layer, {}, samples_B, jnp.zeros(2, jnp.uint32), part)
+        return self.trainer.model.context(layer, {}, samples_B, jnp.zeros(2, jnp.uint32), part)
 
     def _start(self, params) -> Held:
         stage = self._stage(params, split=True)
@@ -167,14 +166,14 @@ class Ops:
                 tree, stage.made_by_w(),
             )  # fmt: skip
 
-        block = params["block"]
+        layers, shared = params["layers"], _shared(params)
         return Held(
             x_BsD=jax.random.normal(jax.random.key(0), self.x_BsD.shape, self.x_BsD.dtype),
             ring=stage.stash(_SLOTS), cache=stage.caches(1), dcache=stage.caches(1),
-            gradients=zeros(lambda by_w: True, block), deferred=stage.weight_stash(_SLOTS),
-            b_gradients=zeros(lambda by_w: not by_w, block),
-            w_gradients=zeros(lambda by_w: by_w, block),
-            dends=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params["ends"]),
+            gradients=zeros(lambda by_w: True, layers), deferred=stage.weight_stash(_SLOTS),
+            b_gradients=zeros(lambda by_w: not by_w, layers),
+            w_gradients=zeros(lambda by_w: by_w, layers),
+            dshared=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shared),
         )  # fmt: skip
 
     def _repeated(self, run: Callable) -> Callable:
@@ -192,25 +191,27 @@ class Ops:
         return repeat
 
     def _forward(self, params, op: Op, held: Held) -> Held:
-        x_BsD, ring, cache = self._stage(params, split=False).forward(
-            op, params["block"], held.x_BsD, held.ring, held.cache
+        stream, ring, cache = self._stage(params, split=False).forward(
+            op, params["layers"], {"x": held.x_BsD}, held.ring, held.cache
         )
-        return held._replace(x_BsD=x_BsD, ring=ring, cache=cache)
+        return held._replace(x_BsD=stream["x"], ring=ring, cache=cache)
 
     def _both(self, params, op: Op, held: Held) -> Held:
-        x_BsD, kept = self._stage(params, split=False).backward(
-            op, params["block"], held.x_BsD, held.ring, held.cache,
-            Kept(held.gradients, (), held.dcache),
+        stream, kept = self._stage(params, split=False).backward(
+            op, params["layers"], {"x": held.x_BsD}, held.ring, held.cache,
+            Kept(held.gradients, None, held.dcache),
         )  # fmt: skip
-        return held._replace(x_BsD=x_BsD, gradients=kept.gradients, dcache=kept.dcache)
+        return held._replace(x_BsD=stream["x"], gradients=kept.gradients, dcache=kept.dcaches)
 
     def _backward(self, params, op: Op, held: Held) -> Held:
-        x_BsD, kept = self._stage(params, split=True).backward(
-            op, params["block"], held.x_BsD, held.ring, held.cache,
+        stream, kept = self._stage(params, split=True).backward(
+            op, params["layers"], {"x": held.x_BsD}, held.ring, held.cache,
             Kept(held.b_gradients, held.deferred, held.dcache),
         )  # fmt: skip
         gradients, deferred, dcache = kept
-        return held._replace(x_BsD=x_BsD, b_gradients=gradients, deferred=deferred, dcache=dcache)
+        return held._replace(
+            x_BsD=stream["x"], b_gradients=gradients, deferred=deferred, dcache=dcache
+        )
 
     def _weight(self, params, op: Op, held: Held) -> Held:
         gradients = self._stage(params, split=True).weight(op, held.deferred, held.w_gradients)
@@ -223,15 +224,21 @@ class Ops:
         ids = jnp.arange(rows * sequence, dtype=jnp.int32).reshape(rows, sequence)
         ids %= self.trainer.run.model.vocab
         batch = {"tokens": ids, "targets": ids, "weights": jnp.ones(ids.shape, jnp.float32)}
-        place, is_here = self._place(op.item, -1), lax.axis_index("pipe") == 0
-        x_BsD, embed_vjp = jax.vjp(lambda ends: model.embed(ends, batch, place), params["ends"])
+        context, is_here = self._context(op.item, -1), lax.axis_index("pipe") == 0
+        shared = _shared(params)
+        x_BsD, embed_vjp = jax.vjp(lambda s: model.embed(s, batch, context)["x"], shared)
         # What the op before has left goes in, so that no two are alike and all have to run.
         y_BsD = broadcast_from(x_BsD + 1e-3 * held.x_BsD, is_here, pipe)
-        loss, vjp = jax.vjp(lambda ends, y: model.loss(ends, y, batch), params["ends"], y_BsD)
+        loss, vjp = jax.vjp(lambda s, y: model.loss(s, {"x": y}, batch), shared, y_BsD)
         of_head, dy_BsD = vjp(jnp.ones_like(loss))
         (of_embedding,) = embed_vjp(broadcast_from(dy_BsD, is_here, pipe))
-        dends = jax.tree.map(lambda d, a, b: d + a + b, held.dends, of_head, of_embedding)
-        return held._replace(x_BsD=dy_BsD, dends=dends)
+        dshared = jax.tree.map(lambda d, a, b: d + a + b, held.dshared, of_head, of_embedding)
+        return held._replace(x_BsD=dy_BsD, dshared=dshared)
+
+
+def _shared(params):
+    """Those of embedding and head."""
+    return {part: params[part] for part in ("embed", "head")}
 
 
 def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:

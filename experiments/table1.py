@@ -33,7 +33,7 @@ from mtx.plan.time import StepTime
 WIDTH = 100
 # What the time is spent on, in the drawing's order: fields of StepTime, and a colour.
 PARTS = {
-    "matmuls": (("matmul_s", "ends_s"), "#3b6fb6"),
+    "matmuls": (("matmul_s", "embedding_and_head_s"), "#3b6fb6"),
     "attention": (("attention_s",), "#7fa7d9"),
     "memory": (("elementwise_s", "optimizer_s"), "#b9d0ec"),
     "communication": (("tensor_comm_s", "pipeline_comm_s", "data_comm_s"), "#8e5ea2"),
@@ -56,14 +56,27 @@ def shares(time: StepTime) -> dict[str, float]:
     }
 
 
+def columns(*headers: str, left: int, between: int = 2) -> Table:
+    """An empty table, `left` of whose columns are texts, and the others numbers."""
+    table = Table(box=None, padding=(0, between, 0, 0), header_style="")
+    for place, header in enumerate(headers):
+        table.add_column(header, justify="left" if place < left else "right", no_wrap=True)
+    return table
+
+
+def curves(runs: Sequence[PublishedRun]) -> dict[tuple[str, str], list[PublishedRun]]:
+    """The runs by where they stand and their series, in order."""
+    found: dict[tuple[str, str], list[PublishedRun]] = {}
+    for run in runs:
+        found.setdefault((run.where, run.series), []).append(run)
+    return found
+
+
 def table_of(runs: Sequence[PublishedRun]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="")
-    table.add_column("\nmodel", no_wrap=True)
-    for header in (
-        "\nGPUs", "\nd x p x t", "\nb", "\nv", "TFLOP/s\npublished", "a GPU\npredicted", "\nerror",
-        "step, s\npublished", "\npredicted", "idle\n%", "comm.\n%",
-    ):  # fmt: skip
-        table.add_column(header, justify="right", no_wrap=True)
+    table = columns(
+        "\nmodel", "\nGPUs", "\nd x p x t", "\nb", "\nv", "TFLOP/s\npublished", "a GPU\npredicted",
+        "\nerror", "step, s\npublished", "\npredicted", "idle\n%", "comm.\n%", left=1, between=1,
+    )  # fmt: skip
     for run in runs:
         layout, time = run.layout, run.time()
         part = shares(time)
@@ -82,8 +95,7 @@ def table_of(runs: Sequence[PublishedRun]) -> Table:
 
 def picture_of(runs: Sequence[PublishedRun]) -> Figure:
     """Throughputs side by side, and the parts of the predicted time."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.6)
     left, right = figure.subplots(1, 2)
     places = range(len(runs))
     names = [run.x.removeprefix("gpt-").upper() for run in runs]
@@ -110,8 +122,17 @@ def picture_of(runs: Sequence[PublishedRun]) -> Figure:
     return figure
 
 
+def new_figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def save(figure: Figure, path: str) -> None:
     """Writes a picture; UserError where that cannot be."""
+    folder = Path(path).parent
+    if not folder.absolute().is_dir():
+        raise UserError(f"cannot draw {path}: there is no directory {folder}")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
@@ -120,10 +141,6 @@ def save(figure: Figure, path: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(list(arguments), Options(), prog="table1.py")
-    if options.draw and not Path(options.draw).absolute().parent.is_dir():
-        raise UserError(
-            f"cannot draw {options.draw}: there is no directory {Path(options.draw).parent}"
-        )
     console = Console(width=WIDTH)
     console.print("SC'21, table 1: A100-80GB, fp16, every block recomputed", style="bold")
     console.print(table_of(TABLE_1_RUNS))

@@ -8,7 +8,7 @@
 
 `__init__.pyi` lists the names and their homes: for type checkers, and for `__getattr__`, which
 imports a name when it is first used (as in Scientific Python's SPEC 1). So `import mtx` loads no
-JAX and touches no device.
+JAX and touches no device. In a notebook it tells IPython how schedules are shown.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -38,3 +39,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+def _show_in_notebooks() -> None:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        importlib.import_module("mtx.view.notebook").load_ipython_extension(shell)
+
+
+_show_in_notebooks()

@@ -1,4 +1,4 @@
-"""A user's files: opened, and read as text, JSON or TOML. What is wrong with one is a UserError."""
+"""A user's files: read as text, JSON or TOML, or replaced. What is wrong is a UserError."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mtx.errors import UserError
+from mtx.paths import user_path
 
 MOST_BYTES = 2**28  # of a file that is read whole: ten times the largest tokenizers
 _MOST_TOML_BYTES = 2**20
@@ -122,3 +123,28 @@ def _levels(value: Any) -> Iterator[list[Any]]:
         lists = [each.values() if isinstance(each, dict) else each for each in tables]
         level = [part for each in lists for part in each]
     raise RecursionError
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A path beside `path` to write to, with its suffix, which takes its place at the end, so that
+    a file is there whole or not at all.
+
+    Where writing fails nothing is left behind and what was at `path` stays; where it fails because
+    it cannot be done, UserError says why. What is no file, such as /dev/null, is written to itself.
+    """
+    path = user_path(path)
+    try:
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        target = Path(os.path.realpath(path))  # a link stays a link
+        written = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+        written.touch()  # says what is wrong with a folder before anything is computed
+        try:
+            yield written
+            os.replace(written, target)
+        finally:
+            written.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None

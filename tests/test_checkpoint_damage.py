@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from errors import names
 
 from mtx.checkpoint import commit
 from mtx.checkpoint.checkpoints import Checkpoints
@@ -101,12 +102,15 @@ def test_every_flipped_byte_of_an_array_is_named(saved, copied):
     with path.open("r+b") as file:
         file.seek(block.offset + 5)
         file.write(b"\xff")
-    with pytest.raises(
-        Damaged,
-        match=r"checkpoint \S+/2 is damaged: array nu.layers.block.mlp.up.w, from "
-        rf"byte {block.offset:,} of arrays.0.bin: these are not the bytes",
-    ):
+    with pytest.raises(Damaged) as error:
         copied.restore(saved.trainer)
+    assert names(
+        error,
+        copied.directory / "2",
+        "nu.layers.block.mlp.up.w",
+        f"{block.offset:,}",
+        "arrays.0.bin",
+    )
     assert int(copied.restore(saved.trainer, 1).step) == 1
 
 
@@ -119,8 +123,9 @@ def test_files_that_are_not_whole(saved, copied, name, how):
     if how != "missing":
         path.write_bytes(content[: len(content) // 2] if how == "cut" else b"")
     if name == "arrays.0.bin":
-        with pytest.raises(Damaged, match=r"arrays.0.bin(: No such file| has [\d,]+ of [\d,]+ b)"):
+        with pytest.raises(Damaged) as error:
             copied.restore(saved.trainer, 2)
+        assert names(error, "arrays.0.bin")
     step, said = found(copied)
     assert step == 1
     assert len(said) == 1 and f"{copied.directory}/2 is damaged" in said[0] and name in said[0]
@@ -137,10 +142,9 @@ def test_the_one_before_it_is_found_and_the_damaged_one_set_aside(saved, copied)
     assert found(copied) == (1, [])
     (copied.directory / "1" / "run.json").unlink()
     for _ in range(2):  # nor does it start anew the next time
-        with pytest.raises(
-            UserError, match="no checkpoint in .* is sound; put a copy back, or use"
-        ):
+        with pytest.raises(UserError) as error:
             copied.find(said.append)
+        assert names(error, copied.directory)
     assert sorted(path.name for path in copied.directory.iterdir()) == ["1.aside", "2.aside"]
 
 
@@ -153,9 +157,9 @@ def test_damage_that_only_reading_the_arrays_finds(saved, copied):
 
 
 def test_the_oldest_is_trusted_whatever_it_led_to(copied):
-    assert copied.distrust(1, "has led to two spikes") == ""
-    assert copied.distrust(7, "is not there") == ""
-    assert copied.distrust(2, "has led to two spikes").endswith("it is now named 2.aside")
+    assert copied.set_aside(1, "has led to two spikes", unless_oldest=True) == ""
+    assert copied.set_aside(7, "is not there", unless_oldest=True) == ""
+    assert "2.aside" in copied.set_aside(2, "has led to two spikes", unless_oldest=True)
     assert copied.steps() == [1]
 
 
@@ -170,8 +174,9 @@ def test_what_may_not_be_read_is_no_damage(saved, copied, name, monkeypatch):
 
     monkeypatch.setattr(os, "open", lambda path, *rest: refuse(path) or real_open(path, *rest))
     monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) or real_read(path))
-    with pytest.raises(UserError, match=rf"2/{name} cannot be read \(Permission denied\)") as error:
+    with pytest.raises(UserError) as error:
         copied.restore(saved.trainer)
+    assert names(error, f"2/{name}", "Permission denied")
     assert not isinstance(error.value, Damaged)
 
 
@@ -186,8 +191,9 @@ def test_directories_named_as_steps(saved, copied):
     assert step == 2 and f"{half_deleted} is damaged: it has no checkpoint.json" in said[0]
     shutil.rmtree(copied.directory / "1")
     shutil.rmtree(copied.directory / "2")
-    with pytest.raises(UserError, match="no checkpoint in .* is sound"):
+    with pytest.raises(UserError) as error:
         copied.find(said.append)
+    assert names(error, copied.directory)
 
 
 # -- what cannot be written ------------------------------------------------------------------------
@@ -219,9 +225,10 @@ def test_a_full_disk(saved, small_disk, caplog):
             break
     for failing in ("at once", "again"):
         del failing
-        with pytest.raises(UserError, match="no checkpoint can be written .*No space left on dev"):
+        with pytest.raises(UserError) as error:
             save(checkpoints, saved.trainer, state, 2)
             checkpoints.wait()
+        assert names(error, checkpoints.directory, "No space left on device")
         assert checkpoints.steps() == [1]
         checkpoints.wait()
         assert [path.name for path in checkpoints.directory.iterdir()] == ["1"]
@@ -249,10 +256,9 @@ def test_a_failure_in_the_background_is_told_between_steps(saved, tmp_path, monk
         patched.setattr(commit, "write_parts", fail)
         save(checkpoints, saved.trainer, state, 2)
         concurrent.futures.wait([checkpoints._finishing])
-        with pytest.raises(
-            UserError, match="process 0: Input/output error.*; the ones saved befor"
-        ):
+        with pytest.raises(UserError) as error:
             checkpoints.poll()
+        assert names(error, checkpoints.directory, "process 0", "Input/output error")
     checkpoints.poll()
     save(checkpoints, saved.trainer, state, 3)
     checkpoints.wait()
@@ -279,19 +285,22 @@ def test_a_step_that_is_saved_anew(saved, tmp_path, monkeypatch):
 def test_a_directory_of_something_else(saved, tmp_path):
     state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.states.specs))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="no checkpoint can be written in .*Not a directory"):
+    with pytest.raises(UserError) as error:
         save(Checkpoints(tmp_path / "file" / "checkpoints"), saved.trainer, state, 1)
+    assert names(error, tmp_path / "file" / "checkpoints", "Not a directory")
     (tmp_path / "photos" / "1").mkdir(parents=True)
     (tmp_path / "photos" / "1" / "cat.png").write_text("")
     checkpoints = Checkpoints(tmp_path / "photos")
     assert checkpoints.find(print) is None
-    with pytest.raises(UserError, match=r"photos/1 is there, and it is no checkpoint; use another"):
+    with pytest.raises(UserError) as error:
         save(checkpoints, saved.trainer, state, 1)
+    assert names(error, tmp_path / "photos" / "1", "out")
     assert (tmp_path / "photos" / "1" / "cat.png").exists()
 
 
 def test_compute_types_and_other_models_are_told_before_the_arrays_are_read(saved, copied):
     (copied.directory / "2" / "arrays.0.bin").unlink()
     other = Trainer(replace(RUN, model=replace(MODEL, hidden=32)))
-    with pytest.raises(UserError, match="hidden=16 there and 32 here"):
+    with pytest.raises(UserError) as error:
         copied.restore(other)
+    assert names(error, "hidden=16", 32)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from errors import names
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.fingerprint import MODULUS, factor_of
@@ -27,7 +28,8 @@ from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")
 RUN = RunConfig(model=MODEL, layout=Layout(pipe=2), global_batch=2)
-UP = "params.layers.block.mlp.up.w"
+PATH = "layers.block.mlp.up.w"
+UP = f"params.{PATH}"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def values_of(checkpoints: Checkpoints) -> dict:
     return json.loads((checkpoints.directory / "2" / "checkpoint.json").read_bytes())["manifest"]
 
 
-def seal(checkpoints: Checkpoints, values: object) -> None:
+def write(checkpoints: Checkpoints, values: object) -> None:
     """Writes it anew, with the checksum that belongs to it."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -153,65 +155,61 @@ BLOCK = ("arrays", UP, "blocks", 0)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "values"),
     [
-        (
-            one_block_twice,
-            "blocks of array params.layers.block.mlp.up.w do not hold each of its values",
-        ),
-        (blocks_of_another, "array [mn]u.embed.tokens, from byte .* not the bytes that were writ"),
-        (other_numbers, "layers.block.mlp.up.w is missing, or not alike in all trees"),
-        (turned, "layers.block.mlp.up.w is missing, or not alike in all trees"),
-        (turned_everywhere, r"params.layers.block.mlp.up.w is float32 \[2, 64, 16\] there"),
-        (left_out, "layers.block.mlp.up.w is missing, or not alike in all trees"),
-        (without_steps, "json: step is missing"),
-        (steps_swapped, "array s[a-z]+, from byte .* these are not the bytes"),
-        (outside, "file '../1/arrays.0.bin' is not named like arrays.0.bin"),
-        (own_fingerprint, "do not add up to its own"),
-        (set_in("step", 1), "is that of step 1"),
-        (set_in("step", "2"), "step='2' must be a whole number"),
-        (set_in("step", True), "step=True must be a whole number"),
-        (set_in("step", -2), "step=-2 must be a whole number"),
-        (set_in("format", 0), "format=0 must be"),
-        (set_in("format", 99), "is of format 99, and this mtx reads 1 to 3; use a newer mtx"),
-        (set_in("processes", 0), "processes=0 must be"),
-        (set_in("unix_time", "now"), "unix_time='now' is no time"),
-        (set_in("unix_time", float("nan")), "unix_time=nan is no time"),
-        (set_in("unix_time", 1e300), "unix_time=1e[+]300 is no time"),
-        (set_in("documents", []), "documents=.. must be a table"),
-        (set_in("documents", "run", 7), "must be a table of their checksums"),
-        (set_in("files", "arrays.0.bin"), "files must be a list"),
-        (set_in("files", 0, "arrays.7.bin"), "arrays.7.bin: No such file"),
-        (set_in("files", 0, "run.json"), "is not named like"),
-        (set_in("arrays", []), "its arrays a table"),
-        (set_in("arrays", UP, None), "is not described"),
-        (set_in("arrays", "a/../b", {}), "'array a/../b' is no name of an array"),
-        (set_in("arrays", UP, "shape", [2**61, 2**61, 2]), "do not hold each of its values"),
-        (set_in("arrays", UP, "shape", [1] * 70), "has 70 dims"),
-        (set_in("arrays", UP, "dtype", ["float32"]), "is of dtype"),
-        (set_in("arrays", UP, "blocks", []), "do not hold each of its values"),
-        (set_in(*BLOCK, [0, 0]), "is not described by five values"),
-        (set_in(*BLOCK, 0, -1), "has -1 in place of a whole number"),
-        (set_in(*BLOCK, 0, 5), "lies in file 5 of 1"),
-        (set_in(*BLOCK, 1, 64), "these are not the bytes"),
-        (set_in(*BLOCK, 1, 2**40), r"arrays.0.bin has [\d,]+ of 1,099,511,[\d,]+ bytes"),
-        (set_in(*BLOCK, 1, 2**62 - 1), "is larger than a file can be"),
-        (set_in(*BLOCK, 1, 10**40), "in place of a whole number"),
-        (set_in(*BLOCK, 1, 1.0), "has 1.0 in place of a whole number"),
-        (set_in(*BLOCK, 2, [0, 0]), "has 2 and 3 dims"),
-        (set_in(*BLOCK, 3, [1, 0, 64]), "has 0 in place of a whole number from 1"),
-        (set_in(*BLOCK, 4, "0x" + "1" * 14), "in place of a fingerprint"),
-        (set_in(*BLOCK, 4, 17), "in place of a fingerprint"),
+        (one_block_twice, [UP]),
+        (blocks_of_another, ["u.embed.tokens", "arrays.0.bin"]),
+        (other_numbers, [PATH]),
+        (turned, [PATH]),
+        (turned_everywhere, [UP, "[2, 64, 16]"]),
+        (left_out, [PATH]),
+        (without_steps, ["json", "step"]),
+        (steps_swapped, ["array s", "arrays.0.bin"]),
+        (outside, ["../1/arrays.0.bin"]),
+        (own_fingerprint, [UP]),
+        (set_in("step", 1), ["step 1"]),
+        (set_in("step", "2"), ["step='2'"]),
+        (set_in("step", True), ["step=True"]),
+        (set_in("step", -2), ["step=-2"]),
+        (set_in("format", 0), ["format=0"]),
+        (set_in("format", 99), [99, 3]),
+        (set_in("processes", 0), ["processes=0"]),
+        (set_in("unix_time", "now"), ["unix_time='now'"]),
+        (set_in("unix_time", float("nan")), ["unix_time=nan"]),
+        (set_in("unix_time", 1e300), ["unix_time=1e+300"]),
+        (set_in("documents", []), ["documents=[]"]),
+        (set_in("documents", "run", 7), ["documents", 7]),
+        (set_in("files", "arrays.0.bin"), ["files"]),
+        (set_in("files", 0, "arrays.7.bin"), ["arrays.7.bin", "No such file"]),
+        (set_in("files", 0, "run.json"), ["run.json"]),
+        (set_in("arrays", []), ["arrays"]),
+        (set_in("arrays", UP, None), [UP]),
+        (set_in("arrays", "a/../b", {}), ["a/../b"]),
+        (set_in("arrays", UP, "shape", [2**61, 2**61, 2]), [UP]),
+        (set_in("arrays", UP, "shape", [1] * 70), [UP]),
+        (set_in("arrays", UP, "dtype", ["float32"]), [UP, ["float32"]]),
+        (set_in("arrays", UP, "blocks", []), [UP]),
+        (set_in(*BLOCK, [0, 0]), [UP]),
+        (set_in(*BLOCK, 0, -1), [UP, -1]),
+        (set_in(*BLOCK, 0, 5), [UP, 5, 1]),
+        (set_in(*BLOCK, 1, 64), [PATH, "arrays.0.bin"]),
+        (set_in(*BLOCK, 1, 2**40), ["arrays.0.bin", "1,099,511,"]),
+        (set_in(*BLOCK, 1, 2**62 - 1), [UP]),
+        (set_in(*BLOCK, 1, 10**40), [UP, 10**40]),
+        (set_in(*BLOCK, 1, 1.0), [UP, 1.0]),
+        (set_in(*BLOCK, 2, [0, 0]), [UP, 2, 3]),
+        (set_in(*BLOCK, 3, [1, 0, 64]), [UP, 0]),
+        (set_in(*BLOCK, 4, "0x" + "1" * 14), [UP, "0x" + "1" * 14]),
+        (set_in(*BLOCK, 4, 17), [UP, 17]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_does_not_fit_together_is_named(saved, copied, change, said):
-    values = values_of(copied)
-    change(values)
-    seal(copied, values)
-    with pytest.raises(UserError, match=said):
-        damage_said = damage(saved, copied)
-        raise UserError(str(damage_said))
+def test_what_does_not_fit_together_is_named(saved, copied, change, values):
+    manifest = values_of(copied)
+    change(manifest)
+    write(copied, manifest)
+    said = damage(saved, copied)
+    assert said is not None and [value for value in map(str, values) if value not in said] == []
 
 
 RAW = {
@@ -291,7 +289,7 @@ def test_no_mutation_gives_other_values(saved, copied):
         values = copy.deepcopy(sound)
         for _ in range(rng.choice([1, 1, 2])):
             mutate(values, rng)
-        seal(copied, values)
+        write(copied, values)
         said[number] = damage(saved, copied)
     named = [line for line in said.values() if line is not None]
     assert len(named) > 200 and len(set(named)) > 100
@@ -315,7 +313,7 @@ def test_no_mutation_gives_a_command_a_traceback(copied, command, statuses, caps
     for _ in range(25):
         values = copy.deepcopy(sound)
         mutate(values, rng)
-        seal(copied, values)
+        write(copied, values)
         status = main(command.format(run=copied.directory, out=out).split())
         error = capsys.readouterr().err
         assert error.count("\n") == (status == 2) and len(error) < 800
@@ -341,19 +339,20 @@ def test_format_1_is_still_read(saved, copied):
         array["fingerprint"] = plain(array["fingerprint"])
         for block in array["blocks"]:
             block[4] = plain(block[4])
-    seal(copied, values)
+    write(copied, values)
     assert damage(saved, copied) is None
     values["arrays"][UP]["blocks"][0][4] = "0" * 16
-    seal(copied, values)
-    assert "do not add up to its own" in damage(saved, copied)
+    write(copied, values)
+    assert UP in damage(saved, copied)
 
 
 def test_one_of_a_format_to_come_is_left_where_it_is(copied):
     values = values_of(copied)
     values["format"] = 4
-    seal(copied, values)
-    with pytest.raises(UserError, match="is of format 4, .*; use a newer mtx") as error:
+    write(copied, values)
+    with pytest.raises(UserError) as error:
         copied.find(print)
+    assert names(error, 4, copied.directory)
     assert not isinstance(error.value, Damaged)
     assert sorted(path.name for path in Path(copied.directory).iterdir()) == ["1", "2"]
 
@@ -361,7 +360,7 @@ def test_one_of_a_format_to_come_is_left_where_it_is(copied):
 def test_a_checkpoint_without_one_moment_is_set_aside(copied):
     values = values_of(copied)
     del values["arrays"]["nu.layers.block.mlp.up.w"]
-    seal(copied, values)
+    write(copied, values)
     said: list[str] = []
     assert copied.find(said.append) == 1 and len(copied.aside()) == 1  # from the one before it
     assert "layers.block.mlp.up.w has not the arrays" in said[0]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,5 +133,6 @@ def test_a_block_that_is_listed_nowhere_is_missed(written):
     info = written.catalog["a"]
     fewer = ArrayInfo(shape=info.shape, dtype=info.dtype, blocks=info.blocks[1:])
     with Store(directory=written.directory, catalog={"a": fewer}) as store:
-        with pytest.raises(Damaged, match="24 values of a are in no file"):
+        with pytest.raises(Damaged) as error:
             store.read("a")
+    assert names(error, 24, "a")

@@ -43,7 +43,7 @@ def saved(tmp_path_factory):
 def damaged(saved, tmp_path):
     """A copy whose step 20 has one flipped bit, and an empty directory named as a step."""
     out = shutil.copytree(saved[0], tmp_path / "run")
-    (first, *_) = Checkpoints(out).manifest(20).catalog["params.ends.tokens"].blocks
+    (first, *_) = Checkpoints(out).manifest(20).catalog["params.embed.tokens"].blocks
     with (out / "checkpoints" / "20" / "arrays.0.bin").open("r+b") as file:
         file.seek(first.offset)
         byte = file.read(1)[0]
@@ -78,7 +78,7 @@ def test_inspect(saved, capsys):
     assert main(["checkpoint", "inspect", str(saved[0]), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["step"] == 20 and shown["run"] == json.loads(json.dumps(to_dict(RUN)))
-    array = shown["arrays"]["mu.block.mlp.up.w"]
+    array = shown["arrays"]["mu.layers.block.mlp.up.w"]
     assert (array["shape"], array["dtype"], array["bytes"]) == ([2, 16, 64], "float32", 8192)
 
 
@@ -89,7 +89,7 @@ def test_verify(saved, damaged, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["step", "10", "sound"]
     assert lines[1].split()[:3] == ["step", "20", "DAMAGED"]
-    assert "array params.ends.tokens, from byte " in lines[1] and len(lines) == 2
+    assert "array params.embed.tokens, from byte " in lines[1] and len(lines) == 2
     assert main(["checkpoint", "verify", str(damaged), "--step", "10"]) == 0
 
 
@@ -112,7 +112,7 @@ def test_export(saved, tmp_path, dtype, capsys):
 def test_a_damaged_one_is_not_exported(damaged, tmp_path, capsys):
     out = tmp_path / "shared"
     assert main(["checkpoint", "export", str(damaged), "--out", str(out)]) == 2
-    assert "20 is damaged: array params.ends.tokens" in capsys.readouterr().err
+    assert "20 is damaged: array params.embed.tokens" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
@@ -179,7 +179,7 @@ def test_the_page_s_reader_needs_numpy_alone(saved, damaged, tmp_path):
     assert_same_bits(names["read_checkpoint"](folder), all_arrays(saved[0], 20))
     with pytest.raises(AssertionError) as error:
         names["read_checkpoint"](damaged / "checkpoints" / "20")
-    assert "params.ends.tokens" in str(error.value)
+    assert "params.embed.tokens" in str(error.value)
     (damaged / "checkpoints" / "20" / "checkpoint.json").write_text(
         (folder / "checkpoint.json").read_text().replace('"step":20', '"step":21')
     )

@@ -162,7 +162,7 @@ def test_index_builds_a_blend_that_a_run_then_finds(capsys, corpus, monkeypatch)
     assert json.loads(capsys.readouterr().out)["samples"]["train"] == 36
     entries = sorted(corpus.glob("cache/*"))
     monkeypatch.setattr("mtx.data.gpt.build_indices", None)
-    monkeypatch.setattr("mtx.data.gpt.blend_by_weights", None)
+    monkeypatch.setattr("mtx.data.blend.blend_by_weights", None)
     load_data(RunConfig(
         model=ModelConfig(sequence=8, layers=1), steps=10, global_batch=2, eval_batches=3,
         data=DataConfig(path=blend, split="7,3", cache="cache"),

@@ -210,7 +210,7 @@ def test_what_crosses_stages_is_one_permute_a_tick_and_route(case):
 
 def test_gradients_are_reduced_and_parameters_gathered_over_data_once_a_step():
     trainer, _, sizes = collectives_of("residuals")
-    local = local_bytes(trainer, "block") + local_bytes(trainer, "ends")
+    local = sum(local_bytes(trainer, part) for part in ("embed", "head", "layers"))
     assert sizes["reduce-scatter", ("data",)] == local
     assert sizes["all-gather", ("data",)] == local / 2
 
@@ -219,8 +219,9 @@ def test_a_breadth_first_table_gathers_each_chunk_once_for_f_and_once_for_b():
     """And reduces its gradients once: v of each a step, whatever the number of microbatches. What
     is only added, B does not need, and XLA does not gather it."""
     trainer, _, sizes = collectives_of("sharded over data")
-    block, ends = (local_bytes(trainer, part) for part in ("block", "ends"))
-    multiplied = local_bytes(trainer, "block", but=("b", "bias"))
+    layers = local_bytes(trainer, "layers")
+    shared = local_bytes(trainer, "embed") + local_bytes(trainer, "head")
+    multiplied = local_bytes(trainer, "layers", but=("b", "bias"))
     assert trainer.schedule.microbatches == 4 > trainer.schedule.virtual == 2
-    assert sizes["reduce-scatter", ("data",)] == block + ends
-    assert sizes["all-gather", ("data",)] == (block + multiplied + ends) / 2
+    assert sizes["reduce-scatter", ("data",)] == layers + shared
+    assert sizes["all-gather", ("data",)] == (layers + multiplied + shared) / 2

@@ -35,6 +35,14 @@ def message(make, *args, **values) -> str:
 
 # --- errors ---------------------------------------------------------------------------------------
 
+
+def refused(make, *args, named=(), **values) -> str:
+    """The error's line, which names all of these."""
+    text = message(make, *args, **values)
+    assert [value for value in map(str, named) if value not in text] == [], text
+    return text
+
+
 POSITIVE = {
     ModelConfig: "layers hidden heads sequence vocab ffn_multiple vocab_multiple",
     Layout: "data pipe tensor virtual microbatch",
@@ -47,19 +55,19 @@ POSITIVE = {
 )
 def test_counts_must_be_positive(kind, name):
     for value in (0, -3):
-        text = f"{name}={value} must be at least 1"
-        assert message(kind, **{name: value}) == text
+        refused(kind, named=[f"{name}={value}", "1"], **{name: value})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31])
 def test_a_seed_fits_31_bits(seed):
-    assert message(RunConfig, seed=seed).startswith(f"seed={seed} must be at ")
+    refused(RunConfig, named=[f"seed={seed}"], seed=seed)
 
 
 @pytest.mark.parametrize(
     "kind, name, value, nearest",
     [
         (ModelConfig, "compute_dtype", "bfloat", "bfloat16"),
+        (ModelConfig, "family", "lama", "llama"),
         (Layout, "schedule", "1f1b1", "1f1b"),
         (Layout, "idle", "phase", "phases"),
         (Layout, "stash", "residual", "residuals"),
@@ -69,73 +77,69 @@ def test_a_seed_fits_31_bits(seed):
     ],
 )
 def test_unknown_choices_name_the_nearest(kind, name, value, nearest):
-    text = message(kind, **{name: value})
-    assert text.startswith(f"unknown {name} '{value}': did you mean '{nearest}'? known are ")
+    refused(kind, named=[name, f"'{value}'", f"'{nearest}'"], **{name: value})
 
 
 def test_a_choice_like_nothing_known_is_listed_without_a_guess():
-    assert message(Layout, idle="xyz") == "unknown idle 'xyz': known are masked, phases, skip"
-    assert message(Layout, zero=11) == "unknown zero '11': known are 1, 3"
+    assert "mean" not in refused(Layout, idle="xyz", named=["'xyz'", "phases", "skip"])
+    assert "mean" not in refused(Layout, zero=11, named=["zero", "'11'", "1, 3"])
 
 
 @pytest.mark.parametrize(
-    "kind, values, text",
+    "kind, values, bounds",
     [
-        (ModelConfig, {"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
-        (ModelConfig, {"attention_dropout": -0.1}, "attention_dropout=-0.1 must lie in [0, 1)"),
-        (OptimizerConfig, {"lr": 0.0}, "lr=0.0 must be above 0"),
-        (OptimizerConfig, {"lr": float("nan")}, "lr=nan must be finite"),
-        (OptimizerConfig, {"lr": 1e-3, "min_lr": 0.1}, "min_lr=0.1 must lie in [0, lr=0.001]"),
-        (OptimizerConfig, {"min_lr": -1.0}, "min_lr=-1.0 must lie in [0, lr=0.00015]"),
-        (OptimizerConfig, {"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
-        (
-            OptimizerConfig,
-            {"warmup_steps": 10, "decay_steps": 10},
-            "warmup_steps=10 leave nothing of decay_steps=10 to decay in; use fewer, or a larger",
-        ),
-        (OptimizerConfig, {"clip": -1.0}, "clip=-1.0 must be at least 0 (0 turns clipping off)"),
-        (OptimizerConfig, {"b1": 1.0}, "b1=1.0 must lie in [0, 1)"),
-        (OptimizerConfig, {"b2": -0.5}, "b2=-0.5 must lie in [0, 1)"),
-        (DataConfig, {"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
-        (DataConfig, {"eval_fraction": 1.0}, "eval_fraction=1.0 must lie between 0 and 1"),
-        (DataConfig, {"bpe_vocab": 256}, "bpe_vocab=256 must be at least 257"),
-        (RunConfig, {"eval_every": -1}, "eval_every=-1 must be at least 0"),
-        (RunConfig, {"save_every": -2}, "save_every=-2 must be at least 0"),
+        (ModelConfig, {"dropout": 1.0}, ["[0, 1)"]),
+        (ModelConfig, {"attention_dropout": -0.1}, ["[0, 1)"]),
+        (OptimizerConfig, {"lr": 0.0}, ["above 0"]),
+        (OptimizerConfig, {"lr": float("nan")}, ["finite"]),
+        (OptimizerConfig, {"min_lr": 0.1, "lr": 1e-3}, ["[0, lr=0.001]"]),
+        (OptimizerConfig, {"min_lr": -1.0}, ["[0, lr=0.00015]"]),
+        (OptimizerConfig, {"warmup_steps": -1}, ["0"]),
+        (OptimizerConfig, {"warmup_steps": 10, "decay_steps": 10}, ["decay_steps=10"]),
+        (OptimizerConfig, {"clip": -1.0}, ["0"]),
+        (OptimizerConfig, {"b1": 1.0}, ["[0, 1)"]),
+        (OptimizerConfig, {"b2": -0.5}, ["[0, 1)"]),
+        (DataConfig, {"eval_fraction": 0.0}, ["0 and 1"]),
+        (DataConfig, {"eval_fraction": 1.0}, ["0 and 1"]),
+        (DataConfig, {"bpe_vocab": 256}, ["257"]),
+        (RunConfig, {"eval_every": -1}, ["0"]),
+        (RunConfig, {"save_every": -2}, ["0"]),
     ],
 )
-def test_values_out_of_range_are_named_with_the_range(kind, values, text):
-    assert message(kind, **values).startswith(text)
+def test_values_out_of_range_are_named_with_the_range(kind, values, bounds):
+    name, value = next(iter(values.items()))
+    refused(kind, named=[f"{name}={value}", *bounds], **values)
 
 
 def test_recomputing_twice_is_refused_with_both_ways_out():
-    text = message(Layout, stash="inputs", recompute="full")
-    assert "stash='inputs' already recomputes" in text
-    assert "Use recompute='none' with it, or stash='residuals'" in text
+    ways = ["stash='inputs'", "recompute='full'", "recompute='none'", "stash='residuals'"]
+    refused(Layout, stash="inputs", recompute="full", named=ways)
     assert Layout(stash="inputs", recompute="none").stash == "inputs"
 
 
 def test_what_cannot_be_divided_is_refused_with_the_nearest_legal_values():
     model = ModelConfig(heads=6, hidden=96, sequence=100)
-    assert message(ModelConfig, hidden=100, heads=8) == (
-        "hidden=100 cannot be divided over heads=8; use hidden=96 or 104"
-    )
-    assert message(ModelConfig, hidden=5, heads=8).endswith("use hidden=8")
-    assert message(Layout(tensor=4).check, model) == (
-        "heads=6 cannot be divided over tensor=4; use tensor=3 or 6"
-    )
-    assert message(Layout(tensor=3).check, model) == (
-        "sequence=100 cannot be divided over tensor=3 for sequence parallelism; use sequence=99 or "
-        "102 or sequence_parallel=False"
-    )
-    assert message(Layout(data=2, microbatch=3).microbatches, 16) == (
-        "global_batch=16 cannot be divided into data*microbatch=2*3; use global_batch=12 or 18"
-    )
+    refused(ModelConfig, hidden=100, heads=8, named=["hidden=100", "heads=8", "hidden=96 or 104"])
+    refused(ModelConfig, hidden=5, heads=8, named=["use hidden=8"])
+    refused(Layout(tensor=4).check, model, named=["heads=6", "tensor=4", "tensor=3 or 6"])
+    ways = ["sequence=100", "tensor=3", "sequence=99 or 102", "sequence_parallel=False"]
+    refused(Layout(tensor=3).check, model, named=ways)
+    sizes = ["global_batch=16", "data*microbatch=2*3", "global_batch=12 or 18"]
+    refused(Layout(data=2, microbatch=3).microbatches, 16, named=sizes)
 
 
 def test_a_run_refuses_a_layout_that_does_not_fit():
-    assert "heads=8 cannot be divided over tensor=3" in message(RunConfig, layout=Layout(tensor=3))
-    text = message(RunConfig, layout=Layout(data=32), global_batch=16)
-    assert text.endswith("data*microbatch=32*1; use global_batch=32")
+    refused(RunConfig, layout=Layout(tensor=3), named=["heads=8", "tensor=3"])
+    sizes = ["data*microbatch=32*1", "global_batch=32"]
+    refused(RunConfig, layout=Layout(data=32), global_batch=16, named=sizes)
+
+
+def test_fields_belong_to_families():
+    assert ModelConfig(family="llama", kv_heads=2).groups == 2
+    refused(ModelConfig, kv_heads=2, named=["kv_heads=2", "'gpt'", "llama", "qwen3"])
+    refused(ModelConfig, family="llama", gelu="tanh", named=["gelu='tanh'", "'llama'", "bert"])
+    llama = ModelConfig(layers=3, hidden=96, heads=6).of_family("llama", kv_heads=3)
+    assert (type(llama).__name__, llama.layers, llama.hidden, llama.groups) == ("Llama", 3, 96, 3)
 
 
 def offered(text: str, name: str) -> list[int]:
@@ -229,20 +233,19 @@ def test_missing_fields_take_their_defaults():
 
 
 @pytest.mark.parametrize(
-    "kind, values, text",
+    "kind, values, named",
     [
-        (ModelConfig, {"layer": 3}, "unknown ModelConfig field 'layer': did you mean 'layers'?"),
-        (RunConfig, {"layout": {"pip": 2}}, "unknown Layout field 'pip': did you mean 'pipe'?"),
-        (RunConfig, {"modle": {}}, "unknown RunConfig field 'modle': did you mean 'model'?"),
+        (ModelConfig, {"layer": 3}, ["'layer'", "'layers'"]),
+        (RunConfig, {"layout": {"pip": 2}}, ["Layout", "'pip'", "'pipe'"]),
+        (RunConfig, {"modle": {}}, ["RunConfig", "'modle'", "'model'"]),
     ],
 )
-def test_unknown_fields_name_the_nearest(kind, values, text):
-    assert message(from_dict, kind, values).startswith(text)
+def test_unknown_fields_name_the_nearest(kind, values, named):
+    refused(from_dict, kind, values, named=named)
 
 
 def test_values_read_back_are_validated():
-    text = "layers=0 must be at least 1"
-    assert message(from_dict, RunConfig, {"model": {"layers": 0}}) == text
+    refused(from_dict, RunConfig, {"model": {"layers": 0}}, named=["layers=0", "1"])
 
 
 # --- presets --------------------------------------------------------------------------------------
@@ -311,5 +314,4 @@ def test_only_table_1_recomputes_every_block():
 
 
 def test_an_unknown_preset_names_the_nearest():
-    text = message(preset, "gpt-1tt")
-    assert text.startswith("unknown preset 'gpt-1tt': did you mean 'gpt-1t'? known are bench-s, ")
+    refused(preset, "gpt-1tt", named=["'gpt-1tt'", "'gpt-1t'", "bench-s"])

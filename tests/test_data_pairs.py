@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtx.data.draws import Draws
-from mtx.data.pairs import Pairs, SentenceList, _truncated, draws_of
+from mtx.data.pairs import Pairs, SentenceList, _truncated, rng_of
+from mtx.data.rng import Rng
 from mtx.data.split import Division
 from mtx.errors import UserError
 
@@ -56,7 +57,7 @@ def spans_of(pairs: Pairs) -> list[tuple[int, int]]:
 def test_sentences_are_filled_up_to_the_room(sizes, room, order):
     spans = slow_spans(sizes, room=room, least=1 if order == "none" else 2)
     if not spans:
-        with pytest.raises(UserError, match="to make a sample of"):
+        with pytest.raises(UserError):
             pairs_of(sizes, room=room, order=order, short_fraction=0.0)
         return
     pairs = pairs_of(sizes, room=room, order=order, short_fraction=0.0)
@@ -86,7 +87,7 @@ def test_the_second_text_follows_the_first_or_comes_before_it(sizes, seed, index
     if not slow_spans(sizes, room=15, least=2):
         return
     pairs = pairs_of(sizes, room=15, seed=seed)
-    first, second, order = pairs.pair(index, draws_of(seed, index))
+    first, second, order = pairs.pair(index, rng_of(seed, index))
     assert order in (0, 1) and 0 < len(first) + len(second) <= 15
     for text in (first, second):
         np.testing.assert_array_equal(np.diff(text), 1)  # nothing is missing within
@@ -94,14 +95,14 @@ def test_the_second_text_follows_the_first_or_comes_before_it(sizes, seed, index
         assert (first[0] < second[0]) == (order == 0)
         document = np.searchsorted(np.cumsum([sum(d) for d in sizes]), [first, second][0], "right")
         assert len(set(document.tolist())) == 1
-    again = pairs.pair(index, draws_of(seed, index))
+    again = pairs.pair(index, rng_of(seed, index))
     assert [again.first.tolist(), again.second.tolist()] == [first.tolist(), second.tolist()]
 
 
 @pytest.mark.parametrize("order", ["sop", "nsp"])
 def test_half_of_the_pairs_are_changed(order):
     pairs = pairs_of([[3] * 40] * 20, room=30, order=order)
-    orders = [pairs.pair(index, draws_of(0, index)).order for index in range(2000)]
+    orders = [pairs.pair(index, rng_of(0, index)).order for index in range(2000)]
     assert abs(np.mean(orders) - 0.5) < 4 * 0.5 / np.sqrt(2000)
 
 
@@ -110,7 +111,7 @@ def test_the_next_sentence_is_of_another_document_or_not():
     pairs = pairs_of(sizes, room=30, order="nsp", short_fraction=0.0)
     ends, met = np.cumsum([sum(document) for document in sizes]), set()
     for index in range(400):
-        first, second, order = pairs.pair(index, draws_of(0, index))
+        first, second, order = pairs.pair(index, rng_of(0, index))
         a, b = (int(np.searchsorted(ends, text[0], "right")) for text in (first, second))
         assert (a != b) == (order == 1)
         assert a in (0, 2, 3, 5), "one sentence makes no pair, but may be a second text"
@@ -118,19 +119,20 @@ def test_the_next_sentence_is_of_another_document_or_not():
         if order == 0:
             assert second[0] > first[-1]
     assert met == {0, 2, 3, 4, 5}
-    with pytest.raises(UserError, match="order='nsp' takes every other second text from another"):
+    with pytest.raises(UserError) as error:
         pairs_of([[3] * 40, []], order="nsp")
+    assert names(error, "order='nsp'")
 
 
 def test_cuts_are_anywhere_between_sentences():
     pairs = pairs_of([[1] * 10], room=10, short_fraction=0.0)
-    cuts = {len(pairs.pair(index, draws_of(0, index)).first) for index in range(200)}
+    cuts = {len(pairs.pair(index, rng_of(0, index)).first) for index in range(200)}
     assert cuts == set(range(1, 10))
 
 
 def test_one_text_alone_has_no_order():
     pairs = pairs_of([[3, 3, 3], [2]], room=7, order="none", short_fraction=0.0)
-    found = [pairs.pair(index, draws_of(0, index)) for index in range(len(pairs))]
+    found = [pairs.pair(index, rng_of(0, index)) for index in range(len(pairs))]
     assert {pair.order for pair in found} == {-1} and not any(len(pair.second) for pair in found)
     assert sorted(len(pair.first) for pair in found) == [2, 7]
 
@@ -139,10 +141,7 @@ def test_every_epoch_has_each_span_once_and_its_own_cuts():
     pairs = pairs_of([[2] * 300], room=20, short_fraction=0.0)
     count = len(pairs)
     epochs = [
-        [
-            pairs.pair(index, draws_of(0, index))
-            for index in range(epoch * count, (epoch + 1) * count)
-        ]
+        [pairs.pair(index, rng_of(0, index)) for index in range(epoch * count, (epoch + 1) * count)]
         for epoch in range(3)
     ]
     texts = [[min(pair.first[0], pair.second[0]) // 20 for pair in epoch] for epoch in epochs]
@@ -155,7 +154,7 @@ def test_every_epoch_has_each_span_once_and_its_own_cuts():
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(2, 40), st.integers(0, 99))
 def test_the_longer_text_is_shortened_token_by_token(count_a, count_b, room, seed):
     a, b = np.arange(count_a), np.arange(count_b)
-    left_a, left_b = _truncated(a, b, room, Draws(seed))
+    left_a, left_b = _truncated(a, b, room, Rng(seed))
     while count_a + count_b > room:  # as Megatron-LM does
         if count_a > count_b:
             count_a -= 1
@@ -167,17 +166,18 @@ def test_the_longer_text_is_shortened_token_by_token(count_a, count_b, room, see
 
 
 def test_tokens_are_lost_at_both_ends():
-    begins = [int(_truncated(np.arange(40), np.arange(3), 23, Draws(s))[0][0]) for s in range(400)]
+    begins = [int(_truncated(np.arange(40), np.arange(3), 23, Rng(s))[0][0]) for s in range(400)]
     assert abs(np.mean(begins) - 10) < 4 * np.sqrt(20 / 4 / 400) and len(set(begins)) > 8
 
 
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"room": 1}, "room for 1 tokens"),
-        ({"short_fraction": 1.5}, "short_fraction=1.5 must lie between 0 and 1"),
+        ({"room": 1}, "room=1"),
+        ({"short_fraction": 1.5}, "short_fraction=1.5"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError) as error:
         pairs_of([[3, 3]], **options)
+    assert names(error, said)

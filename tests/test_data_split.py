@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +16,9 @@ from mtx.cli import main
 from mtx.config import DataConfig, ModelConfig, RunConfig
 from mtx.data import load_data
 from mtx.data.bert import divide_documents
+from mtx.data.blend import BlendedDataset
 from mtx.data.corpus import check_data
-from mtx.data.gpt import BlendedDataset, GPTDataset
+from mtx.data.gpt import GPTDataset
 from mtx.data.indexed import IndexedDataset, IndexedWriter
 from mtx.data.merge import merge_datasets, split_dataset
 from mtx.data.split import PARTS, divide, foresee, parse_split, split_range
@@ -79,8 +81,9 @@ def test_documents_stay_whole_where_each_part_has_a_sample(write):
     for part in PARTS[:2]:  # one sample of 41 tokens needs more than two whole documents
         assert GPTDataset(prefix, sequence=39, split="8,2", part=part).cut is False
         assert GPTDataset(prefix, sequence=35, split="85,15", part=part).cut is False
-    with pytest.raises(UserError, match="part 'valid' .* has 40 of 200 tokens .* sequence=39 or"):
+    with pytest.raises(UserError) as error:
         GPTDataset(prefix, sequence=40, split="8,2", part="valid")
+    assert names(error, "'valid'", 40, 200, "sequence=39")
 
 
 @pytest.mark.parametrize("sizes", [(400,), (300, 500), (3, 400, 2, 700)])
@@ -142,10 +145,12 @@ def test_either_way_can_be_asked_for(write):
     data = load_data(run_of(prefix, split="9,1", split_by="tokens"))
     assert data.eval_tokens == 110 and data.train_tokens == 990
     book = write(2000, name="book")
-    with pytest.raises(UserError, match="has 0 of 2,000 tokens .*, split_by=tokens, or more text"):
+    with pytest.raises(UserError) as error:
         load_data(run_of(book, split_by="documents"))
-    with pytest.raises(UserError, match="unknown split_by 'words'"):
+    assert names(error, 0, "2,000", "split_by=tokens")
+    with pytest.raises(UserError) as error:
         DataConfig(split_by="words")
+    assert names(error, "'words'")
 
 
 def test_a_book_of_sentences_is_cut_between_sentences(tmp_path):
@@ -171,7 +176,7 @@ def test_a_book_is_split_into_files_that_hold_all_of_it(write, tmp_path):
         assert pieces[0][-1] == pieces[1][-1] == BYTES.eod
         whole = np.concatenate([pieces[0][:-1], pieces[1]])
         np.testing.assert_array_equal(whole, data.document(document))
-    with pytest.raises(UserError, match="gives none to valid"):
+    with pytest.raises(UserError):
         split_dataset(prefix, "969,30", str(tmp_path / "x"), by="documents")
     many = [f"{tmp_path}/part_{name}" for name in parts]
     assert merge_datasets(many, str(tmp_path / "again")).document_count == 4
@@ -210,7 +215,7 @@ def test_a_book_and_notes_are_built_and_trained_on(books, capsys):
     run = run_of("corpus_text_document", sequence=64, tokenizer="tokenizer.json")
     check_data(run)
     data = load_data(run)
-    assert data.held_out_samples >= 1 and 0.02 < data.eval_tokens / data.train_tokens < 0.04
+    assert data.held_out.distinct >= 1 and 0.02 < data.eval_tokens / data.train_tokens < 0.04
     inspect = ["data", "inspect", "corpus_text_document", "--json"]
     assert main(inspect) == 0
     total = json.loads(capsys.readouterr().out)["tokens"]

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from errors import names
 
 from mtx.config import DataConfig
 from mtx.data import load_text
@@ -144,8 +145,9 @@ def test_held_out_text_shorter_than_a_sample_is_refused_with_the_numbers(tmp_pat
         "the held-out text has 51 tokens, but one sample needs sequence+1=129; "
         "give more text, raise eval_fraction=0.05 or use sequence=50 or less"
     )
-    with pytest.raises(UserError, match=r"51 tokens, .* sequence\+1=52"):
+    with pytest.raises(UserError) as error:
         load_text(config, sequence=51)
+    assert names(error, 51, "sequence+1=52")
     data = load_text(config, sequence=50)
     assert (len(data.train), len(data.held_out)) == (19, 1)
 
@@ -153,10 +155,12 @@ def test_held_out_text_shorter_than_a_sample_is_refused_with_the_numbers(tmp_pat
 def test_a_text_of_one_character_holds_out_nothing_and_says_so(tmp_path):
     path = tmp_path / "one.txt"
     path.write_text("x")
-    with pytest.raises(UserError, match=r"held-out text has 0 tokens.*eval_fraction=0.05$"):
+    with pytest.raises(UserError) as error:
         load_text(DataConfig(path=(str(path),)), sequence=1)
+    assert names(error, 0, "eval_fraction=0.05")
 
 
 def test_a_negative_seed_is_refused():
-    with pytest.raises(UserError, match="seed=-1 must be at least 0"):
+    with pytest.raises(UserError) as error:
         DataConfig(seed=-1)
+    assert names(error, "seed=-1", 0)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,16 +65,18 @@ def test_broken_utf8_becomes_the_replacement_character(tokenizer):
 @either
 def test_an_id_outside_the_vocabulary_is_refused(tokenizer):
     for wrong in (-1, tokenizer.vocab):
-        with pytest.raises(ValueError, match=f"token {wrong} .* {tokenizer.vocab}"):
+        with pytest.raises(ValueError) as error:
             tokenizer.decode([1, wrong])
+        assert names(error, f"token {wrong}", tokenizer.vocab)
 
 
 def test_bytes_are_numbered_as_they_are():
     tokenizer = ByteTokenizer()
     assert (tokenizer.vocab, tokenizer.eod) == (256, 0)
     assert tokenizer.encode("A\u00fc\n").tolist() == [65, 0xC3, 0xBC, 10]
-    with pytest.raises(UserError, match="NUL at character 2"):
+    with pytest.raises(UserError) as error:
         tokenizer.encode("ab\0c")
+    assert names(error, "NUL", 2)
 
 
 def test_bpe_reaches_the_vocabulary_asked_for_and_ends_it_with_end_of_document():
@@ -102,18 +105,19 @@ def test_training_in_blocks_changes_nothing(text, size, vocab):
     whole = train_bpe([text], vocab=vocab)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_BLOCK_CHARACTERS", size)
-        assert "".join(module._blocks(text)) == text
+        assert "".join(module.blocks([text])) == text
         assert train_bpe([text], vocab=vocab).to_dict() == whole.to_dict()
 
 
 def test_a_long_text_is_cut_into_blocks():
-    blocks = list(module._blocks(PROSE[0] * 200))
+    blocks = list(module.blocks([PROSE[0] * 200]))
     assert len(blocks) > 3
     size = module._BLOCK_CHARACTERS
     assert all(size <= len(block) < size + 100 for block in blocks[:-1])
 
 
 def test_an_unknown_kind_names_the_nearest():
-    with pytest.raises(UserError, match="unknown tokenizer 'byte': did you mean 'bytes'"):
+    with pytest.raises(UserError) as error:
         tokenizer_from_dict({"kind": "byte"})
+    assert names(error, "'byte'", "'bytes'")
     assert isinstance(tokenizer_from_dict(TRAINED.to_dict()), SubwordTokenizer)

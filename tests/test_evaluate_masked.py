@@ -8,9 +8,9 @@ import pytest
 import reference_bert
 
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.data.draws import Draws
-from mtx.data.marks import Marks, Pieces
 from mtx.data.masked import Masking, mask_words
+from mtx.data.rng import Rng
+from mtx.data.special_tokens import BertVocab, SpecialTokens
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
 from mtx.evaluation.cloze import cloze
@@ -21,8 +21,8 @@ MODEL = ModelConfig(
     family="bert", layers=2, hidden=32, heads=4, sequence=16, vocab=260, compute_dtype="float32",
     init_std=0.2, vocab_multiple=8,
 )  # fmt: skip
-PIECES = Pieces(  # bytes, of which those beyond ASCII go on with a word; and marks
-    marks=Marks(begin=256, end=257, mask=258, pad=259),
+VOCAB = BertVocab(  # bytes, of which those beyond ASCII continue a word; and special ones
+    special=SpecialTokens(cls=256, sep=257, mask=258, pad=259),
     continues=np.arange(260) // 128 == 1,
     others=np.arange(256, dtype=np.int32),
 )
@@ -40,10 +40,10 @@ def sharded():
 
 
 def masked_row(part, index, *, seed):
-    """(what the model sees, what it is to restore, where), marks and padding with them."""
+    """(what the model sees, what it is to restore, where), special tokens and padding with them."""
     targets = np.array([256, *part, 257], np.int32)
-    draws = Draws(seed, index, 5)
-    tokens, places = mask_words(targets, PIECES, draws, Masking(fraction=0.3))
+    rng = Rng(seed, index, 5)
+    tokens, places = mask_words(targets, VOCAB, rng, Masking(fraction=0.3))
     return tokens, targets, places
 
 
@@ -68,7 +68,7 @@ def test_masked_perplexity_is_that_of_the_reference(sharded):
         losses += (np.logaddexp.reduce(values, axis=-1) - right).tolist()
         hits += (values.argmax(-1) == targets[places]).tolist()
     got = masked_perplexity(
-        *sharded, ByteTokenizer(), TEXTS, pieces=PIECES, masking=Masking(fraction=0.3), seed=5
+        *sharded, ByteTokenizer(), TEXTS, vocab=VOCAB, masking=Masking(fraction=0.3), seed=5
     )
     assert (got.rows, got.masked) == (len(parts), len(losses)) and len(parts) > 4
     assert got.tokens == sum(map(len, texts))
@@ -79,17 +79,17 @@ def test_masked_perplexity_is_that_of_the_reference(sharded):
 
 def test_the_seed_decides_what_is_masked(sharded):
     one, same, other = (
-        masked_perplexity(*sharded, ByteTokenizer(), TEXTS, pieces=PIECES, seed=seed)
+        masked_perplexity(*sharded, ByteTokenizer(), TEXTS, vocab=VOCAB, seed=seed)
         for seed in (1, 1, 2)
     )
     assert one == same and one.loss != other.loss
 
 
 def test_every_layout_gives_the_same(sharded):
-    expected = masked_perplexity(*sharded, ByteTokenizer(), TEXTS, pieces=PIECES)
+    expected = masked_perplexity(*sharded, ByteTokenizer(), TEXTS, vocab=VOCAB)
     reports = []
     got = masked_perplexity(
-        *trained(Layout(microbatch=3), 3), ByteTokenizer(), TEXTS, pieces=PIECES,
+        *trained(Layout(microbatch=3), 3), ByteTokenizer(), TEXTS, vocab=VOCAB,
         report=lambda done, total: reports.append((done, total)),
     )  # fmt: skip
     assert got.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -99,14 +99,14 @@ def test_every_layout_gives_the_same(sharded):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"pieces": None}, "the tokenizer bytes has no .*CLS"),
+        ({"vocab": None}, "the tokenizer bytes has no .*CLS"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"texts": []}, "there is no text"),
         ({"texts": ["a", ""]}, "text 2 of 2 has no tokens"),
     ],
 )
 def test_mistakes_are_named(sharded, change, message):
-    given = {"texts": ["a"], "pieces": PIECES} | change
+    given = {"texts": ["a"], "vocab": VOCAB} | change
     with pytest.raises(UserError, match=message):
         masked_perplexity(*sharded, ByteTokenizer(), **given)
 
@@ -116,4 +116,4 @@ def test_each_family_has_its_own_tasks(sharded):
         cloze(*sharded, ByteTokenizer(), ["a b"])
     trainer = Trainer(RunConfig(model=ModelConfig(layers=1, hidden=8, heads=1), global_batch=1))
     with pytest.raises(UserError, match="'gpt' has no masked tokens"):
-        masked_perplexity(trainer, None, ByteTokenizer(), ["a"], pieces=PIECES)
+        masked_perplexity(trainer, None, ByteTokenizer(), ["a"], vocab=VOCAB)

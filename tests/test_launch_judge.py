@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from mtx.launch.exits import Exit, describe_exit
-from mtx.launch.judge import Beat, Identity, Judge, Verdict
+from mtx.launch.judge import Heartbeat, Identity, Judge, Verdict
 from mtx.launch.stragglers import Probe, Record, Stragglers, gather, slow_processes
 
 
-def beat(process: int, count: int, **values) -> Beat:
+def sent(process: int, count: int, **values) -> Heartbeat:
     who = Identity(process=process, host=f"h{process}", pid=100 + process, stages=(process,))
-    return Beat(**{"who": who, "count": count, "step": 7, "phase": "step"} | values)
+    return Heartbeat(**{"who": who, "count": count, "step": 7, "phase": "step"} | values)
 
 
-def beats(*each: Beat) -> dict[int, Beat]:
+def seen(*each: Heartbeat) -> dict[int, Heartbeat]:
     return {b.who.process: b for b in each}
 
 
 def watch(judge: Judge, until_s: float, each) -> tuple[float, Verdict] | None:
-    """Twice a second until there is a verdict; `each` gives the beats at a time."""
+    """Twice a second until there is a verdict; `each` gives the heartbeats at a time."""
     for tick in range(int(until_s * 2) + 1):
         if verdict := judge.see(each(tick / 2, tick), tick / 2):
             return tick / 2, verdict
@@ -27,22 +27,24 @@ def watch(judge: Judge, until_s: float, each) -> tuple[float, Verdict] | None:
 
 
 def test_what_is_sent_is_what_is_read():
-    sent = beat(1, 3, error="x", probe=Probe(4, 0.1, 0.2, 0.3))
-    assert Beat.from_json(sent.to_json()) == sent
-    assert Beat.from_json(beat(0, 1).to_json()).probe is None
+    one = sent(1, 3, error="x", probe=Probe(4, 0.1, 0.2, 0.3))
+    assert Heartbeat.from_json(one.to_json()) == one
+    assert Heartbeat.from_json(sent(0, 1).to_json()).probe is None
     verdict = Verdict(text="t", exit=Exit.HUNG, culprits=(1,), dump=(0, 1))
     assert Verdict.from_json(verdict.to_json()) == verdict
 
 
 def test_all_is_well():
     judge = Judge(silent_s=10, suspect_s=2)
-    assert watch(judge, 60, lambda s, tick: beats(beat(0, tick), beat(1, tick))) is None
+    assert watch(judge, 60, lambda s, tick: seen(sent(0, tick), sent(1, tick))) is None
 
 
 def test_the_silent_one_is_lost():
     judge = Judge(silent_s=10, suspect_s=2)
     after_s, verdict = watch(
-        judge, 60, lambda s, tick: beats(beat(0, tick), beat(1, min(tick, 10)), beat(2, tick))
+        judge,
+        60,
+        lambda s, tick: seen(sent(0, tick), sent(1, min(tick, 10)), sent(2, tick)),
     )
     assert 15 < after_s <= 16  # silent since second 5
     assert verdict.exit == Exit.LOST and verdict.culprits == (1,)
@@ -53,7 +55,7 @@ def test_the_silent_one_is_lost():
 
 def test_who_never_begins_is_lost():
     judge = Judge(silent_s=10, suspect_s=2, processes=3)
-    after_s, verdict = watch(judge, 400, lambda s, tick: beats(beat(0, tick), beat(2, tick)))
+    after_s, verdict = watch(judge, 400, lambda s, tick: seen(sent(0, tick), sent(2, tick)))
     assert 300 < after_s <= 301 and verdict.culprits == (1,)
     assert verdict.text == "no sign of life from process 1 within 300 s of the first"
 
@@ -61,7 +63,7 @@ def test_who_never_begins_is_lost():
 def test_who_compiles_may_be_silent_for_longer():
     judge = Judge(silent_s=10, suspect_s=2)
     after_s, verdict = watch(
-        judge, 90, lambda s, tick: beats(beat(0, tick), beat(1, 1, phase="compile"))
+        judge, 90, lambda s, tick: seen(sent(0, tick), sent(1, 1, phase="compile"))
     )
     assert 60 < after_s <= 61.5 and verdict.culprits == (1,)
 
@@ -71,7 +73,7 @@ def test_a_broken_connection_makes_it_quick():
 
     def each(s, tick):
         error = "Gloo: reset by peer" if s > 5 else ""
-        return beats(beat(0, tick, error=error), beat(1, min(tick, 10)), beat(2, tick))
+        return seen(sent(0, tick, error=error), sent(1, min(tick, 10)), sent(2, tick))
 
     after_s, verdict = watch(judge, 60, each)
     assert after_s <= 8 and verdict.culprits == (1,)
@@ -82,7 +84,7 @@ def test_a_broken_connection_between_the_living():
     judge = Judge(silent_s=10, suspect_s=2)
 
     def each(s, tick):
-        return beats(beat(0, tick), beat(1, tick, error="reset" if s > 5 else "", step=9))
+        return seen(sent(0, tick), sent(1, tick, error="reset" if s > 5 else "", step=9))
 
     after_s, verdict = watch(judge, 60, each)
     assert 15 <= after_s <= 16.5 and verdict.exit == Exit.LOST and verdict.culprits == ()
@@ -91,54 +93,59 @@ def test_a_broken_connection_between_the_living():
 
 def test_a_process_that_was_away_itself_blames_nobody():
     judge = Judge(silent_s=10, suspect_s=2)
-    judge.see(beats(beat(0, 1), beat(1, 1)), 0.0)
-    assert judge.see(beats(beat(0, 2), beat(1, 1)), 100.0) is None  # frozen for 100 s
-    assert judge.see(beats(beat(0, 3), beat(1, 2)), 100.5) is None
+    judge.see(seen(sent(0, 1), sent(1, 1)), 0.0)
+    assert judge.see(seen(sent(0, 2), sent(1, 1)), 100.0) is None  # frozen for 100 s
+    assert judge.see(seen(sent(0, 3), sent(1, 2)), 100.5) is None
 
 
 def test_who_has_finished_may_fall_silent():
     judge = Judge(silent_s=10, suspect_s=2)
 
     def each(s, tick):
-        return beats(beat(0, tick), beat(1, min(tick, 10), phase="done" if s >= 5 else "step"))
+        return seen(sent(0, tick), sent(1, min(tick, 10), phase="done" if s >= 5 else "step"))
 
     assert watch(judge, 60, each) is None
 
 
 HANGS = {
     "one is not in the step": (
-        [beat(0, 1, stalled_s=31), beat(1, 1, phase="batch", stalled_s=31)],
+        [sent(0, 1, stalled_s=31), sent(1, 1, phase="batch", stalled_s=31)],
         "hung for 31 s: process 1 (host h1, pid 101, stage 1) at step 7, in batch, and the others",
         (1,),
         (1,),
     ),
     "one is behind": (
-        [beat(0, 1, stalled_s=31, step=8), beat(1, 1, stalled_s=31)],
+        [sent(0, 1, stalled_s=31, step=8), sent(1, 1, stalled_s=31)],
         "hung for 31 s: process 1 (host h1",
         (1,),
         (1,),
     ),
     "all are in it": (
-        [beat(0, 1, stalled_s=31), beat(1, 1, stalled_s=30)],
+        [sent(0, 1, stalled_s=31), sent(1, 1, stalled_s=30)],
         "hung: all processes are in step 8, which has not finished for 31 s",
         (),
         (0, 1),
     ),
-    "alone": ([beat(0, 1, stalled_s=31)], "process 0 (host h0, pid 100, stage 0) is in", (), (0,)),
+    "alone": (
+        [sent(0, 1, stalled_s=31)],
+        "process 0 (host h0, pid 100, stage 0) is in",
+        (),
+        (0,),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HANGS)
 def test_a_hang_names_who_is_behind(name):
     each, text, culprits, dump = HANGS[name]
-    verdict = Judge(silent_s=10, suspect_s=2).see(beats(*each), 0.0)
+    verdict = Judge(silent_s=10, suspect_s=2).see(seen(*each), 0.0)
     assert verdict.exit == Exit.HUNG and text in verdict.text
     assert (verdict.culprits, verdict.dump) == (culprits, dump)
 
 
 def test_a_slow_save_is_no_hang():
-    saving = beat(1, 1, phase="save", waits=True)
-    assert Judge(silent_s=10, suspect_s=2).see(beats(beat(0, 1, stalled_s=31), saving), 0.0) is None
+    saving = sent(1, 1, phase="save", waits=True)
+    assert Judge(silent_s=10, suspect_s=2).see(seen(sent(0, 1, stalled_s=31), saving), 0.0) is None
 
 
 @pytest.mark.parametrize(

@@ -81,5 +81,5 @@ def test_no_compile_cache(monkeypatch, updates, directory, processes):
 
 def test_a_compile_cache_that_cannot_be(tmp_path, updates):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="compile_cache=.*/file/x cannot be written .*; use anoth"):
+    with pytest.raises(UserError):
         use_compile_cache(str(tmp_path / "file" / "x"))

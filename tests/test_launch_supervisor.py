@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from errors import names
 
 from mtx.errors import UserError
 from mtx.launch.exits import Exit
@@ -174,7 +175,7 @@ def running(pid: int) -> bool:
     "options", [{"processes": 0}, {"devices_per_process": 0}, {"max_restarts": -1}, {"silent_s": 0}]
 )
 def test_options_that_cannot_be(options):
-    with pytest.raises(UserError, match="must be at least"):
+    with pytest.raises(UserError):
         LaunchOptions(**options)
 
 
@@ -186,8 +187,9 @@ def test_each_process_gets_its_gpus(monkeypatch):
     assert variables["CUDA_VISIBLE_DEVICES"] == "2,3,5,7"
     assert "MTX_VIRTUAL_DEVICES" not in variables
     assert re.fullmatch(r"127\.0\.0\.1:\d+", variables["JAX_COORDINATOR_ADDRESS"])
-    with pytest.raises(UserError, match="ask for 6 GPUs, and there are 4; use fewer, or virtual"):
+    with pytest.raises(UserError) as error:
         _cluster_variables(LaunchOptions(processes=3, devices_per_process=2))
+    assert names(error, 6, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert _cluster_variables(options)["MTX_VIRTUAL_DEVICES"] == "2"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from errors import names
 
 import mtx
 from mtx import optimizers
@@ -98,9 +99,9 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
         checkpoints.save(one, state, tokenizer=ByteTokenizer())
         checkpoints.wait()
         moved = checkpoints.restore(other, 1)
-        names = set(checkpoints.manifest(1).catalog)
-    assert {"mu.layers.block.mlp.up.w", "mu.embed.tokens", "nu.embed.tokens"} <= names
-    assert "nu.layers.block.mlp.up.w" not in names  # Lion keeps one
+        arrays = set(checkpoints.manifest(1).catalog)
+    assert {"mu.layers.block.mlp.up.w", "mu.embed.tokens", "nu.embed.tokens"} <= arrays
+    assert "nu.layers.block.mlp.up.w" not in arrays  # Lion keeps one
     assert {int(a) for a in jax.tree.leaves(moved.moments) if a.shape == ()} == {1}
     losses = []
     for trainer, at in ((one, state), (other, moved)):
@@ -110,10 +111,11 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
         losses.append(float(metrics.loss))
     np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-6)
     with (
-        pytest.raises(UserError, match="another optimizer.*nu.layers.block"),
+        pytest.raises(UserError) as error,
         Checkpoints(tmp_path) as c,
     ):
         c.restore(trainer_on(Layout(), OptimizerConfig()), 1)
+    assert names(error, "nu.layers.block", tmp_path)
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -145,7 +147,7 @@ def twice(*args, **kwargs):
     "make, what",
     [
         (lambda *a, **k: optax.lamb(1e-3), "reduce_sum"),
-        (lambda *a, **k: optax.contrib.muon(1e-3), "ns_coeffs|dot_general"),
+        (lambda *a, **k: optax.contrib.muon(1e-3), "ns_coeffs"),
         (lambda *a, **k: optax.adafactor(1e-3), "v_row"),
         (lambda *a, **k: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), "reduce"),
         (lambda *a, **k: optax.contrib.schedule_free_adamw(1e-3), "float32"),
@@ -161,8 +163,9 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
     from mtx.step.optimizer import _check
 
     _check.cache_clear()
-    with pytest.raises(UserError, match=f"'shampoo'.*({what})"):
+    with pytest.raises(UserError) as error:
         make_optimizer(OptimizerConfig(name="shampoo"), 10, {"layers": {"w": "matrix"}})
+    assert names(error, "'shampoo'", what)
     _check.cache_clear()
 
 
@@ -176,7 +179,7 @@ def test_each_file_says_what_it_keeps(name):
 
 
 @pytest.mark.parametrize(
-    "values, named",
+    "values, name",
     [
         ({"name": "adam"}, "adamw"),
         ({"rest": "liom"}, "lion"),
@@ -185,9 +188,10 @@ def test_each_file_says_what_it_keeps(name):
         ({"rest": "adamw", "rest_lr": -1.0}, "rest_lr=-1.0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(values, named):
-    with pytest.raises(UserError, match=named):
+def test_what_does_not_go_together_is_refused(values, name):
+    with pytest.raises(UserError) as error:
         OptimizerConfig(**values)
+    assert names(error, name)
 
 
 @pytest.mark.parametrize("config", [OptimizerConfig(), LION, MIXED], ids=["adamw", "lion", "both"])

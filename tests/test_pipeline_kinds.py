@@ -3,16 +3,20 @@ under every family of schedules, however its pattern falls on the chunks; and is
 """
 
 import functools
+from dataclasses import replace
 
 import hybrid
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.sharding import PartitionSpec
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
+from mtx.schedules.makers import forward_table
 
 MODEL = ModelConfig(
     layers=8, hidden=16, heads=4, sequence=8, vocab=37, vocab_multiple=8, ffn_multiple=2,
@@ -33,7 +37,8 @@ def params_of(pattern):
 
 
 def trainer_of(pattern, layout, rows):
-    run = RunConfig(model=MODEL, layout=layout, global_batch=rows, steps=10)
+    model = replace(MODEL, layers=len(pattern))
+    run = RunConfig(model=model, layout=layout, global_batch=rows, steps=10)
     return hybrid.HybridTrainer(run, pattern)
 
 
@@ -44,7 +49,7 @@ def wanted(pattern, rows):
 
 
 LAYOUTS = {
-    "one device": (ALTERNATING, Layout(microbatch=2)),
+    "one device": (RUNS, Layout(microbatch=2)),
     "tensor": (RUNS, Layout(data=2, pipe=2, tensor=2, microbatch=2)),
     "interleaved": (ALTERNATING, Layout(pipe=2, virtual=2, tensor=2, recompute="selective")),
     "a period a chunk": (RUNS, Layout(pipe=2, tensor=2, sequence_parallel=False, recompute="full")),
@@ -91,6 +96,54 @@ def test_held_out_losses_and_scores_equal_the_reference(layout):
     )
     got, _ = jax.device_get(trainer.score(state, trainer.place(batch)))
     np.testing.assert_allclose(got, losses, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern, layout",
+    [
+        ((A, G) * 2, Layout(pipe=2, tensor=2)),
+        ((A, G, G, A, A), Layout(pipe=2, virtual=2, stage_layers=(1, 0, 3, 1))),
+        ((G, A, A, G), Layout(pipe=2, data=2, zero=3)),
+    ],
+    ids=["alternating", "uneven", "differing"],
+)
+def test_texts_go_on_with_what_each_kind_keeps(pattern, layout):
+    """The logits of each next position are those of the whole text."""
+    layout = replace(layout, sequence_parallel=False)
+    rows, first = 4, 5
+    trainer = trainer_of(pattern, layout, rows)
+    params = params_of(pattern)
+    state, batch = trainer.state_from(params), reference.random_batch(MODEL, rows)
+    tokens = batch["tokens"]
+    want = hybrid.logits(params, tokens, pattern)
+
+    def forward(masters, tokens):
+        step, (count, length) = trainer.step, tokens.shape
+        pipeline = replace(trainer.pipeline, schedule=forward_table(trainer.schedule.pieces, 2))
+        params, found = step.gather(masters), []
+        past = pipeline.empty_past(count, length)
+        for start, stop in [(0, first), *((n, n + 1) for n in range(first, length))]:
+            part = {"tokens": tokens[:, start:stop], "last": jnp.full(count, stop - start - 1)}
+            if start:
+                part["positions"] = jnp.full((count, 1), start)
+            part = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), part)
+
+            def output(shared, stream, batch):
+                return pipeline.model.next_logits(shared, stream, batch["last"])
+
+            logits, past = pipeline.forward(params, part, output, past)
+            found.append(logits.reshape(count, -1))
+        return jnp.stack(found, axis=1)
+
+    rows_spec = PartitionSpec("data")
+    mapped = trainer.shard_map(
+        forward,
+        (trainer.states.specs.params, rows_spec),
+        PartitionSpec("data", None, trainer.axes.vocab or None),
+    )
+    got = jax.jit(mapped)(state.params, trainer.place({"tokens": tokens})["tokens"])
+    got = jax.device_get(got)[..., : MODEL.vocab]
+    np.testing.assert_allclose(got, want[:, first - 1 :], rtol=1e-4, atol=1e-5)
 
 
 def test_a_state_of_kinds_is_restored_on_layouts_where_they_fall_otherwise(tmp_path):

@@ -1,6 +1,7 @@
 """The table of accelerators, finding a device in it, and a user's own in TOML."""
 
 import pytest
+from errors import names
 
 from mtx.errors import UserError
 from mtx.plan.hardware import HARDWARE, find_hardware, hardware, load_hardware
@@ -32,10 +33,10 @@ def test_other_devices_are_not_guessed(device_kind):
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest():
-    with pytest.raises(UserError, match="did you mean 'a100-80gb'"):
-        hardware("a100-80")
-    with pytest.raises(UserError, match="did you mean 'a100-80gb'"):
-        load_hardware("a100-80")
+    for read in (hardware, load_hardware):
+        with pytest.raises(UserError) as error:
+            read("a100-80")
+        names(error, "'a100-80'", "'a100-80gb'")
 
 
 def test_the_papers_machine():
@@ -65,8 +66,9 @@ def test_a_device_kind_names_one_row():
 
 
 def test_a_type_without_a_unit_is_an_error_that_names_those_with_one():
-    with pytest.raises(UserError, match="tpu-v5e has no unit for float16; use bfloat16"):
+    with pytest.raises(UserError) as error:
         hardware("tpu-v5e").peak_flops("float16")
+    names(error, "tpu-v5e", "float16", "bfloat16")
 
 
 # --- TOML -----------------------------------------------------------------------------------------
@@ -121,46 +123,49 @@ def test_like_another_with_a_slower_network(toml):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("memory_gib = ", "is not TOML: "),
-        ("", "peak_tflops is missing: give it, or like = one of a100-40gb"),
-        (WHOLE.replace("memory_gib = 96", ""), "memory_gib is missing: give it, or like = one of"),
-        (WHOLE.replace("bfloat16 = 800", ""), r"peak_tflops={} must be a table \[peak_tflops\]"),
-        ('like = "h10"', "unknown hardware 'h10': did you mean 'h100'"),
-        ("like = 100", 'like=100 must be text, as like = "h100"'),
-        (
-            'like = "h100"\nmemory = 1',
-            "unknown field 'memory': did you mean 'memory_gb_s' or 'memory_gib'",
-        ),
-        ('like = "h100"\nmemory_gib = -80', "memory_gib=-80 must be a number above 0"),
-        ('like = "h100"\nmemory_gib = "80"', "memory_gib='80' must be a number above 0"),
-        ('like = "h100"\nlink_gb_s = nan', "link_gb_s=nan must be a number above 0"),
-        ('like = "h100"\nlink_gb_s = inf', "link_gb_s=inf must be a number above 0"),
-        ('like = "h100"\nnode_devices = 0', "node_devices=0 must be a whole number of at least 1"),
-        ('like = "h100"\nnode_devices = 8.5', "node_devices=8.5 must be a whole number"),
-        ('like = "h100"\ncores = true', "cores=True must be a whole number"),
-        ('like = "h100"\nname = ""', "name='' must be text"),
-        ('like = "h100"\ntile = [256]', r"tile=\[256\] must be two whole numbers"),
-        ('like = "h100"\ntile = [256, 0]', "tile=0 must be a whole number of at least 1"),
-        ('like = "h100"\ndevice_kinds = "x"', "device_kinds='x' must be a list of texts"),
-        ('like = "h100"\npeak_tflops = 5', "peak_tflops=5 must be a table"),
-        ('like = "h100"\n[peak_tflops]\nbf16 = 5', "unknown type in peak_tflops 'bf16'"),
-        ('like = "h100"\n[peak_tflops]\nfloat8 = 0', "peak_tflops.float8=0 must be a number above"),
+        ("memory_gib = ", "TOML"),
+        ("", "peak_tflops like a100-40gb"),
+        (WHOLE.replace("memory_gib = 96", ""), "memory_gib like a100-40gb"),
+        (WHOLE.replace("bfloat16 = 800", ""), "peak_tflops={} [peak_tflops]"),
+        ('like = "h10"', "'h10' 'h100'"),
+        ("like = 100", "like=100 text"),
+        ('like = "h100"\nmemory = 1', "'memory' 'memory_gb_s' 'memory_gib'"),
+        ('like = "h100"\nmemory_gib = -80', "memory_gib=-80"),
+        ('like = "h100"\nmemory_gib = "80"', "memory_gib='80' number"),
+        ('like = "h100"\nlink_gb_s = nan', "link_gb_s=nan"),
+        ('like = "h100"\nlink_gb_s = inf', "link_gb_s=inf"),
+        ('like = "h100"\nlink_gb_s = 1e13', "link_gb_s=10000000000000.0 1,000,000,000,000"),
+        ('like = "h100"\nnode_devices = 0', "node_devices=0 1"),
+        ('like = "h100"\nnode_devices = 8.5', "node_devices=8.5 whole"),
+        ('like = "h100"\ncores = true', "cores=True whole"),
+        ('like = "h100"\nname = ""', "name='' text"),
+        ('like = "h100"\ntile = [256]', "tile=[256] 2"),
+        ('like = "h100"\ntile = [256, 0]', "tile=0 1"),
+        ('like = "h100"\ndevice_kinds = 5', "device_kinds=5 text"),
+        ('like = "h100"\npeak_tflops = 5', "peak_tflops=5 [peak_tflops]"),
+        ('like = "h100"\n[peak_tflops]\nbf16 = 5', "'bf16' bfloat16"),
+        ('like = "h100"\n[peak_tflops]\nfloat8 = 0', "peak_tflops.float8=0"),
     ],
 )
-def test_mistakes_are_one_line_with_the_file_the_field_and_the_remedy(toml, text, message):
+def test_mistakes_are_one_line_with_the_file_the_field_and_the_remedy(toml, text, named):
     path = toml(text)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError) as error:
         load_hardware(path)
-    assert str(caught.value).startswith(path)
-    assert "\n" not in str(caught.value)
+    names(error, *named.split())
+    assert str(error.value).startswith(path)
+
+
+def test_one_text_is_a_list_of_one(toml):
+    machine = load_hardware(toml('like = "h100"\ndevice_kinds = "NVIDIA X"'))
+    assert machine.device_kinds == ("NVIDIA X",)
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    for missing in (tmp_path / "none.toml", tmp_path / "none"):
-        with pytest.raises(UserError, match=f"cannot read hardware {missing}: No such file"):
-            load_hardware(str(missing))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
-        load_hardware(str(tmp_path / "bytes.toml"))
+    for name in ("none.toml", "none", "bytes.toml"):
+        path = tmp_path / name
+        with pytest.raises(UserError) as error:
+            load_hardware(str(path))
+        names(error, path, "UTF-8" if name == "bytes.toml" else "No such file")

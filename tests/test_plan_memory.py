@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -59,9 +60,9 @@ def test_parameters_of_a_device():
 def test_parameters_of_a_device_match_the_models_shapes():
     model = gpt(vocab=250)
     trees = Model(model, vocab_shards=1)
-    shapes = jax.eval_shape(lambda: (trees.init_ends(0), trees.init_block(0, 0)))
-    ends, block = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in shapes)
-    assert parameters_per_device(model, Layout()) == ends + 8 * block
+    shapes = jax.eval_shape(lambda: (trees.init_shared(0), trees.init_layer("block", 0, 0)))
+    shared, block = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in shapes)
+    assert parameters_per_device(model, Layout()) == shared + 8 * block
 
 
 def test_padding_of_uneven_stages_is_held():
@@ -83,14 +84,14 @@ def residual_bytes(model, *, recompute, kernel="blocked"):
     dtype = jnp.dtype(model.compute_dtype)
     weights = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, dtype),
-        jax.eval_shape(lambda: family.init_block(0, 0)),
+        jax.eval_shape(lambda: family.init_layer("block", 0, 0)),
     )
-    x = jax.ShapeDtypeStruct((3, model.sequence, model.hidden), dtype)
-    place = jax.eval_shape(
-        lambda batch: family.place(0, batch, jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.uint32)),
+    x = {"x": jax.ShapeDtypeStruct((3, model.sequence, model.hidden), dtype)}
+    context = jax.eval_shape(
+        lambda batch: family.context(0, batch, jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.uint32)),
         family.batch_fields(3),
     )
-    residuals = LayerVJP(family.block, weights, x, place).residuals
+    residuals = LayerVJP(partial(family.layer, "block"), weights, x, context).residuals
     return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)
 
 
@@ -222,9 +223,9 @@ def test_a_split_schedule_keeps_what_its_weight_gradients_wait_for(changes):
     """The ring from B to W, against what the cut of a block's backward pass leaves waiting."""
     model = gpt(hidden=32, ffn_multiple=3, compute_dtype="float32", **changes)
     block = Model(model)
-    weights = jax.eval_shape(lambda: block.init_block(0, 0))
+    weights = jax.eval_shape(lambda: block.init_layer("block", 0, 0))
     x = jax.ShapeDtypeStruct((3, model.sequence, model.hidden), jnp.float32)
-    deferred = LayerVJP(block.block, weights, x, None).cut.deferred
+    deferred = LayerVJP(partial(block.layer, "block"), weights, {"x": x}, None).cut.deferred
     waiting = sum(leaf.size * leaf.dtype.itemsize for leaf in deferred)
     for idle, zeros in (("skip", 0), ("phases", 1)):
         layout = Layout(pipe=2, microbatch=3, schedule="zb_h1", idle=idle, recompute="full")

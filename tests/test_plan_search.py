@@ -7,13 +7,15 @@ import itertools
 from dataclasses import fields, replace
 
 import pytest
+from errors import names
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.plan.candidates import Fixed, divisors
 from mtx.plan.compare import changes, reasons
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
-from mtx.plan.search import Fixed, divisors, fewest_gpus, search
+from mtx.plan.search import fewest_gpus, search
 from mtx.plan.summary import part_name
 from mtx.plan.time import StepTime, predict_step
 from mtx.presets import TABLE1, preset
@@ -133,18 +135,18 @@ def test_a_simulated_schedule_can_be_asked_for():
 
 
 @pytest.mark.parametrize(
-    "fixed, message",
+    "fixed, named",
     [
-        (Fixed(schedule="zb_v", virtual=3), "schedule 'zb_v' is made for virtual=2, not virtual=3"),
-        (Fixed(schedule="zb"), "unknown schedule 'zb': known are"),
-        (Fixed(schedule="mine.csv"), "schedule='mine.csv' is a table of one shape, which leaves"),
-        (Fixed(schedule="zb_h1", pipe=1), "schedule='zb_h1' fits none of the 4 best meshes of 8 x"),
+        (Fixed(schedule="zb_v", virtual=3), ("'zb_v'", "virtual=2", "virtual=3")),
+        (Fixed(schedule="zb"), ("'zb'", "zb_v")),
+        (Fixed(schedule="mine.csv"), ("'mine.csv'", "--data, --pipe, --tensor")),
+        (Fixed(schedule="zb_h1", pipe=1), ("'zb_h1'", "4 best meshes", "8 x")),
     ],
 )
-def test_schedules_that_cannot_be_searched(fixed, message):
-    with pytest.raises(UserError) as caught:
+def test_schedules_that_cannot_be_searched(fixed, named):
+    with pytest.raises(UserError) as error:
         found_in("roomy", fixed=fixed)
-    assert str(caught.value).startswith(message)
+    names(error, *named)
 
 
 def mesh_of(one) -> tuple[int, int, int]:
@@ -265,8 +267,7 @@ def test_changes_of_the_best_are_slower_or_do_not_fit():
     best = found_in("tight", fixed=Fixed(schedule="1f1b", pipe=2)).best
     target = device_of("tight")
     listed = changes(best, model, global_batch=batch, hardware=target)
-    names = {change.name for change in listed}
-    assert {"microbatch", "recompute", "schedule"} <= names
+    assert {"microbatch", "recompute", "schedule"} <= {change.name for change in listed}
     for change in listed:
         one = change.candidate
         assert (one.layout, one.zero) != (best.layout, best.zero)
@@ -279,30 +280,24 @@ def test_changes_of_the_best_are_slower_or_do_not_fit():
 
 
 def test_too_small_devices_are_said_with_what_is_missing():
-    with pytest.raises(
-        UserError, match=r"no layout on 8 x a100-80gb fits: .* of 0.1 GiB; use more"
-    ):
+    with pytest.raises(UserError) as error:
         search(SMALL, gpus=8, global_batch=16, hardware=device(0.1, 8))
+    names(error, "8 x a100-80gb", "0.1 GiB", "data=1 pipe=")
 
 
 @pytest.mark.parametrize(
-    "gpus, batch, fixed, message",
+    "gpus, fixed, named",
     [
-        (
-            7,
-            16,
-            {},
-            "no layout of gpus=7 divides layers=4, heads=8 and global_batch=16; use gpus=4",
-        ),
-        (8, 16, {"pipe": 3}, "gpus=8 cannot be divided by pipe=3; use gpus=6"),
-        (8, 16, {"tensor": 2, "pipe": 8}, "gpus=8 cannot be divided by pipe=8 * tensor=2"),
-        (8, 16, {"pipe": 8}, "no layout of gpus=8 with pipe=8 divides layers=4"),
+        (7, {}, ("gpus=7", "layers=4", "heads=8", "global_batch=16", "use gpus=4")),
+        (8, {"pipe": 3}, ("gpus=8", "pipe=3", "use gpus=6")),
+        (8, {"tensor": 2, "pipe": 8}, ("gpus=8", "pipe=8 * tensor=2")),
+        (8, {"pipe": 8}, ("gpus=8", "pipe=8", "layers=4")),
     ],
 )
-def test_no_layout_is_said_with_the_remedy(gpus, batch, fixed, message):
-    with pytest.raises(UserError) as caught:
-        search(SMALL, gpus=gpus, global_batch=batch, hardware=A100, fixed=Fixed(**fixed))
-    assert str(caught.value).startswith(message)
+def test_no_layout_is_said_with_the_remedy(gpus, fixed, named):
+    with pytest.raises(UserError) as error:
+        search(SMALL, gpus=gpus, global_batch=16, hardware=A100, fixed=Fixed(**fixed))
+    names(error, *named)
 
 
 def test_the_fewest_gpus_hold_the_model_and_half_of_them_do_not():
@@ -310,5 +305,6 @@ def test_the_fewest_gpus_hold_the_model_and_half_of_them_do_not():
     gpus = fewest_gpus(model, hardware=A100, batch_of=lambda gpus: 8 * gpus)
     assert gpus > 1
     search(model, gpus=gpus, global_batch=8 * gpus, hardware=A100, top=1)
-    with pytest.raises(UserError, match="fits"):
+    with pytest.raises(UserError) as error:
         search(model, gpus=gpus // 2, global_batch=4 * gpus, hardware=A100, top=1)
+    names(error, f"{gpus // 2} x a100-80gb", "GiB")

@@ -1,10 +1,9 @@
 """The time model: near what was published, and sane where nothing was."""
 
 import dataclasses
-import json
-import random
 
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,12 +11,10 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.plan.block import Shard, block_work
 from mtx.plan.calibration import FITTED, SOFTWARE, calibration_of
-from mtx.plan.choose import schedule_for
 from mtx.plan.flops import model_flops
-from mtx.plan.gemm import filled, matmul_s
 from mtx.plan.hardware import HARDWARE, hardware
+from mtx.plan.makespan import LOOPED
 from mtx.plan.network import Group, all_reduce_s, data_group, gather_s, pipe_group, ring_bytes_s
-from mtx.plan.published import bubble
 from mtx.plan.published_runs import (
     FIGURE_7,
     FIGURE_11,
@@ -25,15 +22,15 @@ from mtx.plan.published_runs import (
     FIGURE_13,
     FIGURE_16,
     FIGURE_18,
+    FUSED_OPERATORS,
+    GAIN_OF_FUSED_OPERATORS_530B,
+    HELD_OUT_RUNS,
     KORTHIKANTI,
     TABLE_1_RUNS,
     TABLE_2,
 )
-from mtx.plan.time import LOOPED, StepTime, pipeline_bound_s, pipeline_s, predict_step
-from mtx.schedules.formats import to_dict
-from mtx.schedules.makers import MAKERS, make
-from mtx.schedules.shape import Times
-from mtx.schedules.simulate import simulate
+from mtx.plan.time import StepTime, predict_step
+from mtx.schedules.makers import MAKERS
 
 A100 = hardware("a100-80gb")
 SC21 = calibration_of(A100)
@@ -118,12 +115,37 @@ def test_zero_3_loses_where_each_gpu_has_little_to_compute():
     assert rates["PTD-P, 175B", "1536 GPUs"] > 1.7 * rates["ZeRO-3, 175B", "1536 GPUs"]
 
 
-def test_figure_7_has_its_shape_though_not_its_height():
+def test_figure_7_has_its_shape_and_within_20_percent_its_height():
     """Relative to b=16: what equation (1) needs, and figure 8 is made of."""
     published = [run.published / FIGURE_7[-1].published for run in FIGURE_7]
     predicted = [run.predicted() / FIGURE_7[-1].predicted() for run in FIGURE_7]
-    assert predicted == pytest.approx(published, rel=0.05)
-    assert all(0.2 < run.error() < 0.35 for run in FIGURE_7)
+    assert predicted == pytest.approx(published, rel=0.025)
+    assert all(0.1 < run.error() < 0.2 for run in FIGURE_7)
+
+
+def test_figure_7_fits_neither_fused_operators_nor_a_softmax_in_float32():
+    """Why it is taken for a run without them: what its comment in `published_runs` says."""
+    for software, least, most in (
+        ("megatron-2021", 0.26, 0.32),
+        ("megatron-2021-torch-operators", -0.35, -0.26),
+    ):
+        for run in FIGURE_7:
+            assert least < dataclasses.replace(run, software=software).error() < most
+
+
+def test_what_fused_operators_gain_is_what_section_5_8_says():
+    """Counted, not fitted: 113 teraFLOP/s at 175 billion parameters, 11 % at 530 billion."""
+    (run,) = FUSED_OPERATORS
+    assert run.predicted() == pytest.approx(run.published, rel=0.02)
+    fused = next(run for run in TABLE_2 if run.series == "PTD-P, 530B")
+    by_torch = dataclasses.replace(fused, software=run.software)
+    gain = fused.predicted() / by_torch.predicted()
+    assert gain == pytest.approx(GAIN_OF_FUSED_OPERATORS_530B, rel=0.03)
+
+
+def test_held_out_runs_by_6_percent_and_20_at_the_worst():
+    errors = [abs(run.error()) for run in HELD_OUT_RUNS]
+    assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.2
 
 
 def test_there_are_few_constants_and_all_are_shares():
@@ -186,161 +208,6 @@ def test_what_is_sharded_over_data_is_what_the_layout_says():
     assert time == predict(zero=3, **shape) != predict(**shape)
 
 
-# --- the pipeline ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["asynchronous", "lockstep"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("pipe", "virtual", "m"), [(4, 1, 8), (4, 2, 8), (8, 3, 24), (2, 1, 1)])
-def test_equal_stages_idle_for_the_papers_bubble(schedule, pipe, virtual, m, model):
-    layout = Layout(pipe=pipe, virtual=virtual, schedule=schedule)
-    stages = [(1.0, 1.5, 0.5)] * pipe
-    seconds = pipeline_s(layout, stages, microbatches=m, hop_s=0.0, model=model)
-    assert seconds == pytest.approx(3 * m * (1 + bubble(layout, m)))
-
-
-def test_the_slowest_stage_sets_the_pace():
-    even, head = [(1.0, 1.0, 1.0)] * 4, [(1.0, 1.0, 1.0)] * 3 + [(1.5, 1.0, 1.0)]
-    layout = Layout(pipe=4)
-    slower = pipeline_s(layout, head, microbatches=16, hop_s=0) - pipeline_s(
-        layout, even, microbatches=16, hop_s=0
-    )
-    assert slower == pytest.approx(16 * 0.5)
-    one = pipeline_s(Layout(), even[:1], microbatches=16, hop_s=1.0)
-    assert one == 16 * 3.0  # no stage to send to
-
-
-def asynchronous_s(table, stages, hop_s):
-    """Ends of ops, found by going over all of them until none moves."""
-    v, virtual_stages, last = table.virtual, table.virtual_stages, table.virtual_stages.max()
-    stage_of = {int(virtual_stages[c, s]): s for c in range(v) for s in range(table.stages)}
-    lists = [table.orders.of(stage) for stage in range(table.stages)]
-    done = {}  # (kind, item, virtual stage): its end
-    position, clock = [0] * table.stages, [0.0] * table.stages
-    while any(at < len(ops) for at, ops in zip(position, lists, strict=True)):
-        for stage, ops in enumerate(lists):
-            if position[stage] == len(ops):
-                continue
-            kind, item, chunk = ops[position[stage]]
-            virtual_stage = int(virtual_stages[chunk, stage])
-            needs = {
-                0: (0, item, virtual_stage - 1),
-                1: (1, item, virtual_stage + 1),
-                2: (1, item, virtual_stage),
-            }[kind]
-            if kind == 1 and virtual_stage == last:
-                needs = (0, item, virtual_stage)
-            ready = 0.0 if needs[2] < 0 else done.get(needs)
-            if ready is None:
-                continue
-            if needs[2] >= 0 and stage_of[needs[2]] != stage:
-                ready += hop_s
-            forward, backward, weight = stages[stage]
-            lasts = (forward, backward if table.split else backward + weight, weight)[kind] / v
-            clock[stage] = done[kind, item, virtual_stage] = max(clock[stage], ready) + lasts
-            position[stage] += 1
-    return max(clock)
-
-
-def lockstep_s(table, stages, hop_s):
-    """Tick after tick: its longest stage, and a message where a stage sends to another one."""
-    v, virtual_stages, total = table.virtual, table.virtual_stages, 0.0
-    stage_of = {int(virtual_stages[c, s]): s for c in range(v) for s in range(table.stages)}
-    for tick in range(table.ticks):
-        longest, sends = 0.0, False
-        for stage, (forward, backward, weight) in enumerate(stages):
-            parts = (forward, backward if table.split else backward + weight, weight)
-            takes = 0.0
-            for kind, half in enumerate(table.halves):
-                if half.item[tick, stage] >= 0:
-                    takes += parts[kind] / v
-                    virtual_stage = int(virtual_stages[half.chunk[tick, stage], stage])
-                    to = stage_of.get(virtual_stage + (1, -1, 0)[kind], stage)
-                    sends |= to != stage
-            longest = max(longest, takes)
-        total += longest + hop_s * sends
-    return total
-
-
-def random_stages(rng, pipe):
-    """F, B and W of every stage: equal, but for the ends, in one proportion, or as they come."""
-    work = tuple(rng.uniform(0.1, 1) for _ in range(3))
-    kind = rng.choice(("equal", "ends", "proportional", "nearly equal", "free"))
-    if kind == "free":
-        return [tuple(rng.uniform(0.1, 1) for _ in range(3)) for _ in range(pipe)]
-    spread = {"proportional": 0.5, "nearly equal": 0.01}.get(kind, 0.0)
-    stages = [
-        tuple(part * factor for part in work)
-        for factor in (rng.uniform(1 - spread, 1 + spread) for _ in range(pipe))
-    ]
-    if kind == "ends":
-        stages[0] = (work[0] * rng.choice((1.02, 1.5)), work[1], work[2] * 1.2)
-        stages[-1] = tuple(part * rng.choice((1.0, 1.3)) for part in work)
-    return stages
-
-
-LOOPED_AND_OTHERS = (
-    *LOOPED, *LOOPED, "breadth_first", "zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v",
-    "v_half", "dualpipe_v",
-)  # fmt: skip
-
-
-def test_the_price_is_that_of_the_table():
-    """500 tables: p, v and m at random, stages uneven in F, B and W, messages that take time; and
-    what the search orders candidates by is never above it."""
-    rng = random.Random(25)
-    for _ in range(500):
-        name, pipe = rng.choice(LOOPED_AND_OTHERS), rng.randint(2, 5)
-        virtual = MAKERS[name].virtual or rng.randint(1, 4)
-        layout = Layout(pipe=pipe, virtual=virtual, schedule=name)
-        m, hop_s = rng.randint(1, 6 * pipe), rng.choice((0.0, 0.0, 0.01, 0.1))
-        stages = random_stages(rng, pipe)
-        table = make(name, microbatches=m, stages=pipe, virtual=virtual)
-        for model, oracle in (("asynchronous", asynchronous_s), ("lockstep", lockstep_s)):
-            given = dict(microbatches=m, hop_s=hop_s, model=model)
-            seconds = pipeline_s(layout, stages, **given)
-            assert seconds == pytest.approx(oracle(table, stages, hop_s), rel=1e-9), (name, given)
-            if name in LOOPED:
-                assert pipeline_bound_s(layout, stages, **given) <= seconds * (1 + 1e-9)
-
-
-def test_a_price_is_the_simulations_of_the_whole_table():
-    """Where stages differ by a factor alone, which is what `simulate` knows; many microbatches."""
-    rng = random.Random(7)
-    for _ in range(60):
-        name, pipe, virtual = rng.choice(LOOPED), rng.choice((4, 8)), rng.randint(1, 3)
-        layout, m = Layout(pipe=pipe, virtual=virtual, schedule=name), rng.randint(1, 20 * pipe)
-        factors = tuple(rng.uniform(0.8, 1.25) for _ in range(pipe))
-        times = Times(forward=1.0, backward=1.7, weight=0.8, stage_factors=factors)
-        stages = [(f, 1.7 * f, 0.8 * f) for f in factors]
-        for model in ("asynchronous", "lockstep"):
-            run = simulate(schedule_for(layout, m), times, model=model)
-            seconds = pipeline_s(layout, stages, microbatches=m, hop_s=0.0, model=model)
-            assert seconds == pytest.approx(run.makespan, rel=1e-9)
-
-
-def test_a_sliced_sequence_is_simulated():
-    times = Times(forward=1.0, backward=1.7, weight=0.8)
-    for m in (1, 4, 30):
-        layout = Layout(pipe=4, slices=2, schedule="seq1f1b")
-        run = simulate(schedule_for(layout, m), times)
-        stages = [(1.0, 1.7, 0.8)] * 4
-        assert pipeline_s(layout, stages, microbatches=m, hop_s=0.0) == pytest.approx(run.makespan)
-
-
-def test_a_file_of_another_shape_has_no_price(tmp_path):
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(to_dict(make("zb_h1", microbatches=6, stages=2))))
-    layout, stages = Layout(pipe=2, schedule=str(path)), [(1.0, 1.0, 1.0)] * 2
-    as_named = pipeline_s(
-        Layout(pipe=2, schedule="zb_h1"), stages, microbatches=6, hop_s=0.0, model="lockstep"
-    )
-    in_file = pipeline_s(layout, stages, microbatches=6, hop_s=0.0, model="lockstep")
-    assert in_file == pytest.approx(as_named)
-    with pytest.raises(UserError, match="table of 6 microbatches, which is not .*microbatches=7"):
-        pipeline_s(layout, stages, microbatches=7, hop_s=0.0)
-
-
 @pytest.mark.parametrize("virtual", [1, 5])
 @pytest.mark.parametrize("software", SOFTWARE)
 def test_one_microbatch_on_16_stages_is_slow(software, virtual):
@@ -354,18 +221,18 @@ def test_one_microbatch_on_16_stages_is_slow(software, virtual):
 
 
 def test_an_unknown_schedule_and_zero_2_are_errors():
-    with pytest.raises(UserError, match="zero=2 must be 0, 1 or 3"):
-        predict(zero=2)
-    with pytest.raises(UserError, match="unknown schedule"):
-        predict(pipe=4, schedule="2f2b")
-    with pytest.raises(UserError, match="layers=96 cannot be divided"):
-        predict(pipe=5)
-    with pytest.raises(UserError, match="global_batch=96 cannot be divided"):
-        predict(data=5)
-    with pytest.raises(UserError, match="unknown software 'megatron-2020'"):
-        calibration_of(A100, "megatron-2020")
-    with pytest.raises(UserError, match="tpu-v5e has no unit for float16"):
-        predict(dataclasses.replace(GPT3, compute_dtype="float16"), machine=hardware("tpu-v5e"))
+    half = dataclasses.replace(GPT3, compute_dtype="float16")
+    for wrong, named in (
+        (lambda: predict(zero=2), ("zero=2", "0, 1 or 3")),
+        (lambda: predict(pipe=4, schedule="2f2b"), ("2f2b", "1f1b")),
+        (lambda: predict(pipe=5), ("layers=96", "5")),
+        (lambda: predict(data=5), ("global_batch=96", "5")),
+        (lambda: calibration_of(A100, "megatron-2020"), ("megatron-2020", "megatron-2021")),
+        (lambda: predict(half, machine=hardware("tpu-v5e")), ("tpu-v5e", "float16", "bfloat16")),
+    ):
+        with pytest.raises(UserError) as error:
+            wrong()
+        names(error, *named)
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -377,28 +244,6 @@ def test_every_machine_and_software_has_a_plausible_rate(name, software):
     time = predict_step(GPT3, layout, 192, machine, calibration=calibration)
     assert 0.2 < mfu(GPT3, layout, 192, time, machine) < 0.7
     assert calibration.source.startswith("fitted" if name.startswith("a100") else "assumed")
-
-
-# --- matmuls --------------------------------------------------------------------------------------
-
-
-def test_tiles_and_waves():
-    a100 = A100  # 108 cores, tiles of 256 x 128
-    assert filled(256 * 12, 128 * 9, batch=1, hardware=a100) == 1  # one full wave
-    assert filled(256 * 12, 128 * 10, batch=1, hardware=a100) == pytest.approx(120 / 216)
-    assert filled(255, 128, batch=108, hardware=a100) == pytest.approx(255 / 256)
-    assert filled(128, 256, batch=108, hardware=a100) == 1  # the tile lies the other way
-
-
-def test_small_matmuls_are_bound_by_memory_and_launch():
-    machine = dict(hardware=A100, calibration=SC21, dtype="float16")
-    thin = matmul_s(2048, 2048, 16, batch=512, **machine)
-    moved_bytes = 2 * 512 * (2 * 2048 * 16 + 2048**2)
-    memory_s = moved_bytes / (2039e9 * SC21.memory_share)
-    assert thin == pytest.approx(memory_s + SC21.kernel_s)
-    assert SC21.kernel_s < matmul_s(1, 1, 1, **machine) < 1.5 * SC21.kernel_s  # and a tile
-    large = 2 * 8192**3 / matmul_s(8192, 8192, 8192, **machine)
-    assert 0.7 * 312e12 < large < 312e12 * SC21.matmul_share
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -546,14 +391,3 @@ def test_work_adds_up_and_no_device_exceeds_its_peak(case, machine, options):
         assert twice.step_s <= 2 * time.step_s * (1 + 1e-9)
     deeper = dataclasses.replace(model, layers=96)
     assert predict_step(deeper, layout, batch, machine, **options).step_s > time.step_s
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 64))
-def test_matmuls_never_beat_the_machine(m, n, k, batch):
-    seconds = matmul_s(m, n, k, batch=batch, hardware=A100, calibration=SC21, dtype="float16")
-    assert seconds >= 2 * m * n * k * batch / 312e12
-    assert seconds >= 2 * batch * (m * k + k * n + m * n) / 2039e9
-    assert seconds <= matmul_s(
-        m, n, 2 * k, batch=batch, hardware=A100, calibration=SC21, dtype="float16"
-    )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtx.schedules.breadth_first import MAKERS, breadth_first
 from mtx.schedules.makers import make
+from mtx.schedules.makers.breadth_first import MAKERS, breadth_first
 from mtx.schedules.orders import B, F
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import Shape, Times

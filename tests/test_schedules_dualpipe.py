@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtx.schedules.dualpipe import MAKERS
+from mtx.schedules.makers.dualpipe import MAKERS
+from mtx.schedules.makers.vee import PERIOD
 from mtx.schedules.orders import B, F, Op
 from mtx.schedules.shape import Shape, Times
 from mtx.schedules.simulate import Simulation, simulate
-from mtx.schedules.vee import PERIOD
 
 quick = settings(max_examples=60, deadline=None)
 DUALPIPE_V = MAKERS["dualpipe_v"]

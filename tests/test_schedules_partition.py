@@ -103,6 +103,57 @@ def test_explicit_counts_may_leave_a_piece_without_layers():
     assert not placement.even
 
 
+# -- kinds -----------------------------------------------------------------------------------------
+
+
+@quick
+@given(placed(), st.randoms(use_true_random=False))
+def test_layers_of_a_kind_are_found_again(case, random):
+    layers, pipe, virtual, one = case
+    pattern = tuple(random.choice("ab") for _ in range(layers))
+    counts = one.count.T.ravel().tolist()
+    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=tuple(counts))
+    assert (placement.layer == one.layer).all() and placement.pattern == pattern
+    for number, kind in enumerate(placement.kinds):
+        slots, numbers = placement.slots_of(kind), placement.layers_of(kind)
+        assert [pattern[layer] for layer in numbers] == [kind] * len(numbers)
+        assert slots.ravel()[placement.place_of_layer(kind)].tolist() == [*range(len(numbers))]
+        assert slots.shape[-1] == (slots != EMPTY).sum(axis=-1).max()
+        for stage, chunk, n in zip(*np.nonzero(placement.kind == number)):
+            slot = slots[stage, chunk, placement.index[stage, chunk, n]]
+            assert numbers[slot] == placement.layer[stage, chunk, n]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pipe", "repeats", "runs"),
+    [
+        ("aaaa", 2, 1, "aa"),
+        ("abababab", 2, 2, "a b"),
+        ("aabbaabb", 1, 2, "aa bb"),
+        ("aabbaabb", 2, 1, "aa bb"),
+        ("aabaab", 1, 2, "aa b"),
+        ("abba", 1, 1, "a bb a"),
+        ("abba", 2, 0, ""),
+    ],
+)
+def test_the_smallest_period_of_a_chunk(pattern, pipe, repeats, runs):
+    placement = place_layers(pattern, pipe=pipe, virtual=1, stage_layers="even")
+    period = placement.period
+    if not repeats:
+        assert period is None
+        return
+    assert period.repeats == repeats
+    assert [run.kind * run.count for run in period.runs] == runs.split()
+    chunk = "".join(run.kind * run.count for run in period.runs)
+    for run in period.runs:
+        assert chunk[run.place] == run.kind and run.index == chunk[: run.place].count(run.kind)
+        assert period.of_kind(run.kind) == chunk.count(run.kind)
+
+
+def test_chunks_of_other_lengths_have_no_period():
+    assert place_layers(3, pipe=2, virtual=1, stage_layers=(1, 2)).period is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_can_be_placed(name):
     run = preset(name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.errors import UserError
+from mtx.schedules import makers
 from mtx.schedules.makers import MAKERS, forward_table, make
-from mtx.schedules.one_f_one_b import one_f_one_b
+from mtx.schedules.makers.one_f_one_b import one_f_one_b
 from mtx.schedules.orders import B, F, Orders, orders_of
 from mtx.schedules.schedule import IDLE, MOST_PHASES, Schedule, looped_placement, vee_placement
 from mtx.schedules.shape import Shape
@@ -273,12 +276,12 @@ def test_a_cache_is_held_by_one_sequence_from_its_first_slice_to_its_last(schedu
 @quick
 @given(random_schedules())
 def test_orders_packed_again_take_no_more_ticks(schedule):
-    orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+    orders = orders_of(*schedule.tables)
     packed = Schedule.from_orders(
         "packed", orders, virtual_stages=schedule.virtual_stages, slices=schedule.slices
     )
     assert packed.ticks <= schedule.ticks
-    again = orders_of(packed.forward_ticks, packed.backward_ticks, packed.weight_ticks)
+    again = orders_of(*packed.tables)
     for stage in range(schedule.stages):
         assert again.of(stage) == orders.of(stage)
 
@@ -426,3 +429,15 @@ def test_orders_that_cannot_be_are_an_error():
 def test_an_unknown_schedule_names_the_nearest():
     with pytest.raises(UserError, match="unknown schedule '1f1n': did you mean '1f1b'"):
         make("1f1n", microbatches=4, stages=2)
+
+
+def test_a_new_schedule_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "backwards.py").write_text(
+        "from mtx.schedules.makers.one_f_one_b import gpipe\n"
+        "from mtx.schedules.shape import Maker\n"
+        "MAKERS = {'backwards': Maker(make=gpipe, source='a test')}\n"
+    )
+    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
+    found = makers.find_makers()
+    monkeypatch.delitem(sys.modules, "mtx.schedules.makers.backwards")
+    assert set(found) == {*MAKERS, "backwards"} and found["backwards"].source == "a test"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtx.schedules.makers.vee import MAKERS, PERIOD, half_memory, min_memory
 from mtx.schedules.orders import KINDS, Orders
 from mtx.schedules.shape import Shape, Times
 from mtx.schedules.simulate import Simulation, simulate
-from mtx.schedules.vee import MAKERS, PERIOD, half_memory, min_memory
 
 quick = settings(max_examples=60, deadline=None)
 names = pytest.mark.parametrize("name", sorted(MAKERS))

@@ -7,11 +7,8 @@ from hypothesis import strategies as st
 
 from mtx.errors import UserError
 from mtx.schedules.makers import make
-from mtx.schedules.one_f_one_b import one_f_one_b
-from mtx.schedules.orders import KINDS
-from mtx.schedules.shape import Shape, Times
-from mtx.schedules.simulate import simulate
-from mtx.schedules.zero_bubble import (
+from mtx.schedules.makers.one_f_one_b import one_f_one_b
+from mtx.schedules.makers.zero_bubble import (
     MAKERS,
     aligned_zb,
     automatic,
@@ -21,6 +18,9 @@ from mtx.schedules.zero_bubble import (
     zb_h1,
     zb_h2,
 )
+from mtx.schedules.orders import KINDS
+from mtx.schedules.shape import Shape, Times
+from mtx.schedules.simulate import simulate
 
 # Qi et al., ICLR'24 (arXiv 2401.10241), tables 5 and 6: microbatches over 8 stages; F, B, W and
 # comm in ms; bubble rates of ZB-H1, ZB-H2 and ZB-2p.

@@ -13,7 +13,7 @@ import reference
 import reference_bert
 
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.data.marks import Marks
+from mtx.data.special_tokens import SpecialTokens
 from mtx.train.examples import Task
 from mtx.train.finetune import FinetuneTrainer
 
@@ -23,9 +23,9 @@ PRE = ModelConfig(
     vocab_multiple=8, init_std=0.1,
 )  # fmt: skip
 POST = dataclasses.replace(PRE, norm_placement="post", gelu="erf")
-MARKS = Marks(begin=97, end=98, mask=99, pad=100)
-CLASSES = Task(labels=("a", "b", "c"), marks=MARKS, sequence=16)
-CHOICE = Task(options=3, marks=MARKS, sequence=16)
+SPECIAL = SpecialTokens(cls=97, sep=98, mask=99, pad=100)
+CLASSES = Task(labels=("a", "b", "c"), special=SPECIAL, sequence=16)
+CHOICE = Task(options=3, special=SPECIAL, sequence=16)
 
 
 def batch_of(task: Task) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import reference
+from errors import names
 
 import mtx
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
@@ -183,57 +184,63 @@ def test_a_batch_of_another_size_is_refused():
     trainer = mtx.trainer_for(MODEL, Layout(data=2, pipe=2), global_batch=4)
     state = trainer.init()
     for rows in (2, 8):
-        with pytest.raises(UserError, match=f"{rows} rows for a schedule of global_batch=4"):
+        with pytest.raises(UserError) as error:
             trainer.train_step(state, trainer.place(batch_of(rows)))
+        assert names(error, rows, "global_batch=4")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "values"),
     [
-        ({"tokens": 101}, "tokens from .* to 101 must lie below vocab=101"),
-        ({"targets": -1}, "targets from -1 to"),
+        ({"tokens": 101}, ("tokens", 101, "vocab=101")),
+        ({"targets": -1}, ("targets", -1)),
     ],
 )
-def test_tokens_beyond_the_vocabulary_are_refused(change, message):
+def test_tokens_beyond_the_vocabulary_are_refused(change, values):
     batch = {name: a.copy() for name, a in batch_of(2).items()}
     for name, value in change.items():
         batch[name][1, 3] = value
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError) as error:
         mtx.loss_and_gradients(MODEL, Layout(), batch)
+    assert names(error, *values)
 
 
 def test_a_batch_of_another_shape_is_refused():
     batch = batch_of(2)
-    for other, message in (
-        ({name: np.tile(a, 2) for name, a in batch.items()}, "2 x 32 tokens for sequence=16"),
+    for other, values in (
+        ({name: np.tile(a, 2) for name, a in batch.items()}, (2, 32, "sequence=16")),
         (
             batch | {"targets": batch["targets"][:1]},
-            r"must all be .*'targets': \(1, 16\)",
+            ("targets", "(1, 16)"),
         ),
-        ({"tokens": batch["tokens"], "targets": batch["targets"]}, "has no weights"),
+        ({"tokens": batch["tokens"], "targets": batch["targets"]}, ("weights",)),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError) as error:
             mtx.loss_and_gradients(MODEL, Layout(), other)
+        assert names(error, *values)
 
 
 def test_a_schedules_name_in_the_place_of_a_table_is_refused():
-    with pytest.raises(UserError, match="schedule='gpipe' is not a table"):
+    with pytest.raises(UserError) as error:
         mtx.loss_and_gradients(MODEL, Layout(), batch_of(2), schedule="gpipe")
+    assert names(error, "schedule='gpipe'")
 
 
 def test_parameters_of_another_model_are_refused():
-    for other, message in (
-        (replace(MODEL, hidden=64), r"is .*64.*, and the model's is .*32"),
-        (UNTIED, r"params\['head'\]\['output'\].*, and the model's is not there"),
+    for other, values in (
+        (replace(MODEL, hidden=64), (64, 32)),
+        (UNTIED, ("params['head']['output']",)),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError) as error:
             mtx.loss_and_gradients(MODEL, Layout(), batch_of(2), params=params_of(other))
+        assert names(error, *values)
 
 
 def test_cudnn_is_refused_where_there_is_no_such_gpu():
     trainer = mtx.trainer_for(MODEL, Layout(attention="cudnn"), global_batch=1)
-    with pytest.raises(UserError, match="'cudnn' is for NVIDIA GPUs, not cpu; use auto"):
+    with pytest.raises(UserError) as error:
         trainer.init()
+    assert names(error, "attention='cudnn'", "cpu", "auto")
 
 
 def test_shapes_need_no_devices():

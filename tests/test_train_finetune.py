@@ -16,7 +16,7 @@ from reference import assert_same
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.data.marks import Marks
+from mtx.data.special_tokens import SpecialTokens
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.data.wordpiece import train_wordpiece
 from mtx.errors import UserError
@@ -41,13 +41,13 @@ from mtx.train.examples import (
 )
 from mtx.train.finetune import FinetuneTrainer, Finetuning, load_finetuned, with_pretrained
 
-MARKS = Marks(begin=96, end=97, mask=98, pad=99)
+SPECIAL = SpecialTokens(cls=96, sep=97, mask=98, pad=99)
 MODEL = ModelConfig(
     family="bert", layers=2, hidden=32, heads=4, sequence=16, vocab=100, compute_dtype="float32",
     vocab_multiple=8, init_std=0.1,
 )  # fmt: skip
-CLASSES = Task(labels=("no", "yes", "maybe"), marks=MARKS, sequence=16)
-CHOICE = Task(options=4, marks=MARKS, sequence=16)
+CLASSES = Task(labels=("no", "yes", "maybe"), special=SPECIAL, sequence=16)
+CHOICE = Task(options=4, special=SPECIAL, sequence=16)
 
 
 def trainer_of(task, layout, *, rows=8, **changes):
@@ -84,9 +84,9 @@ def random_params(trainer, seed=0):
 def log_probabilities(params, batch, task):
     """float32 [examples, answers] by the reference."""
     x = reference_bert.hidden(params, batch, post=False, form="tanh")
-    ends = params["ends"]
-    pooled = jnp.tanh(x[:, 0] @ ends["pooler"]["w"] + ends["pooler"]["b"])
-    logits = pooled @ ends["classifier"]["w"] + ends["classifier"]["b"]
+    head = params["head"]
+    pooled = jnp.tanh(x[:, 0] @ head["pooler"]["w"] + head["pooler"]["b"])
+    logits = pooled @ head["classifier"]["w"] + head["classifier"]["b"]
     return jax.nn.log_softmax(logits.reshape(-1, task.answers))
 
 
@@ -112,14 +112,15 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     trainer = trainer_of(task, layout)
     params = random_params(trainer)
     state = trainer.state_from(params)
-    assert set(params["ends"]) == {"tokens", "positions", "types", "norm", "pooler", "classifier"}
+    assert set(params["embed"]) == {"tokens", "positions", "types"}
+    assert set(params["head"]) == {"norm", "pooler", "classifier"}
     examples = random_examples(task, trainer.batch - 1)
     batch = make_batch(task, examples, trainer.batch)
     arrays = {name: batch[name] for name in ("tokens", "types", "segments")}
     want = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, arrays, examples, task)))(params)
     got = trainer.loss_and_gradients(state, batch)
     if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
-        assert all(abs(tree["ends"]["classifier"].pop("b")) < 1e-7 for tree in (got[1], want[1]))
+        assert all(abs(tree["head"]["classifier"].pop("b")) < 1e-7 for tree in (got[1], want[1]))
     assert_same(got, jax.device_get(want))
     judged = trainer.judge(state, examples * 3)
     wanted = np.asarray(log_probabilities(params, arrays, task))[: len(examples)]
@@ -131,27 +132,27 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     assert judged.loss == pytest.approx(float(want[0]), rel=1e-5)
 
 
-def test_dropout_follows_from_the_draws_of_a_row_alone():
-    """The same on every layout, then: rows go to devices with their draws."""
+def test_dropout_follows_from_the_rng_of_a_row_alone():
+    """The same on every layout, then: rows go to devices with their rng."""
     model = replace(MODEL, dropout=0.5)
 
     @jax.jit
-    def log_probabilities(x_BSD, draws_B):
+    def log_probabilities(x_BSD, rng_B):
         build = Build(
             hidden=32, init_std=0.02, output_std=0.02, dtype="float32", axes=Axes(),
             kernel="blocked", site=0,
         )  # fmt: skip
         config = Classes.instead_of(model.stack().head, outputs=3, options=1, dropout=0.5)
         head = ClassifierHead(config, build, nnx.Rngs(params=0))
-        return head.log_probabilities(x_BSD), head.log_probabilities(x_BSD, draws_B)
+        return head.log_probabilities(x_BSD), head.log_probabilities(x_BSD, rng_B)
 
     x_BSD = np.random.default_rng(1).normal(size=(6, 16, 32)).astype(np.float32)
-    draws_B = np.array([3, 4, 5, 3, 6, 7], np.int32)
-    plain, dropped = map(np.asarray, log_probabilities(x_BSD, draws_B))
+    rng_B = np.array([3, 4, 5, 3, 6, 7], np.int32)
+    plain, dropped = map(np.asarray, log_probabilities(x_BSD, rng_B))
     assert (abs(dropped - plain).max(axis=1) > 1e-3).all()
-    _, backwards = log_probabilities(x_BSD[::-1], draws_B[::-1])
+    _, backwards = log_probabilities(x_BSD[::-1], rng_B[::-1])
     np.testing.assert_array_equal(backwards[::-1], dropped)
-    _, same_row = map(np.asarray, log_probabilities(np.tile(x_BSD[:1], (6, 1, 1)), draws_B))
+    _, same_row = map(np.asarray, log_probabilities(np.tile(x_BSD[:1], (6, 1, 1)), rng_B))
     assert (same_row[0] == same_row[3]).all() and len(np.unique(same_row[:, 0])) == 5
 
 
@@ -161,20 +162,18 @@ def test_pretrained_parameters_are_taken_over_and_the_head_is_new():
     old = random_params(before)
     state = with_pretrained(trainer, before, before.state_from(old).params)
     new = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
-    assert set(old["ends"]) - set(new["ends"]) == {"head", "binary"}
-    shared = {name: value for name, value in new["ends"].items() if name != "classifier"}
-    jax.tree.map(
-        np.testing.assert_array_equal, shared, {name: old["ends"][name] for name in shared}
-    )
-    jax.tree.map(np.testing.assert_array_equal, new["block"], old["block"])
-    assert new["ends"]["classifier"]["w"].shape == (32, 3)
-    assert np.std(new["ends"]["classifier"]["w"]) == pytest.approx(MODEL.init_std, rel=0.3)
+    assert set(old["head"]) - set(new["head"]) == {"masked", "binary"}
+    classifier = new["head"].pop("classifier")
+    kept = {name: old["head"][name] for name in new["head"]}
+    jax.tree.map(np.testing.assert_array_equal, new, old | {"head": kept})
+    assert classifier["w"].shape == (32, 3)
+    assert np.std(classifier["w"]) == pytest.approx(MODEL.init_std, rel=0.3)
 
 
 # --- examples -------------------------------------------------------------------------------------
 
 
-def test_rows_stand_between_marks():
+def test_rows_stand_between_special_tokens():
     ids = np.arange(20, dtype=np.int32)
     alone, pair = make_row(CLASSES, ids[:3]), make_row(CLASSES, ids[:3], ids[5:7])
     assert (alone.tokens.tolist(), alone.second) == ([96, 0, 1, 2, 97], 5)
@@ -221,8 +220,8 @@ def test_each_epoch_sees_every_example_once_in_an_order_of_its_own():
     assert seen[:12].tolist() != seen[12:].tolist()
     other = training_batch(CLASSES, examples, step=0, count=8, seed=2)
     assert other["tokens"][:, 1].tolist() != seen[:8].tolist()
-    draws = training_batch(CLASSES, examples, step=1, count=8, seed=1)["draws"]
-    assert len(set(draws.tolist())) == 8 and (draws >= 0).all()
+    rng = training_batch(CLASSES, examples, step=1, count=8, seed=1)["rng"]
+    assert len(set(rng.tolist())) == 8 and (rng >= 0).all()
 
 
 def test_labelled_texts_are_read(tmp_path):
@@ -232,7 +231,7 @@ def test_labelled_texts_are_read(tmp_path):
     found = read_labelled([str(file)])
     assert [record[:3] for record in found] == [("a", None, "10"), ("b", "c", "2")]
     assert classes_of(found) == ("2", "10"), "numbers by their value"
-    task = Task(labels=("2", "10"), marks=MARKS, sequence=16)
+    task = Task(labels=("2", "10"), special=SPECIAL, sequence=16)
     one, pair = encode_labelled(task, ByteTokenizer(), found)
     assert (one.label, pair.label) == (1, 0)
     assert pair.rows[0].tokens.tolist() == [96, 98, 97, 99, 97]
@@ -262,7 +261,7 @@ def test_questions_become_a_row_for_each_option():
     def question(text, *options):
         return Question(article="xyz", question=text, options=options, answer=1, where="here")
 
-    task = Task(options=2, marks=MARKS, sequence=16)
+    task = Task(options=2, special=SPECIAL, sequence=16)
     blank, asked = encode_questions(
         task, ByteTokenizer(), [question("a_c", "B", "D"), question("a?", "B", "D")]
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 import mtx
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.data import TokenCorpus
+from mtx.data import Corpus
 from mtx.errors import UserError
 from mtx.launch.exits import Exit
 from mtx.launch.startup import StartUp
@@ -97,8 +97,8 @@ def test_checksums_change_no_value(checked):
 @pytest.mark.parametrize(
     ("layout", "leaf", "device", "words"),
     [  # positions are held by every stage and tensor shard, half of them by each replica
-        (Layout(data=2, pipe=2, tensor=2), "['ends']['positions']", 6, "pipe 1 data 1 tensor 0"),
-        (Layout(tensor=4), "['block']['mlp_norm']['scale']", 2, "pipe 0 data 0 tensor 2"),
+        (Layout(data=2, pipe=2, tensor=2), "['embed']['positions']", 6, "pipe 1 data 1 tensor 0"),
+        (Layout(tensor=4), "['layers']['block']['mlp_norm']['scale']", 2, "pipe 0 data 0 tensor 2"),
     ],
 )
 def test_copies_that_differ_are_named(layout, leaf, device, words):
@@ -122,7 +122,7 @@ def test_gradients_that_stay_infinite_end_the_run():
 
 
 def test_a_run_that_only_skips_steps_keeps_its_sound_checkpoints(tmp_path, monkeypatch):
-    batch = TokenCorpus.batch
+    batch = Corpus.batch
 
     def poisoned(self, after, rows, local=None):
         made = batch(self, after, rows, local)
@@ -130,7 +130,7 @@ def test_a_run_that_only_skips_steps_keeps_its_sound_checkpoints(tmp_path, monke
             made["weights"][:] = np.inf
         return made
 
-    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    monkeypatch.setattr(Corpus, "batch", poisoned)
     run = run_of(tmp_path, guard=GuardConfig(most_skipped=10))
     run = dataclasses.replace(run, steps=40, save_every=1)
     with pytest.raises(UserError, match="step 15: the gradients of 10 steps in a row were not fin"):
@@ -177,7 +177,7 @@ def test_bad_data_that_last_never_become_usual():
 
 
 def test_what_was_usual_goes_with_the_checkpoint_as_long_as_the_data_stay(tmp_path, monkeypatch):
-    batch = TokenCorpus.batch
+    batch = Corpus.batch
 
     def poisoned(self, after, rows, local=None):
         made = batch(self, after, rows, local)
@@ -189,7 +189,7 @@ def test_what_was_usual_goes_with_the_checkpoint_as_long_as_the_data_stay(tmp_pa
     guard = GuardConfig(spike_nats=0.5, spike_window=5, rollbacks=0)
     run = run_of(tmp_path, guard=guard)
     run_training(run, console=Console(quiet=True))
-    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    monkeypatch.setattr(Corpus, "batch", poisoned)
     longer = dataclasses.replace(run, steps=14)
     with pytest.raises(UserError, match="step 13: the loss .*, the lowest median of 5 steps"):
         run_training(longer, console=Console(quiet=True))
@@ -234,7 +234,7 @@ def records_of(out, kind):
 @pytest.fixture
 def spike(monkeypatch):
     """The batch after seven steps is made of one token: its loss is far from the usual."""
-    batch = TokenCorpus.batch
+    batch = Corpus.batch
 
     def poisoned(self, after, rows, local=None):
         made = batch(self, after, rows, local)
@@ -242,7 +242,7 @@ def spike(monkeypatch):
             made["targets"][:] = 255
         return made
 
-    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    monkeypatch.setattr(Corpus, "batch", poisoned)
 
 
 def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, 
 
 def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp_path, monkeypatch):
     """Every batch after the tenth step is bad, until the run is back before its eighth."""
-    batch = TokenCorpus.batch
+    batch = Corpus.batch
 
     def poisoned(self, after, rows, local=None):
         made = batch(self, after, rows, local)
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp
             made["targets"][:] = 255
         return made
 
-    monkeypatch.setattr(TokenCorpus, "batch", poisoned)
+    monkeypatch.setattr(Corpus, "batch", poisoned)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=1))
     summary = run_training(run, console=Console(quiet=True))
     assert summary.rollbacks == 2

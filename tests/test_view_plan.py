@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from errors import names
 from matplotlib.image import AxesImage, imread
 from matplotlib.text import Text
 
@@ -97,8 +98,9 @@ def test_pictures_are_saved_or_refused(draw, tmp_path):
     plan = make_plan(preset("bench-s"))
     draw(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="must end with one of"):
+    with pytest.raises(UserError) as error:
         draw(plan, tmp_path / "plan.gif")
+    names(error, "plan.gif", ".svg", ".png", ".pdf")
 
 
 def test_a_figure_is_svg_in_a_notebook_and_the_same_bytes_each_time(tmp_path):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from errors import names
 
 from mtx.errors import UserError
 from mtx.schedules.makers import make
@@ -39,7 +40,7 @@ def test_every_op_is_a_complete_event_of_its_stage():
         for event, op in zip(mine, RUN.orders.of(stage), strict=True):
             assert event["args"] == {
                 "microbatch": op.item, "chunk": op.chunk,
-                "virtual stage": RUN.schedule.virtual_stages[op.chunk, stage],
+                "virtual_stage": RUN.schedule.virtual_stages[op.chunk, stage],
             }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_threads_are_named_stages():
 
 
 def test_arrows_join_ops_of_neighbouring_virtual_stages():
-    """Of 6 virtual stages in a V over 3 stages, 2 and 3 are on one stage: 4 joints, both ways."""
+    """Of 6 in a V over 3 stages, 2 and 3 are on one stage: 4 joints, both ways."""
     phases = by_phase(trace_events(RUN))
     ends = {event["id"]: event for event in phases["f"]}
     assert len(phases["s"]) == len(ends) == len(phases["f"]) == 2 * 4 * 5
@@ -71,7 +72,8 @@ def test_arrows_join_ops_of_neighbouring_virtual_stages():
         assert source["cat"] == target["cat"]
         assert source["args"]["microbatch"] == target["args"]["microbatch"]
         assert source["ts"] + source["dur"] + 250 <= target["ts"] + 1e-6
-        steps[source["cat"], target["args"]["virtual stage"] - source["args"]["virtual stage"]] += 1
+        far = target["args"]["virtual_stage"] - source["args"]["virtual_stage"]
+        steps[source["cat"], far] += 1
     assert steps == {("F", 1): 20, ("B", -1): 20}
 
 
@@ -99,8 +101,9 @@ def test_several_simulations_are_several_processes(tmp_path):
         "unit": "1 of the simulation's time is 1000 us",
         "bubble_over_ideal": [RUN.bubble_over_ideal, sliced_run.bubble_over_ideal],
     }
-    with pytest.raises(UserError, match="cannot write .*no/trace.json: No such file"):
+    with pytest.raises(UserError) as error:
         write_trace(RUN, tmp_path / "no" / "trace.json")
+    names(error, tmp_path / "no" / "trace.json")
 
 
 def test_too_many_arrows_are_left_out_and_that_is_said(monkeypatch):

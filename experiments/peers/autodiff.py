@@ -58,20 +58,21 @@ class AutodiffPipeline:
             jnp.asarray(by_tick(self.schedule.forward_ticks[:, -1, -1], last_tick)),
         )
         layer_CN = jnp.asarray(self.placement.layer)[stage]
+        shared = {part: params[part] for part in ("embed", "head")}
 
         def at(microbatch):
             return jax.tree.map(lambda a: a[microbatch], batch)
 
-        def place(layer, microbatch):
-            return self.model.place(layer, at(microbatch), samples_MB[microbatch], key)
+        def context(layer, microbatch):
+            return self.model.context(layer, at(microbatch), samples_MB[microbatch], key, 0)
 
         def embed(microbatch):
-            x_BsD = self.model.embed(params["ends"], at(microbatch), place(IDLE, microbatch))
-            return copy_to(x_BsD, pipe)
+            stream = self.model.embed(shared, at(microbatch), context(IDLE, microbatch))
+            return copy_to(stream["x"], pipe)
 
         def head(y_BsD, microbatch):
             y_BsD = reduce_from(y_BsD * (stage == self.schedule.stages - 1), pipe)
-            return self.model.loss(params["ends"], y_BsD, at(microbatch))
+            return self.model.loss(shared, {"x": y_BsD}, at(microbatch))
 
         def tick(carry, row):
             x_BsD, total = carry
@@ -80,8 +81,9 @@ class AutodiffPipeline:
             x_BsD = jnp.where((stage == 0) & (chunk == 0), entered, x_BsD)
 
             def layer(x_BsD, n):
-                weights = jax.tree.map(lambda a: a[chunk, n], params["block"])
-                return self.model.block(weights, x_BsD, place(layer_CN[chunk, n], microbatch)), None
+                weights = jax.tree.map(lambda a: a[chunk, n], params["layers"]["block"])
+                here = context(layer_CN[chunk, n], microbatch)
+                return self.model.layer("block", weights, {"x": x_BsD}, here)["x"], None
 
             y_BsD, _ = lax.scan(layer, x_BsD, jnp.arange(self.placement.layer.shape[-1]))
             total += lax.cond(

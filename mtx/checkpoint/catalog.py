@@ -90,60 +90,52 @@ def catalog_from_json(values: Mapping) -> Catalog:
     return {name: _array(name, array, files) for name, array in arrays.items()}
 
 
-def _array(name: str, values: Mapping, files: Sequence[str]) -> ArrayInfo:
+def _array(name: str, values: object, files: Sequence[str]) -> ArrayInfo:
     where = f"array {name:.60}"
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{where!r} is no name of an array")
-    if not isinstance(values, dict) or not isinstance(values["blocks"], list):
-        raise ValueError(f"{where} is not described")
-    if not isinstance(values["dtype"], str) or values["dtype"] not in _DTYPES:
-        raise ValueError(f"{where} is of dtype {values['dtype']!r:.60}")
-    dtype, shape = _DTYPES[values["dtype"]], _whole_numbers(where, values["shape"], least=1)
-    if len(shape) > _MOST_DIMS:
-        raise ValueError(f"{where} has {len(shape)} dims")
-    blocks = tuple(
-        _block(name, block, files, len(shape), dtype.itemsize) for block in values["blocks"]
-    )
-    if not _tile(shape, blocks):
+        raise ValueError(f"{where!r} must be words with dots between them")
+    match values:
+        case {"dtype": str(dtype), "shape": list(shape), "blocks": list(listed),
+              "fingerprint": str(digits)} if (
+            dtype in _DTYPES and _whole(shape, least=1) and len(shape) <= _MOST_DIMS
+            and _FINGERPRINT.fullmatch(digits)
+        ):  # fmt: skip
+            itemsize = _DTYPES[dtype].itemsize
+        case _:
+            said = values
+            if isinstance(values, dict):
+                said = {key: value for key, value in values.items() if key != "blocks"}
+            raise ValueError(
+                f"{where} must have a dtype, shape, fingerprint and blocks: {said!r:.90}"
+            )
+    blocks = tuple(_block(name, block, files, len(shape), itemsize) for block in listed)
+    if not _tile(tuple(shape), blocks):
         raise ValueError(f"the blocks of {where} do not hold each of its values once")
-    info = ArrayInfo(shape=shape, dtype=dtype, blocks=blocks)
-    if info.fingerprint != _fingerprint(where, values["fingerprint"]):
+    info = ArrayInfo(shape=tuple(shape), dtype=_DTYPES[dtype], blocks=blocks)
+    if info.fingerprint != int(digits, 16):
         raise ValueError(f"the fingerprints of the blocks of {where} do not add up to its own")
     return info
 
 
-def _block(name: str, values: Sequence, files: Sequence[str], dims: int, itemsize: int) -> Block:
-    where = f"a block of {name:.60}"
-    if not isinstance(values, list) or len(values) != 5:
-        raise ValueError(f"{where} is not described by five values")
-    file, offset = _whole_numbers(where, values[:2])
-    if file >= len(files):
-        raise ValueError(f"{where} lies in file {file:,} of {len(files)}")
-    start = _whole_numbers(where, values[2])
-    shape = _whole_numbers(where, values[3], least=1)
-    if len(start) != dims or len(shape) != dims:
-        raise ValueError(f"{where} has {len(start)} and {len(shape)} dims, and the array {dims}")
-    if offset + math.prod(shape) * itemsize > _MOST:
-        raise ValueError(f"{where} is larger than a file can be")
-    return Block(
-        name=name, start=start, shape=shape, file=files[file], offset=offset,
-        fingerprint=_fingerprint(where, values[4]),
-    )  # fmt: skip
+def _block(name: str, values: object, files: Sequence[str], dims: int, itemsize: int) -> Block:
+    match values:
+        case [file, offset, list(start), list(shape), str(digits)] if (
+            _whole([file, offset, *start]) and _whole(shape, least=1) and file < len(files)
+            and len(start) == len(shape) == dims and _FINGERPRINT.fullmatch(digits)
+            and offset + math.prod(shape) * itemsize <= _MOST
+        ):  # fmt: skip
+            return Block(
+                name=name, start=tuple(start), shape=tuple(shape), file=files[file], offset=offset,
+                fingerprint=int(digits, 16),
+            )  # fmt: skip
+    raise ValueError(
+        f"a block of {name:.60} must have a file below {len(files)}, offset, start and shape in "
+        f"{dims} dims, and a fingerprint of 16 digits: {values!r:.160}"
+    )
 
 
-def _whole_numbers(where: str, values: object, *, least: int = 0) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{where} has {values!r:.60} in place of a list")
-    for value in values:
-        if type(value) is not int or not least <= value < _MOST:  # no bool either
-            raise ValueError(f"{where} has {value!r:.60} in place of a whole number from {least}")
-    return tuple(values)
-
-
-def _fingerprint(where: str, text: object) -> int:
-    if not isinstance(text, str) or not _FINGERPRINT.fullmatch(text):
-        raise ValueError(f"{where} has {text!r:.60} in place of a fingerprint of 16 digits")
-    return int(text, 16)
+def _whole(values: Sequence[object], *, least: int = 0) -> bool:
+    return all(type(value) is int and least <= value < _MOST for value in values)  # no bool either
 
 
 def _tile(shape: tuple[int, ...], blocks: Sequence[Block]) -> bool:

@@ -1,21 +1,20 @@
 """Checkpoints that know no layout: what one (data, pipe, tensor, virtual) saves, any other reads.
 
 On disk, under the number of finished steps: `checkpoint.json`, the manifest with a checksum of
-everything else; `arrays.<process>.bin`, every array in its global shape, unpadded, and its layers
-as [L, ...] in model order, in blocks; `run.json`, the config; `tokenizer.json`; `extra.json`. It is
-written in the background and renamed when it is complete, so a checkpoint is there whole or not at
-all; what is read is checked, so it is what was written or an error that names what is not.
+everything else; `arrays.<process>.bin`, every array in its global shape, unpadded, and each kind's
+layers as [L, ...] in model order, in blocks; `run.json`, the config; `tokenizer.json`;
+`extra.json`. It is written in the background and renamed when it is complete, so a checkpoint is
+there whole or not at all; what is read is checked, so it is what was written or an error that names
+what is not.
 
 Read in this order: catalog (which arrays there are), store (arrays in files), snapshot (a state as
-arrays), manifest, commit.
+arrays), manifest, formats, folder, commit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -26,22 +25,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from mtx.checkpoint.commit import DISCARDED, Contents, Writer, discard
-from mtx.checkpoint.formats import current_run
-from mtx.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    is_ours,
-    read_document,
-    read_manifest,
-    sync_directory,
-)
-from mtx.checkpoint.snapshot import Snapshot, odd_one_out, without_moments
-from mtx.checkpoint.store import Damaged, Store
-from mtx.config import ModelConfig, RunConfig, from_dict, to_dict
-from mtx.data import Tokenizer, tokenizer_from_dict
+from mtx.checkpoint.folder import TIMEOUT_S, Folder
+from mtx.checkpoint.manifest import is_ours, sync_directory
+from mtx.checkpoint.snapshot import Snapshot
+from mtx.checkpoint.store import Damaged
+from mtx.config import ModelConfig, to_dict
+from mtx.data import Tokenizer
 from mtx.errors import UserError
-from mtx.launch.agree import agree
-from mtx.paths import check_path
+from mtx.sharding.agree import agree
 from mtx.step.optimizer import LossScale
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -50,20 +41,16 @@ _SHAPE_FIELDS = (
     "family", "layers", "hidden", "heads", "groups", "sequence", "vocab", "ffn_hidden", "tied",
     "norm_placement",
 )  # fmt: skip
-_DOCUMENTS = ("run", "tokenizer", "extra")
-_ASIDE = ".aside"
 _DAMAGED, _UNREADABLE = "damaged:", "unreadable:"
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
-_TIMEOUT_S = 600  # of one save, and of a process that has to answer
 
 
-class Checkpoints:
-    """The checkpoints of one run, in a directory of their own.
+class Checkpoints(Folder):
+    """The checkpoints of one run, in a directory of their own, which the first `save` creates.
 
-    `directory` may also be the run's own, which holds one named "checkpoints". It is created by
-    the first `save`. The newest `keep` are kept, and those whose step is a multiple of
-    `keep_every`; where an older one cannot be deleted, `say` is told in a line, and the next save
-    tries again. Use it as a context, or call `wait` at the end.
+    The newest `keep` are kept, and those whose step is a multiple of `keep_every`; where an older
+    one cannot be deleted, `say` is told in a line, and the next save tries again. Use it as a
+    context, or call `wait` at the end.
     """
 
     def __init__(
@@ -74,10 +61,7 @@ class Checkpoints:
         keep_every: int = 0,
         say: Callable[[str], None] = print,
     ):
-        check_path("checkpoints", directory)
-        directory = Path(directory).absolute()
-        inner = directory / "checkpoints"
-        self.directory = inner if inner.is_dir() else directory
+        super().__init__(directory)
         self._keep, self._keep_every, self._say = keep, keep_every, say
         self._preparing: threading.Thread | None = None
         self._thread = ThreadPoolExecutor(1, "mtx_finish")  # starts when it is first used
@@ -160,9 +144,9 @@ class Checkpoints:
         if self._writer is None:
             logging.getLogger("absl").addFilter(_no_traceback)
             self._writer = ocp.AsyncCheckpointer(
-                Writer(timeout_s=_TIMEOUT_S),
+                Writer(timeout_s=TIMEOUT_S),
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False
+                    timeout_secs=TIMEOUT_S, create_directories_asynchronously=False
                 ),
                 file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
             )
@@ -177,7 +161,7 @@ class Checkpoints:
                 self._discard_unfinished()
                 path = self._path(step)
                 if path.exists() and not is_ours(path):
-                    return f"{path} is there, and it is no checkpoint; use another out"
+                    return f"{path} must be a checkpoint, and holds other files; use another out"
                 probe = self.directory / f"{step}.orbax-checkpoint-tmp-probe"
                 probe.mkdir()
                 probe.rmdir()
@@ -185,7 +169,7 @@ class Checkpoints:
                 return f"no checkpoint can be written in {self.directory} ({_reason(error)})"
             return ""
 
-        refused = agree("make_way", "", prepare, timeout_s=_TIMEOUT_S)
+        refused = agree("make_way", "", prepare, timeout_s=TIMEOUT_S)
         if refused:
             raise UserError(refused)
 
@@ -229,18 +213,6 @@ class Checkpoints:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, oldest first."""
-        return sorted(step for step in self._numbers() if (self._path(step) / MANIFEST).is_file())
-
-    def incomplete(self) -> list[int]:
-        """The steps whose directories hold no whole checkpoint: half deleted, or something else."""
-        return sorted(set(self._numbers()) - set(self.steps()))
-
-    def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None where there is none."""
-        return max(self.steps(), default=None)
-
     def restore(self, trainer: Trainer, step: int | None = None) -> TrainState:
         """The state of a checkpoint, on the layout of `trainer`. `step` is the newest by default.
 
@@ -261,7 +233,7 @@ class Checkpoints:
             said = _DAMAGED + error.what
         except UserError as error:
             said = _UNREADABLE + str(error)
-        what = agree("restore", said, max, timeout_s=_TIMEOUT_S)
+        what = agree("restore", said, max, timeout_s=TIMEOUT_S)
         if what.startswith(_DAMAGED):
             raise Damaged(self._path(step), what.removeprefix(_DAMAGED))
         if what:
@@ -271,125 +243,6 @@ class Checkpoints:
         scale = LossScale.start(trainer.run.optimizer, trainer.run.model.compute_dtype)
         shardings = trainer.shardings(trainer.states.specs.loss_scale)
         return state._replace(loss_scale=jax.device_put(scale, shardings))
-
-    def find(self, say: Callable[[str], None]) -> int | None:
-        """The step of the newest checkpoint whose manifest and documents are sound, the same on all
-        processes; None where there is none at all.
-
-        Those that are not are set aside, and `say` is told in a line. Raises UserError where there
-        are checkpoints, and none of them is sound.
-        """
-        step, *lines = json.loads(agree("find", "", self._find, timeout_s=_TIMEOUT_S))
-        for line in lines:
-            say(line)
-        if step is None and (lines or self.aside()):
-            raise UserError(
-                f"no checkpoint in {self.directory} is sound; put a copy back, or use another out "
-                "to start anew"
-            )
-        return step
-
-    def _find(self, _) -> str:
-        lines = [
-            f"checkpoint {self._path(step)} is damaged: it has no {MANIFEST}"
-            for step in self.incomplete()
-            if any(self._path(step).iterdir()) and is_ours(self._path(step))
-        ]
-        for step in reversed(self.steps()):
-            try:
-                self.look(step)
-                return json.dumps([step, *lines])
-            except Damaged as error:
-                lines.append(f"{error}; {self._rename(step)}")
-        return json.dumps([None, *lines])
-
-    def set_aside(self, step: int, why: str) -> str:
-        """Gives a checkpoint another name, under which it does not count; says so in a line. `why`
-        begins with a verb. To be called by all processes."""
-
-        def rename(_) -> str:
-            return f"checkpoint {self._path(step)} {why}; {self._rename(step)}"
-
-        return agree("set_aside", "", rename, timeout_s=_TIMEOUT_S)
-
-    def distrust(self, step: int, why: str) -> str:
-        """`set_aside`, where there is an older one; otherwise nothing, and no line."""
-
-        def rename(_) -> str:
-            steps = self.steps()
-            if step not in steps[1:]:
-                return ""
-            return f"checkpoint {self._path(step)} {why}; {self._rename(step)}"
-
-        return agree("set_aside", "", rename, timeout_s=_TIMEOUT_S)
-
-    def _rename(self, step: int) -> str:
-        path = self._path(step)
-        taken = (path.with_name(f"{step}{_ASIDE}{n or ''}") for n in range(1_000_000))
-        aside = next(name for name in taken if not name.exists())
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise UserError(f"{path} cannot be set aside: {error.strerror}") from error
-        return f"it is now named {aside.name}"
-
-    def aside(self) -> list[str]:
-        """The names of those that were set aside."""
-        named = re.compile(rf"\d+{re.escape(_ASIDE)}\d*")
-        return sorted(
-            path.name
-            for path in self.directory.glob(f"*{_ASIDE}*")
-            if named.fullmatch(path.name) and path.is_dir()
-        )
-
-    def manifest(self, step: int | None = None) -> Manifest:
-        """What a checkpoint holds. Raises Damaged."""
-        step = self._existing(step)
-        manifest = read_manifest(self._path(step))
-        if manifest.step != step:
-            raise Damaged(self._path(step), f"{MANIFEST} is that of step {manifest.step:,}")
-        if odd := odd_one_out(manifest.catalog):
-            raise Damaged(
-                self._path(step), f"{MANIFEST}: {odd} is missing, or not alike in all trees"
-            )
-        return manifest
-
-    def look(self, step: int | None = None) -> None:
-        """Raises Damaged where something is missing, or a small file is not what was written. The
-        arrays' own bytes are checked when they are read."""
-        manifest = self.manifest(step)
-        documents = {
-            name: read_document(self._path(manifest.step), manifest, name) for name in _DOCUMENTS
-        }
-        if odd := without_moments(manifest.catalog, documents["run"].get("optimizer")):
-            what = f"{MANIFEST}: {odd} has not the arrays that the run's optimizer keeps"
-            raise Damaged(self._path(manifest.step), what)
-        Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()
-
-    def open(self, step: int | None = None) -> Store:
-        """A checkpoint's arrays, to be read one by one, as in `with checkpoints.open() as store:
-        store.read("params.embed.tokens")`. Raises Damaged."""
-        manifest = self.manifest(step)
-        store = Store(directory=self._path(manifest.step), catalog=manifest.catalog)
-        store.check_files()
-        return store
-
-    def document(self, name: str, step: int | None = None) -> dict:
-        """One of its JSON documents: "run", "tokenizer" or "extra". Raises Damaged."""
-        manifest = self.manifest(step)
-        return read_document(self._path(manifest.step), manifest, name)
-
-    def run(self, step: int | None = None) -> RunConfig:
-        """The config of the run that wrote a checkpoint."""
-        return from_dict(RunConfig, current_run(self.document("run", step)))
-
-    def tokenizer(self, step: int | None = None) -> Tokenizer:
-        """The tokenizer that its model was trained with."""
-        return tokenizer_from_dict(self.document("tokenizer", step))
-
-    def extra(self, step: int | None = None) -> dict:
-        """What `save` was given as `extra`."""
-        return self.document("extra", step)
 
     def check(self, model: ModelConfig, tokenizer: Tokenizer, step: int | None = None) -> None:
         """Raises UserError where a checkpoint is of another model or another tokenizer."""
@@ -412,36 +265,6 @@ class Checkpoints:
         if self._snapshot is None or self._snapshot.trainer is not trainer:
             self._snapshot = Snapshot(trainer)
         return self._snapshot
-
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
-
-    def _numbers(self) -> list[int]:
-        """The directories that are named like a step."""
-        if self.directory.exists() and not self.directory.is_dir():
-            raise UserError(f"{self.directory} is a file, and checkpoints lie in a directory")
-        try:
-            return [
-                int(path.name)
-                for path in self.directory.iterdir()
-                if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
-            ]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UserError(f"{self.directory} cannot be read: {error.strerror}") from error
-
-    def _existing(self, step: int | None) -> int:
-        steps = self.steps()
-        if step is None and steps:
-            return steps[-1]
-        if step in steps:
-            return step
-        if steps:
-            there = ", ".join(map(str, steps))
-            raise UserError(f"{self.directory} has no checkpoint of step {step}; it has {there}")
-        what = "holds no complete checkpoint" if self.directory.is_dir() else "does not exist"
-        raise UserError(f"{self.directory} {what}; name the `out` of a training run that has saved")
 
 
 def _no_traceback(record: logging.LogRecord) -> bool:

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import is_ours, read_manifest, write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
-from mtx.launch.agree import agree
+from mtx.sharding.agree import agree
 
 DISCARDED = "discarded"  # what is to be deleted goes here first: a rename is atomic
 _FAILED = "failed: "

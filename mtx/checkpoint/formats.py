@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtx.checkpoint.catalog import ArrayInfo, Catalog
 from mtx.checkpoint.fingerprint import MODULUS, factor_of
+from mtx.config.run import own_fields
 
 _NAMES = {
     "tokens": "embed.tokens", "positions": "embed.positions", "types": "embed.types",
@@ -33,9 +34,11 @@ def current_catalog(catalog: Catalog, written: int) -> Catalog:
 
 def current_run(run: dict) -> dict:
     """A run's config, as a checkpoint has it, without values that are no more."""
-    layout = run.get("layout")
+    model, layout = run.get("model"), run.get("layout")
+    if isinstance(model, dict):
+        run = run | {"model": own_fields(model)}
     if isinstance(layout, dict) and layout.get("idle") == "masked":
-        return run | {"layout": layout | {"idle": "phases"}}
+        run = run | {"layout": layout | {"idle": "phases"}}
     return run
 
 

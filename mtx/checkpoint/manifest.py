@@ -79,7 +79,7 @@ def read_manifest(directory: Path) -> Manifest:
             )
         unix_time, documents = values["unix_time"], values["documents"]
         if type(unix_time) not in (int, float) or not 0 <= unix_time <= _LAST_SECOND:
-            raise ValueError(f"unix_time={unix_time!r:.60} is no time")
+            raise ValueError(f"unix_time={unix_time!r:.60} must be seconds since 1970")
         if not isinstance(documents, dict) or not all(map(_is_digest, documents.values())):
             raise ValueError(f"documents={documents!r:.60} must be a table of their checksums")
         return Manifest(
@@ -121,7 +121,7 @@ def _table(text: bytes) -> dict:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(values, dict):
-        raise ValueError("it is no table")
+        raise ValueError("it must be a table")
     return values
 
 
@@ -132,7 +132,7 @@ def _is_digest(value: object) -> bool:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name occurs in it twice")
     return found
 
 
@@ -169,7 +169,7 @@ def _write(path: Path, text: str) -> str:
 def _read(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise Damaged(path.parent, f"{path.name} is no file")
+            raise Damaged(path.parent, f"{path.name} must be a file")
         return path.read_bytes()
     except FileNotFoundError:
         raise

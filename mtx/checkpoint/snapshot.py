@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import keystr
 
 from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
@@ -181,7 +182,7 @@ class Snapshot:
             copies = [self._copy_for(leaf, place) for leaf, place, *_ in shards]
             _copy(copies, [np.asarray(shard) for shard in data])
         else:
-            copies = _fetch(data)
+            copies = _to_host(data)
         return [
             Part(name=leaf.name, start=run.start, values=leaf.cut(copy, run))
             for (leaf, _, index, _), copy in zip(shards, copies)
@@ -258,7 +259,10 @@ class Snapshot:
 
         return TrainState(
             step=arrays["step"],
-            params=_filled(shapes.params, arrays, "params"),
+            params=jax.tree.map_with_path(
+                lambda path, _: arrays[keystr(path, simple=True, separator=".")],
+                {"params": shapes.params},
+            )["params"],
             moments=state_with(shapes.moments, arrays, count),
             loss_scale=LossScale(*(arrays[f"loss_scale.{field}"] for field in LossScale._fields)),
             skipped=arrays["skipped"],
@@ -276,7 +280,7 @@ def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
         list(pool.map(lambda pair: np.copyto(*pair), slices))
 
 
-def _fetch(shards: list[jax.Array]) -> list[np.ndarray]:
+def _to_host(shards: list[jax.Array]) -> list[np.ndarray]:
     """Copies from devices that have a memory of their own, all under way at once."""
     for shard in shards:
         shard.copy_to_host_async()
@@ -301,21 +305,6 @@ def _arrays(state: TrainState) -> dict[str, Any]:
 
 
 def _named(tree: Tree) -> dict[str, Any]:
-    """{"a.b": leaf} of nested dicts. None is no leaf, a PartitionSpec is one."""
-    found = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{rest}": leaf for rest, leaf in _named(value).items()}
-        elif value is not None:
-            found[name] = value
-    return found
-
-
-def _filled(tree: Tree, arrays: dict[str, Any], prefix: str) -> Tree:
-    """`tree` with the arrays of these names in place of its leaves."""
-    return {
-        name: _filled(value, arrays, f"{prefix}.{name}")
-        if isinstance(value, dict)
-        else arrays[f"{prefix}.{name}"]
-        for name, value in tree.items()
-    }
+    """{"a.b": leaf} of nested dicts."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

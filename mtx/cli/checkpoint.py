@@ -255,7 +255,7 @@ def export_action(arguments: list[str]) -> None:
     usage = "export RUN_DIR --out FOLDER"
     checkpoints, options = _open(arguments, ExportOptions(), export_action, usage)
     out = required(options.out, "--out", "the folder to make")
-    from mtx.checkpoint.export import export
+    from mtx.conversion.export import export
 
     count = export(
         checkpoints, Path(out), step=options.step, format=options.format,

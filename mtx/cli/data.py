@@ -265,7 +265,8 @@ def index_action(arguments: list[str]) -> None:
     if sequence is None:
         raise UserError("--model.sequence is missing: the tokens of a sample")
     from mtx.data.blend import read_blend
-    from mtx.data.corpus import default_cache, open_part
+    from mtx.data.corpus import default_cache
+    from mtx.data.gpt import open_part
 
     prefixes, weights = read_blend(list(line.names))
     cache = data.cache or default_cache(prefixes[0])

@@ -13,11 +13,12 @@ from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with
 from mtx.cli.output import check_picture, say
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan.candidates import Fixed
 from mtx.plan.compare import Change, changes, reasons
 from mtx.plan.hardware import load_hardware
 from mtx.plan.page import change_lines, plan_lines, ranking_lines
 from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
-from mtx.plan.search import Candidate, Fixed, Found, fewest_gpus, search
+from mtx.plan.search import Candidate, Found, fewest_gpus, search
 from mtx.presets import preset
 from mtx.sizes import Devices, Sequences
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from mtx.cli.options import File, Flag, read_line
 from mtx.cli.output import check_picture, say, write_text
 from mtx.errors import UserError
+from mtx.files import replacing
 from mtx.train.goodput import read_log
-from mtx.view.files import replacing
 from mtx.view.report import report_facts, report_page, summarize
 
 

@@ -14,6 +14,7 @@ from mtx.cli.options import File, Flag, Line, part, read_line
 from mtx.cli.output import check_picture, facts, say, table, write_text
 from mtx.config import Layout
 from mtx.errors import UserError
+from mtx.files import replacing
 from mtx.schedules.formats import SUFFIXES, read_schedule, to_csv, to_text
 from mtx.schedules.makers import MAKERS, make, maker
 from mtx.schedules.schedule import Schedule
@@ -21,11 +22,11 @@ from mtx.schedules.search import WORTH_SAYING, Candidate, choose, search_schedul
 from mtx.schedules.shape import WEIGHT_SHARE, Shape, Times
 from mtx.schedules.simulate import Simulation, bubble_text, simulate
 from mtx.sizes import Sequences
-from mtx.view.files import replacing
 from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
 
 _MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
+FOR_COMPARISON = "made for a program per stage: here for comparison, and not for auto"
 _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
 Runs = tuple[Simulation, Simulation]  # in lock-step, and asynchronous
 
@@ -106,10 +107,11 @@ class _Asked:
             "weight_share": line.options.weight_share,
         }  # fmt: skip
 
-    @property
-    def virtuals(self) -> tuple[int, ...]:
-        """To be tried."""
-        return (self.sizes["virtual"],) if self.sizes["virtual"] else _VIRTUALS
+    def search(self, *, slices: tuple[int, ...]) -> tuple[Candidate, ...]:
+        virtuals = (self.sizes["virtual"],) if self.sizes["virtual"] else _VIRTUALS
+        return search_schedules(
+            self.microbatches, self.stages, virtuals=virtuals, slices=slices, **self.prices
+        )
 
     def schedule(self, name: str) -> tuple[Schedule, dict[str, str]]:
         """The schedule of that name or file, and what is to be said of its choice."""
@@ -120,10 +122,7 @@ class _Asked:
                     raise UserError(f"{name} is a table with {size}={has}, not {size}={value}")
             return schedule, {}
         if name == "auto":
-            best = choose(
-                self.microbatches, self.stages, virtuals=self.virtuals,
-                slices=(self.sizes["slices"] or 1,), **self.prices,
-            )  # fmt: skip
+            best = choose(self.search(slices=(self.sizes["slices"] or 1,)))
             chosen = {"chosen": f"{best.label}: {best.reason}"}
             return best.schedule, self._published(best.schedule) | chosen
         schedule = make(
@@ -276,14 +275,13 @@ def _compare(asked: _Asked) -> None:
         raise UserError(f"compare shows both models: leave out --model {options.model}")
     slices = sorted({each.default_slices for each in MAKERS.values() if each.sliced})
     slices = (asked.sizes["slices"],) if asked.sizes["slices"] else tuple(slices)
-    found = search_schedules(
-        asked.microbatches, asked.stages, virtuals=asked.virtuals, slices=slices, **asked.prices
-    )
+    found = asked.search(slices=slices)
     made = [candidate for candidate in found if candidate.schedule is not None]
     if options.json:
         say([
             _record(one.schedule, asked.runs(one.schedule))
-            | {"schedule": one.name, "memory": one.memory, "fits": one.fits, "reason": one.reason}
+            | {key: getattr(one, key) for key in ("for_comparison", "memory", "fits", "reason")}
+            | {"schedule": one.name}
             for one in made
         ], [], as_json=True)  # fmt: skip
         return
@@ -291,16 +289,10 @@ def _compare(asked: _Asked) -> None:
     refused = [f"  {one.name}: {one.reason}" for one in found if one.schedule is None]
     if refused:
         print("\n".join(["\nnot for these numbers:", *refused]))
-    if not (made and made[0].fits):
-        raise UserError(_nothing_fits(made, options.memory_limit))
-    print(f"\nbest in lock-step: {made[0].label}: {made[0].reason}")
-
-
-def _nothing_fits(made: list[Candidate], limit: float | None) -> str:
-    if not made:
-        return "no schedule goes with these numbers"
-    least = min(made, key=lambda candidate: candidate.memory)
-    return f"no schedule fits memory_limit={limit:g}; {least.label} keeps least, {least.memory:.4g}"
+    best = choose(found)
+    print(f"\nbest in lock-step: {best.label}: {best.reason}")
+    if any(candidate.for_comparison for candidate in made):
+        print(f"*: {FOR_COMPARISON}")
 
 
 def _table(made: list[Candidate], ideal: float) -> list[str]:
@@ -310,8 +302,8 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
     for candidate in made:
         schedule = candidate.schedule
         rows.append((
-            candidate.label, schedule.ticks, schedule.in_flight.max(), schedule.slots,
-            f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
+            candidate.label + " *" * candidate.for_comparison, schedule.ticks,
+            schedule.in_flight.max(), schedule.slots, f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
             f"{candidate.lockstep / ideal - 1:.2%}", f"{candidate.asynchronous:.5g}",
             f"{candidate.asynchronous / ideal - 1:.2%}", candidate.reason,
         ))  # fmt: skip
@@ -320,8 +312,10 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
 
 def _names() -> str:
     """Every schedule's name, with a line of its own and its source."""
-    lines = ["", "schedules:"]
+    lines, groups = [], {True: "schedules:", False: f"schedules {FOR_COMPARISON}:"}
     for name, each in MAKERS.items():
+        if title := groups.pop(each.lockstep, None):
+            lines += ["", title]
         first = " ".join((each.make.__doc__ or "").split("\n\n")[0].split())
         about = textwrap.shorten(first, 100, placeholder=" ...")
         needs = f"; virtual={each.virtual}" if each.virtual else ""

@@ -132,9 +132,14 @@ def from_dict(kind: type, values: dict):
     return kind(**read)
 
 
-def without_other_families(model: dict) -> dict:
-    """A model's fields as they were saved while all families shared one config: without those that
-    only others have."""
+_ONCE_SHARED = {
+    "kv_heads", "rotary_base", "rotary_scaling", "rotary_factor", "rotary_low", "rotary_high",
+    "rotary_original", "norm_placement", "gelu",
+}  # fmt: skip
+
+
+def own_fields(model: dict) -> dict:
+    """A model's fields as saved while all families shared one config, without those of others."""
     config = family_module(model.get("family", ModelConfig.family)).CONFIG
-    known = {field.name for field in dataclasses.fields(config)}
-    return {name: value for name, value in model.items() if name in known}
+    others = _ONCE_SHARED - {each.name for each in dataclasses.fields(config)}
+    return {name: value for name, value in model.items() if name not in others}

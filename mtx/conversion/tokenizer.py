@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from mtx.conversion.huggingface import HuggingFaceModel, write_json
 from mtx.data import Tokenizer, tokenizer_from_dict
-from mtx.data.pieces import PieceTokenizer
+from mtx.data.sentencepiece import SentencePieceTokenizer
 from mtx.data.tokenizer import END_OF_TEXT
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
@@ -67,7 +67,7 @@ def write_tokenizer(directory: Path, document: Mapping[str, Any]) -> int | None:
     if document == NONE:
         return None
     ours = tokenizer_from_dict(dict(document))
-    if has_tokenizer(directory) or document.get("kind") == PieceTokenizer.kind:
+    if has_tokenizer(directory) or document.get("kind") == SentencePieceTokenizer.kind:
         return ours.eod
     described = document.get("model")
     theirs = tokenizers.Tokenizer.from_str(json.dumps(described)) if described else _bytes()

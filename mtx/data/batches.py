@@ -6,55 +6,36 @@ were consumed before it; that number is all the state there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from mtx.data.tokenizer import Tokenizer
+from mtx.data.tokenizer_base import Tokenizer
 
 Batch = dict[str, np.ndarray]
 
 
 class SampleSource(Protocol):
-    """Samples of `sequence` + 1 tokens by their number."""
+    """Samples by their number, epoch after epoch: those of GPT are int32 [sequence + 1]."""
 
     sequence: int
+    distinct: int  # the samples before one is given twice
+    part_tokens: int  # of all its text
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """int32 [sequence + 1]"""
-
-
-class Corpus(Protocol):
-    """What a training run knows of its data."""
-
-    tokenizer: Tokenizer
-
-    def describe(self) -> str:
-        """One line: where from, how many tokens on each side, and the tokenizer."""
-
-    def batch(self, consumed: int, rows: int, local: Sequence[int] | None = None) -> Batch:
-        """The training batch after the first `consumed` samples; see `make_batch`."""
-
-    def eval_batches(
-        self, count: int, rows: int, local: Sequence[int] | None = None
-    ) -> Iterable[Batch]:
-        """At most `count` held-out batches, always the same ones. Where what is held out ends
-        sooner, there are fewer, the last filled up with rows of weight 0."""
+    def __getitem__(self, index: int) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TokenCorpus:
-    """A corpus of tokens that are to be predicted one after the other."""
+class Corpus:
+    """Training and held-out samples."""
 
     tokenizer: Tokenizer
-    train: SampleSource  # without an end: epoch after epoch
+    train: SampleSource
     held_out: SampleSource
-    held_out_samples: int  # of these, each is another
-    train_tokens: int
-    eval_tokens: int
     source: str  # for people: where it comes from, and what is held out of it
+    make: Callable[..., Batch]  # `make_batch` or `make_bert_batch`
     packed: bool = False
 
     @property
@@ -62,8 +43,16 @@ class TokenCorpus:
         """Every token is below it."""
         return self.tokenizer.vocab
 
+    @property
+    def train_tokens(self) -> int:
+        return self.train.part_tokens
+
+    @property
+    def eval_tokens(self) -> int:
+        return self.held_out.part_tokens
+
     def describe(self) -> str:
-        """See `Corpus`."""
+        """One line: where from, how many tokens on each side, and the tokenizer."""
         packed = "; documents packed" if self.packed else ""
         return (
             f"{self.source}; {self.train_tokens:,} tokens to train on, {self.eval_tokens:,} held "
@@ -71,23 +60,24 @@ class TokenCorpus:
         )
 
     def batch(self, consumed: int, rows: int, local: Sequence[int] | None = None) -> Batch:
-        """See `make_batch`."""
-        return make_batch(self.train, consumed, rows, local=local, packed_at=self._packed_at)
+        """The training batch after the first `consumed` samples; see `make_batch`."""
+        return self._make(self.train, consumed, rows, local=local)
 
     def eval_batches(
         self, count: int, rows: int, local: Sequence[int] | None = None
     ) -> Iterator[Batch]:
-        """See `Corpus`. Each is read when it is asked for."""
-        last = min(count * rows, self.held_out_samples)
+        """At most `count` held-out batches, always the same ones, each read when it is asked for.
+        Where what is held out ends sooner, there are fewer, the last filled up with rows of weight
+        0."""
+        last = min(count * rows, self.held_out.distinct)
         for first in range(0, last, rows):
-            yield make_batch(
-                self.held_out, first, rows, local=local, packed_at=self._packed_at,
-                filled=min(rows, last - first),
-            )  # fmt: skip
+            filled = min(rows, last - first)
+            yield self._make(self.held_out, first, rows, local=local, filled=filled)
 
-    @property
-    def _packed_at(self) -> int | None:
-        return self.tokenizer.eod if self.packed else None
+    def _make(self, source: SampleSource, consumed: int, rows: int, **wanted) -> Batch:
+        if self.packed:
+            wanted["packed_at"] = self.tokenizer.eod
+        return self.make(source, consumed, rows, **wanted)
 
 
 def make_batch(
@@ -107,18 +97,13 @@ def make_batch(
     local: the rows to read, where this process needs no others; filled: those that there are. The
     others are zero, with weight 0, and cost nothing: their memory is never touched.
     """
-    if consumed < 0 or rows < 1:
-        raise ValueError(f"{consumed=} must be at least 0 and {rows=} at least 1")
-    filled = rows if filled is None else filled
     shape = (rows, source.sequence)
+    wanted = rows_to_read(consumed, rows, local, filled)
     batch = {
-        "tokens": np.zeros(shape, np.int32),
-        "targets": np.zeros(shape, np.int32),
+        "tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32),
         "weights": np.zeros(shape, np.float32),
-    }
-    wanted = np.arange(rows) if local is None else np.asarray(local)
-    wanted = wanted[wanted < filled]
-    for row in wanted.tolist():
+    }  # fmt: skip
+    for row in wanted:
         sample = source[consumed + row]
         batch["tokens"][row], batch["targets"][row] = sample[:-1], sample[1:]
         batch["weights"][row] = 1
@@ -128,6 +113,16 @@ def make_batch(
         packed = pack_documents(batch["tokens"][wanted], packed_at)
         batch["segments"][wanted], batch["positions"][wanted] = packed
     return batch
+
+
+def rows_to_read(
+    consumed: int, rows: int, local: Sequence[int] | None, filled: int | None
+) -> list[int]:
+    """Those of a batch that are wanted and there; see `make_batch`."""
+    if consumed < 0 or rows < 1:
+        raise ValueError(f"{consumed=} must be at least 0 and {rows=} at least 1")
+    wanted = range(rows) if local is None else map(int, local)
+    return [row for row in wanted if filled is None or row < filled]
 
 
 def pack_documents(tokens: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:

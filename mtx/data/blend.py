@@ -15,7 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mtx.data.cache import cached_arrays
 from mtx.data.indexed import is_dataset
+from mtx.data.samples import require_sample
 from mtx.errors import UserError
 
 _WALK = 4096  # steps of a walk, at least
@@ -62,6 +64,80 @@ def request_samples(samples: int, weight: float) -> int:
     return math.ceil(math.ceil(samples * weight) * 1.005)
 
 
+def shares_of(weights: Sequence[float], datasets: Sequence) -> np.ndarray:
+    """The normalized weights of `datasets`; UserError for one of weight 0."""
+    if len(weights) != len(datasets):
+        raise UserError(f"{len(weights)} weights are not one for each of {len(datasets)} datasets")
+    shares = normalize_weights(weights)
+    if (shares == 0).any():
+        raise UserError(f"{datasets[int(np.argmin(shares))]} has weight 0; leave it out")
+    return shares
+
+
+class BlendedDataset:
+    """Samples of several datasets in the proportion of `weights`, or all of them.
+
+    weights: `samples` in that proportion, each dataset over as many epochs as it takes. None: every
+    sample of each dataset's epoch once, in proportion throughout; samples is then of no account.
+    `endless`: each dataset is, and of a blend by weights the first samples are the same whatever
+    `samples` is. cache: see `cached_arrays`.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence,
+        weights: Sequence[float] | None = None,
+        *,
+        samples: int | None = None,
+        endless: bool = True,
+        cache: str | os.PathLike | None = None,
+    ):
+        """datasets: GPTDataset or BertSamples. Raises UserError for weights that are not above 0,
+        or without samples."""
+        if (weights is None) != (samples is None):
+            raise UserError("a blend takes weights and samples together, or neither of them")
+        self.datasets, self.sequence = datasets, datasets[0].sequence
+        self.part_tokens = sum(dataset.part_tokens for dataset in datasets)
+        sizes = [len(dataset) for dataset in datasets]
+        description = {"kind": "Megatron-LM blend", "samples": None, "sizes": sizes}
+        shares = None if weights is None else shares_of(weights, datasets)
+        if shares is not None:
+            shares = shares.tolist()
+            description = {"kind": "Megatron-LM blend", "samples": samples}
+            description["weights"] = [share.hex() for share in shares]
+
+        def build() -> dict[str, np.ndarray]:
+            # Shares are normalized a second time, as Megatron-LM does: it may change a last bit.
+            walked = blend_all(sizes) if shares is None else blend_by_weights(shares, samples)
+            return dict(zip(("dataset", "sample"), walked, strict=True))
+
+        arrays = cached_arrays(cache, description, build)
+        self._dataset, self._sample = arrays["dataset"], arrays["sample"]
+        self._all_endless, self.distinct = endless and shares is None, len(self)
+        if shares is not None:
+            epochs = (int(size / share) for size, share in zip(sizes, shares, strict=True))
+            self.distinct = min(len(self), *epochs)  # samples before one is given twice
+        taken = np.bincount(self._dataset, minlength=len(sizes))
+        for dataset, count, size in zip(datasets, taken.tolist(), sizes, strict=True):
+            if count > size and not endless:
+                raise UserError(
+                    f"the blend takes {count:,} samples of {dataset}, which was asked for "
+                    f"{size:,}; give it a larger weight"
+                )
+
+    def __len__(self) -> int:
+        """Samples; of one epoch, where it is endless and without weights."""
+        return len(self._dataset)
+
+    def __getitem__(self, index: int):
+        epoch = 0
+        if self._all_endless and index >= 0:
+            epoch, index = divmod(index, len(self))
+        index = require_sample(index, len(self), "the blend")
+        dataset = self.datasets[self._dataset[index]]
+        return dataset[int(self._sample[index]) + epoch * len(dataset)]
+
+
 def blend_by_weights(weights: Sequence[float], samples: int) -> tuple[np.ndarray, np.ndarray]:
     """(dataset int16 [samples], sample in it int64 [samples]) of a blend by `weights`.
 
@@ -90,7 +166,7 @@ def _walk(weights: np.ndarray, sizes: np.ndarray | None, samples: int):
     end = np.empty_like(begin)
     dataset, sample = np.empty((walks, steps), np.int16), np.empty((walks, steps), np.int64)
     open_walks = np.arange(walks)
-    while len(open_walks):  # each round settles at least one walk; nearly always the first, all
+    while len(open_walks):  # each round ends at least one walk; nearly always the first, all
         end[open_walks], dataset[open_walks], sample[open_walks] = _advance(
             begin[open_walks], weights, sizes, first[open_walks], steps
         )

@@ -19,10 +19,11 @@ from typing import Literal
 
 import numpy as np
 
-from mtx.data.indexed import IndexedWriter, TokenizerIdentity, require_new, token_type
+from mtx.data.indexed import IndexedWriter, require_new, token_type
 from mtx.data.sources import Chunk, Reading, Text, find_files, read_chunks, texts_of
 from mtx.data.subwords import MOST_CHARACTERS
 from mtx.data.tokenizer import Tokenizer
+from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 from mtx.fields import checked
@@ -225,16 +226,16 @@ def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encode
             text_bytes=text_bytes, only_end=not len(encoded[0]),
         )  # fmt: skip
     ids = iter(encoded)
-    pieces, lengths, counts = [np.empty(0, np.int32)], [], []
+    parts, lengths, counts = [np.empty(0, np.int32)], [], []
     for group in groups:
         kept = [some for some in (next(ids) for _ in group) if len(some)]
         if kept:
-            pieces += [*kept, *end]
+            parts += [*kept, *end]
             lengths += map(len, kept)
             lengths[-1] += len(end)
             counts.append(len(kept))
     return _Encoded(
-        tokens=np.concatenate(pieces).astype(dtype),
+        tokens=np.concatenate(parts).astype(dtype),
         lengths=np.array(lengths, np.int64),
         counts=np.array(counts, np.int64),
         text_bytes=text_bytes,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtx.data.indexed import sync_folder
+from mtx.data.indexed import sync, sync_folder
 from mtx.errors import UserError
 from mtx.files import read_json
 from mtx.paths import user_path
@@ -52,6 +52,11 @@ def cached_arrays(
     return _read(entry, description)
 
 
+def hash_of_array(array: np.ndarray) -> str:
+    """For a description."""
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+
 def hash_of(description: dict) -> str:
     text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -63,9 +68,13 @@ def _write(entry: Path, description: dict, arrays: Arrays) -> None:
     try:
         shapes = {name: [str(array.dtype), *array.shape] for name, array in arrays.items()}
         said = json.dumps({"description": description, "arrays": shapes}, indent=1)
-        _write_file(written / "description.json", lambda file: file.write(said.encode()))
+        with open(written / "description.json", "xb") as file:
+            file.write(said.encode())
+            sync(file)
         for name, array in arrays.items():
-            _write_file(written / f"{name}.npy", lambda file, array=array: np.save(file, array))
+            with open(written / f"{name}.npy", "xb") as file:
+                np.save(file, array)
+                sync(file)
         sync_folder(written)
         try:
             os.rename(written, entry)
@@ -75,13 +84,6 @@ def _write(entry: Path, description: dict, arrays: Arrays) -> None:
         sync_folder(entry.parent)
     finally:
         shutil.rmtree(written, ignore_errors=True)
-
-
-def _write_file(path: Path, write: Callable) -> None:
-    with open(path, "xb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read(entry: Path, description: dict) -> Arrays:

@@ -8,14 +8,15 @@ import os
 from pathlib import Path
 
 from mtx.config import DataConfig, ModelConfig, RunConfig
-from mtx.data.batches import TokenCorpus
-from mtx.data.bert import BertCorpus, load_bert_tokenizer, load_sentences, open_sentences
-from mtx.data.blend import normalize_weights, read_blend
+from mtx.data.batches import Corpus, make_batch
+from mtx.data.bert import BertSamples, divide_documents, make_bert_batch
+from mtx.data.blend import BlendedDataset, normalize_weights, read_blend
 from mtx.data.cache import CacheError
 from mtx.data.documents import text_files
-from mtx.data.gpt import BlendedDataset, GPTDataset, divide_tokens
+from mtx.data.gpt import divide_tokens, open_part
 from mtx.data.indexed import IndexedDataset, strip_suffix
-from mtx.data.text import load_text
+from mtx.data.special_tokens import find_bert_vocab
+from mtx.data.text import load_text, named_tokenizer
 from mtx.data.tokenizer import Tokenizer
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
@@ -24,31 +25,24 @@ _DOUBTFUL_BYTES = 16  # a token of a sample: with fewer held out, there may be t
 _CACHE_NAME = "index_cache"  # of the folder of indices, beside the first dataset
 
 
-def load_data(run: RunConfig, *, samples: int | None = None) -> TokenCorpus | BertCorpus:
+def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     """What `run` trains on and is evaluated on, for samples of model.sequence tokens.
 
     samples: how many a run takes in all, by default those of all its steps; only how far a blend
     by weights reaches depends on it, never what a sample holds.
     Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
     """
-    config, sequence = run.data, run.model.sequence
-    prefixes, weights = _datasets_of(config)
-    if not prefixes:
-        load = load_sentences if run.model.family == "bert" else load_text
-        corpus = load(config, sequence=sequence)  # a dataset that is not there is no text either
+    config, (prefixes, weights) = run.data, _datasets_of(run.data)
+    if not prefixes:  # a dataset that is not there is no text either
+        corpus = load_text(config, sequence=run.model.sequence, bert=run.model.family == "bert")
         only = ("split", "split_by", "cache")
         _refuse(config, only, "is for datasets; text is held out by eval_fraction")
         return corpus
     wanted = {
-        "samples": run.steps * run.global_batch if samples is None else samples,
-        "eval_samples": run.eval_batches * run.global_batch,
+        "train": run.steps * run.global_batch if samples is None else samples,
+        "valid": run.eval_batches * run.global_batch,
     }
-    if run.model.family == "bert":
-        return open_sentences(
-            config, prefixes, weights, sequence=sequence, **wanted,
-            cache=config.cache or default_cache(prefixes[0]), source=_described(prefixes, weights),
-        )  # fmt: skip
-    return open_datasets(config, prefixes, weights, sequence=sequence, **wanted)
+    return _open_datasets(run, prefixes, weights, wanted)
 
 
 def check_data(run: RunConfig) -> None:
@@ -63,7 +57,7 @@ def check_data(run: RunConfig) -> None:
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if run.model.family == "bert":
         return
-    check_vocab(_common_tokenizer(run.data, datasets), run.model)
+    check_vocab(_tokenizer_of(run, datasets), run.model)
     for part, dataset in itertools.product(("train", "valid"), datasets):
         divide_tokens(
             dataset, part, split=run.data.split, by=run.data.split_by, sequence=run.model.sequence
@@ -72,16 +66,7 @@ def check_data(run: RunConfig) -> None:
 
 def run_tokenizer(run: RunConfig) -> Tokenizer:
     """The tokenizer that `load_data` gives a run. UserError for one that is trained on its text."""
-    config, (prefixes, _) = run.data, _datasets_of(run.data)
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    if run.model.family == "bert":
-        made = next((dataset.identity for dataset in datasets if dataset.identity), None)
-        return load_bert_tokenizer(config, eod=made and made.eod)
-    if datasets:
-        return _common_tokenizer(config, datasets)
-    if config.tokenizer == "bpe":
-        raise UserError("data tokenizer='bpe' is trained on the text; name the model's own")
-    return load_tokenizer(config.tokenizer, eod=config.eod)
+    return _tokenizer_of(run, [IndexedDataset(prefix) for prefix in _datasets_of(run.data)[0]])
 
 
 def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
@@ -93,76 +78,95 @@ def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
         )
 
 
-def open_datasets(
-    config: DataConfig,
-    prefixes: list[str],
-    weights: list[float] | None,
-    *,
-    sequence: int,
-    samples: int,
-    eval_samples: int,
-) -> TokenCorpus:
-    """The train and valid parts of datasets, with the tokenizer that made them."""
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    tokenizer = _common_tokenizer(config, datasets)
-    if config.packed and tokenizer.eod is None:
-        raise UserError(
-            f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
-            "an end-of-document token; use packed=False, or build it again with one"
-        )
-    cache = config.cache or default_cache(prefixes[0])
-    open_parts = functools.partial(
-        _open_parts, config, datasets, weights, vocab=tokenizer.vocab, eod=tokenizer.eod,
-        sequence=sequence,
-        samples={"train": samples, "valid": eval_samples},
-    )  # fmt: skip
-    where = ""
-    try:
-        train, held_out = open_parts(cache=cache)
-    except CacheError:
-        if config.cache:
-            raise
-        where = f", indices in memory since {cache} cannot be written"
-        train, held_out = open_parts(cache=None)
-    return TokenCorpus(
-        tokenizer=tokenizer,
-        train=train,
-        held_out=held_out,
-        held_out_samples=held_out.distinct,
-        train_tokens=train.part_tokens,
-        eval_tokens=held_out.part_tokens,
-        source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
-        packed=config.packed,
-    )
-
-
-def open_part(
-    prefixes: list[str] | list[IndexedDataset],
-    weights: list[float] | None,
-    *,
-    samples: int | None,
-    **options,
-) -> GPTDataset | BlendedDataset:
-    """One part of a dataset, or of a blend, without an end; options as of `GPTDataset`."""
-    if len(prefixes) == 1:
-        return GPTDataset(prefixes[0], endless=True, **options)
-    samples = None if weights is None else samples
-    return BlendedDataset(prefixes, weights=weights, samples=samples, endless=True, **options)
-
-
 def default_cache(prefix: str) -> Path:
     """The folder of a dataset's sample indices, where no other is named."""
     return Path(strip_suffix(prefix)).absolute().parent / _CACHE_NAME
 
 
-def _open_parts(config, datasets, weights, *, samples, **options):
-    return [
-        open_part(
-            datasets, weights, samples=samples[part], part=part, split=config.split,
-            split_by=config.split_by, seed=config.seed, **options,
+def _open_datasets(
+    run: RunConfig, prefixes: list[str], weights: list[float] | None, wanted: dict[str, int]
+) -> Corpus:
+    """The train and valid parts of datasets, with the tokenizer that made them. wanted: the samples
+    of each part."""
+    config, datasets = run.data, [IndexedDataset(prefix) for prefix in prefixes]
+    tokenizer = _tokenizer_of(run, datasets)
+    if config.packed and tokenizer.eod is None:
+        raise UserError(
+            f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
+            "an end-of-document token; use packed=False, or build it again with one"
         )
-        for part in ("train", "valid")
+    make = make_batch
+    open_one = functools.partial(
+        open_part, datasets, weights, sequence=run.model.sequence, split=config.split,
+        split_by=config.split_by, seed=config.seed, vocab=tokenizer.vocab, eod=tokenizer.eod,
+    )  # fmt: skip
+    if run.model.family == "bert":
+        vocab = find_bert_vocab(tokenizer)
+        make = functools.partial(make_bert_batch, pad=vocab.special.pad)
+        open_one = functools.partial(_open_sentences, run, datasets, weights, vocab)
+    cache, where = config.cache or default_cache(prefixes[0]), ""
+
+    def open_parts(cache) -> list:
+        return [
+            open_one(part=part, samples=None if weights is None else samples, cache=cache)
+            for part, samples in wanted.items()
+        ]
+
+    try:
+        train, held_out = open_parts(cache)
+    except CacheError:
+        if config.cache:
+            raise
+        where = f", indices in memory since {cache} cannot be written"
+        train, held_out = open_parts(None)
+    return Corpus(
+        tokenizer=tokenizer, train=train, held_out=held_out, make=make, packed=config.packed,
+        source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
+    )  # fmt: skip
+
+
+def _open_sentences(
+    run: RunConfig, datasets: list[IndexedDataset], weights, vocab, *, part: str, samples, cache
+) -> BertSamples | BlendedDataset:
+    """One part of datasets whose sequences are sentences, split by documents."""
+    parts = [
+        BertSamples(
+            dataset, vocab, sequence=run.model.sequence, config=run.data, cache=cache,
+            part=divide_documents(dataset, run.data, part),
+            name=f"{dataset.prefix}, part {part!r} of split={run.data.split!r}",
+        )
+        for dataset in datasets
     ]  # fmt: skip
+    if len(parts) == 1:
+        return parts[0]
+    return BlendedDataset(parts, weights, samples=samples, cache=cache)
+
+
+def _tokenizer_of(run: RunConfig, datasets: list[IndexedDataset]) -> Tokenizer:
+    """The tokenizer that `run` names, with the end-of-document token of the datasets, which are all
+    of it."""
+    config, bert = run.data, run.model.family == "bert"
+    known = next((dataset for dataset in datasets if dataset.identity), None)
+    try:
+        tokenizer = named_tokenizer(config, bert=bert, made=known)
+    except UserError:
+        if known and not bert and config.tokenizer != "bpe":
+            # If it is another tokenizer, that is the matter.
+            known.require_tokenizer(load_tokenizer(config.tokenizer, eod=None).identity)
+        raise
+    for dataset in datasets:
+        dataset.require_tokenizer(tokenizer.identity)
+    return tokenizer
+
+
+def _division(config: DataConfig, train) -> str:
+    """Which part of the datasets is trained on, for people."""
+    parts = getattr(train, "datasets", [train])
+    cut = [str(part.data) for part in parts if part.cut]
+    if not cut:
+        return f"split {config.split}"
+    where = f" in {', '.join(cut[:3])}" if len(cut) < len(parts) else ""
+    return f"split {config.split} of each document's {parts[0].unit}{where}"
 
 
 def _refuse(config: DataConfig, names: tuple[str, ...], why: str) -> None:
@@ -197,40 +201,6 @@ def _datasets_of(config: DataConfig) -> tuple[list[str], list[float] | None]:
         )
     _refuse(config, ("eval_fraction",), "is for text; datasets are divided by split")
     return prefixes, weights
-
-
-def _common_tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
-    """`_tokenizer`, of which all datasets are."""
-    tokenizer = _tokenizer(config, datasets)
-    for dataset in datasets:
-        dataset.require_tokenizer(tokenizer.identity)
-    return tokenizer
-
-
-def _tokenizer(config: DataConfig, datasets: list[IndexedDataset]) -> Tokenizer:
-    """The tokenizer that `config` names, with the end-of-document token of the datasets."""
-    if config.tokenizer == "bpe":
-        raise UserError(
-            "tokenizer='bpe' is trained on text, and the data path names datasets; name the "
-            "tokenizer that made them"
-        )
-    known = next((dataset for dataset in datasets if dataset.identity), None)
-    eod = known.identity.eod if known and config.eod == "auto" else config.eod
-    try:
-        return load_tokenizer(config.tokenizer, eod=eod)
-    except UserError:
-        if known is not None:  # if it is another tokenizer, that is the matter
-            known.require_tokenizer(load_tokenizer(config.tokenizer, eod=None).identity)
-        raise
-
-
-def _division(config: DataConfig, train: GPTDataset | BlendedDataset) -> str:
-    parts = getattr(train, "datasets", [train])
-    cut = [part.data.prefix for part in parts if part.cut]
-    if not cut:
-        return f"split {config.split}"
-    where = f" in {', '.join(cut[:3])}" if len(cut) < len(parts) else ""
-    return f"split {config.split} of each document's tokens{where}"
 
 
 def _described(prefixes: list[str], weights: list[float] | None) -> str:

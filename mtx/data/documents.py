@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.data.samples import shuffled
+from mtx.data.sources import TEXT_SUFFIXES, read_whole
 from mtx.errors import UserError
 from mtx.paths import user_path
-
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
-_BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ def read_documents(paths: Sequence[str]) -> Documents:
     for file in text_files(paths):
         real = os.path.realpath(file)
         if real not in read:
-            read[real] = _read_text(file)
+            read[real] = read_whole(file)
         if not read[real] and file in named:
             raise UserError(f"{file} is empty; take it out of the data path")
     texts = [text for text in read.values() if text]
@@ -161,27 +159,6 @@ def _text_files(folder: Path) -> Iterator[Path]:
             f"no text files in {folder}: none of {_plural(others, 'file')} ends in "
             f"{', '.join(TEXT_SUFFIXES)}; name files with another suffix one by one"
         )
-
-
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise UserError(f"{path} is a broken link, a pipe or a device; name a file or a folder")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; make it readable") from None
-    if b"\0" in raw:
-        raise UserError(
-            f"{path} is not text: NUL at byte offset {raw.index(0)}; take it out of the data "
-            "path, or convert it to UTF-8 if it is UTF-16 or UTF-32"
-        )
-    try:
-        return raw.decode("utf-8").removeprefix(_BYTE_ORDER_MARK)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at byte offset "
-            f"{error.start}; convert it (iconv -t UTF-8), or take it out of the data path"
-        ) from None
 
 
 def _plural(count: int, noun: str) -> str:

@@ -22,11 +22,12 @@ import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 
+from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.errors import UserError
 from mtx.files import read_json
 from mtx.paths import check_path
@@ -43,20 +44,6 @@ _BLOCK = 2**20  # sequences that are checked or written at once
 def token_type(vocab: int) -> np.dtype:
     """The type in which Megatron-LM stores the tokens of a vocabulary of this size."""
     return np.dtype("<u2" if vocab < _UINT16_BELOW else "<i4")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerIdentity:
-    """Which tokenizer made the tokens. Two are the same where `sha256` and `eod` are."""
-
-    name: str  # for people
-    sha256: str  # of what decides the tokens
-    vocab: int  # every token is below it
-    eod: int | None  # the end-of-document token, where one was written
-
-    def same_as(self, other: TokenizerIdentity) -> bool:
-        """Whether the two give the same tokens, whatever their files are called."""
-        return (self.sha256, self.eod) == (other.sha256, other.eod)
 
 
 class IndexedDataset:
@@ -84,10 +71,10 @@ class IndexedDataset:
         self._check_documents()
         data = _map(f"{self.prefix}.bin")
         if len(data) != count * self.dtype.itemsize:
-            found, wanted = len(data), count * self.dtype.itemsize
-            what = "it is cut short" if found < wanted else "they do not belong together"
+            wanted = count * self.dtype.itemsize
+            what = "it is cut short" if len(data) < wanted else "they do not belong together"
             raise UserError(
-                f"{self.prefix}.bin has {found:,} bytes, but {self.prefix}.idx describes "
+                f"{self.prefix}.bin has {len(data):,} bytes, but {self.prefix}.idx describes "
                 f"{wanted:,}: {what}; copy both files again, or build them again"
             )
         self.tokens = np.frombuffer(data, self.dtype)
@@ -119,7 +106,7 @@ class IndexedDataset:
 
     def document_lengths(self) -> np.ndarray:
         """The tokens of each document, int64 [documents]."""
-        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        ends = np.append(0, np.cumsum(self.lengths, dtype=np.int64))
         return np.diff(ends[self.documents])
 
     def first_token(self, sequence: int) -> int:
@@ -144,22 +131,18 @@ class IndexedDataset:
         made = self.identity
         if made and not made.same_as(identity):
             raise UserError(
-                f"{self.prefix} was made with {_said(made)}, not with {_said(identity)}; use that "
-                "tokenizer, or build the dataset again"
+                f"{self.prefix} was made with {made}, not with {identity}; use that tokenizer, or "
+                "build the dataset again"
             )
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
         """The tokens' type, N and D, once the file's size is the one that they ask for."""
         name = f"{self.prefix}.idx"
-        if index[: len(OLD_MAGIC)] == OLD_MAGIC:
-            raise UserError(
-                f"{name} is in the older TNTIDX format; make it again with today's Megatron-LM "
-                "tools, or from the text with mtx data build"
-            )
         if index[: len(MAGIC)] != MAGIC:
+            old = ", the older TNTIDX format" if index[: len(OLD_MAGIC)] == OLD_MAGIC else ""
             raise UserError(
-                f"{name} is no index of a dataset: it begins with {bytes(index[:9])!r}, not "
-                f"{MAGIC!r}; name the prefix of a .bin and .idx"
+                f"{name} must be a dataset's index, but begins with {bytes(index[:9])!r}{old}, not "
+                f"{MAGIC!r}; name the prefix of a .bin and .idx, or make it again"
             )
         if len(index) < HEADER.size:
             raise UserError(f"{name} ends inside its header, at {len(index)} bytes; copy it again")
@@ -167,9 +150,8 @@ class IndexedDataset:
         if version != 1:
             raise UserError(f"{name} has version {version}; only version 1 is known")
         if code not in TYPES:
-            what = "floating-point numbers" if code in (6, 7) else "no type that is known"
             known = ", ".join(f"{key} ({np.dtype(kind)})" for key, kind in TYPES.items())
-            raise UserError(f"{name} has type code {code}, {what}; tokens are one of {known}")
+            raise UserError(f"{name} has type code {code}, but tokens are one of {known}")
         plain = HEADER.size + 12 * sequences + 8 * ends
         if len(index) not in (plain, plain + sequences):
             raise UserError(
@@ -217,11 +199,7 @@ class IndexedWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | os.PathLike,
-        dtype: np.dtype | type,
-        *,
-        identity: TokenizerIdentity | None = None,
+        self, prefix: str | os.PathLike, dtype, *, identity: TokenizerIdentity | None = None
     ):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -250,14 +228,7 @@ class IndexedWriter:
             self._data = open(f"{self._part}.bin", "xb")
         return self
 
-    def add(
-        self,
-        tokens: np.ndarray,
-        lengths: np.ndarray | None = None,
-        counts: np.ndarray | None = None,
-        *,
-        modes: np.ndarray | None = None,
-    ) -> None:
+    def add(self, tokens: np.ndarray, lengths=None, counts=None, *, modes=None) -> None:
         """Appends whole documents.
 
         tokens [n] of any integer type, lengths [sequences] of the sequences they make up (one
@@ -321,15 +292,15 @@ class IndexedWriter:
         if len(self._modes) not in (0, self.sequences) or self._begun:
             raise ValueError("a sequence has no end, or some have a mode and some have none")
         suffixes = [".bin"]
-        _sync(self._data)
+        sync(self._data)
         if self._identity:
             with open(f"{self._part}.json", "xb") as file:
                 file.write(json.dumps({"tokenizer": asdict(self._identity)}, indent=1).encode())
-                _sync(file)
+                sync(file)
             suffixes.append(".json")
         with open(f"{self._part}.idx", "xb") as file:
             self._write_index(file)
-            _sync(file)
+            sync(file)
         require_new(self.prefix)  # another may have come first
         for suffix in [*suffixes, ".idx"]:
             os.replace(self._part + suffix, self.prefix + suffix)
@@ -374,12 +345,10 @@ def read_identity(prefix: str) -> TokenizerIdentity | None:
         return None
     said = read_json(f"{prefix}.json")
     kinds = {"name": str, "sha256": str, "vocab": int, "eod": int | None}
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         identity = TokenizerIdentity(**said["tokenizer"])
         if all(isinstance(getattr(identity, f.name), kinds[f.name]) for f in fields(identity)):
             return identity
-    except (ValueError, KeyError, TypeError):
-        pass
     raise UserError(
         f"{prefix}.json does not name the tokenizer of {prefix}.bin (name, sha256, vocab, eod); "
         "remove it if it is something else"
@@ -395,12 +364,8 @@ def sync_folder(folder: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def _said(identity: TokenizerIdentity) -> str:
-    end = "no end-of-document token" if identity.eod is None else f"end-of-document {identity.eod}"
-    return f"{identity.name} (sha256 {identity.sha256[:12]}, {end})"
-
-
-def _sync(file) -> None:
+def sync(file) -> None:
+    """Makes what was written last."""
     file.flush()
     os.fsync(file.fileno())
 

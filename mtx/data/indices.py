@@ -36,12 +36,7 @@ def count_epochs(tokens: int, *, sequence: int, samples: int | None) -> int:
 
 
 def build_indices(
-    lengths: np.ndarray,
-    *,
-    first: int = 0,
-    sequence: int,
-    samples: int | None = None,
-    seed: int,
+    lengths: np.ndarray, *, first: int = 0, sequence: int, samples: int | None = None, seed: int
 ) -> Indices:
     """The indices of sequences `first`, `first + 1`, ... with these `lengths` [sequences], int32.
 

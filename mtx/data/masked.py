@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtx.data.draws import Draws
-from mtx.data.marks import Pieces
+from mtx.data.rng import Rng
+from mtx.data.special_tokens import BertVocab
 from mtx.errors import UserError
 
 _MASKED, _KEPT = 0.8, 0.1  # of the tokens that are to be predicted; the rest are replaced
@@ -23,7 +23,7 @@ _MASKED, _KEPT = 0.8, 0.1  # of the tokens that are to be predicted; the rest ar
 class Masking:
     """How many tokens are to be predicted, and in what runs."""
 
-    fraction: float = 0.15  # of a row's tokens, but for the marks
+    fraction: float = 0.15  # of a row's tokens, but for special tokens
     run: int = 3  # words, at most
     most: int | None = None  # tokens of a row
 
@@ -42,47 +42,47 @@ class Masking:
 
 
 def mask_words(
-    tokens: np.ndarray, pieces: Pieces, draws: Draws, masking: Masking
+    tokens: np.ndarray, vocab: BertVocab, rng: Rng, masking: Masking
 ) -> tuple[np.ndarray, np.ndarray]:
     """(`tokens` with some masked, where they are): int32 [n], and places in rising order.
 
-    tokens [n]: text between marks. A run of words does not go over a mark. Where words do not fit
+    tokens [n]: text between special tokens, over which no run of words goes. Where words do not fit
     into what is wanted, fewer tokens are masked, but never none: then the shortest word is.
     """
-    begins, ends, words_left = _words(tokens, pieces)
+    begins, ends, words_left = _words(tokens, vocab)
     if not len(begins):
         return tokens.astype(np.int32), np.empty(0, np.int64)
     wanted = masking.wanted(int((ends - begins).sum()))
-    chosen = _choose(begins, ends, words_left, wanted, draws, masking.run)
+    chosen = _choose(begins, ends, words_left, wanted, rng, masking.run)
     if not chosen:
         shortest = int(np.argmin(ends - begins))
         chosen = [(begins[shortest], ends[shortest])]
     places = np.array([place for run in sorted(chosen) for place in range(*run)])
-    kind, masked = draws.fractions(len(places)), tokens.astype(np.int32)
-    other = pieces.others[(draws.fractions(len(places)) * len(pieces.others)).astype(np.int64)]
+    kind, masked = rng.uniform(len(places)), tokens.astype(np.int32)
+    other = vocab.others[(rng.uniform(len(places)) * len(vocab.others)).astype(np.int64)]
     kept = np.where(kind < _MASKED + _KEPT, masked[places], other)
-    masked[places] = np.where(kind < _MASKED, pieces.marks.mask, kept)
+    masked[places] = np.where(kind < _MASKED, vocab.special.mask, kept)
     return masked, places
 
 
-def _words(tokens: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(begin, end, words from here to the next mark) of each word, int64 [words]."""
-    marks = pieces.is_mark[tokens]
-    after_mark = np.ones(len(tokens), bool)
-    after_mark[1:] = marks[:-1]
-    begin = ~marks & (~pieces.continues[tokens] | after_mark)
+def _words(tokens: np.ndarray, vocab: BertVocab) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(begin, end, words from here to the next special token) of each word, int64 [words]."""
+    special = vocab.is_special[tokens]
+    after_special = np.ones(len(tokens), bool)
+    after_special[1:] = special[:-1]
+    begin = ~special & (~vocab.continues[tokens] | after_special)
     begins = np.flatnonzero(begin)
-    # A word ends where the next one or a mark begins.
-    stops = np.append(np.flatnonzero(begin | marks), len(tokens))
+    # A word ends where the next one or a special token begins.
+    stops = np.append(np.flatnonzero(begin | special), len(tokens))
     ends = stops[np.searchsorted(stops, begins, side="right")]
-    texts = np.cumsum(marks)[begins]  # the words between two marks have the same number
+    texts = np.cumsum(special)[begins]  # one number for all words between two special tokens
     words_left = np.searchsorted(texts, texts, side="right") - np.arange(len(begins))
     return begins, ends, words_left
 
 
-def _choose(begins, ends, words_left, wanted: int, draws: Draws, run: int) -> list[tuple[int, int]]:
+def _choose(begins, ends, words_left, wanted: int, rng: Rng, run: int) -> list[tuple[int, int]]:
     """(begin, end) of runs of words that do not overlap, `wanted` tokens or a few less."""
-    order, sizes = draws.order(len(begins)), draws.fractions(len(begins)).tolist()
+    order, sizes = rng.permutation(len(begins)), rng.uniform(len(begins)).tolist()
     shares = np.cumsum(1 / np.arange(1, run + 1)).tolist()  # of runs up to each length
     begins, ends, words_left = begins.tolist(), ends.tolist(), words_left.tolist()
     covered, chosen, left = bytearray(len(begins)), [], wanted

@@ -25,13 +25,13 @@ def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
     for other in datasets[1:]:
         for what, one, two in (
             ("tokens of type", first.dtype, other.dtype),
-            ("modes", _have(first.modes), _have(other.modes)),
-            ("a tokenizer's identity", _have(first.identity), _have(other.identity)),
+            ("modes", first.modes is not None, other.modes is not None),
+            ("a tokenizer's identity", first.identity is not None, other.identity is not None),
         ):
             if one != two:
                 raise UserError(
-                    f"{first.prefix} and {other.prefix} cannot be merged: the first has {what} "
-                    f"{one}, the second {two}; build one of them again"
+                    f"{first.prefix} and {other.prefix} cannot be merged: {what} {one} and {two}; "
+                    "build one of them again"
                 )
         if first.identity:
             other.require_tokenizer(first.identity)
@@ -47,8 +47,8 @@ def split_dataset(
     """Writes `<out>_train`, `_valid` and `_test`, cut where the ratios ("969,30,1") say; a part of
     ratio 0 is not written. by: see `divide`; "auto" cuts documents where some part would get none.
 
-    Whole documents stay in their order. Of one that is cut each part gets a document, in one piece
-    or, where it is one of sentences, in whole sentences; a piece ends with the tokenizer's
+    Whole documents stay in their order. Of one that is cut each part gets a share, in tokens
+    or, where it is one of sentences, in whole sentences; a share ends with the tokenizer's
     end-of-document token. Raises UserError where a part would have nothing.
     """
     dataset, split = IndexedDataset(prefix), parse_split(ratios)
@@ -109,7 +109,3 @@ def _copy(dataset: IndexedDataset, writer: IndexedWriter, first: int, end: int) 
         np.diff(ends),
         modes=None if dataset.modes is None else dataset.modes[low:high],
     )
-
-
-def _have(value: object) -> str:
-    return "no" if value is None else "yes"

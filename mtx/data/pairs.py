@@ -13,7 +13,6 @@ What is too long loses tokens at random ends of the longer text.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,13 +20,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mtx.config.data import Order
-from mtx.data.cache import cached_arrays
-from mtx.data.draws import Draws
+from mtx.data.cache import cached_arrays, hash_of_array
+from mtx.data.rng import Rng
 from mtx.data.samples import place_in_epoch, shuffled
 from mtx.data.split import Division
 from mtx.errors import UserError
 
-_SPANS, _SAMPLE = 2, 3  # what is drawn, in the keys of draws
+_SPANS, _SAMPLE = 2, 3  # what random numbers are for, in their keys
 
 
 class Sentences(Protocol):
@@ -94,7 +93,7 @@ class Pairs:
         `cached_arrays`; name: of the source, for messages. Raises UserError where there is not a
         single pair."""
         if room < 2:
-            raise UserError(f"there is room for {room} tokens of text; use a longer sequence")
+            raise UserError(f"room={room} must hold 2 tokens of text; use a longer sequence")
         if not 0.0 <= short_fraction <= 1.0:
             raise UserError(f"short_fraction={short_fraction} must lie between 0 and 1")
         self._source, self._order, self._seed = source, order, seed
@@ -108,17 +107,14 @@ class Pairs:
             places = zip(self._begin.tolist(), self._stop.tolist(), strict=True)
             self.tokens = sum(source.first_token(b) - source.first_token(a) for a, b in places)
 
-        def build() -> dict[str, np.ndarray]:
-            return vars(_build_spans(
-                lengths, self._begin, self._stop, base=int(bounds[0]), room=room, least=least,
-                short_fraction=short_fraction, seed=seed,
-            ))  # fmt: skip
-
-        self._spans = _Spans(**cached_arrays(cache, {
-            "kind": "spans of sentences", "room": room, "least": least, "seed": seed,
-            "short_fraction": short_fraction, "lengths": _hash(lengths),
-            "documents": _hash(np.stack([self._begin, self._stop])),
-        }, build))  # fmt: skip
+        options = {"room": room, "least": least, "seed": seed, "short_fraction": short_fraction}
+        description = options | {
+            "kind": "spans of sentences", "lengths": hash_of_array(lengths),
+            "documents": hash_of_array(np.stack([self._begin, self._stop])),
+        }  # fmt: skip
+        self._spans = _Spans(**cached_arrays(cache, description, lambda: vars(_build_spans(
+            lengths, self._begin, self._stop, base=int(bounds[0]), **options
+        ))))  # fmt: skip
         self._full = np.flatnonzero(self._stop - self._begin)  # documents of at least one sentence
         if not len(self):
             raise UserError(
@@ -135,36 +131,35 @@ class Pairs:
         """Samples of one epoch."""
         return len(self._spans.first)
 
-    def pair(self, index: int, draws: Draws) -> Pair:
-        """The pair of request `index`; what is left to chance follows from `draws`."""
+    def pair(self, index: int, rng: Rng) -> Pair:
+        """The pair of request `index`; what is left to chance follows from `rng`."""
         span = self._spans.visit[place_in_epoch(index, len(self), self._seed)]
-        first, end, room = (
-            int(a[span]) for a in (self._spans.first, self._spans.end, self._spans.room)
-        )
+        spans = self._spans
+        first, end, room = (int(a[span]) for a in (spans.first, spans.end, spans.room))
         if self._order == "none":
-            return Pair(*_truncated(self._text(first, end), self._text(end, end), room, draws), -1)
-        cut = first + 1 + draws.below(end - first - 1)
+            return Pair(*_truncated(self._text(first, end), self._text(end, end), room, rng), -1)
+        cut = first + 1 + rng.below(end - first - 1)
         a, b = self._text(first, cut), self._text(cut, end)
-        changed = draws.fraction() < 0.5
+        changed = rng.uniform(1)[0] < 0.5
         if changed and self._order == "sop":
             a, b = b, a
         elif changed:
-            b = self._elsewhere(first, room - len(a), draws)
-        return Pair(*_truncated(a, b, room, draws), int(changed))
+            b = self._elsewhere(first, room - len(a), rng)
+        return Pair(*_truncated(a, b, room, rng), int(changed))
 
     def _text(self, first: int, end: int) -> np.ndarray:
         """The tokens of sentences `first` to `end`."""
         begin, stop = self._source.first_token(first), self._source.first_token(end)
         return self._source.tokens[begin:stop]
 
-    def _elsewhere(self, sentence: int, wanted: int, draws: Draws) -> np.ndarray:
+    def _elsewhere(self, sentence: int, wanted: int, rng: Rng) -> np.ndarray:
         """About `wanted` tokens of another document than this sentence's, at least a sentence."""
         own = np.searchsorted(self._begin, sentence, side="right") - 1
-        other = draws.below(len(self._full) - 1)
+        other = rng.below(len(self._full) - 1)
         other += other >= np.searchsorted(self._full, own)
         document = self._full[other]
         begin, stop = int(self._begin[document]), int(self._stop[document])
-        first = end = begin + draws.below(stop - begin)
+        first = end = begin + rng.below(stop - begin)
         tokens = 0
         while end < stop and (end == first or tokens < wanted):
             tokens += int(self._source.lengths[end])
@@ -172,9 +167,9 @@ class Pairs:
         return self._text(first, end)
 
 
-def draws_of(seed: int, index: int) -> Draws:
+def rng_of(seed: int, index: int) -> Rng:
     """Those of sample `index`: another stream for every index."""
-    return Draws(seed, index, _SAMPLE)
+    return Rng(seed, index, _SAMPLE)
 
 
 def least_sentences(order: Order) -> int:
@@ -201,14 +196,14 @@ def _build_spans(
     """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens up to each sentence
     place, stop = begin - base, stop - base
-    draws, rounds = Draws(seed, _SPANS), [np.empty((3, 0), np.int64)]
+    rng, rounds = Rng(seed, _SPANS), [np.empty((3, 0), np.int64)]
     while True:
         going = stop - place >= least
         place, stop = place[going], stop[going]
         if not len(place):
             break
-        short = draws.fractions(len(place)) < short_fraction
-        shorter = 2 + (draws.fractions(len(place)) * (room - 1)).astype(np.int64)
+        short = rng.uniform(len(place)) < short_fraction
+        shorter = 2 + (rng.uniform(len(place)) * (room - 1)).astype(np.int64)
         rooms = np.where(short, shorter, room)
         end = np.searchsorted(ends, ends[place] + rooms)
         end = np.maximum(end, place + least)
@@ -223,23 +218,19 @@ def _build_spans(
     return _Spans(first=first, end=end, room=rooms, visit=visit)
 
 
-def _truncated(a, b, room: int, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
+def _truncated(a, b, room: int, rng: Rng) -> tuple[np.ndarray, np.ndarray]:
     """`a` and `b` without what exceeds `room`: token by token, the longer one (`b` of equals) loses
     one at a random end."""
     if len(a) + len(b) <= room:
         return a, b
     left_a = min(len(a), max(room - room // 2, room - len(b)))
-    return _shortened(a, left_a, draws), _shortened(b, room - left_a, draws)
+    return _shortened(a, left_a, rng), _shortened(b, room - left_a, rng)
 
 
-def _shortened(text: np.ndarray, left: int, draws: Draws) -> np.ndarray:
+def _shortened(text: np.ndarray, left: int, rng: Rng) -> np.ndarray:
     """`left` tokens of `text`."""
     lost = len(text) - left
     if not lost:
         return text
-    begin = int((draws.fractions(lost) < 0.5).sum())
+    begin = int((rng.uniform(lost) < 0.5).sum())
     return text[begin : begin + left]
-
-
-def _hash(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()

@@ -16,12 +16,12 @@ import numpy as np
 def shuffled(count: int, *key: int) -> np.ndarray:
     """A permutation of range(count), int64 [count], that depends on `count` and `key` only.
 
-    It sorts raw draws, whose stream numpy guarantees; `Generator.permutation` may change between
+    It sorts raw bits, whose stream numpy guarantees; `Generator.permutation` may change between
     numpy versions, and a resumed run or a second host must see the same order.
     Keys that differ only in trailing zeros are the same key.
     """
-    draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    return np.argsort(draws, kind="stable")
+    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(raw, kind="stable")
 
 
 def place_in_epoch(index: int, count: int, seed: int) -> int:
@@ -38,11 +38,18 @@ def place_in_epoch(index: int, count: int, seed: int) -> int:
     return (start + place * stride) % count
 
 
+def require_sample(index: int, count: int, what: str) -> int:
+    """The index; IndexError where `what` has no such sample."""
+    if not 0 <= index < count:
+        raise IndexError(f"sample {index} of {what}, which has {count:,}; ask for more samples")
+    return index
+
+
 @functools.lru_cache(maxsize=4096)
 def _strides(count: int, seed: int, epoch: int) -> tuple[int, int]:
     """A start and a stride that visits all of range(count)."""
-    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(2).tolist()
-    start, stride = (draw % count for draw in draws)
+    raw = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(2).tolist()
+    start, stride = (one % count for one in raw)
     while math.gcd(stride, count) != 1:
         stride += 1
     return start, stride
@@ -64,6 +71,15 @@ class Samples:
     def __len__(self) -> int:
         """Samples in one epoch."""
         return len(self._samples)
+
+    @property
+    def distinct(self) -> int:
+        """The samples before one is given twice."""
+        return len(self)
+
+    @property
+    def part_tokens(self) -> int:
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` of an endless stream, int32 [S + 1]: each epoch in its own order."""

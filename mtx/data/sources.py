@@ -6,19 +6,21 @@ A chunk is what one worker encodes at a time. JSON lines and texts may be compre
 from __future__ import annotations
 
 import codecs
+import importlib
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
-from mtx.data.documents import TEXT_SUFFIXES
 from mtx.errors import UserError
 from mtx.files import files_in, open_file, parse_json
 from mtx.paths import user_path
 
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 _PACKED_SUFFIXES = (".gz", ".zst")
@@ -61,11 +63,13 @@ def find_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = [p for p in files_in(path) if _kind(p)]
-            files += [p for p in inside if not _is_hidden(p.relative_to(path))]
+            inside = ((file, file.relative_to(path)) for file in files_in(path))
+            files += [
+                f for f, below in inside if _kind(f) and not re.search(r"(^|/)\.", str(below))
+            ]
             continue
         if not path.is_file():
-            raise UserError(f"{name} is no file or folder (from {Path.cwd()})")
+            raise UserError(f"{name} must be a file or a folder (from {Path.cwd()})")
         if not _kind(path):
             raise UserError(
                 f"{name} is of no kind that can be read: {', '.join(_SUFFIXES)}, these with "
@@ -138,6 +142,11 @@ def read_texts(
                 return
 
 
+def read_whole(path: Path) -> str:
+    """A text file's one document, in memory; UserError as for `read_chunks`."""
+    return "".join(chunk.data for chunk in _part_chunks(path, re.compile(""), _CHUNK_BYTES * 8))
+
+
 def _field_of(line: str, field: str, where: str) -> Text:
     record = parse_json(line, where)
     if not isinstance(record, dict) or field not in record:
@@ -167,10 +176,6 @@ def _kind(path: Path) -> Literal["text", "json", "parquet"] | None:
     if name.endswith(JSON_SUFFIXES):
         return "json"
     return "text" if name.endswith(TEXT_SUFFIXES) else None
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(name.startswith(".") for name in path.parts)
 
 
 def _line_chunks(path: Path, kind: Literal["json", "lines"], reading: Reading) -> Iterator[Chunk]:
@@ -245,7 +250,8 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
         if suffix == ".gz":
             yield from _unpacked(path, blocks, lambda: zlib.decompressobj(wbits=31))
         elif suffix == ".zst":
-            yield from _unpacked(path, blocks, _zstandard().ZstdDecompressor().decompressobj)
+            zstandard = _library("zstandard", ".zst")
+            yield from _unpacked(path, blocks, zstandard.ZstdDecompressor().decompressobj)
         else:
             yield from ((block, len(block)) for block in blocks)
 
@@ -275,7 +281,7 @@ def _unpacked(path: Path, blocks: Iterator[bytes], start) -> Iterator[tuple[byte
 
 
 def _parquet_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
-    pyarrow, parquet = _pyarrow()
+    parquet, pyarrow = (_library(name, ".parquet") for name in ("pyarrow.parquet", "pyarrow"))
     field, size = reading.field, os.path.getsize(path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -301,18 +307,8 @@ def _parquet_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
 
 
-def _zstandard():
+def _library(name: str, what: str) -> ModuleType:
     try:
-        import zstandard
+        return importlib.import_module(name)
     except ImportError:
-        raise UserError(".zst files need the package zstandard; install mtx[data]") from None
-    return zstandard
-
-
-def _pyarrow():
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(".parquet files need the package pyarrow; install mtx[data]") from None
-    return pyarrow, pyarrow.parquet
+        raise UserError(f"{what} files need the library {name}; pip install 'mtx[data]'") from None

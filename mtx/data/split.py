@@ -7,6 +7,7 @@ held out lies near the end of each.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,17 +111,16 @@ class Foreseen:
 def foresee(lengths: np.ndarray) -> Foreseen:
     """For documents of these `lengths` in tokens, and samples that are not longer than what is held
     out: where they are, each document is cut."""
-    train, valid = (
+    parts = [
         divide(lengths, DEFAULT_SPLIT, part, serves=lambda some: some.sum(dtype=np.int64) > 1)
         for part in PARTS[:2]
-    )
-    sizes = [part.sizes(lengths[part.first : part.end]) for part in (train, valid)]
-    (documents, tokens), (held_out_documents, held_out_tokens) = (
-        (int(np.count_nonzero(some)), int(some.sum(dtype=np.int64))) for some in sizes
-    )
+    ]
+    train, held_out = (part.sizes(lengths[part.first : part.end]) for part in parts)
     return Foreseen(
-        by="documents" if train.cut is None else "tokens", documents=documents, tokens=tokens,
-        held_out_documents=held_out_documents, held_out_tokens=held_out_tokens,
+        by="documents" if parts[0].cut is None else "tokens",
+        documents=int(np.count_nonzero(train)), tokens=int(train.sum(dtype=np.int64)),
+        held_out_documents=int(np.count_nonzero(held_out)),
+        held_out_tokens=int(held_out.sum(dtype=np.int64)),
     )  # fmt: skip
 
 
@@ -128,9 +128,5 @@ def _shares(split: Split, part: str) -> tuple[float, float]:
     """Where the part begins and ends, as shares of all."""
     if part not in PARTS:
         raise UserError(f"unknown part {part!r}: known are {', '.join(PARTS)}")
-    low, high = 0.0, 0.0
-    for name, share in zip(PARTS, split, strict=True):
-        low, high = high, high + share
-        if name == part:
-            break
+    *_, low, high = itertools.accumulate(split[: PARTS.index(part) + 1], initial=0.0)
     return low, high

@@ -2,59 +2,102 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from mtx.config import DataConfig
-from mtx.data.batches import TokenCorpus
+from mtx.data.batches import Corpus, SampleSource, make_batch
+from mtx.data.bert import BertSamples, make_bert_batch
+from mtx.data.build import split_sentences
 from mtx.data.documents import hold_out, read_documents
+from mtx.data.indexed import IndexedDataset, token_type
+from mtx.data.pairs import SentenceList
 from mtx.data.samples import Samples
-from mtx.data.tokenizer import Tokenizer, train_bpe
+from mtx.data.special_tokens import find_bert_vocab, find_special_tokens
+from mtx.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from mtx.data.tokenizer_files import load_tokenizer
+from mtx.data.wordpiece import WORDPIECE, train_wordpiece
 from mtx.errors import UserError
 
 
-def load_text(config: DataConfig, *, sequence: int) -> TokenCorpus:
+def load_text(config: DataConfig, *, sequence: int, bert: bool = False) -> Corpus:
     """Reads, splits and tokenizes what `config` names, for samples of `sequence` tokens (S).
 
-    The split comes first: a BPE vocabulary is trained on the training text alone. Each document
-    is followed by the tokenizer's end-of-document token, on both sides.
-    Raises UserError for text that cannot be read (see `read_documents`) or that is shorter, on
-    either side, than one sample of S + 1 tokens.
+    The split comes first: a vocabulary is trained on the training text alone. Each document is
+    followed by the tokenizer's end-of-document token, on both sides; a BERT's is cut into sentences
+    instead (see `split_sentences`).
+    Raises UserError for text that cannot be read (see `read_documents`), that has not one sample on
+    either side, and for a tokenizer without an end-of-document or, for a BERT, special tokens.
     """
     documents = read_documents(config.path)
     split = hold_out(documents.texts, fraction=config.eval_fraction, seed=config.seed)
-    if config.tokenizer == "bpe":
-        tokenizer = train_bpe(split.train, vocab=config.bpe_vocab)
+    if config.tokenizer == (WORDPIECE if bert else "bpe"):
+        train = train_wordpiece if bert else train_bpe
+        tokenizer = train(split.train, vocab=config.bpe_vocab)
     else:
-        tokenizer = load_tokenizer(config.tokenizer, eod=config.eod)
-    if tokenizer.eod is None:
+        tokenizer = named_tokenizer(config, bert=bert)
+    more = f"give more text, raise eval_fraction={config.eval_fraction}"
+    if bert:
+        vocab = find_bert_vocab(tokenizer)
+
+        def samples(side: str, texts: Sequence[str], **_) -> SampleSource:
+            return BertSamples(
+                _encode(texts, tokenizer), vocab, sequence=sequence, config=config, name=side
+            )
+
+        make = functools.partial(make_bert_batch, pad=vocab.special.pad)
+    elif tokenizer.eod is None:
         raise UserError(
             f"eod={config.eod!r} leaves documents of text without an end; use auto, or a token"
         )
-    train, held_out = _join(split.train, tokenizer), _join(split.held_out, tokenizer)
-    _require_sample("training text", train, sequence, "give more text")
-    remedy = f"give more text, raise eval_fraction={config.eval_fraction}"
-    _require_sample("held-out text", held_out, sequence, remedy)
-    held_out_samples = Samples(held_out, sequence=sequence, seed=None)
-    return TokenCorpus(
-        tokenizer=tokenizer,
-        train=Samples(train, sequence=sequence, seed=config.seed),
-        held_out=held_out_samples,
-        held_out_samples=len(held_out_samples),
-        train_tokens=len(train),
-        eval_tokens=len(held_out),
+    else:
+        make = make_batch
+
+        def samples(side: str, texts: Sequence[str], remedy: str, seed: int | None) -> SampleSource:
+            tokens = _join(texts, tokenizer)
+            _require_sample(side, tokens, sequence, remedy)
+            return Samples(tokens, sequence=sequence, seed=seed)
+
+    return Corpus(
+        tokenizer=tokenizer, make=make, packed=config.packed,
+        train=samples("the training text", split.train, remedy="give more text", seed=config.seed),
+        held_out=samples("the held-out text", split.held_out, remedy=more, seed=None),
         source=f"{documents.source}, {split.describe()}",
-        packed=config.packed,
-    )
+    )  # fmt: skip
+
+
+def named_tokenizer(
+    config: DataConfig, *, bert: bool, made: IndexedDataset | None = None
+) -> Tokenizer:
+    """The tokenizer that `config` names, with the end-of-document token of the dataset `made`, or
+    else none for a BERT, where eod is "auto". UserError for one that is trained on the text, and
+    for a BERT's without special tokens."""
+    if config.tokenizer == (WORDPIECE if bert else "bpe"):
+        raise UserError(
+            f"data tokenizer={config.tokenizer!r} is trained on text, and here is none (the data "
+            "path names datasets, perhaps); name the tokenizer that made them, or the model's own"
+        )
+    if bert and config.tokenizer in (ByteTokenizer.kind, "bpe"):
+        raise UserError(
+            f"tokenizer={config.tokenizer!r} has no [MASK] and the like, which a BERT needs; use "
+            "its tokenizer.json or vocab.txt, or wordpiece, trained on the text"
+        )
+    eod = config.eod
+    if eod == "auto" and (made or bert):
+        eod = made and made.identity.eod
+    tokenizer = load_tokenizer(config.tokenizer, eod=eod)
+    if bert:
+        find_special_tokens(tokenizer)
+    return tokenizer
 
 
 def _require_sample(side: str, tokens: np.ndarray, sequence: int, remedy: str) -> None:
     if len(tokens) <= sequence:
         shorter = f" or use sequence={len(tokens) - 1} or less" if len(tokens) > 1 else ""
         raise UserError(
-            f"the {side} has {len(tokens)} tokens, but one sample needs sequence+1={sequence + 1}; "
+            f"{side} has {len(tokens)} tokens, but one sample needs sequence+1={sequence + 1}; "
             f"{remedy}{shorter}"
         )
 
@@ -62,8 +105,15 @@ def _require_sample(side: str, tokens: np.ndarray, sequence: int, remedy: str) -
 def _join(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     """One flat array, each text followed by end-of-document, in the narrowest type that fits."""
     kind = np.min_scalar_type(tokenizer.vocab - 1)
-    end = np.array([tokenizer.eod], kind)
-    pieces = [np.empty(0, kind)]
+    parts = [np.empty(0, kind)]
     for text in texts:
-        pieces += [tokenizer.encode(text).astype(kind), end]
-    return np.concatenate(pieces)
+        parts += [tokenizer.encode(text).astype(kind), np.array([tokenizer.eod], kind)]
+    return np.concatenate(parts)
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> SentenceList:
+    sentences = [split_sentences(text) for text in texts]
+    ids = iter(tokenizer.encode_all([one for some in sentences for one in some]))
+    encoded = [[next(ids) for _ in some] for some in sentences]
+    kept = [[one for one in some if len(one)] for some in encoded]
+    return SentenceList(kept, token_type(tokenizer.vocab))

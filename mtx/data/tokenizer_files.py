@@ -11,11 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import models
 
-from mtx.data.sentencepiece import read_sentencepiece
-from mtx.data.subwords import Eod, SubwordTokenizer
-from mtx.data.tokenizer import ByteTokenizer, Tokenizer
+from mtx.data.sentencepiece import SentencePieceTokenizer
+from mtx.data.special_tokens import BERT_TOKENS
+from mtx.data.subwords import SubwordTokenizer
+from mtx.data.tokenizer import END_OF_TEXT, ByteTokenizer, byte_level
+from mtx.data.tokenizer_base import Eod, Tokenizer
+from mtx.data.wordpiece import bert_model
 from mtx.errors import UserError
 from mtx.files import read_bytes, read_json, read_text
 from mtx.paths import user_path
@@ -39,20 +42,20 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
     else one of the usual names. Raises UserError for files that cannot be read or hold no
     tokenizer, and for a token that is not there.
     """
-    if name == ByteTokenizer.name:
+    if name == ByteTokenizer.kind:
         if eod not in ("auto", "0", 0, "none", None):
-            raise UserError(f"eod={eod!r} does not go with bytes; use 0, the NUL byte, or none")
+            raise UserError(f"eod={eod!r} must be 0, the NUL byte, or none with bytes")
         return ByteTokenizer(eod=None if eod in ("none", None) else 0)
     path = _find(user_path(name))
-    if path.name.endswith("vocab.json") or path.name.endswith("merges.txt"):
+    if path.name.endswith(("vocab.json", "merges.txt")):
         return _read_vocab_and_merges(path, eod)
     if path.suffix == ".model":
-        return read_sentencepiece(read_bytes(path, _WHAT), name=str(path), eod=eod)
+        return SentencePieceTokenizer(read_bytes(path, _WHAT), name=str(path), eod=eod)
     if path.suffix == ".txt":
         return _read_wordpiece(path, eod)
     described = read_json(path, _WHAT)
     if not isinstance(described, dict) or "model" not in described:
-        raise UserError(f"{path} is no tokenizer.json: it holds no model")
+        raise UserError(f"{path} must be a tokenizer.json with a model")
     return SubwordTokenizer(described, name=path.name, eod=_end(path, eod))
 
 
@@ -100,8 +103,9 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
     stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
     vocab_path, merges_path = (path.with_name(stem + end) for end in ("vocab.json", "merges.txt"))
     vocab = read_json(vocab_path, _WHAT)
-    if not _is_vocab(vocab):
-        raise UserError(f"{vocab_path} is no vocabulary: it does not map tokens to their numbers")
+    numbers = vocab.values() if isinstance(vocab, dict) else [None]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise UserError(f"{vocab_path} must map tokens to their numbers")
     lines = read_text(merges_path, _WHAT).split("\n")
     first = 1 if lines[0].startswith("#version") else 0
     merges = []
@@ -111,22 +115,15 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
             continue
         if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
             raise UserError(
-                f"{merges_path}, line {number}: {line[:80]!r} is no merge of two tokens of "
+                f"{merges_path}, line {number}: {line[:80]!r} must be a merge of two tokens of "
                 f"{vocab_path.name}"
             )
         merges.append(pair)
-    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     config = _config(path)
-    blank = bool(config.get("add_prefix_space", False))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=blank)
-    model.decoder = decoders.ByteLevel()
-    ends = [end for end in ("<|endoftext|>", _end_name(config)) if end in vocab]
-    model.add_special_tokens(ends)
-    digest = hashlib.sha256(json.dumps([vocab, merges, blank], sort_keys=True).encode())
-    return SubwordTokenizer(
-        json.loads(model.to_str()), name=vocab_path.name, eod=_end(path, eod),
-        sha256=digest.hexdigest(),
-    )  # fmt: skip
+    prefix = bool(config.get("add_prefix_space", False))
+    model = byte_level(models.BPE(vocab=vocab, merges=merges), prefix=prefix)
+    model.add_special_tokens([end for end in (END_OF_TEXT, _end_name(config)) if end in vocab])
+    return _subwords(model, vocab_path, eod, [vocab, merges, prefix])
 
 
 def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
@@ -135,30 +132,21 @@ def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
     vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or "[UNK]" not in vocab:
         raise UserError(
-            f"{path} is no vocabulary of BERT's: a line is a token, each of them another, and "
+            f"{path} must be a vocabulary of BERT's: a line is a token, each of them another, and "
             "[UNK] is one"
         )
-    lower = bool(_config(path).get("do_lower_case", "[CLS]" in vocab and not _has_capitals(vocab)))
-    model = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    model.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    model.decoder = decoders.WordPiece()
-    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    model.add_special_tokens([token for token in special if token in vocab])
-    digest = hashlib.sha256(json.dumps([vocab, lower], sort_keys=True).encode())
-    return SubwordTokenizer(
-        json.loads(model.to_str()), name=path.name, eod=_end(path, eod), sha256=digest.hexdigest()
-    )
+    capitals = any(token != token.lower() for token in vocab if not token.startswith("["))
+    lower = bool(_config(path).get("do_lower_case", "[CLS]" in vocab and not capitals))
+    model = bert_model(models.WordPiece(vocab, unk_token="[UNK]"), lower=lower)
+    model.add_special_tokens([token for token in BERT_TOKENS if token in vocab])
+    return _subwords(model, path, eod, [vocab, lower])
 
 
-def _has_capitals(vocab: dict[str, int]) -> bool:
-    return any(token != token.lower() for token in vocab if not token.startswith("["))
-
-
-def _is_vocab(vocab: object) -> bool:
-    return isinstance(vocab, dict) and all(
-        isinstance(number, int) and number >= 0 for number in vocab.values()
-    )
+def _subwords(model: tokenizers.Tokenizer, path: Path, eod: Eod, content: list) -> SubwordTokenizer:
+    """content: what the files say, of which the hash is."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    described = json.loads(model.to_str())
+    return SubwordTokenizer(described, name=path.name, eod=_end(path, eod), sha256=digest)
 
 
 # --- what stands beside ---------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
@@ -106,7 +105,7 @@ class Decoder:
     @property
     def kept_bytes(self) -> int:
         """Of keys and values, on all devices together."""
-        return 0 if self._past is None else self._past.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._past))
 
     # -- to the devices and back ------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ class Programs:
         def begin(params, batch, vocab, count, room):
             def local(params, batch, vocab):
                 pipeline = self._pipeline(batch, self._microbatch)
-                past = _empty_past(pipeline, len(batch["tokens"]), room)
+                past = pipeline.empty_past(len(batch["tokens"]), room)
                 chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
                 return chosen, _stacked(past)
 
@@ -261,17 +260,6 @@ class Programs:
 def programs_of(trainer: Trainer) -> Programs:
     """The programs of the last trainers asked for: who generates again compiles nothing."""
     return Programs(trainer)
-
-
-def _empty_past(pipeline: Pipeline, rows: int, room: int):
-    """{kind: [C, N, n, rows, heads, room, K]}: what all layers of this stage keep."""
-
-    def empty(kind: str):
-        stack = pipeline.placement.slots_of(kind).shape[1:]
-        past = jax.eval_shape(lambda: pipeline.model.empty_past(kind, rows, room))
-        return jax.tree.map(lambda a: jnp.zeros((*stack, *a.shape), a.dtype), past)
-
-    return {kind: empty(kind) for kind in pipeline.placement.kinds}
 
 
 def _stacked(past):

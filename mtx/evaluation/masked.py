@@ -13,9 +13,9 @@ import numpy as np
 
 from mtx.data import Tokenizer
 from mtx.data.bert import BertSample, make_bert_batch
-from mtx.data.draws import Draws
-from mtx.data.marks import Pieces, find_pieces
 from mtx.data.masked import Masking, mask_words
+from mtx.data.rng import Rng
+from mtx.data.special_tokens import BertVocab, find_bert_vocab
 from mtx.errors import UserError
 from mtx.evaluation.score import Report, score_batch
 from mtx.fields import checked
@@ -23,7 +23,7 @@ from mtx.sizes import Seed
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
-_EVALUATION = 5  # in the key of a row's draws, where training has other numbers
+_EVALUATION = 5  # in the key of a row's rng, where training has other numbers
 _TRAINING = Masking()
 
 
@@ -31,7 +31,7 @@ _TRAINING = Masking()
 class MaskedPerplexity:
     """How well masked tokens were restored; losses in nats."""
 
-    tokens: int  # of all texts, without marks
+    tokens: int  # of all texts, without special tokens
     masked: int  # of these
     rows: int  # [CLS] ... [SEP], of at most S tokens
     mask_fraction: float
@@ -49,16 +49,16 @@ def masked_perplexity(
     texts: Sequence[str],
     *,
     masking: Masking = _TRAINING,
-    pieces: Pieces | None = None,
+    vocab: BertVocab | None = None,
     seed: int = 0,
     report: Report | None = None,
 ) -> MaskedPerplexity:
     """Masks words of each row of S - 2 tokens of the texts, and has them restored.
 
     A row is [CLS], tokens of one text, [SEP]. What is masked of it is a pure function of `seed` and
-    its number, whatever the layout and the batch. `pieces`: the tokenizer's own where not given.
-    Raises UserError for a model that is no BERT, a tokenizer without a BERT's marks, and a text
-    without tokens.
+    its number, whatever the layout and the batch. `vocab`: the tokenizer's own where not given.
+    Raises UserError for a model that is no BERT, a tokenizer without a BERT's special tokens, and a
+    text without tokens.
     """
     model = trainer.run.model
     if model.family != "bert":
@@ -66,15 +66,19 @@ def masked_perplexity(
             f"family={model.family!r} has no masked tokens; evaluate it with the task perplexity"
         )
     if model.sequence < 3:
-        raise UserError(f"sequence={model.sequence} has no room for a token between two marks")
+        raise UserError(
+            f"sequence={model.sequence} must hold [CLS], a token and [SEP]; use 3 or more"
+        )
     checked("seed", seed, Seed)
     if not texts:
         raise UserError("there is no text to mask tokens of; name at least one")
-    rows = _Rows(tokenizer, texts, pieces or find_pieces(tokenizer), model.sequence, masking, seed)
+    rows = _Rows(
+        tokenizer, texts, vocab or find_bert_vocab(tokenizer), model.sequence, masking, seed
+    )
     losses, hits, size = [], [], trainer.run.global_batch
     for first in range(0, len(rows), size):
         filled = min(size, len(rows) - first)
-        batch = make_bert_batch(rows, first, size, filled=filled)
+        batch = make_bert_batch(rows, first, size, filled=filled, pad=vocab.special.pad)
         losses_GS, hits_GS = score_batch(trainer, state, batch)
         masked_GS = batch["weights"] > 0
         losses, hits = [*losses, losses_GS[masked_GS]], [*hits, hits_GS[masked_GS]]
@@ -102,12 +106,12 @@ class _Rows:
         self,
         tokenizer: Tokenizer,
         texts: Sequence[str],
-        pieces: Pieces,
+        vocab: BertVocab,
         sequence: int,
         masking: Masking,
         seed: int,
     ):
-        self.pieces, self.sequence = pieces, sequence
+        self.vocab, self.sequence = vocab, sequence
         self._masking, self._seed = masking, seed
         self.parts: list[np.ndarray] = []
         for place, text in enumerate(texts, start=1):
@@ -120,8 +124,8 @@ class _Rows:
         return len(self.parts)
 
     def __getitem__(self, index: int) -> BertSample:
-        marks, part = self.pieces.marks, self.parts[index]
-        targets = np.array([marks.begin, *part, marks.end], np.int32)
-        draws = Draws(self._seed, index, _EVALUATION)
-        tokens, places = mask_words(targets, self.pieces, draws, self._masking)
+        special, part = self.vocab.special, self.parts[index]
+        targets = np.array([special.cls, *part, special.sep], np.int32)
+        rng = Rng(self._seed, index, _EVALUATION)
+        tokens, places = mask_words(targets, self.vocab, rng, self._masking)
         return BertSample(tokens, targets, places, second=len(targets), order=-1)

@@ -138,11 +138,12 @@ class ModelConfig:
         unit = self.vocab_multiple * shards
         return math.ceil(self.vocab / unit) * unit
 
-    def of_family(self, name: str) -> ModelConfig:
-        """A config of another family: fields that both have as they are, the others by default."""
+    def of_family(self, name: str, **changes: Any) -> ModelConfig:
+        """A config of another family: fields that both have as they are, the others by default, but
+        for the changes."""
         config = family_module(name).CONFIG
         shared = _names(config) & _names(type(self)) - {"family"}
-        return config(**{field: getattr(self, field) for field in shared})
+        return config(**{field: getattr(self, field) for field in shared} | changes)
 
 
 def _names(config: type[ModelConfig]) -> set[str]:

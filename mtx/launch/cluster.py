@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from mtx.errors import UserError
@@ -71,10 +71,9 @@ def find_cluster(
     JAX_LOCAL_DEVICE_IDS names them. Raises UserError where a launcher contradicts itself.
     """
     cluster = _read_options(options) if options else None
-    readers: tuple[Callable, ...] = (
-        _read_jax, _read_job_index, _read_torchrun, _read_slurm, _read_open_mpi,
-    )  # fmt: skip
-    cluster = cluster or next(filter(None, (read(environment) for read in readers)), None)
+    for needed, read in _LAUNCHERS:
+        if cluster is None and all(name in environment for name in needed):
+            cluster = read(environment)
     if cluster is None:
         given = [name for name in _JAX_VARIABLES if name in environment]
         missing = [name for name in _JAX_VARIABLES if name not in environment]
@@ -100,81 +99,53 @@ def _read_options(options: ClusterOptions) -> Cluster | None:
     if options.coordinator is None:
         return None
     return Cluster(
-        launcher="options",
-        coordinator=options.coordinator,
-        processes=options.processes,
-        process=options.process,
-        local_gpus=options.local_devices,
-    )
+        launcher="options", coordinator=options.coordinator, processes=options.processes,
+        process=options.process, local_gpus=options.local_devices,
+    )  # fmt: skip
 
 
-_JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-
-
-def _read_jax(environment: Mapping[str, str]) -> Cluster | None:
-    if not all(name in environment for name in _JAX_VARIABLES):
-        return None
+def _read_jax(environment: Mapping[str, str], index: str = "JAX_PROCESS_ID") -> Cluster:
     return Cluster(
         launcher=environment.get("MTX_LAUNCHER", "JAX_* variables"),
         coordinator=environment["JAX_COORDINATOR_ADDRESS"],
-        processes=_integer(environment, "JAX_NUM_PROCESSES"),
-        process=_integer(environment, "JAX_PROCESS_ID"),
-    )
+        processes=_integer(environment, "JAX_NUM_PROCESSES"), process=_integer(environment, index),
+    )  # fmt: skip
 
 
-def _read_job_index(environment: Mapping[str, str]) -> Cluster | None:
-    needed = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX")
-    if not all(name in environment for name in needed):
-        return None
-    return Cluster(
-        launcher="Kubernetes",
-        coordinator=environment["JAX_COORDINATOR_ADDRESS"],
-        processes=_integer(environment, "JAX_NUM_PROCESSES"),
-        process=_integer(environment, "JOB_COMPLETION_INDEX"),
-    )
+def _read_kubernetes(environment: Mapping[str, str]) -> Cluster:
+    return replace(_read_jax(environment, "JOB_COMPLETION_INDEX"), launcher="Kubernetes")
 
 
-def _read_torchrun(environment: Mapping[str, str]) -> Cluster | None:
-    needed = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    if not all(name in environment for name in needed):
-        return None
+def _read_torchrun(environment: Mapping[str, str]) -> Cluster:
     port = _integer(environment, "MASTER_PORT")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         port += 1  # torchrun's own store listens on MASTER_PORT
     return Cluster(
-        launcher="torchrun",
-        coordinator=f"{environment['MASTER_ADDR']}:{port}",
-        processes=_integer(environment, "WORLD_SIZE"),
-        process=_integer(environment, "RANK"),
+        launcher="torchrun", coordinator=f"{environment['MASTER_ADDR']}:{port}",
+        processes=_integer(environment, "WORLD_SIZE"), process=_integer(environment, "RANK"),
         local_gpus=_part_of_node(
-            environment,
-            process=_integer(environment, "LOCAL_RANK", 0),
+            environment, process=_integer(environment, "LOCAL_RANK", 0),
             processes=_integer(environment, "LOCAL_WORLD_SIZE", 1),
         ),
-    )
+    )  # fmt: skip
 
 
-def _read_slurm(environment: Mapping[str, str]) -> Cluster | None:
+def _read_slurm(environment: Mapping[str, str]) -> Cluster:
     """SLURM's variables of a step: a batch script has some of them without being one."""
-    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-    if not all(name in environment for name in needed):
-        return None
     job = _integer(environment, "SLURM_JOB_ID") + _integer(environment, "SLURM_STEP_ID", 0)
     host = _first_host(environment["SLURM_STEP_NODELIST"])
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         host = _LOOPBACK
     return Cluster(
-        launcher="SLURM",
-        coordinator=_coordinator(environment, host, job),
+        launcher="SLURM", coordinator=_coordinator(environment, host, job),
         processes=_integer(environment, "SLURM_STEP_NUM_TASKS"),
         process=_integer(environment, "SLURM_PROCID"),
         local_gpus=_part_of_node(
-            environment,
-            process=_integer(environment, "SLURM_LOCALID", 0),
+            environment, process=_integer(environment, "SLURM_LOCALID", 0),
             processes=_tasks_of_node(environment),
             gpus=_integer(environment, "SLURM_GPUS_ON_NODE", 0) or None,
         ),
-    )
+    )  # fmt: skip
 
 
 def _first_host(nodes: str) -> str:
@@ -193,9 +164,7 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int:
     return counts[node] if node < len(counts) else counts[-1]
 
 
-def _read_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
-    if not all(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
-        return None
+def _read_open_mpi(environment: Mapping[str, str]) -> Cluster:
     processes = _integer(environment, "OMPI_COMM_WORLD_SIZE")
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or ...;tcp6://[fe80::b9b,2620::2]:43370
     uri = re.match(
@@ -211,16 +180,27 @@ def _read_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
             "JAX_COORDINATOR_ADDRESS=host:port with mpirun -x"
         )
     return Cluster(
-        launcher="Open MPI",
+        launcher="Open MPI", processes=processes,
         coordinator=_coordinator(environment, host, int(uri["job"]) >> 12 if uri else 0),
-        processes=processes,
         process=_integer(environment, "OMPI_COMM_WORLD_RANK"),
         local_gpus=_part_of_node(
-            environment,
-            process=_integer(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+            environment, process=_integer(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
             processes=_integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
         ),
-    )
+    )  # fmt: skip
+
+
+_JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_LAUNCHERS = (  # the variables that each sets, in the order in which they are asked
+    (_JAX_VARIABLES, _read_jax),
+    (("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX"), _read_kubernetes),
+    (("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"), _read_torchrun),
+    (
+        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        _read_slurm,
+    ),
+    (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _read_open_mpi),
+)
 
 
 def _coordinator(environment: Mapping[str, str], host: str | None, job: int) -> str:
@@ -236,14 +216,9 @@ def _part_of_node(
     None, which is all that it sees, for a process that has the node for itself or was bound to
     some of its GPUs.
     """
-    visible = next(
-        (
-            len(environment[name].split(","))
-            for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-            if environment.get(name)
-        ),
-        gpus,
-    )
+    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    named = [environment[name].split(",") for name in names if environment.get(name)]
+    visible = len(named[0]) if named else gpus
     if processes == 1 or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
     if visible is None:
@@ -259,4 +234,4 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"the environment has {name}={text!r}, which is no number") from None
+        raise UserError(f"{name}={text!r} of the environment must be a number") from None

@@ -31,7 +31,7 @@ class Identity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """A sign of life."""
 
     who: Identity
@@ -47,15 +47,9 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Beat:
-        values = json.loads(text)
-        who = values.pop("who")
-        probe = values.pop("probe")
-        return cls(
-            who=Identity(**who | {"stages": tuple(who["stages"])}),
-            probe=probe and tuple(probe),
-            **values,
-        )
+    def from_json(cls, text: str) -> Heartbeat:
+        values = json.loads(text, object_hook=_with_tuples)
+        return cls(**values | {"who": Identity(**values["who"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +66,12 @@ class Verdict:
 
     @classmethod
     def from_json(cls, text: str) -> Verdict:
-        values = json.loads(text)
-        lists = {name: tuple(values.pop(name)) for name in ("culprits", "dump")}
-        return cls(exit=Exit(values.pop("exit")), **lists, **values)
+        values = json.loads(text, object_hook=_with_tuples)
+        return cls(**values | {"exit": Exit(values["exit"])})
+
+
+def _with_tuples(values: dict) -> dict:
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
 
 
 def patience(phase: str) -> float:
@@ -85,9 +82,9 @@ def patience(phase: str) -> float:
 
 @dataclass(kw_only=True)
 class Judge:
-    """Reads all beats again and again, in process 0.
+    """Reads all heartbeats again and again, in process 0.
 
-    A process is lost when its beats have stopped for `silent_s`; for `suspect_s` already where
+    A process is lost when its heartbeats have stopped for `silent_s`; for `suspect_s` already where
     another says that a connection broke. A run hangs when a process has stalled, and none is at
     something that may take its time.
     """
@@ -101,30 +98,31 @@ class Judge:
     _last_s: float | None = None
     _first_s: float | None = None
 
-    def see(self, beats: Mapping[int, Beat], now_s: float) -> Verdict | None:
-        """`beats`: the last of each process that ever had one."""
+    def see(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> Verdict | None:
+        """`heartbeats`: the last of each process that ever had one."""
         away_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         self._first_s = now_s if self._first_s is None else self._first_s
         if away_s > self.suspect_s / 2:  # it was this process that did not run: look again
             self._seen = {p: (count, now_s) for p, (count, _) in self._seen.items()}
-        for process, beat in beats.items():
-            if process not in self._seen or self._seen[process][0] != beat.count:
-                self._seen[process] = beat.count, now_s
-        running = {p: beat for p, beat in beats.items() if beat.phase != "done"}
-        broken = [beat for beat in running.values() if beat.error]
+        for process, heartbeat in heartbeats.items():
+            if process not in self._seen or self._seen[process][0] != heartbeat.count:
+                self._seen[process] = heartbeat.count, now_s
+        running = {p: one for p, one in heartbeats.items() if one.phase != "done"}
+        broken = [one for one in running.values() if one.error]
         if broken and self._broken_s is None:
             self._broken_s = now_s
-        absent = [p for p in range(self.processes) if p not in beats]
+        absent = [p for p in range(self.processes) if p not in heartbeats]
         if absent and now_s - self._first_s > self.begin_s:
             numbers = ", ".join(map(str, absent))
-            text = (
-                f"no sign of life from process {numbers} within {self.begin_s:.0f} s of the first"
-            )
+            within = f"within {self.begin_s:.0f} s of the first"
+            text = f"no sign of life from process {numbers} {within}"
             return Verdict(text=text, exit=Exit.LOST, culprits=tuple(absent))
         return self._lost(running, broken, now_s) or _hung(running)
 
-    def _lost(self, running: dict[int, Beat], broken: list[Beat], now_s: float) -> Verdict | None:
+    def _lost(
+        self, running: dict[int, Heartbeat], broken: list[Heartbeat], now_s: float
+    ) -> Verdict | None:
         limit_s = self.suspect_s if broken else self.silent_s
         silent = {p: now_s - self._seen[p][1] for p in running}
         lost = [p for p, age_s in silent.items() if age_s > limit_s * patience(running[p].phase)]
@@ -138,44 +136,36 @@ class Judge:
             seen = f"; {_first_error(broken)}" if broken else ""
             return Verdict(text=f"lost {who}{seen}", exit=Exit.LOST, culprits=tuple(lost))
         if broken and now_s - self._broken_s > self.silent_s:
-            return Verdict(
-                text=f"all processes live, but a connection broke: {_first_error(broken)}",
-                exit=Exit.LOST,
-            )
+            text = f"all processes live, but a connection broke: {_first_error(broken)}"
+            return Verdict(text=text, exit=Exit.LOST)
         return None
 
 
-def _first_error(broken: list[Beat]) -> str:
-    beat = min(broken, key=lambda beat: (beat.step, beat.who.process))
-    return f"{beat.who.describe()} reports: {beat.error}"
+def _first_error(broken: list[Heartbeat]) -> str:
+    first = min(broken, key=lambda one: (one.step, one.who.process))
+    return f"{first.who.describe()} reports: {first.error}"
 
 
-def _hung(running: dict[int, Beat]) -> Verdict | None:
-    stalled = [beat for beat in running.values() if beat.stalled_s > 0]
-    if not stalled or any(beat.waits for beat in running.values()):
+def _hung(running: dict[int, Heartbeat]) -> Verdict | None:
+    all_of = list(running.values())
+    stalled = [one for one in all_of if one.stalled_s > 0]
+    if not stalled or any(one.waits for one in all_of):
         return None
     # A step's collectives make all wait for the slowest: it is behind, or not in the step.
-    first = min(beat.step for beat in running.values())
-    behind = [beat for beat in running.values() if beat.step == first]
-    culprits = [beat for beat in behind if beat.phase != "step"]
+    first = min(one.step for one in all_of)
+    behind = [one for one in all_of if one.step == first]
+    culprits = [one for one in behind if one.phase != "step"]
     if not culprits and len(behind) < len(running):
         culprits = behind
-    after_s = max(beat.stalled_s for beat in stalled)
-    everyone = tuple(sorted(running))
+    after_s = max(one.stalled_s for one in stalled)
     if not culprits:
-        who = f"all processes are in step {first + 1:,}"
-        if len(running) == 1:
-            who = f"{stalled[0].who.describe()} is in step {first + 1:,}"
-        return Verdict(
-            text=f"hung: {who}, which has not finished for {after_s:.0f} s", exit=Exit.HUNG,
-            dump=everyone,
-        )  # fmt: skip
+        one = f"{stalled[0].who.describe()} is" if len(running) == 1 else "all processes are"
+        text = f"hung: {one} in step {first + 1:,}, which has not finished for {after_s:.0f} s"
+        return Verdict(text=text, exit=Exit.HUNG, dump=tuple(sorted(running)))
     who = "; ".join(
-        f"{beat.who.describe()} at step {beat.step:,}, in {beat.phase}" for beat in culprits
+        f"{one.who.describe()} at step {one.step:,}, in {one.phase}" for one in culprits
     )
-    numbers = tuple(beat.who.process for beat in culprits)
+    numbers = tuple(one.who.process for one in culprits)
     others = "" if len(running) == len(culprits) else ", and the others wait"
-    return Verdict(
-        text=f"hung for {after_s:.0f} s: {who}{others}", exit=Exit.HUNG, culprits=numbers,
-        dump=numbers,
-    )  # fmt: skip
+    text = f"hung for {after_s:.0f} s: {who}{others}"
+    return Verdict(text=text, exit=Exit.HUNG, culprits=numbers, dump=numbers)

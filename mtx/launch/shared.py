@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from mtx.errors import UserError
-from mtx.launch.agree import agree
+from mtx.sharding.agree import agree
 
 _SEEN_S = 30.0  # for what one process writes to be seen by another: NFS and mounted buckets cache
 _ANSWER_S = 600.0  # for a process that is still starting

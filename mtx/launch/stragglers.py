@@ -35,7 +35,7 @@ class Record(NamedTuple):
 def gather(probes: Mapping[int, tuple], processes: int, after: int) -> Record | None:
     """The record of all processes' newest probes, once each has one beyond the step `after`.
 
-    Where steps are shorter than beats, those may be of steps that differ; the first counts.
+    Where steps are shorter than heartbeats, those may be of steps that differ; the first counts.
     """
     known = [Probe(*probe) for _, probe in sorted(probes.items()) if probe]
     step = min((probe.step for probe in known), default=0)

@@ -342,10 +342,8 @@ def _cluster_variables(options: LaunchOptions) -> dict[str, str]:
     }
     gpus = [] if options.cpu or os.environ.get("JAX_PLATFORMS") == "cpu" else find_gpus()
     if not gpus:
-        return variables | {
-            "JAX_PLATFORMS": "cpu",
-            VIRTUAL_DEVICES: str(options.devices_per_process),
-        }
+        devices = str(options.devices_per_process)
+        return variables | {"JAX_PLATFORMS": "cpu", VIRTUAL_DEVICES: devices}
     wanted = options.processes * options.devices_per_process
     if len(gpus) < wanted:
         raise UserError(

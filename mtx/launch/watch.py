@@ -1,9 +1,9 @@
 """Each process watches over all: one that dies, hangs or cannot be reached ends the run, by name.
 
 Every process says through JAX's coordination service that it lives and where it is; process 0 reads
-them all and judges (`mtx.launch.judge`); all hear the verdict with their next beat, print it and
-leave. A process that is killed, frozen or cut off is named within `heartbeat_s` and a second, and
-in a third of that where a connection broke with it; a run that hangs, within `hang_s`.
+them all and judges (`mtx.launch.judge`); all hear the verdict with their next heartbeat, print it
+and leave. A process that is killed, frozen or cut off is named within `heartbeat_s` and a second,
+and in a third of that where a connection broke with it; a run that hangs, within `hang_s`.
 
 Nothing is left to the interpreter's ordinary end, where JAX would wait for those that are gone.
 """
@@ -23,21 +23,23 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
+import numpy as np
 from jax._src import distributed  # the coordination service's client has no public name
 from jax.sharding import Mesh
 
 from mtx.errors import UserError
 from mtx.launch.abort import on_abort
 from mtx.launch.exits import Exit
-from mtx.launch.judge import Beat, Identity, Judge, Verdict, patience
+from mtx.launch.judge import Heartbeat, Identity, Judge, Verdict, patience
 from mtx.launch.status import StatusPipe
 from mtx.launch.stragglers import Probe, Record, Stragglers, gather, make_device_probe
 from mtx.launch.watch_options import WatchOptions
 
 _TICK_S = 0.1
-_BEAT, _VERDICT, _ENDED = "mtx/beat/", "mtx/verdict", "mtx/ended/"
+_HEARTBEAT, _VERDICT, _ENDED = "mtx/heartbeat/", "mtx/verdict", "mtx/ended/"
 _watches = itertools.count()  # all processes enter as many
 _SLOW_STEPS = 10  # a step of this many times the longest so far is a hang, if longer than hang_s
 # What JAX says where the other end of a connection has gone.
@@ -58,12 +60,11 @@ class Watch:
         self._several = jax.process_count() > 1
         self._on = self._several or options is not None
         self._options = options or WatchOptions()
-        # With more processes than these there are a thousand beats a second, and a longer wait.
+        # With more processes than these there are a thousand heartbeats a second, so wait.
         self._interval_s = max(self._options.heartbeat_s / 20, jax.process_count() / 1000)
-        self._who = Identity(
-            process=jax.process_index(), host=socket.gethostname(), pid=os.getpid()
-        )
-        self._beats = 0
+        process = jax.process_index()
+        self._who = Identity(process=process, host=socket.gethostname(), pid=os.getpid())
+        self._heartbeats = 0
         self._step, self._phase = 0, "start"
         self._entered_s = self._since_s = time.monotonic()  # the phase; the last sign of progress
         self._armed, self._longest_s, self._step_start_s = False, 0.0, None
@@ -76,7 +77,7 @@ class Watch:
         self._last_record = 0  # its step
         self._names: dict[int, str] = {}  # of all processes
         self._stragglers = Stragglers()
-        self._leader: Beat | None = None  # process 0's, as this process last saw it
+        self._leader: Heartbeat | None = None  # process 0's, as this process last saw it
         self._leader_s = time.monotonic()  # since when
         self._clock_s = _clock_offset_s()
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -93,15 +94,9 @@ class Watch:
         self._switch("start")
         self._armed = False
         axis = mesh.axis_names.index("pipe")
-        own = {
-            int(index[axis])
-            for index, device in _enumerate(mesh)
-            if device.process_index == self._who.process
-        }
-        self._who = Identity(
-            process=self._who.process, host=self._who.host, pid=self._who.pid,
-            stages=tuple(sorted(own)),
-        )  # fmt: skip
+        placed, process = np.ndenumerate(mesh.devices), self._who.process
+        own = {index[axis] for index, device in placed if device.process_index == process}
+        self._who = replace(self._who, stages=tuple(sorted(own)))
 
     def started(self, step: int) -> None:
         """The run begins, or goes on, after `step` finished steps."""
@@ -143,11 +138,10 @@ class Watch:
         self._switch(self._phase)
         now_s = time.monotonic()
         self._probe = Probe(
-            step=step,
-            host_s=self._host_s / max(self._host_steps, 1),
+            step=step, host_s=self._host_s / max(self._host_steps, 1),
             device_s=self._probe_device(),
             late_s=min(self._late_s / max(now_s - self._probed_at_s, _TICK_S), 1.0),
-        )
+        )  # fmt: skip
         self._host_s, self._host_steps, self._late_s = 0.0, 0, 0.0
         self._probed_at_s = self._entered_s = time.monotonic()
 
@@ -268,7 +262,7 @@ class Watch:
             if self._several and self._who.process and silent_s > self._options.heartbeat_s:
                 self._leave(self._without_leader(f"it has not answered for {silent_s:.1f} s"))
             if not self._several and (verdict := Judge(silent_s=1e9, suspect_s=1e9).see(
-                {0: self._beat()}, now_s
+                {0: self._heartbeat()}, now_s
             )):  # fmt: skip
                 self._leave(verdict)
 
@@ -280,9 +274,8 @@ class Watch:
         )  # fmt: skip
         while not self._stop.is_set():
             try:
-                self._client.key_value_set(
-                    f"{_BEAT}{self._who.process}", self._beat().to_json(), allow_overwrite=True
-                )
+                key, sent = f"{_HEARTBEAT}{self._who.process}", self._heartbeat().to_json()
+                self._client.key_value_set(key, sent, allow_overwrite=True)
                 self._answered_s = time.monotonic()
                 if self._who.process == 0:
                     self._judge(judge)
@@ -304,7 +297,7 @@ class Watch:
     def _see_leader(self, begin_s: float) -> None:
         """Judges the judge: process 0 may hang while its coordination service, in C++, lives on."""
         try:
-            leader = Beat.from_json(self._client.key_value_try_get(f"{_BEAT}0"))
+            leader = Heartbeat.from_json(self._client.key_value_try_get(f"{_HEARTBEAT}0"))
         except jax.errors.JaxRuntimeError:  # it has not begun
             leader = None
         now_s = time.monotonic()
@@ -318,44 +311,37 @@ class Watch:
             self._leave(verdict)
 
     def _judge(self, judge: Judge) -> None:
-        beats = {}
-        for _, text in self._client.key_value_dir_get(_BEAT):
-            beat = Beat.from_json(text)
-            beats[beat.who.process] = beat
-        if verdict := judge.see(beats, time.monotonic()):
+        texts = (text for _, text in self._client.key_value_dir_get(_HEARTBEAT))
+        heartbeats = {one.who.process: one for one in map(Heartbeat.from_json, texts)}
+        if verdict := judge.see(heartbeats, time.monotonic()):
             self._publish(verdict)
             self._leave(verdict)
-        done = [beat for beat in beats.values() if beat.phase == "done"]
+        done = [one for one in heartbeats.values() if one.phase == "done"]
         if self._phase == "done" and len(done) == judge.processes and not self._ended.is_set():
             self._client.key_value_set(self._ended_key, "")
             self._ended.set()
-        probes = {process: beat.probe for process, beat in beats.items()}
+        probes = {process: one.probe for process, one in heartbeats.items()}
         record = gather(probes, jax.process_count(), self._last_record)
         if record:
             self._last_record = record.step
-            self._names = {process: beat.who.describe() for process, beat in beats.items()}
+            self._names = {process: one.who.describe() for process, one in heartbeats.items()}
             self._records.append(record)
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _beat(self) -> Beat:
+    def _heartbeat(self) -> Heartbeat:
         phase, now_s = self._phase, time.monotonic()
         brief = phase in ("batch", "step", "loop") and self._armed
         limit_s = self._options.pause_s
         if brief:
             limit_s = max(self._options.hang_s, _SLOW_STEPS * self._longest_s)
         at_it_s = now_s - self._since_s
-        self._beats += 1
-        return Beat(
-            who=self._who,
-            count=self._beats,
-            step=self._step,
-            phase=phase,
+        self._heartbeats += 1
+        return Heartbeat(
+            who=self._who, count=self._heartbeats, step=self._step, phase=phase,
             stalled_s=at_it_s if at_it_s > limit_s and phase != "done" else 0.0,
-            waits=not brief and at_it_s <= limit_s,
-            error=self._error,
-            probe=self._probe,
-        )
+            waits=not brief and at_it_s <= limit_s, error=self._error, probe=self._probe,
+        )  # fmt: skip
 
     def _publish(self, verdict: Verdict) -> bool:
         """Tells everyone. False where another was first, or nobody can be told."""
@@ -369,25 +355,20 @@ class Watch:
         leader = self._leader
         who = leader.who.describe() if leader else "process 0"
         at = f", last seen at step {leader.step:,}" if leader else ""
-        return Verdict(
-            text=f"lost {who}{at}, the coordinator at "
-            f"{distributed.global_state.coordinator_address}: {why} (killed, frozen or cut off)",
-            exit=Exit.LOST,
-            culprits=(0,),
-        )
+        address = distributed.global_state.coordinator_address
+        text = f"lost {who}{at}, the coordinator at {address}: {why} (killed, frozen or cut off)"
+        return Verdict(text=text, exit=Exit.LOST, culprits=(0,))
 
     def _aborted(self) -> None:
         """JAX's C++ ends this process where the coordination service breaks off: with SIGABRT. So
         it does where a clock is set back to before the run's beginning: its heartbeats go by it."""
         set_by_s = _clock_offset_s() - self._clock_s
         if abs(set_by_s) > 5:
-            self._leave(
-                Verdict(
-                    text=f"the clock was set by {set_by_s:+,.0f} s, and JAX's coordination service "
-                    "took all processes for lost",
-                    exit=Exit.LOST,
-                )
+            text = (
+                f"the clock was set by {set_by_s:+,.0f} s, and JAX's coordination service took all "
+                "processes for lost"
             )
+            self._leave(Verdict(text=text, exit=Exit.LOST))
         host, _, port = distributed.global_state.coordinator_address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
@@ -396,16 +377,6 @@ class Watch:
                 why = f"its service has gone ({error.strerror or error})"
                 self._leave(self._without_leader(why))
         faulthandler.dump_traceback(file=2, all_threads=True)
-
-
-def _enumerate(mesh: Mesh) -> Iterator[tuple[tuple[int, ...], jax.Device]]:
-    devices = mesh.devices
-    for flat, device in enumerate(devices.flat):
-        index, rest = [], flat
-        for size in reversed(devices.shape):
-            rest, place = divmod(rest, size)
-            index.append(place)
-        yield tuple(reversed(index)), device
 
 
 def _clock_offset_s() -> float:

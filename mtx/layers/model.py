@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,26 @@ from mtx.sharding.linear import MATMUL_OUTPUT, output_std
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import fold, key_data
 
-if TYPE_CHECKING:
-    from mtx.families import ModelConfig
-
 Tree = Any
 Stream = dict[str, jax.Array]
 Recompute = Literal["none", "selective", "full"]
 _ONE_DEVICE = Axes()
+
+
+class Sizes(Protocol):
+    """What a model's config says: `mtx.families.ModelConfig`."""
+
+    hidden: int
+    layers: int
+    sequence: int
+    init_std: float
+    dropout: float
+    attention_dropout: float
+    compute_dtype: str
+
+    def stack(self) -> Stack: ...
+
+    def padded_vocab(self, shards: int) -> int: ...
 
 
 class Model:
@@ -44,7 +57,7 @@ class Model:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Sizes,
         *,
         axes: Axes = _ONE_DEVICE,
         recompute: Recompute = "none",

@@ -8,7 +8,7 @@ F, B and W do with a stage's layers in `stage`. Nothing here grows with the micr
 
 What it knows of a model stands in `model`. Embedding and head are sharded over `pipe`, so all
 stages run them together, in the ticks that the table names; their collectives span `pipe` and must
-not stand in a branch that only some stages take.
+not be in a branch that only some stages take.
 
 Legend: M microbatches · B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk ·
 T ticks
@@ -63,7 +63,7 @@ class Pipeline(Parts):
         `gradients`.
 
         past: for texts that go on, see `Stage.extend`; then (outputs, past). batch["positions"]
-        int32 [M, B, 1] says where each row's next token stands; without, these are the first ones.
+        int32 [M, B, 1] is that of each row's next token; without, these are the first ones.
         """
         run = Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
@@ -110,3 +110,14 @@ class Pipeline(Parts):
         start = run.no_arrivals(), rings, run.weights.start(), past, outputs
         (*_, past, outputs), _ = lax.scan(tick, start, (ticks, leaving))
         return outputs if past is None else (outputs, past)
+
+    def empty_past(self, rows: int, length: int) -> Tree:
+        """{kind: leaves [C, N, n, rows, h, length, K]}: what this stage's layers keep of so many
+        texts of up to that length, before there is any."""
+
+        def empty(kind: str) -> Tree:
+            stack = self.placement.slots_of(kind).shape[1:]
+            past = jax.eval_shape(lambda: self.model.empty_past(kind, rows, length))
+            return jax.tree.map(lambda a: jnp.zeros((*stack, *a.shape), a.dtype), past)
+
+        return {kind: empty(kind) for kind in self.placement.kinds}

@@ -18,7 +18,7 @@ from mtx.config import Layout
 from mtx.pipeline.carry import Carry, Gradients, Messages, Stash
 from mtx.pipeline.model import PipelineModel, Stream
 from mtx.pipeline.slots import read, write
-from mtx.pipeline.stage import Kept, Stage
+from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.weights import Weights
 from mtx.schedules.partition import Placement
@@ -63,16 +63,14 @@ class Run:
         self.stream = jax.eval_shape(
             self.model.embed, self.shared, self.batch_of(0), self.context(0, 0)
         )
-        needed = ("layer",) if placement.period else ("layer", "count", "kind", "index")
         self.stage = Stage(
             model=self.model, layer_params=self.weights.layer, placement=placement,
-            tables={name: read(jnp.asarray(getattr(placement, name)), self.index)
-                    for name in needed},
+            tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split,
         )  # fmt: skip
 
-    # -- what stands where ------------------------------------------------------------------------
+    # -- what lies where ------------------------------------------------------------------------
 
     def batch_of(self, item):
         """Leaves [B, S], or a slice of S."""

@@ -3,7 +3,7 @@ written, added to.
 
 Indices count from the front, and none is asked whether it is negative: JAX would ask each, of each
 array, and more than half of what is traced for a step was that. As in any dynamic slice, what lies
-outside stands for the nearest part: an index below 0 for the first, one beyond the end for the
+outside counts as the nearest part: an index below 0 for the first, one beyond the end for the
 last.
 
 One caller relies on it: with idle="phases" a stage computes what it sits out as well, with item

@@ -41,7 +41,7 @@ class Stage:
     model: PipelineModel
     layer_params: Tree  # {kind: those of a layer}; shapes and dtypes count only
     placement: Placement
-    tables: dict[str, jax.Array]  # the placement's, of this stage: int32 [C, ...]
+    tables: dict[str, jax.Array]  # of `tables_of`
     context: Callable  # (item, layer) -> what the model says of it
     stream: Tree  # shapes and dtypes
     slices: int
@@ -94,31 +94,33 @@ class Stage:
     def forward(self, op: Op, params, stream, rings, caches, *, extend: bool = True):
         """(stream, rings with the residuals of each layer at [slot, n], caches)"""
 
-        def layer(kind, n, index, carry):
-            stream, rings, caches = carry
-            layer_params, given = self._layer(op, params, kind, n, index, caches)
-            stream, residuals = self.vjps[kind].forward(layer_params, stream, *given)
-            rings = rings | {kind: write(rings[kind], residuals, op.slot, index)}
+        def layer(own: Own, stream):
+            layer_params, given = self._given(op, params, own, caches is not None)
+            stream, residuals = self.vjps[own.kind].forward(layer_params, stream, *given)
+            own.write("ring", residuals)
             if caches is not None:
-                stream, own = stream
-                caches = self._extend(caches, kind, own, op, index) if extend else caches
-            return stream, rings, caches
+                stream, part = stream
+                if extend:
+                    self._extend(own, part, op)
+            return stream
 
-        return self._layers(op, layer, (stream, rings, caches))
+        kept = {"ring": (rings, op.slot), "cache": (caches, op.cache)}
+        stream, kept = self._layers(op, layer, stream, kept)
+        return stream, kept["ring"], kept["cache"]
 
     def forward_only(self, op: Op, params, stream, caches=None):
         """(stream, caches); keeps no residuals."""
 
-        def layer(kind, n, index, carry):
-            stream, caches = carry
-            layer_params, given = self._layer(op, params, kind, n, index, caches)
-            stream = self.model.layer(kind, layer_params, stream, *given)
+        def layer(own: Own, stream):
+            layer_params, given = self._given(op, params, own, caches is not None)
+            stream = self.model.layer(own.kind, layer_params, stream, *given)
             if caches is not None:
-                stream, own = stream
-                caches = self._extend(caches, kind, own, op, index)
-            return stream, caches
+                stream, part = stream
+                self._extend(own, part, op)
+            return stream
 
-        return self._layers(op, layer, (stream, caches))
+        stream, kept = self._layers(op, layer, stream, {"cache": (caches, op.cache)})
+        return stream, kept["cache"]
 
     def extend(self, op: Op, params, stream, past, positions_B):
         """(stream, past) of the next positions of this microbatch's texts.
@@ -130,67 +132,67 @@ class Stage:
         rows = jax.tree.leaves(stream)[0].shape[0]
         first_row = op.item * rows
 
-        def layer(kind, n, index, carry):
-            stream, past = carry
-            layer_params, (context,) = self._layer(op, params, kind, n, index, None)
-            start = op.chunk, index, 0, first_row, 0, 0, 0
+        def layer(own: Own, stream):
+            layer_params, (context,) = self._given(op, params, own, False)
+            start = *own.at["past"], 0, first_row, 0, 0, 0
 
             def first(past, own_nBhtK):
                 return lax.dynamic_update_slice(past, own_nBhtK[None, None], start)
 
             # Written, then read: the other way round XLA copies all of past, for every layer.
             def at_positions(past, own_nBhtK):
-                at = past.at[op.chunk, index, :, first_row + jnp.arange(rows), :, positions_B]
+                at = past.at[*start[:2], :, first_row + jnp.arange(rows), :, positions_B]
                 return at.set(jnp.swapaxes(own_nBhtK[:, :, :, 0], 0, 1), unique_indices=True)
 
             def held(past):
                 shape = 1, 1, past.shape[2], rows, *past.shape[4:]
                 return lax.dynamic_slice(past, start, shape)[0, 0]
 
-            kept = dict(past[kind])
-
-            def keep(own):
-                wrote = first if positions_B is None else at_positions
-                now = {name: jax.tree.map(wrote, kept[name], each) for name, each in own.items()}
-                kept.update(now)
+            def keep(parts):
+                wrote, kept = first if positions_B is None else at_positions, own.trees["past"]
+                now = {name: jax.tree.map(wrote, kept[name], part) for name, part in parts.items()}
+                own.trees["past"] = kept | now
                 return None if positions_B is None else jax.tree.map(held, now)
 
-            stream = self.model.extend(kind, layer_params, stream, context, keep)
-            return stream, past | {kind: kept}
+            return self.model.extend(own.kind, layer_params, stream, context, keep)
 
-        return self._layers(op, layer, (stream, past))
+        stream, kept = self._layers(op, layer, stream, {"past": (past, op.chunk)})
+        return stream, kept["past"]
 
     def backward(self, op: Op, params, dstream, rings, caches, kept: Kept) -> tuple[Tree, Kept]:
         """(dstream, `kept` with this op's part): gradients added at [held, n] or, where W is split,
         what those of the weights need written at [deferred, n]."""
 
-        def layer(kind, n, index, carry):
-            dstream, (gradients, deferred, dcaches) = carry
-            vjp = self.vjps[kind]
-            layer_params, given = self._layer(op, params, kind, n, index, caches)
-            residuals = read(rings[kind], op.slot, index)
+        def layer(own: Own, dstream):
+            vjp = self.vjps[own.kind]
+            layer_params, given = self._given(op, params, own, caches is not None, caches)
+            residuals = read(rings[own.kind], op.slot, own.index)
             if caches is not None:
-                dstream = dstream, self._own(dcaches[kind], op, index)
+                dstream = dstream, self._later(own, op)
             if self.split:
                 dparams, others, waits = vjp.cut.backward(residuals, layer_params, given, dstream)
-                deferred = deferred | {kind: write(deferred[kind], waits, op.deferred, index)}
+                own.write("deferred", waits)
             else:
                 dparams, *others = vjp.backward(residuals, layer_params, given, dstream)
-            gradients = gradients | {kind: add(gradients[kind], dparams, op.held, index)}
+            own.add("gradients", dparams)
             if caches is not None:
-                dcaches = dcaches | {kind: self._add(dcaches[kind], others[-1], op, index)}
-            return others[0], Kept(gradients, deferred, dcaches)
+                self._add_to_cache(own, others[-1], op)
+            return others[0]
 
-        return self._layers(op, layer, (dstream, kept), backward=True)
+        places = op.held, op.deferred, op.cache_gradient
+        kept = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
+        dstream, kept = self._layers(op, layer, dstream, kept, backward=True)
+        return dstream, Kept(**kept)
 
     def weight(self, op: Op, deferred, gradients):
         """The gradients, with those of the weights that have waited added at [held, n]."""
 
-        def layer(kind, n, index, gradients):
-            dparams = self.vjps[kind].cut.weight(read(deferred[kind], op.slot, index))
-            return gradients | {kind: add(gradients[kind], dparams, op.held, index)}
+        def layer(own: Own, _):
+            waited = read(deferred[own.kind], op.slot, own.index)
+            own.add("gradients", self.vjps[own.kind].cut.weight(waited))
 
-        return self._layers(op, layer, gradients)
+        _, kept = self._layers(op, layer, None, {"gradients": (gradients, op.held)})
+        return kept["gradients"]
 
     def made_by_w(self) -> Tree:
         """Which gradients W makes; B makes the others. bool, like the parameters."""
@@ -200,17 +202,22 @@ class Stage:
 
     # -- layers -----------------------------------------------------------------------------------
 
-    def _layers(self, op: Op, body: Callable, start: Tree, *, backward: bool = False) -> Tree:
-        """body(kind, n, index, carry) over the layers of the op's chunk, of which a layer is the
-        nth, and of its kind the one at `index`; from the last to the first where `backward`.
+    def _layers(self, op: Op, body: Callable, stream, kept: dict, *, backward: bool = False):
+        """(stream, kept) after stream = body(own, stream) for the layers of the op's chunk, from
+        the last to the first where `backward`.
+
+        kept: {name: ({kind: leaves [.., N, ...]}, index of the first dim)}, what they change, each
+        layer its own entry; None where there is none.
 
         Where all chunks of all stages are alike, kinds are known while tracing: the smallest period
         is written out, and looped over. Else each layer's kind is read from a table; all devices
         that have a collective of a layer in common run the same one.
         """
+        first = {name: at for name, (_, at) in kept.items()}
+        trees = {name: tree for name, (tree, _) in kept.items()}
+        if self.placement.period is None:
+            return self._switched(op, body, (stream, trees), first, backward)
         period = self.placement.period
-        if period is None:
-            return self._switched(op, body, start, backward)
 
         def repeat(k, carry):
             k = period.repeats - 1 - k if backward else k
@@ -219,66 +226,135 @@ class Stage:
 
                 def layer(i, carry, run=run, n=n, index=index):
                     i = run.count - 1 - i if backward else i
-                    return body(run.kind, _plus(n, i), _plus(index, i), carry)
+                    stream, trees = carry
+                    own = Own.of(run.kind, _plus(n, i), _plus(index, i), trees, first)
+                    return body(own, stream), own.put_into(trees)
 
                 carry = _loop(run.count, layer, carry)
             return carry
 
-        return _loop(period.repeats, repeat, start)
+        return _loop(period.repeats, repeat, (stream, trees))
 
-    def _switched(self, op: Op, body: Callable, start: Tree, backward: bool) -> Tree:
+    def _switched(self, op: Op, body: Callable, start: Tree, first: dict, backward: bool):
+        """`_layers` where a layer's kind is read. A branch is given, and gives back, the entries of
+        one layer of each kind: XLA would copy whole rings that go through a branch."""
         kinds, count = self.placement.kinds, read(self.tables["count"], op.chunk)
 
         def layer(i, carry):
             n = count - 1 - i if backward else i
+            stream, trees = carry
             if len(kinds) == 1:
-                return body(kinds[0], n, n, carry)
-            kind = read(self.tables["kind"], op.chunk, n)
+                own = Own.of(kinds[0], n, n, trees, first)
+                return body(own, stream), own.put_into(trees)
+            number = read(self.tables["kind"], op.chunk, n)
             index = read(self.tables["index"], op.chunk, n)
-            return lax.switch(kind, [partial(body, kind) for kind in kinds], n, index, carry)
+            places = {k: jnp.where(number == j, index, 0) for j, k in enumerate(kinds)}
+            entries = {
+                name: tree and {k: _entry(tree[k], first[name], places[k]) for k in kinds}
+                for name, tree in trees.items()
+            }
+
+            def branch(kind, stream, entries):
+                own = Own.of(kind, n, index, entries, dict.fromkeys(first, 0), entry=0)
+                return body(own, stream), own.put_into(entries)
+
+            branches = [partial(branch, kind) for kind in kinds]
+            stream, entries = lax.switch(number, branches, stream, entries)
+            return stream, {
+                name: tree and {
+                    k: write(tree[k], read(entries[name][k], 0, 0), first[name], places[k])
+                    for k in kinds
+                }
+                for name, tree in trees.items()
+            }  # fmt: skip
 
         return lax.fori_loop(0, count, layer, start)
 
-    def _layer(self, op: Op, params, kind: str, n, index, caches):
-        """(parameters, what else is given) of layer n of the op's chunk"""
-        context = self.context(op.item, read(self.tables["layer"], op.chunk, n))
-        given = (context,) if caches is None else (context, read(caches[kind], op.cache, index))
-        return read(params[kind], op.held, index), given
+    def _given(self, op: Op, params, own: Own, sliced: bool, caches=None):
+        """(parameters, what else a layer is given); of its cache, by default its own entry"""
+        given = (self.context(op.item, read(self.tables["layer"], op.chunk, own.n)),)
+        if sliced:
+            cache = read(caches[own.kind], op.cache, own.index) if caches else own.read("cache")
+            given += (cache,)
+        return read(params[own.kind], op.held, own.index), given
 
     # -- caches of slices -------------------------------------------------------------------------
 
     def _start(self, op: Op, own: int):
         return op.item % self.slices * own
 
-    def _extend(self, caches, kind: str, own, op: Op, index):
-        """The caches with this slice's part in its place."""
+    def _extend(self, own: Own, part, op: Op) -> None:
+        """Puts this slice's part into the layer's cache."""
 
-        def put(cache, own):
-            start = (op.cache, index, 0, self._start(op, own.shape[1]), *(0,) * (own.ndim - 2))
-            return lax.dynamic_update_slice(cache, own[None, None], start)
+        def put(cache, part):
+            start = *own.at["cache"], 0, self._start(op, part.shape[1]), *(0,) * (part.ndim - 2)
+            return lax.dynamic_update_slice(cache, part[None, None], start)
 
-        return caches | {kind: jax.tree.map(put, caches[kind], own)}
+        own.trees["cache"] = jax.tree.map(put, own.trees["cache"], part)
 
-    def _own(self, dcache, op: Op, index):
+    def _later(self, own: Own, op: Op):
         """What the slices after this one have added to the gradients of its part of the cache."""
         is_last = op.item % self.slices == self.slices - 1
 
-        def part(dcache):
-            whole = read(dcache, op.cache_gradient, index)
-            own = whole.shape[1] // self.slices
-            part = lax.dynamic_slice_in_dim(whole, self._start(op, own), own, 1)
+        def part(whole):
+            size = whole.shape[1] // self.slices
+            part = lax.dynamic_slice_in_dim(whole, self._start(op, size), size, 1)
             return jnp.where(is_last, 0, part)
 
-        return jax.tree.map(part, dcache)
+        return jax.tree.map(part, own.read("dcaches"))
 
-    def _add(self, dcache, gradient, op: Op, index):
+    def _add_to_cache(self, own: Own, gradient, op: Op) -> None:
         is_last = op.item % self.slices == self.slices - 1
 
-        def total(dcache, gradient):
-            total = jnp.where(is_last, 0, read(dcache, op.cache_gradient, index)) + gradient
-            return write(dcache, total.astype(dcache.dtype), op.cache_gradient, index)
+        def total(before, gradient):
+            return (jnp.where(is_last, 0, before) + gradient).astype(before.dtype)
 
-        return jax.tree.map(total, dcache, gradient)
+        own.write("dcaches", jax.tree.map(total, own.read("dcaches"), gradient))
+
+
+@dataclass(eq=False)
+class Own:
+    """A layer of a chunk, and its entries in what is kept of its kind's layers."""
+
+    kind: str
+    n: Any  # among the chunk's layers
+    index: Any  # among those of its kind
+    trees: dict[str, Tree]  # leaves [.., N, ...]
+    at: dict[str, tuple]  # the first two indices of its entries
+
+    @classmethod
+    def of(cls, kind: str, n, index, trees: dict, first: dict, *, entry=None) -> Own:
+        """`entry`: its index in the trees, where that is another one."""
+        entry = index if entry is None else entry
+        own = {name: tree[kind] for name, tree in trees.items() if tree is not None}
+        return cls(kind, n, index, own, {name: (first[name], entry) for name in own})
+
+    def put_into(self, trees: dict) -> dict:
+        """The trees with this kind's as they are now."""
+        return {
+            name: tree if tree is None else tree | {self.kind: self.trees[name]}
+            for name, tree in trees.items()
+        }
+
+    def read(self, name: str) -> Tree:
+        return read(self.trees[name], *self.at[name])
+
+    def write(self, name: str, value: Tree) -> None:
+        self.trees[name] = write(self.trees[name], value, *self.at[name])
+
+    def add(self, name: str, value: Tree) -> None:
+        self.trees[name] = add(self.trees[name], value, *self.at[name])
+
+
+def _entry(tree: Tree, *index) -> Tree:
+    """[1, 1, ...] of each leaf."""
+    return jax.tree.map(lambda a: a[None, None], read(tree, *index))
+
+
+def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
+    """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
+    names = ("layer",) if placement.period else ("layer", "count", "kind", "index")
+    return {name: read(jnp.asarray(getattr(placement, name)), stage) for name in names}
 
 
 class Kept(NamedTuple):

@@ -20,7 +20,7 @@ class Op(NamedTuple):
 
     item: jax.Array  # IDLE where the stage sits it out
     chunk: jax.Array
-    held: jax.Array  # where that chunk stands among the gathered parameters and gradients
+    held: jax.Array  # where that chunk is among the gathered parameters and gradients
     slot: jax.Array  # of the stash; W: of what waits for it
     deferred: jax.Array | None = None  # B, where W is split: the slot that takes what W needs
     cache: jax.Array | None = None  # slot of keys and values, where sequences are sliced

@@ -1,9 +1,9 @@
 """The VJP of one layer as plain arrays, so that it can wait in a ring between F, B and W.
 
 `jax.vjp` returns a pytree whose leaves are what the backward pass needs. What is given again anyway
-(weights, the numbers that say where a layer stands, the keys and values of earlier slices) is taken
-out before it waits and put back before it is called; what is left are the activations that the
-model's own recomputation policy keeps.
+(weights, the layer's context, the cache of earlier slices) is taken out before it waits and put
+back before it is called; what is left are the activations that the model's own recomputation policy
+keeps.
 
 Where B and W are split, the backward pass is traced once and cut in two (`LayerVJP.cut`): no layer
 needs to be written for it, and no FLOP is added.
@@ -22,50 +22,50 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 Arrays = tuple[jax.Array, ...]
 Tree = Any
-_PARAMS, _X = 0, 1  # positions among the arguments of a block
+_STREAM = 1  # its position among the arguments of a layer
 
 
 class LayerVJP:
-    """`block(params, x_BsD, *given)` and its VJP, cut at what waits in between.
+    """`layer(params, stream, *given)` and its VJP, cut at what waits in between.
 
-    `given`: what stands by at both ends: the layer's place and, for slices, the cache.
+    `given`: what F and B are both called with: the layer's context and, for slices, the cache.
     """
 
-    def __init__(self, block: Callable, params, x_BsD, *given):
+    def __init__(self, layer: Callable, params, stream, *given):
         """The arguments are examples: only their shapes and dtypes count."""
-        self._block = block
-        self._examples = params, x_BsD, *given
+        self._layer = layer
+        self._examples = params, stream, *given
         self._structure: Any = None
 
         def trace(*args):
-            y, vjp = jax.vjp(block, *args)
+            y, vjp = jax.vjp(layer, *args)
             leaves, self._structure = jax.tree.flatten(_without_given(vjp))
             return y, tuple(leaves)
 
         self.output, self.residuals = jax.eval_shape(trace, *self._examples)
 
-    def forward(self, params, x_BsD, *given) -> tuple[jax.Array, Arrays]:
-        """(what the block returns, residuals)"""
-        y_BsD, vjp = jax.vjp(self._block, params, x_BsD, *given)
-        return y_BsD, tuple(jax.tree.leaves(_without_given(vjp)))
+    def forward(self, params, stream, *given) -> tuple[Tree, Arrays]:
+        """(what the layer returns, residuals)"""
+        y, vjp = jax.vjp(self._layer, params, stream, *given)
+        return y, tuple(jax.tree.leaves(_without_given(vjp)))
 
-    def backward(self, residuals: Arrays, params, given: tuple, dy_BsD):
-        """The gradients of (params, x_BsD, *given); float0 or None where there is none."""
+    def backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
+        """The gradients of (params, stream, *given); float0 or None where there is none."""
         vjp = jax.tree.unflatten(self._structure, residuals)
         arguments = params, None, *given
         for position, value in enumerate(arguments):
-            if position != _X:
+            if position != _STREAM:
                 vjp.args_res[position] = value
-        return vjp(dy_BsD)
+        return vjp(dy)
 
     @cached_property
     def cut(self) -> Cut:
         """The backward pass in two parts."""
         params, _, *given = self._examples
 
-        def backward(residuals, params, given, dy_BsD):
-            dparams, dx_BsD, _, *dcache = self.backward(residuals, params, given, dy_BsD)
-            return dparams, (dx_BsD, *dcache)
+        def backward(residuals, params, given, dy):
+            dparams, dstream, _, *dcache = self.backward(residuals, params, given, dy)
+            return dparams, (dstream, *dcache)
 
         return Cut.of(backward, self.residuals, params, tuple(given), self.output)
 
@@ -85,9 +85,9 @@ class Cut:
     _weight: Callable
 
     @classmethod
-    def of(cls, backward: Callable, residuals, params, given, dy_BsD) -> Cut:
+    def of(cls, backward: Callable, residuals, params, given, dy) -> Cut:
         """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only."""
-        arguments = residuals, params, given, dy_BsD
+        arguments = residuals, params, given, dy
         flat = jax.make_jaxpr(_inlined(backward, arguments))(*jax.tree.leaves(arguments))
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
@@ -103,8 +103,8 @@ class Cut:
         run_b = _function(flat.jaxpr, constants, of_b, flat.jaxpr.invars, [*in_b, *rest, *waits])
         run_w = _function(flat.jaxpr, constants, of_w, waits, in_w)
 
-        def b(residuals, params, given, dy_BsD):
-            values = run_b(*jax.tree.leaves((residuals, params, given, dy_BsD)))
+        def b(residuals, params, given, dy):
+            values = run_b(*jax.tree.leaves((residuals, params, given, dy)))
             gradients = iter(values[: len(in_b)])
             dparams = structure.unflatten(None if w else next(gradients) for w in made_by_w)
             end = len(in_b) + len(rest)
@@ -119,10 +119,10 @@ class Cut:
             deferred=deferred, made_by_w=structure.unflatten(made_by_w), _backward=b, _weight=w
         )
 
-    def backward(self, residuals: Arrays, params, given: tuple, dy_BsD):
+    def backward(self, residuals: Arrays, params, given: tuple, dy):
         """B: (gradients of the parameters that need not wait, None for the others; the other
         gradients; what waits for W)"""
-        return self._backward(residuals, params, given, dy_BsD)
+        return self._backward(residuals, params, given, dy)
 
     def weight(self, deferred: Arrays):
         """W: the gradients of the parameters that have waited, None for the others."""
@@ -131,7 +131,7 @@ class Cut:
 
 def _without_given(vjp):
     for position in range(len(vjp.args_res)):
-        if position != _X:
+        if position != _STREAM:
             vjp.args_res[position] = None
     return vjp
 

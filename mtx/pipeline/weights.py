@@ -3,7 +3,7 @@
 With zero=3 every device keeps its shard over the replicas of each chunk's parameters. A chunk is
 gathered when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
 breadth-first table v times a step for F and v times for B, under 1F1B with every group of
-microbatches. The collectives stand in branches that all replicas take together.
+microbatches. The collectives are in branches that all replicas take together.
 
 Legend: C chunks · N layers of a kind in a chunk
 """

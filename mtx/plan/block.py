@@ -1,4 +1,4 @@
-"""Seconds of one transformer block and of the model's two ends, for one microbatch on one device.
+"""Seconds of one block, of the embedding and of the head, for one microbatch on one device.
 
 A block is its matmuls (`mtx.plan.gemm`), its attention, what else reads and writes memory, and the
 collectives over `tensor`. The bytes are counted operation by operation below, in passes over an
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from operator import add
+from typing import NamedTuple
 
 from mtx.config import ModelConfig, Recompute
 from mtx.plan.attention import attention_of
@@ -24,8 +26,7 @@ from mtx.plan.network import Group, all_reduce_s, gather_s
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """Seconds of one device, by what they are spent on."""
 
     matmul_s: float = 0.0  # weights
@@ -35,43 +36,32 @@ class Work:
 
     @property
     def total_s(self) -> float:
-        return self.matmul_s + self.attention_s + self.elementwise_s + self.tensor_comm_s
+        return sum(self)
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            matmul_s=self.matmul_s + other.matmul_s,
-            attention_s=self.attention_s + other.attention_s,
-            elementwise_s=self.elementwise_s + other.elementwise_s,
-            tensor_comm_s=self.tensor_comm_s + other.tensor_comm_s,
-        )
+        return Work(*map(add, self, other))
 
     def __mul__(self, times: float) -> Work:
-        return Work(
-            matmul_s=self.matmul_s * times,
-            attention_s=self.attention_s * times,
-            elementwise_s=self.elementwise_s * times,
-            tensor_comm_s=self.tensor_comm_s * times,
-        )
+        return Work(*(part * times for part in self))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
+class Passes(NamedTuple):
     """The work of F, of B and of W; recomputation is part of B."""
 
     forward: Work = Work()
     backward: Work = Work()
     weight: Work = Work()
 
-    @cached_property
+    @property
     def all(self) -> Work:
         return self.forward + self.backward + self.weight
 
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        return self.forward.total_s, self.backward.total_s, self.weight.total_s
+
     def __add__(self, other: Passes) -> Passes:
-        return Passes(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-            weight=self.weight + other.weight,
-        )
+        return Passes(*map(add, self, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,24 +179,18 @@ def _backward_comm_s(shard: Shard, inputs_s: list[float], weights_s: list[float]
     """
     overlaps = shard.calibration.software.overlaps_tensor
     if not shard.sequence_parallel:
-        return sum(_exposed(shard.all_reduce_s(), under, overlaps) for under in weights_s)
-    exposed = 2 * shard.gather_s()
-    for input_s, weight_s in zip(inputs_s, weights_s, strict=True):
-        exposed += _exposed(shard.gather_s(), input_s, overlaps)
-        exposed += _exposed(shard.gather_s(), weight_s, overlaps)
-    return exposed
-
-
-def _exposed(comm_s: float, under_s: float, overlaps: bool) -> float:
-    return max(0.0, comm_s - under_s) if overlaps else comm_s
+        return sum(max(0.0, shard.all_reduce_s() - overlaps * under_s) for under_s in weights_s)
+    hidden = (max(0.0, shard.gather_s() - overlaps * s) for s in (*inputs_s, *weights_s))
+    return 2 * shard.gather_s() + sum(hidden)
 
 
 def _attention_s(shard: Shard) -> tuple[float, float]:
     """(F, B) of the scores of b a / t heads.
 
-    unfused: q k^T, softmax with scale and mask, dropout and the product with v, each through
-    memory; all of the square. fused: no score leaves the kernel, which skips what the mask hides
-    and computes q k^T once more in B; there is one for NVIDIA's GPUs (`mtx.plan.attention`).
+    unfused: q k^T, softmax with scale and mask (`_softmax_passes`), dropout and the product with v,
+    each through memory; all of the square. fused: no score leaves the kernel, which skips what the
+    mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
+    (`mtx.plan.attention`).
     """
     model = shard.model
     heads = shard.microbatch * model.heads / shard.tensor
@@ -224,10 +208,26 @@ def _attention_s(shard: Shard) -> tuple[float, float]:
     square_bytes = heads * sequence**2 * shard.item_bytes
     mask = 1 / shard.item_bytes  # a byte
     drop = 2 + mask if shard.drops(model.attention_dropout) else 0.0
+    forward, backward = _softmax_passes(shard)
     return (
-        scores_s + values_s + shard.memory_s((2 + drop) * square_bytes, 2),
-        scores_s + 3 * values_s + shard.memory_s((3 + drop) * square_bytes, 2),
+        scores_s + values_s + shard.memory_s((forward + drop) * square_bytes, 2),
+        scores_s + 3 * values_s + shard.memory_s((backward + drop) * square_bytes, 2),
     )
+
+
+def _softmax_passes(shard: Shard) -> tuple[float, float]:
+    """(F, B) of softmax with its scale and mask, in passes over the scores in the compute type.
+
+    In one kernel F reads and writes, B reads two and writes. By torch, one after the other: in F
+    the mask, in place, and softmax 2 each, in B softmax's gradient 3 and the mask's 2; and where
+    softmax has a wider type, casts there and back 2, and the scale 2, both ways.
+    """
+    software = shard.calibration.software
+    if software.operators == "fused":
+        return 2.0, 3.0
+    wide = software.softmax_bytes / shard.item_bytes
+    around = 2 * (1 + wide) + 2 * wide if wide > 1 else 0.0
+    return 4 * wide + around, 5 * wide + around
 
 
 def _passes_s(shard: Shard) -> tuple[float, float]:
@@ -242,6 +242,8 @@ def _passes_s(shard: Shard) -> tuple[float, float]:
          rotary positions turn queries and keys 2
       B  the activation reads and writes what went in, and reads a gradient; gradients of biases 1;
          joining those of q, k and v 2; attention's 2; rotary positions 2
+    torch's operators read and write once more in F for the activation's bias, and, for each
+    residual addition, for its bias and its dropout.
     """
     model, family, layer = shard.model, family_of(shard.model), layer_of(shard.model)
     mask = 1 / shard.item_bytes  # a byte
@@ -259,6 +261,9 @@ def _passes_s(shard: Shard) -> tuple[float, float]:
     split_forward = width("up") + width("active") + 2 * width("attended") + 2 * turned
     split_backward = 2 * width("up") + width("active") + biases * made
     split_backward += 2 * projected + 2 * width("attended") + 2 * turned
+    if shard.calibration.software.operators == "torch":
+        whole_forward += 2 * (2 + 2)
+        split_forward += 2 * width("up")
     whole_bytes = shard.hidden_bytes / (shard.tensor if shard.sequence_parallel else 1)
     split_bytes = shard.tokens * shard.item_bytes
     return (

@@ -25,6 +25,10 @@ class Software:
     name: str
     source: str
     attention: Literal["unfused", "fused"]  # fused: in one kernel, where the hardware has one
+    # Softmax with scale and mask, biases with GELU, biases with dropout and residual: a kernel each
+    # (SC'21, section 4.2), or torch's own, one for every operation.
+    operators: Literal["fused", "torch"] = "fused"
+    softmax_bytes: int = 4  # an element of torch's softmax
     dropout: bool  # even where the model's config has none: its published runs had 0.1
     accumulate_bytes: int  # a parameter and microbatch: adding its gradient to the sum
     optimizer_bytes: int  # a parameter: zeroing, unscaling, norm, clipping, Adam, casts
@@ -82,6 +86,20 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
                 source="the same with --DDP-impl torch, by which SC'21's scripts run the models of "
                 "table 1 that have one stage: gradients are reduced while B makes them",
                 overlaps_data=True,
+            ),
+            replace(
+                _MEGATRON_2021,
+                name="megatron-2021-torch-operators",
+                source="the same without the fused operators of section 4.2; softmax in float32, "
+                "as its input is scaled by the layer's number",
+                operators="torch",
+            ),
+            replace(
+                _MEGATRON_2021,
+                name="megatron-2021-torch-operators-fp16",
+                source="the same, with softmax in fp16",
+                operators="torch",
+                softmax_bytes=2,
             ),
             replace(
                 _MEGATRON_2021,

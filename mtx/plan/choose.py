@@ -11,7 +11,7 @@ from mtx.errors import UserError
 from mtx.schedules.formats import read_schedule
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import Schedule
-from mtx.schedules.search import Candidate, choose
+from mtx.schedules.search import Candidate, choose, search_schedules
 from mtx.schedules.shape import Times
 
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
@@ -23,7 +23,7 @@ def schedule_for(layout: Layout, microbatches: int) -> Schedule:
     UserError where there is none. A file's table may be of another shape: see `check_shape`.
     """
     if layout.schedule == "auto":
-        raise UserError("schedule='auto' is still to be chosen: see mtx.plan.choose.settle")
+        raise UserError("schedule='auto' is still to be chosen: see mtx.plan.choose.resolve")
     if layout.schedule_is_file:
         return _read(Path(layout.schedule))
     return _make(layout.schedule, microbatches, layout.pipe, layout.virtual, layout.slices)
@@ -58,7 +58,7 @@ def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
             )
 
 
-def settle(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
+def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
     """(the layout with schedule="auto" chosen, why it was); any other layout as it is, and "".
 
     The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
@@ -69,8 +69,8 @@ def settle(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layou
     if layout.schedule != "auto":
         return layout, ""
     found = _choose(layout, model.layers, layout.microbatches(global_batch))
-    settled = replace(layout, schedule=found.name, virtual=found.virtual, slices=found.slices)
-    return settled, f"schedule {found.label}: {found.reason}"
+    resolved = replace(layout, schedule=found.name, virtual=found.virtual, slices=found.slices)
+    return resolved, f"schedule {found.label}: {found.reason}"
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +83,7 @@ def _choose(layout: Layout, layers: int, microbatches: int) -> Candidate:
     if layout.virtual == 1 and isinstance(layout.stage_layers, str):
         tried = range(2, layers // layout.pipe + 1)
         virtuals += [v for v in tried if layers % (layout.pipe * v) == 0]
-    return choose(
+    return choose(search_schedules(
         microbatches, layout.pipe, times=times, layers=layers if even else None,
         slices=[layout.slices], virtuals=virtuals,
-    )  # fmt: skip
+    ))  # fmt: skip

@@ -6,24 +6,18 @@ from dataclasses import dataclass, fields, replace
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.plan.candidates import RECOMPUTE, Fixed, Question, with_zero
 from mtx.plan.hardware import Hardware
-from mtx.plan.search import (
-    RECOMPUTE,
-    Candidate,
-    Fixed,
-    Question,
-    is_allowed,
-    settings,
-    with_zero,
-)
-from mtx.plan.time import LOOPED, StepTime
+from mtx.plan.makespan import LOOPED
+from mtx.plan.search import Candidate
+from mtx.plan.time import StepTime
 from mtx.schedules.simulate import bubble_text
 
 PART_NAMES = {
     "matmul_s": "matmuls",
     "attention_s": "attention",
     "elementwise_s": "norms and activations",
-    "ends_s": "embedding, logits and loss",
+    "embedding_and_head_s": "embedding, logits and loss",
     "tensor_comm_s": "collectives over tensor",
     "pipeline_comm_s": "messages between stages",
     "bubble_s": "idle in the pipeline",
@@ -104,9 +98,14 @@ def changes(
         fixed=Fixed(), scatter_gather=scatter_gather,
     )  # fmt: skip
     mesh, asked = best.layout, []
-    tried = list(settings(question, replace(mesh, schedule=LOOPED[0])))
-    for name in ("microbatch", "virtual", "sequence_parallel"):
-        values = sorted({getattr(layout, name) for layout in tried} | {getattr(mesh, name)})
+    settings = list(question.settings(replace(mesh, schedule=LOOPED[0], virtual=1)))
+    tried = {
+        "microbatch": {layout.microbatch for layout in settings},
+        "virtual": set(question.virtuals(mesh)),
+        "sequence_parallel": {layout.sequence_parallel for layout in settings},
+    }
+    for name, found in tried.items():
+        values = sorted(found | {getattr(mesh, name)})
         place = values.index(getattr(mesh, name))
         asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
     asked += [("recompute", way) for way in RECOMPUTE]
@@ -118,9 +117,9 @@ def changes(
         layout = with_zero(mesh, zero) if name == "zero" else _changed(mesh, name, value)
         if (layout, zero) == (mesh, best.zero) or layout is None:
             continue
-        if not is_allowed(question, layout):
+        if not question.allows(layout):
             continue
-        _, _, time = question.price(layout, zero)
+        time = question.time(layout, zero)
         memory = question.memory(layout, zero)
         candidate = Candidate(layout=layout, zero=zero, time=time, memory=memory)
         fits = question.holds(memory.total_bytes)

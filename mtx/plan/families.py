@@ -133,7 +133,8 @@ def layer_of(model: ModelConfig) -> Layer:
     """A layer of `model`. Without recomputation matmuls, norms, attention and the MLP's activation
     keep what they read; with "selective" what matmuls make waits, where B needs it."""
     family = family_of(model)
-    post, hidden, inner = model.norm_placement == "post", model.hidden, model.ffn_hidden
+    post = getattr(model, "norm_placement", "pre") == "post"
+    hidden, inner = model.hidden, model.ffn_hidden
     keys_and_values = 2 * model.groups * model.head_size
 
     def whole(name: str, *kept: Recompute) -> Array:

@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 from mtx.errors import UserError, shown, unknown_name
 from mtx.fields import Between, checked
 from mtx.files import read_toml
 from mtx.plan.attention import Backend
+
+Rate = Annotated[float, Between(1e-6, 1e12)]  # so that no time or memory is lost in rounding
+Count = Annotated[int, Between(1, 10**12)]
+_DTYPES = ("bfloat16", "float16", "float32", "float8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +31,14 @@ class Hardware:
     device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` says them
     # By type of the operands; absent where there is no such unit. Not hashed: a mapping cannot be.
     peak_tflops: Mapping[str, float] = field(hash=False)
-    memory_gib: float
-    memory_gb_s: float
-    node_devices: int  # joined by the fast link: a node, a rack, or a TPU pod
-    link_gb_s: float  # one device to the others of its node
-    network_gb_s: float  # one device's share of the node's network
+    memory_gib: Rate
+    memory_gb_s: Rate
+    node_devices: Count  # joined by the fast link: a node, a rack, or a TPU pod
+    link_gb_s: Rate  # one device to the others of its node
+    network_gb_s: Rate  # one device's share of the node's network
     source: str
-    cores: int = 1  # that compute a tile of a matrix product each; 1: the whole chip does
-    tile: tuple[int, int] = (128, 128)  # rows and columns of the product that a core computes
+    cores: Count = 1  # that compute a tile of a matrix product each; 1: the whole chip does
+    tile: tuple[Count, Count] = (128, 128)  # rows and columns of the product that a core computes
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s of matrix products of `dtype`; UserError where there is no such unit."""
@@ -59,25 +63,17 @@ _GPU_TILE = (256, 128)  # the largest of cuBLAS, and usually its fastest
 
 
 def _row(
-    name, device_kinds, *, b16, fp16=True, fp32=None, fp8=None, memory, node, source,
-    cores=1, tile=_GPU_TILE,
-) -> tuple[str, Hardware]:  # fmt: skip
+    name, *device_kinds, b16, fp16=True, fp32=None, fp8=None, memory, node, tile=_GPU_TILE, **rest
+) -> Hardware:
     peaks = {"bfloat16": b16, "float16": b16 if fp16 else None, "float32": fp32, "float8": fp8}
     memory_gib, memory_gb_s = memory
     node_devices, link_gb_s, network_gb_s = node
-    return name, Hardware(
-        name=name,
-        device_kinds=device_kinds,
+    return Hardware(
+        name=name, device_kinds=device_kinds, memory_gib=memory_gib, memory_gb_s=memory_gb_s,
         peak_tflops=MappingProxyType({dtype: peak for dtype, peak in peaks.items() if peak}),
-        memory_gib=memory_gib,
-        memory_gb_s=memory_gb_s,
-        node_devices=node_devices,
-        link_gb_s=link_gb_s,
-        network_gb_s=network_gb_s,
-        source=source,
-        cores=cores,
-        tile=tile,
-    )
+        node_devices=node_devices, link_gb_s=link_gb_s, network_gb_s=network_gb_s, tile=tile,
+        **rest,
+    )  # fmt: skip
 
 
 _HOPPER = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132)
@@ -87,58 +83,50 @@ _AMPERE_NODE = (8, 300, 25)  # NVLink 3; 200 Gb/s HDR InfiniBand a GPU, as in SC
 # A TPU's matrix units are seen as one: what counts is that sizes are padded to theirs.
 _TPU_V5 = dict(fp16=False, tile=(128, 128))
 
-HARDWARE: Mapping[str, Hardware] = MappingProxyType(
-    dict(
-        (
-            _row(
-                "a100-40gb", ("NVIDIA A100-SXM4-40GB",), **_AMPERE, memory=(40, 1555),
-                node=_AMPERE_NODE, source="NVIDIA A100 data sheet, SXM",
-            ),
-            _row(
-                "a100-80gb", ("NVIDIA A100-SXM4-80GB",), **_AMPERE, memory=(80, 2039),
-                node=_AMPERE_NODE, source="NVIDIA A100 data sheet, SXM",
-            ),
-            _row(
-                "h100", ("NVIDIA H100 80GB HBM3",), **_HOPPER, memory=(80, 3352),
-                node=_HOPPER_NODE, source="NVIDIA H100 data sheet, SXM",
-            ),
-            _row(
-                "h200", ("NVIDIA H200",), **_HOPPER, memory=(141, 4800), node=_HOPPER_NODE,
-                source="NVIDIA H200 data sheet, SXM",
-            ),
-            _row(
-                "b200", ("NVIDIA B200",), b16=2250, fp32=80, fp8=4500, memory=(180, 8000),
-                node=(8, 900, 50), cores=148,
-                source="NVIDIA Blackwell technical brief, HGX B200",
-            ),
-            _row(
-                "gb200", ("NVIDIA GB200",), b16=2500, fp32=80, fp8=5000, memory=(186, 8000),
-                node=(72, 900, 50), cores=152,
-                source="NVIDIA GB200 NVL72 data sheet, per GPU",
-            ),
-            _row(
-                "mi300x", ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"), b16=1307.4,
-                fp32=163.4, fp8=2614.9, memory=(192, 5300), node=(8, 448, 50), cores=304,
-                tile=(256, 256),
-                source="AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s",
-            ),
-            _row(
-                "tpu-v5p", ("TPU v5p", "TPU v5"), b16=459, fp8=459, **_TPU_V5,
-                memory=(95, 2765), node=(8960, 600, 6.25),
-                source="Google Cloud TPU v5p documentation",
-            ),
-            _row(
-                "tpu-v5e", ("TPU v5e", "TPU v5 lite"), b16=197, **_TPU_V5, memory=(16, 819),
-                node=(256, 200, 3.125), source="Google Cloud TPU v5e documentation",
-            ),
-            _row(
-                "tpu-v6e", ("TPU v6e", "TPU v6 lite"), b16=918, fp16=False, tile=(256, 256),
-                memory=(32, 1638), node=(256, 400, 12.5),
-                source="Google Cloud TPU v6e documentation",
-            ),
-        )
-    )
+_ROWS = (
+    _row(
+        "a100-40gb", "NVIDIA A100-SXM4-40GB", **_AMPERE, memory=(40, 1555), node=_AMPERE_NODE,
+        source="NVIDIA A100 data sheet, SXM",
+    ),
+    _row(
+        "a100-80gb", "NVIDIA A100-SXM4-80GB", **_AMPERE, memory=(80, 2039), node=_AMPERE_NODE,
+        source="NVIDIA A100 data sheet, SXM",
+    ),
+    _row(
+        "h100", "NVIDIA H100 80GB HBM3", **_HOPPER, memory=(80, 3352), node=_HOPPER_NODE,
+        source="NVIDIA H100 data sheet, SXM",
+    ),
+    _row(
+        "h200", "NVIDIA H200", **_HOPPER, memory=(141, 4800), node=_HOPPER_NODE,
+        source="NVIDIA H200 data sheet, SXM",
+    ),
+    _row(
+        "b200", "NVIDIA B200", b16=2250, fp32=80, fp8=4500, memory=(180, 8000), node=(8, 900, 50),
+        cores=148, source="NVIDIA Blackwell technical brief, HGX B200",
+    ),
+    _row(
+        "gb200", "NVIDIA GB200", b16=2500, fp32=80, fp8=5000, memory=(186, 8000),
+        node=(72, 900, 50), cores=152, source="NVIDIA GB200 NVL72 data sheet, per GPU",
+    ),
+    _row(
+        "mi300x", "AMD Instinct MI300X", "AMD Instinct MI300X OAM", b16=1307.4, fp32=163.4,
+        fp8=2614.9, memory=(192, 5300), node=(8, 448, 50), cores=304, tile=(256, 256),
+        source="AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s",
+    ),
+    _row(
+        "tpu-v5p", "TPU v5p", "TPU v5", b16=459, fp8=459, **_TPU_V5, memory=(95, 2765),
+        node=(8960, 600, 6.25), source="Google Cloud TPU v5p documentation",
+    ),
+    _row(
+        "tpu-v5e", "TPU v5e", "TPU v5 lite", b16=197, **_TPU_V5, memory=(16, 819),
+        node=(256, 200, 3.125), source="Google Cloud TPU v5e documentation",
+    ),
+    _row(
+        "tpu-v6e", "TPU v6e", "TPU v6 lite", b16=918, fp16=False, tile=(256, 256),
+        memory=(32, 1638), node=(256, 400, 12.5), source="Google Cloud TPU v6e documentation",
+    ),
 )  # fmt: skip
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def hardware(name: str) -> Hardware:
@@ -193,66 +181,30 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise UserError(f"{name_or_path}: {error}") from None
 
 
-_NUMBERS = ("memory_gib", "memory_gb_s", "node_devices", "link_gb_s", "network_gb_s", "cores")
-_COUNTS = ("node_devices", "cores")
-_LEAST, _MOST = 1e-6, 1e12  # of any number: between these, no time or memory is lost in rounding
-_DTYPES = ("bfloat16", "float16", "float32", "float8")
-
-
 def _from_toml(given: dict, *, default_name: str) -> Hardware:
-    known = [each.name for each in fields(Hardware)]
+    kinds = get_type_hints(Hardware, include_extras=True) | {"like": str}
     for key in given:
-        if key not in (*known, "like"):
-            raise unknown_name("field", key, (*known, "like"))
-    base = hardware(_text(given, "like")) if "like" in given else None
-    values = {each.name: getattr(base, each.name) for each in fields(Hardware)} if base else {}
-    values["name"] = default_name
-    values.setdefault("device_kinds", ())
-    values["source"] = f"{default_name}.toml" + (f", like {base.name}" if base else "")
-    for key in given:
-        if key in _NUMBERS:
-            values[key] = _number(key, given[key], whole=key in _COUNTS)
-        elif key in ("name", "source"):
-            values[key] = _text(given, key)
-    if "device_kinds" in given:
-        values["device_kinds"] = _texts(given["device_kinds"])
-    if "tile" in given:
-        values["tile"] = _tile(given["tile"])
-    if "peak_tflops" in given:
-        values["peak_tflops"] = _peaks(given["peak_tflops"])
+        if key not in kinds:
+            raise unknown_name("field", key, kinds)
+    read = {
+        key: _peaks(value) if key == "peak_tflops" else checked(key, value, kinds[key])
+        for key, value in given.items()
+    }
+    values = {"name": default_name, "device_kinds": (), "source": f"{default_name}.toml"}
+    if "like" in read:
+        base = hardware(read.pop("like"))
+        values = {each.name: getattr(base, each.name) for each in fields(Hardware)} | {
+            "name": default_name, "source": f"{default_name}.toml, like {base.name}"
+        }  # fmt: skip
+    values |= read
     for each in fields(Hardware):
         if each.name not in values and each.default is MISSING:
             raise UserError(
                 f"{each.name} is missing: give it, or like = one of {', '.join(HARDWARE)}"
             )
+        if values.get(each.name) == "":
+            raise UserError(f"{each.name}='' must be a text that is not empty")
     return Hardware(**values)
-
-
-def _number(key: str, value: object, *, whole: bool = False) -> float:
-    kind = "a whole number of at least 1" if whole else "a number above 0"
-    right = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, right) or not 0 < value < float("inf"):
-        raise UserError(f"{key}={shown(value)} must be {kind}")
-    return checked(key, value, Annotated[float, Between(_LEAST, _MOST)])
-
-
-def _text(given: dict, key: str) -> str:
-    if not isinstance(given[key], str) or not given[key]:
-        raise UserError(f'{key}={shown(given[key])} must be text, as {key} = "h100"')
-    return given[key]
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-        raise UserError(f'device_kinds={shown(value)} must be a list of texts, as ["NVIDIA H100"]')
-    return tuple(value)
-
-
-def _tile(value: object) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise UserError(f"tile={shown(value)} must be two whole numbers, as [256, 128]")
-    rows, columns = (_number("tile", size, whole=True) for size in value)
-    return rows, columns
 
 
 def _peaks(value: object) -> Mapping[str, float]:
@@ -264,5 +216,5 @@ def _peaks(value: object) -> Mapping[str, float]:
         if dtype not in _DTYPES:
             raise unknown_name("type in peak_tflops", dtype, _DTYPES)
     return MappingProxyType(
-        {dtype: _number(f"peak_tflops.{dtype}", peak) for dtype, peak in value.items()}
+        {dtype: checked(f"peak_tflops.{dtype}", peak, Rate) for dtype, peak in value.items()}
     )

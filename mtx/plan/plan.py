@@ -20,14 +20,14 @@ from mtx.fields import checked
 from mtx.files import read_json, read_toml
 from mtx.paths import user_path
 from mtx.plan import flops
-from mtx.plan.choose import settle
+from mtx.plan.candidates import with_zero
+from mtx.plan.choose import resolve
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware, load_hardware
 from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
-from mtx.plan.search import with_zero
 from mtx.plan.summary import parameters_by_part, plan_rows
 from mtx.plan.time import StepTime, predict_step
 from mtx.presets import brings_data
@@ -86,7 +86,7 @@ def make_plan(
     device = target if isinstance(target, Hardware) else load_hardware(target)
     name = target if isinstance(target, str) else target.name
     device.peak_flops(run.model.compute_dtype)  # where there is none, say so first
-    layout, why = settle(with_zero(run.layout, zero), run.model, run.global_batch)
+    layout, why = resolve(with_zero(run.layout, zero), run.model, run.global_batch)
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(

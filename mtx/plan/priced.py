@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mtx.config import Recompute, RunConfig
+from mtx.config import Layout, Recompute, RunConfig
 from mtx.plan import flops
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, predict_memory
-from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.time import StepTime, predict_step
 
 GIB = 2**30
@@ -39,27 +39,27 @@ class PricedRun:
 
     def time_of(self, software: str) -> StepTime:
         """The step with other software; a name in `mtx.plan.calibration.SOFTWARE`."""
-        return predict_step(
-            self.run.model, self.run.layout, self.run.global_batch, self.hardware, zero=self.zero,
-            scatter_gather=self.scatter_gather,
-            calibration=calibration_of(self.hardware, software),
-        )  # fmt: skip
+        return self._step(self.run.layout, calibration_of(self.hardware, software))
 
     def with_recompute(self, less: Recompute) -> tuple[StepTime, Memory] | None:
         """The step and its memory with less recomputation than "full"; None where that is not what
         the layout has, or where it does not fit."""
-        if self.run.layout.recompute != "full":
+        run = self.run
+        if run.layout.recompute != "full":
             return None
-        model, batch = self.run.model, self.run.global_batch
-        layout = replace(self.run.layout, recompute=less)
-        memory = predict_memory(model, layout, batch, backend=self.hardware.backend, zero=self.zero)
+        layout = replace(run.layout, recompute=less)
+        memory = predict_memory(
+            run.model, layout, run.global_batch, backend=self.hardware.backend, zero=self.zero
+        )
         if memory.total_bytes > MEMORY_AT_MOST * self.hardware.memory_bytes:
             return None
-        time = predict_step(
-            model, layout, batch, self.hardware, zero=self.zero,
-            scatter_gather=self.scatter_gather, calibration=self.calibration,
+        return self._step(layout, self.calibration), memory
+
+    def _step(self, layout: Layout, calibration: Calibration) -> StepTime:
+        return predict_step(
+            self.run.model, layout, self.run.global_batch, self.hardware, zero=self.zero,
+            scatter_gather=self.scatter_gather, calibration=calibration,
         )  # fmt: skip
-        return time, memory
 
     @property
     def gpus(self) -> int:
@@ -80,15 +80,14 @@ class PricedRun:
     @property
     def tflops_per_gpu_sc21(self) -> float:
         """In the unit of SC'21: every block forward twice, attention not halved."""
-        return self._tflops_per_gpu(flops.sc21_flops(self.run.model, self.run.global_batch))
+        done = flops.sc21_flops(self.run.model, self.run.global_batch)
+        return done / self.time.step_s / self.gpus / 1e12
 
     @property
     def tflops_per_gpu_model(self) -> float:
         """In the unit of today's MFU."""
-        return self._tflops_per_gpu(flops.model_flops(self.run.model, self.run.global_batch))
-
-    def _tflops_per_gpu(self, step_flops: float) -> float:
-        return step_flops / self.time.step_s / self.gpus / 1e12
+        done = flops.model_flops(self.run.model, self.run.global_batch)
+        return done / self.time.step_s / self.gpus / 1e12
 
     @property
     def mfu(self) -> float:

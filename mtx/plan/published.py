@@ -15,7 +15,7 @@ from mtx.config import Layout, RunConfig
 from mtx.presets import preset
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Throughput:
     """One row of table 1."""
 
@@ -26,7 +26,7 @@ class Throughput:
     aggregate_pflops: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingTime:
     """An end-to-end training time of section 5.1, by equation (4)."""
 
@@ -38,37 +38,21 @@ class TrainingTime:
     days: int
 
 
-_ROWS = {
-    # preset: parameters [1e9], teraFLOP/s a GPU, % of peak, petaFLOP/s in all
-    "gpt-1.7b": (1.7, 137, 44, 4.4),
-    "gpt-3.6b": (3.6, 138, 44, 8.8),
-    "gpt-7.5b": (7.5, 142, 46, 18.2),
-    "gpt-18b": (18.4, 135, 43, 34.6),
-    "gpt-39b": (39.1, 138, 44, 70.8),
-    "gpt-76b": (76.1, 140, 45, 143.8),
-    "gpt-145b": (145.6, 148, 47, 227.1),
-    "gpt-310b": (310.1, 155, 50, 297.4),
-    "gpt-530b": (529.6, 163, 52, 410.2),
-    "gpt-1t": (1008.0, 163, 52, 502.0),
-}
-TABLE_1 = tuple(
-    Throughput(
-        preset=name,
-        parameters_billion=row[0],
-        tflops_per_gpu=row[1],
-        percent_of_peak=row[2],
-        aggregate_pflops=row[3],
-    )
-    for name, row in _ROWS.items()
+TABLE_1 = (
+    Throughput("gpt-1.7b", 1.7, 137, 44, 4.4),
+    Throughput("gpt-3.6b", 3.6, 138, 44, 8.8),
+    Throughput("gpt-7.5b", 7.5, 142, 46, 18.2),
+    Throughput("gpt-18b", 18.4, 135, 43, 34.6),
+    Throughput("gpt-39b", 39.1, 138, 44, 70.8),
+    Throughput("gpt-76b", 76.1, 140, 45, 143.8),
+    Throughput("gpt-145b", 145.6, 148, 47, 227.1),
+    Throughput("gpt-310b", 310.1, 155, 50, 297.4),
+    Throughput("gpt-530b", 529.6, 163, 52, 410.2),
+    Throughput("gpt-1t", 1008.0, 163, 52, 502.0),
 )
-
 TRAINING_TIMES = (
-    TrainingTime(
-        preset="gpt-175b", parameters=175e9, gpus=1024, tokens=300e9, tflops_per_gpu=140, days=34
-    ),
-    TrainingTime(
-        preset="gpt-1t", parameters=1008e9, gpus=3072, tokens=450e9, tflops_per_gpu=163, days=84
-    ),
+    TrainingTime("gpt-175b", 175e9, 1024, tokens=300e9, tflops_per_gpu=140, days=34),
+    TrainingTime("gpt-1t", 1008e9, 3072, tokens=450e9, tflops_per_gpu=163, days=84),
 )
 
 

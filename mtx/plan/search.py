@@ -5,8 +5,9 @@ microbatch, number of chunks, sharding of sequences and optimizer, and way to ke
 activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
 
 Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
-due a bound stands for its time (`mtx.plan.time.pipeline_bound_s`), so that few are simulated. Not
-priced is what cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
+due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
+one of them is due, one for all numbers of chunks: the step without its bubble. Not priced is what
+cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
   - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
     nothing on that mesh does
   - recomputing more never makes a step faster: it is tried where recomputing less does not fit
@@ -19,42 +20,24 @@ Schedules that have to be simulated, as zero bubble's, are priced on the setting
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.fields import checked
+from mtx.plan.candidates import MEMORY_AT_MOST, Fixed, Question, with_zero
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Memory, predict_memory
-from mtx.plan.time import LOOPED, StepTime, predict_step
+from mtx.plan.makespan import LOOPED
+from mtx.plan.memory import Memory
+from mtx.plan.time import StepTime
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual, maker
 from mtx.sizes import Devices, Sequences
 
-MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
-RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
 _SIMULATED = ("zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v", "v_half", "dualpipe_v")
-_SCHEDULES = ("1f1b",)
 _LEADERS, _MOST_OPS = 3, 4096  # of a search that is open: meshes, and F of a simulated table
-_ZERO = (1, 3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """What the search may not choose; None is open."""
-
-    data: int | None = None
-    pipe: int | None = None
-    tensor: int | None = None
-    virtual: int | None = None
-    microbatch: int | None = None
-    schedule: str | None = None
-    recompute: str | None = None
-    sequence_parallel: bool | None = None
-    zero: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,54 +69,21 @@ class Found:
         return self.ranked[0]
 
 
-class Priced(NamedTuple):
-    """A layout whose time is known, and whose memory is not yet."""
+class _Waiting(NamedTuple):
+    """What may be the next best, in the order in which it is looked at."""
 
+    least_s: float  # its time, or a bound of it
+    order: tuple[int, ...]  # of arrival; one number alone stands for all numbers of chunks
     layout: Layout
     zero: int
-    time: StepTime
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is searched for, and where."""
-
-    model: ModelConfig
-    gpus: int
-    global_batch: int
-    hardware: Hardware
-    fixed: Fixed
-    scatter_gather: bool
-
-    def price(self, layout: Layout, zero: int, *, bound: bool = False) -> Priced:
-        """The layout with its predicted step. UserError where it cannot be laid out."""
-        time = predict_step(
-            self.model, layout, self.global_batch, self.hardware, zero=zero,
-            scatter_gather=self.scatter_gather, bound=bound,
-        )  # fmt: skip
-        return Priced(layout, zero, time)
-
-    def memory(self, layout: Layout, zero: int) -> Memory:
-        """Predicted bytes of a device. UserError where it cannot be laid out."""
-        return predict_memory(
-            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
-        )
-
-    def holds(self, size_bytes: int) -> bool:
-        """Whether a device has room for so much: MEMORY_AT_MOST of it is taken."""
-        return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
+    way: int = 0  # its place in the ways to recompute
+    priced: tuple[StepTime, Memory] | None = None  # None: `least_s` is a bound
 
 
 def search(
-    model: ModelConfig,
-    *,
-    gpus: int,
-    global_batch: int,
-    hardware: Hardware,
-    fixed: Fixed | None = None,
-    scatter_gather: bool = True,
-    top: int = 8,
-) -> Found:
+    model: ModelConfig, *, gpus: int, global_batch: int, hardware: Hardware,
+    fixed: Fixed | None = None, scatter_gather: bool = True, top: int = 8,
+) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
     A mesh is data x pipe x tensor = gpus; layers lie in equal parts on the stages. schedule="auto"
@@ -145,67 +95,95 @@ def search(
         fixed=fixed or Fixed(), scatter_gather=scatter_gather,
     )  # fmt: skip
     wanted = question.fixed.schedule
-    if wanted in (None, "auto"):
-        question = replace(question, fixed=replace(question.fixed, schedule=None))
-        found = _looped(question, top)
-        leaders = [_improve(question, one, _SIMULATED) for one in found.ranked[:_LEADERS]]
-        return replace(found, ranked=_by_time([*leaders, *found.ranked[_LEADERS:]]))
     if wanted in LOOPED:
         return _looped(question, top)
-    return _simulated(question, top)
+    question = replace(question, fixed=replace(question.fixed, schedule=None))
+    if wanted not in (None, "auto"):
+        return _simulated(question, wanted, top)
+    found = _looped(question, top)
+    leaders = [_improve(question, one, _SIMULATED) for one in found.ranked[:_LEADERS]]
+    return replace(found, ranked=_by_time([*leaders, *found.ranked[_LEADERS:]]))
 
 
 def _looped(question: Question, top: int) -> Found:
     """The search among SC'21's schedules: by the bounds of their times, until a time is needed."""
-    meshes = _meshes(question)
+    meshes = question.meshes()
     if not meshes:
         raise _no_layout(question)
-    ways = _open(question.fixed.recompute, RECOMPUTE)
-    # Seconds, order of arrival, candidate, its place in the ways to recompute, and its memory: None
-    # while its seconds are only a bound.
-    waiting = list(_openings(question, meshes, ways))
+    waiting = list(_openings(question, meshes))
     heapq.heapify(waiting)
     priced, measured = len(waiting), 0
     found: dict[tuple[int, int, int], Candidate] = {}
     while waiting and len(found) < top:
-        least_s, arrival, (layout, zero, time), way, memory = heapq.heappop(waiting)
+        one = heapq.heappop(waiting)
+        layout, zero = one.layout, one.zero
         mesh = (layout.data, layout.pipe, layout.tensor)
         if mesh in found:
             continue
-        if memory is None:
+        if one.priced is not None:
+            time, memory = one.priced
+            found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
+            continue
+        if len(one.order) == 1:
+            further = list(_chunked(question, one))
+        else:
             measured += 1
-            memory = question.memory(layout, zero)
-            if not question.holds(memory.total_bytes):
-                if way + 1 < len(ways):
-                    leaner = replace(layout, recompute=ways[way + 1])
-                    one = question.price(leaner, zero, bound=True)
-                    priced += 1
-                    heapq.heappush(waiting, (one.time.step_s, arrival, one, way + 1, None))
-                continue
-            time = question.price(layout, zero).time
-            if time.step_s > least_s:
-                one = Priced(layout, zero, time)
-                heapq.heappush(waiting, (time.step_s, arrival, one, way, memory))
-                continue
-        found[mesh] = Candidate(layout=layout, zero=zero, time=time, memory=memory)
+            further = list(_looked_at(question, one))
+        priced += sum(each.priced is None for each in further)
+        for each in further:
+            heapq.heappush(waiting, each)
     if not found:
         raise _nothing_fits(question, meshes)
     return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
 
 
-def _simulated(question: Question, top: int) -> Found:
+def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
+    """What stands for every candidate that recomputes least, whatever its chunks."""
+    fastest = [
+        (layout, zero)
+        for mesh in meshes
+        for zero in question.zeros(mesh)
+        if question.state_fits(mesh, zero)
+        for layout in question.settings(
+            replace(with_zero(mesh, zero), recompute=question.fixed.ways()[0])
+        )
+    ]
+    for arrival, (layout, zero) in enumerate(fastest):
+        time = question.time(layout, zero, bound=True)
+        least_s = (time.step_s - time.bubble_s) * (1 - 1e-12)  # rounded down
+        yield _Waiting(least_s, (arrival,), layout, zero)
+
+
+def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
+    for place, virtual in enumerate(question.virtuals(one.layout)):
+        layout = replace(one.layout, virtual=virtual)
+        least_s = question.time(layout, one.zero, bound=True).step_s
+        yield _Waiting(least_s, (*one.order, place), layout, one.zero)
+
+
+def _looked_at(question: Question, one: _Waiting) -> Iterator[_Waiting]:
+    """The candidate with its time and memory; where it does not fit, that which recomputes more."""
+    memory, ways = question.memory(one.layout, one.zero), question.fixed.ways()
+    if question.holds(memory.total_bytes):
+        time = question.time(one.layout, one.zero)
+        yield one._replace(least_s=time.step_s, priced=(time, memory))
+    elif one.way + 1 < len(ways):
+        layout = replace(one.layout, recompute=ways[one.way + 1])
+        least_s = question.time(layout, one.zero, bound=True).step_s
+        yield one._replace(least_s=least_s, layout=layout, way=one.way + 1)
+
+
+def _simulated(question: Question, wanted: str, top: int) -> Found:
     """The search with one schedule that has to be simulated, on what is best with 1F1B."""
-    wanted = question.fixed.schedule
     if wanted.endswith(SUFFIXES):
         raise UserError(
-            f"schedule={wanted!r} is a table of one shape, which leaves nothing to search: give "
+            f"schedule={wanted!r} is a table of one shape, which leaves nothing to search; use "
             "--data, --pipe, --tensor and --microbatch"
         )
-    chunks = maker(wanted).virtual
-    if chunks and question.fixed.virtual is None:
-        question = replace(question, fixed=replace(question.fixed, virtual=chunks))
-    check_virtual(wanted, question.fixed.virtual or 1, 1)
-    found = _looped(replace(question, fixed=replace(question.fixed, schedule=None)), top)
+    virtual = question.fixed.virtual or maker(wanted).virtual
+    check_virtual(wanted, virtual or 1, 1)
+    question = replace(question, fixed=replace(question.fixed, virtual=virtual))
+    found = _looped(question, top)
     tried = [
         _improve(question, one, (wanted,), anyway=True)
         for one in found.ranked
@@ -216,7 +194,7 @@ def _simulated(question: Question, top: int) -> Found:
         raise UserError(
             f"schedule={wanted!r} fits none of the {len(found.ranked)} best meshes of "
             f"{question.gpus} x {question.hardware.name}, or has too long a table to be simulated; "
-            f"use more GPUs, or schedule={_SCHEDULES[0]!r}"
+            "use more GPUs, or schedule='1f1b'"
         )
     return replace(found, ranked=ranked)
 
@@ -235,11 +213,11 @@ def _improve(
         ops = microbatches * one.layout.pipe * virtual
         if ops > _MOST_OPS * (16 if anyway else 1) or question.fixed.virtual not in (None, virtual):
             continue
-        for way in _open(question.fixed.recompute, RECOMPUTE):
+        for way in question.fixed.ways():
             layout = replace(one.layout, schedule=name, virtual=virtual, recompute=way)
-            if not is_allowed(question, layout):
+            if not question.allows(layout):
                 break
-            time = question.price(layout, one.zero).time
+            time = question.time(layout, one.zero)
             if best and time.step_s >= best.time.step_s:
                 break
             memory = question.memory(layout, one.zero)
@@ -253,155 +231,41 @@ def _by_time(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(sorted(candidates, key=lambda one: one.time.step_s))
 
 
-def _openings(question: Question, meshes: list[Layout], ways: tuple[str, ...]) -> Iterator[tuple]:
-    """Every candidate in its fastest way to recompute, but those whose state alone is too large."""
-    arrival = itertools.count()
-    for mesh in meshes:
-        for zero in zeros(question.fixed, mesh):
-            if not question.holds(_state_bytes(question.memory(_leanest(question, mesh), zero))):
-                continue
-            fastest = replace(with_zero(mesh, zero), recompute=ways[0])
-            for layout in settings(question, fastest):
-                one = question.price(layout, zero, bound=True)
-                yield one.time.step_s, next(arrival), one, 0, None
-
-
-def with_zero(layout: Layout, zero: int) -> Layout:
-    """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
-    return replace(layout, zero=zero or 1)
-
-
-def _state_bytes(memory: Memory) -> int:
-    return memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
-
-
-def _meshes(question: Question) -> list[Layout]:
-    """Every data x pipe x tensor that the model and the batch allow, in its leanest settings."""
-    fixed, meshes = question.fixed, []
-    for tensor, pipe in itertools.product(divisors(question.gpus), repeat=2):
-        data, left = divmod(question.gpus, tensor * pipe)
-        wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
-        if left or any(given not in (None, size) for given, size in wanted):
-            continue
-        mesh = Layout(
-            data=data, pipe=pipe, tensor=tensor, idle="phases", recompute="full",
-            virtual=fixed.virtual or 1, microbatch=fixed.microbatch or 1,
-            schedule=fixed.schedule or _SCHEDULES[0],
-            sequence_parallel=_sequence_parallel(question, tensor)[0],
-        )  # fmt: skip
-        if is_allowed(question, mesh):
-            meshes.append(mesh)
-    return meshes
-
-
-def _leanest(question: Question, mesh: Layout) -> Layout:
-    """The mesh with as many chunks as can be: zero=3 then has least of the parameters at hand."""
-    if question.fixed.virtual is not None or mesh.stage_layers != "even":
-        return mesh
-    return replace(mesh, virtual=question.model.layers // mesh.pipe)
-
-
-def is_allowed(question: Question, layout: Layout) -> bool:
-    """Whether the model can be laid out so, and the batch be divided."""
-    try:
-        layout.check(question.model)
-        layout.microbatches(question.global_batch)
-    except UserError:
-        return False
-    return True
-
-
-def settings(question: Question, mesh: Layout) -> Iterator[Layout]:
-    """Every (microbatch, virtual, schedule, sequence parallelism) of one mesh."""
-    fixed = question.fixed
-    microbatches = divisors(question.global_batch // mesh.data)
-    layers = question.model.layers // mesh.pipe
-    # On one stage chunks serve zero=3 alone, which gathers one of them at a time.
-    chunks = divisors(layers) if mesh.pipe > 1 or mesh.data > 1 else (1,)
-    for microbatch, virtual, schedule, sequence_parallel in itertools.product(
-        _open(fixed.microbatch, microbatches),
-        _open(fixed.virtual, chunks),
-        _open(fixed.schedule, _SCHEDULES),
-        _sequence_parallel(question, mesh.tensor),
-    ):
-        layout = replace(
-            mesh, microbatch=microbatch, virtual=virtual, schedule=schedule,
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-        if is_allowed(question, layout):
-            yield layout
-
-
-def _open(given, choices: tuple) -> tuple:
-    return choices if given is None else (given,)
-
-
-def zeros(fixed: Fixed, mesh: Layout) -> tuple[int, ...]:
-    """The values of `zero` to try on a mesh: the one that is fixed, else those that this program
-    trains with; 3 is as 1 where there is one replica."""
-    return _open(fixed.zero, _ZERO if mesh.data > 1 else _ZERO[:1])
-
-
-def _sequence_parallel(question: Question, tensor: int) -> tuple[bool, ...]:
-    """What may be tried, the leaner first."""
-    if question.fixed.sequence_parallel is not None:
-        return (question.fixed.sequence_parallel,)
-    if tensor == 1:
-        return (True,)
-    return (True, False) if question.model.sequence % tensor == 0 else (False,)
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
 # --- nothing found --------------------------------------------------------------------------------
 
 
 def _no_layout(question: Question) -> UserError:
     """Names what stands in the way of a mesh that the caller asked for, or of every mesh."""
-    fixed, model = question.fixed, question.model
-    given = {each.name: getattr(fixed, each.name) for each in fields(fixed)}
-    product = (fixed.data or 1) * (fixed.pipe or 1) * (fixed.tensor or 1)
-    sizes = " * ".join(
-        f"{name}={given[name]}" for name in ("data", "pipe", "tensor") if given[name]
-    )
-    if sizes and question.gpus % product:
+    model, gpus = question.model, question.gpus
+    given = {name: value for name, value in asdict(question.fixed).items() if value is not None}
+    product, sizes = 1, []
+    for name in ("data", "pipe", "tensor"):
+        if given.get(name):
+            product *= given[name]
+            sizes.append(f"{name}={given[name]}")
+    if gpus % product:
         return UserError(
-            f"gpus={question.gpus} cannot be divided by {sizes}; use gpus="
-            f"{max(1, question.gpus // product) * product} or leave one of them open"
+            f"gpus={gpus} cannot be divided by {' * '.join(sizes)}; use gpus="
+            f"{max(1, gpus // product) * product} or leave one of them open"
         )
-    said = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-    return UserError(
-        f"no layout of gpus={question.gpus}{' with ' + said if said else ''} divides "
-        f"layers={model.layers}, heads={model.heads} and global_batch={question.global_batch}; "
-        f"use gpus={_nearest_gpus(question)}, or a global_batch that is a multiple of "
-        f"gpus={question.gpus}"
-    )
-
-
-def _nearest_gpus(question: Question) -> int:
-    """The next smaller number of devices that has a mesh."""
+    said = ", ".join(f"{name}={value}" for name, value in given.items())
     free = replace(question, fixed=Fixed())
-    return (
-        next(gpus for gpus in range(question.gpus - 1, 0, -1) if _meshes(replace(free, gpus=gpus)))
-        if question.gpus > 1
-        else 1
+    nearest = (n for n in range(gpus - 1, 0, -1) if replace(free, gpus=n).meshes())
+    return UserError(
+        f"no layout of gpus={gpus}{' with ' + said if said else ''} divides layers={model.layers}, "
+        f"heads={model.heads} and global_batch={question.global_batch}; use gpus="
+        f"{next(nearest, 1)}, or a global_batch that is a multiple of gpus={gpus}"
     )
 
 
 def _nothing_fits(question: Question, meshes: list[Layout]) -> UserError:
     """With the leanest candidate: no user should have to guess how much is missing."""
-    recompute = _open(question.fixed.recompute, RECOMPUTE)[-1]
-    least, layout, zero = min(
-        (
-            (question.memory(layout, zero).total_bytes, layout, zero)
-            for mesh in meshes
-            for zero in zeros(question.fixed, mesh)
-            for layout in (replace(mesh, recompute=recompute),)
-        ),
-        key=lambda entry: entry[0],
+    leanest = (
+        (question.memory(layout, zero).total_bytes, layout, zero)
+        for layout in (replace(mesh, recompute=question.fixed.ways()[-1]) for mesh in meshes)
+        for zero in question.zeros(layout)
     )
+    least, layout, zero = min(leanest, key=lambda entry: entry[0])
     room = MEMORY_AT_MOST * question.hardware.memory_gib
     return UserError(
         f"no layout on {question.gpus} x {question.hardware.name} fits: the leanest of "
@@ -418,16 +282,14 @@ def fewest_gpus(
 
     batch_of: the global batch for a number of devices. UserError above 2^20 of them.
     """
+    fixed = fixed or Fixed()
     for gpus in (2**power for power in range(21)):
         question = Question(
-            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware,
-            fixed=fixed or Fixed(), scatter_gather=True,
-        )  # fmt: skip
-        recompute = _open(question.fixed.recompute, RECOMPUTE)[-1]
-        zero = _open(question.fixed.zero, _ZERO)[0]
-        for mesh in _meshes(question):
-            leanest = question.memory(replace(mesh, recompute=recompute), zero)
-            if question.holds(leanest.total_bytes):
+            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware, fixed=fixed
+        )
+        for mesh in question.meshes():
+            leanest = replace(mesh, recompute=fixed.ways()[-1])
+            if question.holds(question.memory(leanest, fixed.zero or 1).total_bytes):
                 return gpus
     raise UserError(
         f"layers={model.layers} of hidden={model.hidden} fit on no number of {hardware.name} up to "

@@ -15,15 +15,15 @@ from typing import Literal, NamedTuple
 
 from mtx.config import RunConfig
 from mtx.plan import flops
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
 from mtx.plan.families import family_of, parameters_by_part
 from mtx.plan.hardware import hardware
+from mtx.plan.makespan import LOOPED
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, bubble, published_throughput, published_training_time
-from mtx.plan.search import MEMORY_AT_MOST
-from mtx.plan.time import LOOPED
 from mtx.schedules.simulate import bubble_text
 
 Source = Literal[

@@ -75,7 +75,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
         "placement": placement_words(schedule.virtual_stages),
         "ticks": tick_rows(schedule),
     }
-    by_tick = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+    by_tick = orders_of(*schedule.tables)
     columns = ("kind", "item", "chunk")
     if any((getattr(by_tick, c) != getattr(schedule.orders, c)).any() for c in columns):
         record["orders"] = order_rows(schedule)

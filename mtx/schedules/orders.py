@@ -69,6 +69,23 @@ class Orders:
         ops = np.stack(rows)
         return cls(kind=ops[..., 0], item=ops[..., 1], chunk=ops[..., 2])
 
+    @classmethod
+    def from_kinds(
+        cls, stages: Sequence[Sequence[int]], microbatches: int, *, chunks: int = 1
+    ) -> Orders:
+        """From chunks * kind + chunk of every op of a stage, the n-th of which is of microbatch n;
+        those beyond the last microbatch fall away."""
+        rows = []
+        for codes in stages:
+            code = np.array(codes, np.int32)
+            item = np.empty_like(code)
+            for one in range(3 * chunks):
+                mine = code == one
+                item[mine] = np.arange(mine.sum())
+            rows.append(np.stack([code // chunks, item, code % chunks])[:, item < microbatches])
+        kind, item, chunk = np.stack(rows, axis=1)
+        return cls(kind=kind, item=item, chunk=chunk)
+
     @property
     def split(self) -> bool:
         """Whether W is an op of its own, so that B is the gradient of the input alone."""
@@ -91,10 +108,9 @@ def chunks_in_order(virtual_stages_CP: np.ndarray) -> np.ndarray:
     return chunk.ravel()[np.argsort(virtual_stages_CP.ravel())]
 
 
-def orders_of(forward: np.ndarray, backward: np.ndarray, weight: np.ndarray | None) -> Orders:
-    """The orders of a table: by tick, and F, B, W within one. Arguments: ticks int [I, C, P]."""
-    tables = [forward, backward] if weight is None else [forward, backward, weight]
-    items, chunks, stages = forward.shape
+def orders_of(*tables: np.ndarray) -> Orders:
+    """The orders of the ticks [I, C, P] of F, B and, where split, W: by tick, and in this turn."""
+    items, chunks, stages = tables[0].shape
     when = np.stack([3 * ticks.astype(np.int64) + kind for kind, ticks in enumerate(tables)])
     order = np.argsort(when.reshape(-1, stages), axis=0, kind="stable").T
     kind, rest = np.divmod(order, items * chunks)

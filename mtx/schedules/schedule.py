@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtx.schedules.orders import (
+    KINDS,
     B,
     BadOp,
     F,
@@ -32,8 +33,8 @@ from mtx.schedules.orders import (
     pack,
     stages_in_order,
 )
+from mtx.schedules.slots import IDLE, Half, Ring, Route, assign_slots, cache, ring, routes, tabulate
 
-IDLE = -1
 MOST_PHASES = 8
 
 
@@ -48,56 +49,6 @@ def vee_placement(stages: int, virtual: int = 2) -> np.ndarray:
     virtual_stages = looped_placement(stages, virtual)
     virtual_stages[1::2] = virtual_stages[1::2, ::-1]
     return virtual_stages
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Half:
-    """One kind of op (F, B or W) of every tick, which has two, or three where W is split.
-
-    All arrays are int32 [T, P].
-    """
-
-    item: np.ndarray  # IDLE where the stage sits it out
-    chunk: np.ndarray  # 0 where idle
-    slot: np.ndarray  # of the stash: F writes it (where idle, a free one), B reads it; W: its own
-
-    @cached_property
-    def busy(self) -> np.ndarray:
-        """bool [T, P]"""
-        return self.item != IDLE
-
-    @cached_property
-    def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where runs of ops of one chunk begin and end on their stage; bool [T, P] each."""
-        begins, ends = np.zeros_like(self.busy), np.zeros_like(self.busy)
-        for stage, busy in enumerate(self.busy.T):
-            ticks = np.flatnonzero(busy)
-            chunk = self.chunk[ticks, stage]
-            changes = chunk[1:] != chunk[:-1]
-            begins[ticks[np.r_[True, changes]], stage] = True
-            ends[ticks[np.r_[changes, True]], stage] = True
-        return begins, ends
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Ring:
-    """Slots for values that wait for the tick that uses them; int32 [T, P] each.
-
-    `slots` is 0 where every value is used in the tick of its arrival: then nothing is kept.
-    """
-
-    write: np.ndarray  # the slot for this tick's arrival (a free one where nothing arrives)
-    read: np.ndarray  # the slot of the value that this tick uses
-    slots: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Route:
-    """One way that values take between stages, and their ring at its end."""
-
-    by: int  # from stage s to stage (s + by) mod P; 0: they stay
-    ring: Ring
-    used: np.ndarray  # bool [T, P]: this tick's op takes its input from here
 
 
 class Phase(NamedTuple):
@@ -115,24 +66,10 @@ class Schedule:
     """A checked table. Ticks and virtual stages define it, the rest is derived from them."""
 
     name: str
-    forward_ticks: np.ndarray  # int [I, C, P]
-    backward_ticks: np.ndarray  # int [I, C, P]
-    weight_ticks: np.ndarray | None  # int [I, C, P]; None: B is both gradients
+    tables: tuple[np.ndarray, ...]  # ticks int [I, C, P] of F, B and, where split from B, W
     virtual_stages: np.ndarray  # int [C, P]
     slices: int  # of each microbatch's sequences
     orders: Orders  # what a runtime with a program per stage runs
-    forward: Half
-    backward: Half
-    weight: Half | None
-    slots: int  # R, ring slots of the stash, from F to B
-    weight_stash: Ring | None  # from B to W
-    receives: tuple[Route, ...]  # activations from the stage of the virtual stage before
-    gradient_receives: tuple[Route, ...]  # gradients from the stage of the virtual stage after
-    outputs: Ring  # the last virtual stage's output, until the head reads it
-    # Of a sliced sequence: keys and values, from its first F to its last B; and their gradients,
-    # from its first B to its last. Slots for each F and B of it.
-    cache: Ring | None
-    gradient_cache: Ring | None
 
     @classmethod
     def from_ticks(
@@ -154,43 +91,15 @@ class Schedule:
         """
         if virtual_stages is None:
             virtual_stages = looped_placement(forward_ticks.shape[2], forward_ticks.shape[1])
-        tables = [forward_ticks, backward_ticks]
-        tables += [] if weight_ticks is None else [weight_ticks]
-        _check_inputs_ready(name, tables, virtual_stages, slices)
-        ticks = 1 + max(int(table.max()) for table in tables)
-        stash = _assign_slots(forward_ticks, backward_ticks, ticks)
-        slots = [stash.write, stash.read]
-        weight_stash = None
-        if weight_ticks is not None:
-            weight_stash = _assign_slots(backward_ticks, weight_ticks, ticks)
-            slots.append(weight_stash.read)
-        halves = [
-            _tabulate(name, kind, table, ticks, slot, slices)
-            for kind, (table, slot) in enumerate(zip(tables, slots))
-        ]
-        arrival, gradient_arrival = _arrivals(forward_ticks, backward_ticks, virtual_stages)
-        at_head = np.where(virtual_stages == virtual_stages.max(), forward_ticks, IDLE)
-        return cls(
-            name=name,
-            forward_ticks=forward_ticks,
-            backward_ticks=backward_ticks,
-            weight_ticks=weight_ticks,
-            virtual_stages=virtual_stages,
-            slices=slices,
-            orders=orders or orders_of(forward_ticks, backward_ticks, weight_ticks),
-            forward=halves[F],
-            backward=halves[B],
-            weight=halves[W] if weight_ticks is not None else None,
-            slots=stash.slots,
-            weight_stash=weight_stash,
-            receives=_routes(arrival, forward_ticks, ticks, _senders(virtual_stages, -1)),
-            gradient_receives=_routes(
-                gradient_arrival, backward_ticks, ticks, _senders(virtual_stages, 1)
-            ),
-            outputs=_ring(at_head, backward_ticks, ticks),
-            cache=_cache(forward_ticks, backward_ticks, 0, slices, ticks),
-            gradient_cache=_cache(backward_ticks, backward_ticks, slices - 1, slices, ticks),
-        )
+        tables = (forward_ticks, backward_ticks)
+        tables += () if weight_ticks is None else (weight_ticks,)
+        schedule = cls(
+            name=name, tables=tables, virtual_stages=virtual_stages, slices=slices,
+            orders=orders or orders_of(*tables),
+        )  # fmt: skip
+        schedule._check_inputs_ready()
+        _ = schedule.halves  # which finds ops in one another's ticks
+        return schedule
 
     @classmethod
     def from_orders(
@@ -204,14 +113,9 @@ class Schedule:
             virtual_stages = looped_placement(len(orders.kind), int(orders.chunk.max()) + 1)
         forward, backward, weight = pack(name, orders, virtual_stages, slices)
         return cls.from_ticks(
-            name,
-            forward,
-            backward,
-            weight,
-            virtual_stages=virtual_stages,
-            slices=slices,
+            name, forward, backward, weight, virtual_stages=virtual_stages, slices=slices,
             orders=orders,
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         slices = f", slices={self.slices}" if self.slices > 1 else ""
@@ -219,12 +123,6 @@ class Schedule:
             f"Schedule({self.name!r}, stages={self.stages}, microbatches={self.microbatches}, "
             f"virtual={self.virtual}{slices}, ticks={self.ticks})"
         )
-
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The timeline, in a notebook. The one import that runs upward, when a notebook asks."""
-        from mtx.view.schedule import show
-
-        return show(self)._repr_png_()
 
     @property
     def items(self) -> int:
@@ -243,18 +141,96 @@ class Schedule:
         return self.forward_ticks.shape[2]
 
     @property
-    def ticks(self) -> int:
-        return self.forward.item.shape[0]
-
-    @property
     def split(self) -> bool:
         """Whether W is an op of its own."""
-        return self.weight is not None
+        return len(self.tables) > W
 
     @property
+    def forward_ticks(self) -> np.ndarray:
+        return self.tables[F]
+
+    @property
+    def backward_ticks(self) -> np.ndarray:
+        return self.tables[B]
+
+    @property
+    def weight_ticks(self) -> np.ndarray | None:
+        return self.tables[W] if self.split else None
+
+    @cached_property
+    def ticks(self) -> int:
+        return 1 + max(int(table.max()) for table in self.tables)
+
+    # -- what runs, and which slots it uses -------------------------------------------------------
+
+    @cached_property
+    def _stash(self) -> Ring:
+        """From F to B."""
+        return assign_slots(self.forward_ticks, self.backward_ticks, self.ticks)
+
+    @property
+    def slots(self) -> int:
+        """R, ring slots of the stash, from F to B."""
+        return self._stash.slots
+
+    @cached_property
+    def weight_stash(self) -> Ring | None:
+        """From B to W."""
+        if not self.split:
+            return None
+        return assign_slots(self.backward_ticks, self.weight_ticks, self.ticks)
+
+    @cached_property
     def halves(self) -> tuple[Half, ...]:
         """F, B and, where it is split, W: in the order in which a tick runs them."""
-        return (self.forward, self.backward) + ((self.weight,) if self.weight else ())
+        slots = [self._stash.write, self._stash.read]
+        slots += [self.weight_stash.read] if self.weight_stash else []
+        return tuple(
+            tabulate(self.name, kind, table, self.ticks, slot, self.slices)
+            for kind, (table, slot) in enumerate(zip(self.tables, slots, strict=True))
+        )
+
+    @property
+    def forward(self) -> Half:
+        return self.halves[F]
+
+    @property
+    def backward(self) -> Half:
+        return self.halves[B]
+
+    @property
+    def weight(self) -> Half | None:
+        return self.halves[W] if self.split else None
+
+    @cached_property
+    def receives(self) -> tuple[Route, ...]:
+        """Activations, from the stage of the virtual stage before."""
+        senders = _senders(self.virtual_stages, -1)
+        return routes(self._arrivals[F], self.forward_ticks, self.ticks, senders)
+
+    @cached_property
+    def gradient_receives(self) -> tuple[Route, ...]:
+        """Gradients, from the stage of the virtual stage after."""
+        senders = _senders(self.virtual_stages, 1)
+        return routes(self._arrivals[B], self.backward_ticks, self.ticks, senders)
+
+    @cached_property
+    def outputs(self) -> Ring:
+        """The last virtual stage's output, until the head reads it."""
+        last = self.virtual_stages == self.virtual_stages.max()
+        return ring(np.where(last, self.forward_ticks, IDLE), self.backward_ticks, self.ticks)
+
+    @cached_property
+    def cache(self) -> Ring | None:
+        """Of a sliced sequence: keys and values, from its first F to its last B. Slots for each F
+        and B of it."""
+        return cache(self.forward_ticks, self.backward_ticks, 0, self.slices, self.ticks)
+
+    @cached_property
+    def gradient_cache(self) -> Ring | None:
+        """The gradients of `cache`, from its first B to its last."""
+        ticks, last = self.backward_ticks, self.slices - 1
+        return cache(ticks, ticks, last, self.slices, self.ticks)
 
     @cached_property
     def first_virtual_stage(self) -> tuple[int, int]:
@@ -310,8 +286,7 @@ class Schedule:
         kinds = np.zeros((self.ticks, 3), bool)
         for kind, half in enumerate(self.halves):
             kinds[:, kind] = half.busy.any(axis=1)
-        arrivals = _arrivals(self.forward_ticks, self.backward_ticks, self.virtual_stages)
-        for kind, arrival in enumerate(arrivals):
+        for kind, arrival in enumerate(self._arrivals):
             kinds[arrival[arrival != IDLE], kind] = True
         cuts = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1))
         edges = np.array([0, *cuts, self.ticks])
@@ -328,16 +303,54 @@ class Schedule:
             for a, b, row in zip(edges[:-1], edges[1:], kinds.tolist(), strict=True)
         )
 
+    @cached_property
+    def _arrivals(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ticks [I, C, P] at which the inputs of F and of B arrive from their neighbours; IDLE
+        where none does."""
+        chunks, stages = (
+            order(self.virtual_stages) for order in (chunks_in_order, stages_in_order)
+        )
+        forward, backward = (ticks[:, chunks, stages] for ticks in self.tables[:2])  # [I, C*P]
+        arrival, gradient_arrival = np.full_like(forward, IDLE), np.full_like(backward, IDLE)
+        arrival[:, 1:] = forward[:, :-1] + 1
+        gradient_arrival[:, :-1] = backward[:, 1:] + 1
+        return arrival[:, self.virtual_stages], gradient_arrival[:, self.virtual_stages]
+
+    def _check_inputs_ready(self) -> None:
+        """Raises BadOp about the first op that runs before its input is there."""
+        forward, backward, *weight = self.tables
+        arrival, gradient_arrival = self._arrivals
+        first = np.arange(self.items) % self.slices == 0
+        slice_before, slice_after = np.roll(forward, 1, axis=0), np.roll(backward, -1, axis=0)
+        slice_before[first], slice_after[np.roll(first, -1)] = IDLE, IDLE
+        before = "before the {} of the {} has finished"
+        checks = [
+            (F, forward < 0, "before the first tick"),
+            (F, forward < arrival, before.format("F", "virtual stage before it")),
+            (F, forward <= slice_before, before.format("F", "slice before it")),
+            (B, backward < gradient_arrival, before.format("B", "virtual stage after it")),
+            (B, backward < forward, "before its own F has finished"),
+            (B, backward <= slice_after, before.format("B", "slice after it")),
+        ]
+        checks += [(W, ticks < backward, "before its own B has finished") for ticks in weight]
+        for kind, early, what in checks:
+            if early.any():
+                i, c, s = np.argwhere(early)[0].tolist()
+                when = ", ".join(
+                    f"{KINDS[k]} in tick {table[i, c, s]}" for k, table in enumerate(self.tables)
+                )
+                part = f", slice {i % self.slices}" if self.slices > 1 else ""
+                raise BadOp(
+                    f"schedule {self.name!r}: at microbatch {i // self.slices}{part}, chunk {c}, "
+                    f"stage {s} {KINDS[kind]} runs {what} ({when})",
+                    stage=s, op=Op(kind, i, c),
+                )  # fmt: skip
+
 
 def _most_waiting(first: Half, then: Half) -> np.ndarray:
     starts = first.busy.cumsum(axis=0)
     ends = np.vstack([np.zeros((1, starts.shape[1]), int), then.busy.cumsum(axis=0)[:-1]])
     return (starts - ends).max(axis=0)
-
-
-def _in_model_order(ticks_ICP: np.ndarray, virtual_stages: np.ndarray) -> np.ndarray:
-    """[I, C, P] as [I, C*P], in the order of the model."""
-    return ticks_ICP[:, chunks_in_order(virtual_stages), stages_in_order(virtual_stages)]
 
 
 def _senders(virtual_stages: np.ndarray, step: int) -> np.ndarray:
@@ -346,149 +359,8 @@ def _senders(virtual_stages: np.ndarray, step: int) -> np.ndarray:
     return stage[np.clip(virtual_stages + step, 0, len(stage) - 1)]
 
 
-def _arrivals(forward_ticks: np.ndarray, backward_ticks: np.ndarray, virtual_stages: np.ndarray):
-    """Ticks [I, C, P] at which each op's input arrives from its neighbour; IDLE where none does."""
-    forward, backward = (
-        _in_model_order(forward_ticks, virtual_stages),
-        _in_model_order(backward_ticks, virtual_stages),
-    )
-    arrival, gradient_arrival = np.full_like(forward, IDLE), np.full_like(backward, IDLE)
-    arrival[:, 1:] = forward[:, :-1] + 1
-    gradient_arrival[:, :-1] = backward[:, 1:] + 1
-    return arrival[:, virtual_stages], gradient_arrival[:, virtual_stages]
-
-
-def _check_inputs_ready(
-    name: str, tables: list[np.ndarray], virtual_stages: np.ndarray, slices: int
-) -> None:
-    forward, backward = tables[:2]
-    arrival, gradient_arrival = _arrivals(forward, backward, virtual_stages)
-    first = np.arange(len(forward)) % slices == 0
-    last = np.roll(first, -1)
-    slice_before, slice_after = np.roll(forward, 1, axis=0), np.roll(backward, -1, axis=0)
-    slice_before[first], slice_after[last] = IDLE, IDLE
-    checks = [
-        (F, forward < 0, "F runs before the first tick"),
-        (F, forward < arrival, "F runs before the F of the virtual stage before it has finished"),
-        (F, forward <= slice_before, "F runs before the F of the slice before it has finished"),
-        (
-            B,
-            backward < gradient_arrival,
-            "B runs before the B of the virtual stage after it has finished",
-        ),
-        (B, backward < forward, "B runs before its own F has finished"),
-        (B, backward <= slice_after, "B runs before the B of the slice after it has finished"),
-    ]
-    if len(tables) == 3:
-        checks.append((W, tables[W] < backward, "W runs before its own B has finished"))
-    for kind, late, what in checks:
-        if late.any():
-            i, c, s = (int(index) for index in np.argwhere(late)[0])
-            when = ", ".join(
-                f"{'FBW'[k]} in tick {table[i, c, s]}" for k, table in enumerate(tables)
-            )
-            where = f"microbatch {i // slices}" + (f", slice {i % slices}" if slices > 1 else "")
-            raise BadOp(
-                f"schedule {name!r}: at {where}, chunk {c}, stage {s} {what} ({when})",
-                stage=s, op=Op(kind, i, c),
-            )  # fmt: skip
-
-
-def _tabulate(
-    name: str, kind: int, ticks_ICP: np.ndarray, ticks: int, slot: np.ndarray, slices: int
-) -> Half:
-    """The ops that run in the given ticks."""
-    stages = ticks_ICP.shape[2]
-    item = np.full((ticks, stages), IDLE, np.int32)
-    chunk = np.zeros((ticks, stages), np.int32)
-    i, c, s = np.indices(ticks_ICP.shape)
-    item[ticks_ICP, s] = i
-    chunk[ticks_ICP, s] = c
-    if (item != IDLE).sum() != ticks_ICP.size:
-        lost = (item[ticks_ICP, s] != i) | (chunk[ticks_ICP, s] != c)
-        i0, c0, s0 = (int(index) for index in np.argwhere(lost)[0])
-        tick, op = ticks_ICP[i0, c0, s0], Op(kind, i0, c0)
-        other = Op(kind, int(item[tick, s0]), int(chunk[tick, s0]))
-        raise BadOp(
-            f"schedule {name!r}: stage {s0} has two {'FBW'[kind]} ops in tick {tick}, "
-            f"{op.describe(slices)} and {other.describe(slices)}",
-            stage=s0, op=op,
-        )  # fmt: skip
-    return Half(item=item, chunk=chunk, slot=slot)
-
-
-def _routes(
-    arrival: np.ndarray, use: np.ndarray, ticks: int, senders: np.ndarray
-) -> tuple[Route, ...]:
-    """The ways that the inputs of these ops take; `senders`: int [C, P], where each comes from."""
-    stages = use.shape[2]
-    by_CP = (np.arange(stages) - senders) % stages
-    travels = arrival != IDLE
-    i, c, s = np.nonzero(travels)
-    routes = []
-    for by in np.unique(by_CP[c, s]):
-        mine = travels & (by_CP == by)
-        used = np.zeros((ticks, stages), bool)
-        used[use[mine], np.nonzero(mine)[2]] = True
-        ring = _ring(np.where(mine, arrival, IDLE), use, ticks)
-        routes.append(Route(by=int(by), ring=ring, used=used))
-    return tuple(routes)
-
-
-def _cache(begin: np.ndarray, end: np.ndarray, first: int, slices: int, ticks: int) -> Ring | None:
-    """One slot for each (microbatch, chunk), from the `begin` of slice `first` to the `end` of
-    slice 0; `write` and `read` hold it at every begin and end of a slice. None without slices."""
-    if slices == 1:
-        return None
-    part = np.arange(len(begin))[:, None, None] % slices
-    write_ticks = np.where(part == first, begin, IDLE)
-    read_ticks = np.roll(np.where(part == 0, end, IDLE), first, axis=0)
-    held = _assign_slots(write_ticks, read_ticks, ticks)
-    stage = np.broadcast_to(np.arange(begin.shape[2]), begin.shape)
-    slot = np.repeat(held.write[begin, stage][first::slices], slices, axis=0)
-    held.write[begin, stage], held.read[end, stage] = slot, slot
-    return held
-
-
 def by_tick(ticks_I: np.ndarray, ticks: int) -> np.ndarray:
     """int32 [T]: the item of each tick, or IDLE."""
     item = np.full(ticks, IDLE, np.int32)
     item[ticks_I] = np.arange(len(ticks_I))
     return item
-
-
-def _ring(arrival: np.ndarray, use: np.ndarray, ticks: int) -> Ring:
-    waits = (arrival != IDLE) & (arrival != use)
-    if not waits.any():
-        nothing = np.zeros((ticks, use.shape[2]), np.int32)
-        return Ring(write=nothing, read=nothing, slots=0)
-    return _assign_slots(arrival, use, ticks)
-
-
-def _assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -> Ring:
-    """Gives each item the lowest slot that is free from its write to its read, both included.
-
-    That is interval colouring: no assignment needs fewer slots. A stage without a write in a tick
-    is given a slot that nobody holds, so that a program which writes in every tick does no harm.
-    """
-    stages = write_ticks.shape[2]
-    stage = np.broadcast_to(np.arange(stages), write_ticks.shape)
-    items = write_ticks != IDLE
-    until = np.full((ticks, stages), IDLE)  # the read of what is written in each tick
-    until[write_ticks[items], stage[items]] = read_ticks[items]
-    write = np.zeros((ticks, stages), np.int32)
-    read = np.zeros((ticks, stages), np.int32)
-    held_until = np.full((stages, 8), IDLE)  # per slot: the tick of its next read
-    every = np.arange(stages)
-    for tick in range(ticks):
-        slot = (held_until < tick).argmax(axis=1)
-        if (held_until[every, slot] >= tick).any():  # a stage has no free one
-            held_until = np.pad(
-                held_until, ((0, 0), (0, held_until.shape[1])), constant_values=IDLE
-            )
-            slot = (held_until < tick).argmax(axis=1)
-        write[tick] = slot
-        busy = np.flatnonzero(until[tick] != IDLE)
-        held_until[busy, slot[busy]] = until[tick, busy]
-        read[until[tick, busy], busy] = slot[busy]
-    return Ring(write=write, read=read, slots=int(write.max()) + 1)

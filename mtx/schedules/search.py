@@ -38,6 +38,11 @@ class Candidate:
     reason: str = ""  # why it is better than the next one, or why it is out
 
     @property
+    def for_comparison(self) -> bool:
+        """Whether it is made for a program per stage, so that ours does not run it at its price."""
+        return not MAKERS[self.name].lockstep
+
+    @property
     def label(self) -> str:
         """The name, with the numbers of chunks and slices where they are not 1."""
         chunks = f" v={self.virtual}" if self.virtual > 1 else ""
@@ -84,35 +89,18 @@ def search_schedules(
     return tuple(_with_reasons(found, memory_limit))
 
 
-def choose(
-    microbatches: int,
-    stages: int,
-    *,
-    virtuals: Sequence[int] = (1,),
-    slices: Sequence[int] = (1,),
-    times: Times | None = None,
-    memory_limit: float | None = None,
-    weight_share: float = WEIGHT_SHARE,
-    layers: int | None = None,
-) -> Candidate:
-    """The first of `search_schedules`. UserError where nothing fits."""
-    found = search_schedules(
-        microbatches, stages, virtuals=virtuals, slices=slices, times=times,
-        memory_limit=memory_limit, weight_share=weight_share, layers=layers,
-    )  # fmt: skip
-    if found[0].fits:
-        return found[0]
-    smallest = min(found, key=lambda candidate: candidate.memory)
-    if smallest.schedule is None:
-        raise UserError(
-            f"no schedule for microbatches={microbatches}, stages={stages}, virtual="
-            f"{_either(virtuals)}: {smallest.name}: {smallest.reason}"
-        )
-    raise UserError(
-        f"no schedule for microbatches={microbatches}, stages={stages}, virtual="
-        f"{_either(virtuals)} fits memory_limit={memory_limit:g}; {smallest.label} keeps least, "
-        f"{smallest.memory:.4g} stashes of a stage"
-    )
+def choose(found: Sequence[Candidate]) -> Candidate:
+    """The first of `search_schedules` that is made for lock-step. UserError where none fits."""
+    for candidate in found:
+        if candidate.fits and not candidate.for_comparison:
+            return candidate
+    least = min(found, key=lambda c: (c.schedule is None, not c.fits, c.memory))
+    if least.schedule is None:
+        raise UserError(f"no schedule goes with these numbers; {least.label}: {least.reason}")
+    keeps = f"{least.label} {least.reason}"
+    if least.fits:
+        keeps = f"{least.label}, made for a program per stage, does in {least.memory:.4g}: name it"
+    raise UserError(f"no schedule for lock-step fits memory_limit; {keeps}")
 
 
 def _parameters(virtuals: Sequence[int], slices: Sequence[int]) -> Iterator[tuple[str, int, int]]:

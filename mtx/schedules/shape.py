@@ -113,6 +113,9 @@ class Maker:
 
     make: Callable[[Shape], Schedule]
     source: str
+    # Made for one program in lock-step, as ours. One for a program per stage is a table to compare
+    # with: it runs and gives the same gradients, in more time than its authors' price.
+    lockstep: bool = True
     virtual: int | None = None  # the only number of chunks it knows; None: any
     sliced: bool = False  # may cut sequences into slices
     default_virtual: int = 1

@@ -148,7 +148,7 @@ def simulate(
         lasts = durations(schedule, orders, times)
         start, end, before = _run_asynchronous(schedule, lasts, times.comm)
     elif model == "lockstep":
-        orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+        orders = orders_of(*schedule.tables)
         lasts = durations(schedule, orders, times)
         start, end, before = _run_lockstep(schedule, orders, lasts, times.comm)
     else:
@@ -245,8 +245,8 @@ def _run_lockstep(
     schedule: Schedule, orders: Orders, lasts_PK: np.ndarray, comm: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     stages, ops = orders.kind.shape
-    tick = _ticks(schedule, orders)
-    stage = np.broadcast_to(np.arange(stages)[:, None], tick.shape)
+    stage = np.broadcast_to(np.arange(stages)[:, None], orders.kind.shape)
+    tick = np.stack(schedule.tables)[orders.kind, orders.item, orders.chunk, stage]
     by_kind = np.zeros((3, schedule.ticks, stages))
     by_kind[orders.kind, tick, stage] = lasts_PK
     until = by_kind.cumsum(axis=0)  # F, B and W of a tick follow one another
@@ -267,14 +267,6 @@ def _run_lockstep(
     same_tick = np.zeros(tick.shape, bool)
     same_tick[:, 1:] = tick[:, 1:] == tick[:, :-1]
     return start, end, np.where(same_tick, index - 1, earlier[tick])
-
-
-def _ticks(schedule: Schedule, orders: Orders) -> np.ndarray:
-    """int [P, K]: the tick of each op."""
-    tables = [schedule.forward_ticks, schedule.backward_ticks]
-    tables += [] if schedule.weight_ticks is None else [schedule.weight_ticks]
-    stage = np.arange(schedule.stages)[:, None]
-    return np.stack(tables)[orders.kind, orders.item, orders.chunk, stage]
 
 
 def _sends(schedule: Schedule) -> np.ndarray:

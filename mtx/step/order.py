@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mtx.schedules.partition import EMPTY
 from mtx.sharding.axes import axes_of
-from mtx.step.state import States
+from mtx.step.state import States, stacked
 
 Tree = Any
 
@@ -38,21 +37,15 @@ def from_canonical(tree: Tree, states: States) -> Tree:
 
     def stack(kind: str, leaves: Tree) -> Tree:
         slots = states.placement.slots_of(kind)
-        flat = slots.ravel()
-
-        def stack(a):
-            used = jnp.asarray(flat != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
-            return jnp.where(used, a[flat], 0).reshape(*slots.shape, *a.shape[1:])
-
-        return jax.tree.map(stack, leaves)
+        return jax.tree.map(lambda a: stacked(a[slots.ravel()], slots=slots), leaves)
 
     def pad_vocab(a, spec):
         rows = states.model.vocab_rows - len(a) if _is_vocab(spec) else 0
         return jnp.pad(a, ((0, rows), *((0, 0),) * (a.ndim - 1))) if rows else a
 
     layers = {kind: stack(kind, leaves) for kind, leaves in tree["layers"].items()}
-    stacked = _shared(pad_vocab, tree, states) | {"layers": layers}
-    return jax.tree.map(lambda a, shard: shard.pad(a), stacked, states.shards)
+    tree = _shared(pad_vocab, tree, states) | {"layers": layers}
+    return jax.tree.map(lambda a, shard: shard.pad(a), tree, states.shards)
 
 
 def _shared(change: Callable, tree: Tree, states: States) -> Tree:

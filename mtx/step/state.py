@@ -79,14 +79,11 @@ class States:
         gathered at a time."""
         layout = self.run.layout
 
-        def shard(a, spec, stacked: int = 0):
+        def shard(path, a, spec):
+            stacked = 3 if layout.zero == 3 and is_of_layers(path) else 0
             return shard_over_replicas(a.shape, spec, replicas=layout.replicas, stacked=stacked)
 
-        of_layer = partial(shard, stacked=3 if layout.zero == 3 else 0)
-        return {
-            part: jax.tree.map(of_layer if part == "layers" else shard, shapes, specs)
-            for (part, shapes), specs in zip(self.param_shapes.items(), self.param_specs.values())
-        }
+        return jax.tree.map_with_path(shard, self.param_shapes, self.param_specs)
 
     @cached_property
     def specs(self) -> TrainState:
@@ -118,15 +115,21 @@ class States:
     def _params(self, seed) -> Tree:
         def of_kind(kind: str) -> Tree:
             slots = self.placement.slots_of(kind)
-            used = slots.ravel() != EMPTY
-            layers = np.where(used, self.placement.layers_of(kind)[slots.ravel()], EMPTY)
-            params = jax.vmap(partial(self.model.init_layer, kind, seed))(jnp.asarray(layers))
-
-            def stack(a):
-                padded = jnp.where(used.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)
-                return padded.reshape(*slots.shape, *a.shape[1:])
-
-            return jax.tree.map(stack, params)
+            numbers = np.append(self.placement.layers_of(kind), EMPTY)
+            layers = jnp.asarray(numbers[slots.ravel()])  # EMPTY, -1, reads the last
+            params = jax.vmap(partial(self.model.init_layer, kind, seed))(layers)
+            return jax.tree.map(partial(stacked, slots=slots), params)
 
         layers = {kind: of_kind(kind) for kind in self.placement.kinds}
         return self.model.init_shared(seed) | {"layers": layers}
+
+
+def stacked(a, *, slots: np.ndarray):
+    """A leaf [P*C*N, ...] of the layers in these slots as [P, C, N, ...], zero in empty ones."""
+    used = jnp.asarray(slots.ravel() != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+    return jnp.where(used, a, 0).reshape(*slots.shape, *a.shape[1:])
+
+
+def is_of_layers(path: tuple) -> bool:
+    """Whether a parameter is of a layer, not of embedding or head."""
+    return path[0].key == "layers"

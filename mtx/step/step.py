@@ -16,7 +16,6 @@ N layers of a kind in a chunk
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from mtx.sharding.mesh import Axes
 from mtx.sharding.optimizer import global_norm
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import learning_rate
-from mtx.step.state import Metrics, States, TrainState
+from mtx.step.state import Metrics, States, TrainState, is_of_layers
 
 Tree = Any
 _DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
@@ -91,37 +90,31 @@ class Step:
             gradients["layers"] = jax.tree.map(lambda a: a[None], gradients["layers"])
         with jax.named_scope("reduce"):
             specs, shards = self.states.param_specs, self.states.shards
-            gradients = {
-                part: jax.tree.map(
-                    partial(self._reduce, summed=part == "layers" and self.run.layout.zero == 3),
-                    gradients[part], specs[part], shards[part],
-                )
-                for part in gradients
-            }  # fmt: skip
+            gradients = jax.tree.map_with_path(self._reduce, gradients, specs, shards)
         return sum_over_replicas(loss) / tokens, gradients
 
     def gather(self, masters: Tree) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
         layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard."""
-        dtype, shards = jnp.dtype(self.run.model.compute_dtype), self.states.shards
+        dtype = jnp.dtype(self.run.model.compute_dtype)
 
-        def gather(master, shard):
-            return shard.gather(master, dtype)
+        def gather(path, master, shard):
+            if not is_of_layers(path):
+                return shard.gather(master, dtype)
+            if self.run.layout.zero == 3:
+                return master[0].astype(dtype)
+            return shard.below(1).gather(master[0], dtype)
 
-        shared = {p: jax.tree.map(gather, masters[p], shards[p]) for p in ("embed", "head")}
-        layers = jax.tree.map(lambda a: a[0], masters["layers"])
-        if self.run.layout.zero == 3:
-            return shared | {"layers": jax.tree.map(lambda a: a.astype(dtype), layers)}
-        below = jax.tree.map(lambda shard: shard.below(1), shards["layers"])
-        return shared | {"layers": jax.tree.map(gather, layers, below)}
+        return jax.tree.map_with_path(gather, masters, self.states.shards)
 
-    def _reduce(self, gradient, spec, shard, *, summed: bool):
-        """A gradient's shard of its sum over `sum_axes`; over the replicas it may be `summed`
-        already."""
+    def _reduce(self, path, gradient, spec, shard):
+        """A gradient's shard of its sum over `sum_axes`; with zero=3 the pipeline has summed those
+        of the layers over the replicas."""
         over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
         beside_replicas = tuple(axis for axis in over if axis not in BATCH)
         if beside_replicas:
             gradient = lax.psum(gradient, beside_replicas)
+        summed = self.run.layout.zero == 3 and is_of_layers(path)
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def microbatches(self, batch: Tree) -> Tree:

@@ -18,7 +18,7 @@ from mtx.layers.kernels import AttentionKernel, cudnn_takes
 from mtx.layers.model import Model
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.program import Pipeline
-from mtx.plan.choose import check_shape, schedule_for, settle
+from mtx.plan.choose import check_shape, resolve, schedule_for
 from mtx.schedules.partition import Placement, place_layers
 from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH
@@ -46,7 +46,7 @@ class Trainer:
         self, run: RunConfig, *, mesh: Mesh | None = None, schedule: Schedule | None = None
     ):
         model = run.model
-        layout, self.reason = settle(run.layout, model, run.global_batch)
+        layout, self.reason = resolve(run.layout, model, run.global_batch)
         self.run = run = replace(run, layout=layout)
         self.axes = Axes.of(layout)
         self.schedule = schedule or schedule_for(layout, run.microbatches)

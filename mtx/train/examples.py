@@ -13,17 +13,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mtx.data import Tokenizer
-from mtx.data.marks import Marks, find_marks
 from mtx.data.samples import shuffled
+from mtx.data.special_tokens import SpecialTokens, find_special_tokens
 from mtx.errors import UserError
 from mtx.evaluation.choice import Question
 from mtx.evaluation.files import read_records, text_field
 
-_DROPOUT = 6  # in the key of a step's draws
+_DROPOUT = 6  # in the key of a step's rng
 
 
 class Row(NamedTuple):
-    """A text or a pair between its marks."""
+    """A text or a pair between its special tokens."""
 
     tokens: np.ndarray  # int32 [at most S]
     second: int  # where B begins; len(tokens) where there is none
@@ -42,7 +42,7 @@ class Task:
 
     labels: tuple[str, ...] = ()  # the classes; none for multiple choice
     options: int = 1  # of an example of multiple choice
-    marks: Marks
+    special: SpecialTokens
     sequence: int  # S
 
     @property
@@ -95,7 +95,7 @@ def classes_of(records: Sequence[Labelled]) -> tuple[str, ...]:
 
 def classification(tokenizer: Tokenizer, labels: tuple[str, ...], *, sequence: int) -> Task:
     """The task of telling `labels` apart."""
-    return Task(labels=labels, marks=find_marks(tokenizer), sequence=_enough(sequence))
+    return Task(labels=labels, special=find_special_tokens(tokenizer), sequence=_enough(sequence))
 
 
 def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequence: int) -> Task:
@@ -105,12 +105,14 @@ def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequ
         said = ", ".join(f"{count} ({where})" for count, where in counts.items())
         raise UserError(f"questions must have as many options each, not {said}")
     options = next(iter(counts))
-    return Task(options=options, marks=find_marks(tokenizer), sequence=_enough(sequence))
+    return Task(options=options, special=find_special_tokens(tokenizer), sequence=_enough(sequence))
 
 
 def _enough(sequence: int) -> int:
     if sequence < 5:
-        raise UserError(f"sequence={sequence} has no room for two texts between their marks")
+        raise UserError(
+            f"sequence={sequence} must hold two texts and special tokens; use 5 or more"
+        )
     return sequence
 
 
@@ -148,8 +150,8 @@ def ask(question: str, option: str) -> str:
 
 
 def make_row(task: Task, first: np.ndarray, second: np.ndarray | None = None) -> Row:
-    """A text or a pair between marks. Where it is too long, the longer text loses its end."""
-    begin, end = [task.marks.begin], [task.marks.end]
+    """A text or a pair between special tokens. What is too long loses the longer text's end."""
+    begin, end = [task.special.cls], [task.special.sep]
     if second is None:
         tokens = np.concatenate([begin, first[: task.sequence - 2], end]).astype(np.int32)
         return Row(tokens, len(tokens))
@@ -165,14 +167,14 @@ def _ids(tokenizer: Tokenizer, text: str, other: str | None) -> tuple[np.ndarray
 
 
 def make_batch(
-    task: Task, examples: Sequence[Example], count: int, *, draws: np.ndarray | None = None
+    task: Task, examples: Sequence[Example], count: int, *, rng: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """A batch of `count` examples, G = count * options rows, as the model reads it: see
-    `mtx.layers.bert.Classes`. Those that there are too few of are padding, of weight 0. draws int32
+    `mtx.layers.bert.Classes`. Those that there are too few of are padding, of weight 0. rng int32
     [G]: for dropout."""
     shape = count * task.options, task.sequence
     batch = {
-        "tokens": np.full(shape, task.marks.pad, np.int32),
+        "tokens": np.full(shape, task.special.pad, np.int32),
         "types": np.zeros(shape, np.int32),
         "segments": np.zeros(shape, np.int32),
         "weights": np.zeros(shape, np.float32),
@@ -188,7 +190,7 @@ def make_batch(
             batch["tokens"][g, : len(row.tokens)] = row.tokens
             batch["types"][g, row.second : len(row.tokens)] = 1
             batch["segments"][g, : len(row.tokens)] = 1
-    return batch if draws is None else batch | {"rng": draws}
+    return batch if rng is None else batch | {"rng": rng}
 
 
 def training_batch(
@@ -200,5 +202,5 @@ def training_batch(
     orders = {epoch: shuffled(len(examples), seed, int(epoch), _DROPOUT) for epoch in set(epochs)}
     some = [examples[orders[epoch][place]] for epoch, place in zip(epochs, places)]
     bits = np.random.PCG64(np.random.SeedSequence((seed, step, _DROPOUT)))
-    draws = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
-    return make_batch(task, some, count, draws=draws)
+    rng = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
+    return make_batch(task, some, count, rng=rng)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import Tokenizer
-from mtx.data.marks import find_marks
+from mtx.data.special_tokens import find_special_tokens
 from mtx.errors import UserError
 from mtx.evaluation.score import Report, fetch
 from mtx.fields import settle_types
@@ -181,8 +181,8 @@ def finetuned_task(checkpoints: Checkpoints, step: int | None = None) -> Task | 
         return None
     tokenizer, model = checkpoints.tokenizer(step), checkpoints.run(step).model
     return Task(
-        labels=tuple(extra["labels"]), options=extra["options"], marks=find_marks(tokenizer),
-        sequence=model.sequence,
+        labels=tuple(extra["labels"]), options=extra["options"],
+        special=find_special_tokens(tokenizer), sequence=model.sequence,
     )  # fmt: skip
 
 

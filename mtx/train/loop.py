@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -88,7 +89,7 @@ def run_training(
                 if faults.rollbacks >= run.guard.rollbacks:
                     raise refuse_to_go_back(fault, run.guard) from None
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
-                faults.go_back(fault, checkpoints.distrust)
+                faults.go_back(fault, partial(checkpoints.set_aside, unless_oldest=True))
                 startup = StartUp("the fault")
 
 

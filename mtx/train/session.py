@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import to_dict
-from mtx.data import TokenCorpus
+from mtx.data import Corpus
 from mtx.errors import UserError
 from mtx.launch.exits import Exit
 from mtx.launch.interrupt import StopRequests, stop_requests
@@ -43,7 +43,7 @@ class Summary:
 
     trainer: Trainer
     state: TrainState
-    data: TokenCorpus
+    data: Corpus
     first_eval_loss: float  # on held-out text, before the first step of this call
     last_eval_loss: float
     losses: list[float]  # of this call's newest 10,000 steps; of those taken twice, the second
@@ -61,7 +61,7 @@ class Session:
     """One attempt of `run_training`, after all checks."""
 
     programs: Programs  # those that an attempt before this one has compiled, or none
-    data: TokenCorpus
+    data: Corpus
     batches: Iterator[dict[str, np.ndarray]]  # those after the first `consumed` samples
     local: np.ndarray  # the rows of a global batch that this process reads
     consumed: int  # samples trained on

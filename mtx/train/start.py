@@ -32,7 +32,7 @@ from mtx.conversion.tokenizer import own_tokenizer
 from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
-from mtx.launch.agree import agree
+from mtx.sharding.agree import agree
 from mtx.train.fit import refuse_if_too_large, spread_layout
 
 RUN = "run.json"  # a run's config, in its `out`

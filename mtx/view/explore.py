@@ -18,11 +18,11 @@ from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
 from mtx.plan.summary import title
 from mtx.schedules.orders import KINDS
-from mtx.view.colours import rgb, shade
-from mtx.view.explore_device import Device, Held, Holdings
+from mtx.sharding.axes import MESH
+from mtx.view.explore_device import Held, Holdings
 from mtx.view.memory import fill_bars
-from mtx.view.mesh import AxisLinks, axis_links, fill_mesh
-from mtx.view.picture import IDLE, INK, Picture, new_figure
+from mtx.view.mesh import Device, fill_mesh
+from mtx.view.picture import IDLE, Picture, figure_title, new_figure, rgb, shade, split_figure
 from mtx.view.plan import fill_time
 from mtx.view.spans import runs_of, shares
 
@@ -31,16 +31,7 @@ _BATCHES = 4  # doublings and halvings of the run's own that the slider has
 _MOST_SHARDS = 64
 _MOST_OPS = 120_000  # of a schedule that is drawn
 _BINS = 720  # of time, in the picture of a schedule
-_SEND_PARTS = {"pipe": "pipeline_comm_s", "data": "data_comm_s", "tensor": "tensor_comm_s"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One axis of the mesh: its links, and what is spent on them."""
-
-    links: AxisLinks
-    groups: int
-    seconds: float  # of a step
+_SENT = {"layers": "pipeline_comm_s", "batch": "data_comm_s", "weights": "tensor_comm_s"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,29 +45,20 @@ class Look:
     def layout(self) -> Layout:
         return self.plan.run.layout
 
-    @cached_property
-    def axes(self) -> list[Axis]:
-        """`pipe`, `data` and `tensor`: seconds are the plan's."""
-        return [
-            Axis(
-                links=links, groups=self.layout.devices // links.size,
-                seconds=getattr(self.plan.time, _SEND_PARTS[links.axis]),
-            )
-            for links in axis_links(self.layout, self.plan.hardware.node_devices)
-        ]  # fmt: skip
-
-    @cached_property
-    def _holdings(self) -> Holdings:
-        return _holdings(self.plan.run)
+    @property
+    def sent_s(self) -> dict[str, float]:
+        """What sends over each axis take of a step, by the plan."""
+        time = self.plan.time
+        return {axis.name: getattr(time, _SENT.get(axis.splits, ""), 0.0) for axis in MESH}
 
     @property
     def held(self) -> list[Held]:
         """What the device holds of each parameter."""
-        return self._holdings.of(self.device)
+        return self.held_by(self.device)
 
     def held_by(self, device: Device) -> list[Held]:
         """The same of another one."""
-        return self._holdings.of(device)
+        return _holdings(self.plan.run).of(device)
 
     @cached_property
     def timeline(self) -> np.ndarray | None:
@@ -101,14 +83,12 @@ class Look:
         return tuple(KINDS[: self.timeline.shape[1]]) if self.timeline is not None else ()
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        plan = self.plan
-        figure = new_figure(9.5, 9.6)
-        figure.suptitle(
-            f"{title(plan)}: {seconds(plan.time.step_s)} a step, "
+        plan, figure = self.plan, new_figure(9.5, 9.6)
+        figure_title(
+            figure, f"{title(plan)}: {seconds(plan.time.step_s)} a step, "
             f"bubble {plan.bubble_over_ideal:.2%} of ideal time",
-            x=0.008, ha="left", fontsize=11, color=INK,
         )  # fmt: skip
-        mesh, memory, time = figure.subfigures(3, 1, height_ratios=(4.4, 2.2, 3.0))
+        mesh, memory, time = split_figure(figure, 4.4, 2.2, 3.0)
         fill_mesh(mesh, self.layout, plan.hardware)
         fill_bars(memory.add_subplot(), [plan])
         fill_time(time.add_subplot(), plan)
@@ -139,15 +119,10 @@ def look(
         if len(layout.stage_layers) != layout.pipe * layout.virtual:
             layout = replace(layout, stage_layers="balanced")
     plan = make_plan(replace(run, layout=layout, global_batch=batch), target=target)
+    layout = plan.run.layout
     if isinstance(device, int):
-        device = Device.of(layout, min(device, layout.devices - 1)).at
-    at = {axis: min(device[axis], getattr(layout, axis) - 1) for axis in device}
-    return Look(
-        plan=plan,
-        device=Device(
-            layout=plan.run.layout, stage=at["pipe"], replica=at["data"], shard=at["tensor"]
-        ),
-    )
+        return Look(plan=plan, device=Device(layout=layout, rank=min(device, layout.devices - 1)))
+    return Look(plan=plan, device=Device.at_place(layout, device))
 
 
 def choices_of(run: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -169,5 +144,4 @@ def choices_of(run: RunConfig) -> dict[str, tuple[int, ...]]:
 
 def _steps(whole: int, most: int, own: int) -> tuple[int, ...]:
     divisors = {number for number in range(1, most + 1) if whole % number == 0}
-    powers = {2**n for n in range(most.bit_length()) if 2**n <= most}
-    return tuple(sorted(divisors | powers | {own}))
+    return tuple(sorted({own} | divisors | {2**n for n in range(most.bit_length())}))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.compare import seconds
-from mtx.plan.plan import Plan, make_plan
-from mtx.plan.summary import part_name
-from mtx.view.colours import hexadecimal, ink
-from mtx.view.mesh import axis_links, stage_colours
-from mtx.view.picture import COMMUNICATION, FAINT, INK, LIMIT, Picture, new_figure
-from mtx.view.plan import TIME_COLOURS
+from mtx.plan.plan import Plan
+from mtx.view import picture
+from mtx.view.mesh import link_rows
+from mtx.view.mesh_picture import fill_devices
+from mtx.view.picture import INK, Picture
+from mtx.view.plan import plan_again, time_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_HIGH, _PITCH = 0.62, 1.9  # of a device's box; from a node to the next
 _LARGEST_NODE = 16  # whose devices are drawn side by side
 
 
@@ -27,24 +27,17 @@ def tensor_plans(plan: Plan) -> list[Plan]:
     layout, found = plan.run.layout, []
     for tensor in (2**n for n in range(8)):
         pipe, rest = divmod(layout.pipe * layout.tensor, tensor)
-        if rest or not pipe:
-            continue
-        try:
-            other = replace(layout, pipe=pipe, tensor=tensor)
-            run = replace(plan.run, layout=other)
-            found.append(
-                make_plan(
-                    run, target=plan.target, zero=plan.zero, scatter_gather=plan.scatter_gather
-                )
-            )
-        except UserError:  # what does not divide is no choice
-            continue
+        if pipe and not rest:
+            try:
+                found.append(plan_again(plan, layout=replace(layout, pipe=pipe, tensor=tensor)))
+            except UserError:  # what does not divide is no choice
+                continue
     return found
 
 
 def show_tensor_groups(plan: Plan) -> Picture:
     """Two tensor groups on their nodes, one of a node's size and one of two nodes, with the links
-    of their rings; and the step's time with groups of each size on as many GPUs. UserError where a
+    that they use; and the step's time with groups of each size on as many GPUs. UserError where a
     node is too large to be drawn."""
     plans, node = tensor_plans(plan), plan.hardware.node_devices
     if not 1 < node <= _LARGEST_NODE:
@@ -52,104 +45,28 @@ def show_tensor_groups(plan: Plan) -> Picture:
             f"node_devices={node} of {plan.hardware.name} must lie from 2 to {_LARGEST_NODE} to be "
             "drawn; use another target"
         )
-    figure = new_figure(10.0, 3.4 + 0.36 * len(plans))
-    above, below = figure.subfigures(2, 1, height_ratios=(2.1, 1.1 + 0.36 * len(plans)))
-    left, right = above.subplots(1, 2, width_ratios=(1, 1))
-    _draw_group(left, plan, node)
-    _draw_group(right, plan, 2 * node)
+    figure = picture.new_figure(10.0, 3.2 + 0.36 * len(plans))
+    above, below = picture.split_figure(figure, 2.0, 1.2 + 0.36 * len(plans))
+    groups: Any = above.subfigures(1, 2)
+    for part, tensor in zip(groups, (node, 2 * node)):
+        layout = Layout(tensor=tensor)
+        fill_devices(part, layout, node)
+        (*_, (_, _, links, _)) = link_rows(layout, plan.hardware)
+        picture.figure_title(part, f"tensor = {tensor}, {links}", 9)
     _fill_times(below.add_subplot(), plans)
     return Picture(figure=figure)
 
 
-def _draw_group(axes: Axes, plan: Plan, tensor: int) -> None:
-    """The first tensor group of that many devices, node below node, and the ring through it."""
-    from matplotlib.patches import FancyArrowPatch, Rectangle
-
-    hardware, colour = plan.hardware, hexadecimal(stage_colours(1)[0])
-    size = hardware.node_devices
-    for rank in range(tensor):
-        x, y = _place(rank, size)
-        axes.add_patch(Rectangle((x, y), 0.9, _HIGH, facecolor=colour, linewidth=0))
-        axes.text(
-            x + 0.45, y + _HIGH / 2, f"t{rank}", ha="center", va="center", fontsize=8,
-            color=ink(colour),
-        )  # fmt: skip
-    for node in range(tensor // size):
-        axes.add_patch(
-            Rectangle((-0.15, _PITCH * node - 0.2), size + 0.2, 1.02, fill=False, edgecolor=FAINT)
-        )
-        axes.text(-0.15, _PITCH * node - 0.28, f"node {node}", fontsize=8, color=INK, va="bottom")
-    for rank in range(tensor):
-        start, stop, bend = _link(_place(rank, size), _place((rank + 1) % tensor, size))
-        inside = rank // size == (rank + 1) % tensor // size
-        axes.add_patch(
-            FancyArrowPatch(
-                start, stop, arrowstyle="-|>", mutation_scale=7, shrinkA=0, shrinkB=0,
-                connectionstyle=f"arc3,rad={bend}", linewidth=1.1 if inside else 2.0,
-                color=COMMUNICATION if inside else LIMIT,
-            )
-        )  # fmt: skip
-    layout = replace(plan.run.layout, tensor=tensor, pipe=1, data=1, virtual=1)
-    reach = axis_links(layout, hardware.node_devices)[2].reach
-    rates = f"{hardware.link_gb_s:g} GB/s a device in a node"
-    if tensor > hardware.node_devices:
-        rates += f", {hardware.network_gb_s:g} GB/s a device between nodes"
-    axes.set_title(f"tensor = {tensor}, {reach}\n{rates}", loc="left", fontsize=9, color=INK)
-    axes.set_xlim(-0.3, size + 0.3)
-    axes.set_ylim(3.1, -0.6)
-    axes.set_axis_off()
-
-
-def _place(rank: int, size: int) -> tuple[float, float]:
-    """Left and top of a device's box."""
-    return rank % size, _PITCH * (rank // size)
-
-
-Point = tuple[float, float]
-
-
-def _link(box: Point, to: Point) -> tuple[Point, Point, float]:
-    """(start, stop, bend) of the arrow from one box to the next of the ring: to a neighbour's side;
-    back to the first of the row beneath the others; or to another row."""
-    (x, y), (to_x, to_y) = box, to
-    if y != to_y:
-        down = to_y > y
-        return (x + 0.45, y + _HIGH * down), (to_x + 0.45, to_y + _HIGH * (not down)), 0.0
-    if to_x > x:
-        return (x + 0.9, y + _HIGH / 2), (to_x, y + _HIGH / 2), 0.0
-    return (x + 0.45, y + _HIGH), (to_x + 0.45, y + _HIGH), -0.12
-
-
 def _fill_times(axes: Axes, plans: list[Plan]) -> None:
     """A bar for each size of the groups: where the step's time goes."""
-    names = [each.name for each in fields(plans[0].time)]
-    longest = max(plan.time.step_s for plan in plans)
     for row, plan in enumerate(plans):
-        left = 0.0
-        for name in names:
-            value = getattr(plan.time, name)
-            axes.barh(
-                row, value, left=left, height=0.66, color=TIME_COLOURS[name], edgecolor="white",
-                linewidth=0.4, label=part_name(name) if row == 0 else None,
-            )  # fmt: skip
-            left += value
+        end = picture.stack_bars(axes, row, time_parts(plan))
         fits = "" if plan.fits else ", does not fit"
-        text = f" {seconds(left)}, {seconds(plan.time.tensor_comm_s)} over tensor{fits}"
-        axes.text(left, row, text, va="center", fontsize=8, color=INK)
+        text = f" {seconds(end)}, {seconds(plan.time.tensor_comm_s)} over tensor{fits}"
+        axes.text(end, row, text, va="center", fontsize=8, color=INK)
     layouts = [plan.run.layout for plan in plans]
-    axes.set_yticks(
-        range(len(plans)), [f"tensor {one.tensor}, pipe {one.pipe}" for one in layouts], fontsize=8
-    )
-    axes.set_ylim(len(plans) - 0.5, -0.6)
-    axes.set_xlim(0, 1.3 * longest)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, color=FAINT)
-    axes.set_xlabel("seconds of a step, predicted", fontsize=8)
-    axes.set_title(
-        f"The same {plans[0].gpus:,} GPUs, data {layouts[0].data}: what larger groups cost",
-        loc="left", fontsize=9.5, color=INK,
-    )  # fmt: skip
-    axes.figure.legend(
-        loc="outside lower center", ncols=5, fontsize=7.5, frameon=False, handlelength=1.0,
-        columnspacing=1.2,
-    )  # fmt: skip
+    picture.name_rows(axes, [f"tensor {one.tensor}, pipe {one.pipe}" for one in layouts])
+    axes.set_xlim(0, 1.3 * max(plan.time.step_s for plan in plans))
+    title = f"The same {plans[0].gpus:,} GPUs, data {layouts[0].data}: what larger groups cost"
+    picture.plain_axes(axes, title, "seconds of a step, predicted")
+    picture.legend_below(axes, 5)

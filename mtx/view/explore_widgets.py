@@ -16,15 +16,13 @@ from mtx.errors import UserError
 from mtx.plan.hardware import HARDWARE
 from mtx.plan.summary import title
 from mtx.presets import NAMES, preset
+from mtx.sharding.axes import AXES
 from mtx.view.explore import CHOICES, Look, choices_of, look
-from mtx.view.explore_device import Device
 from mtx.view.explore_page import page_html
-from mtx.view.mesh import AXES
+from mtx.view.mesh import Device
 from mtx.view.picture import LIMIT
 
 _OWN = "this run"  # the model's name where it is no preset
-
-
 _SCRIPT = """
 function render({ model, el }) {
   const draw = () => { el.innerHTML = model.get("html"); };
@@ -56,9 +54,9 @@ class Explorer:
     def __init__(self, run: RunConfig, *, name: str | None = None, target: str = "a100-80gb"):
         self._run = run
         self._redrawing = True
-        targets = [*HARDWARE, *([] if target in HARDWARE else [target])]
         name = name if name in NAMES else _OWN
-        names = [*([_OWN] if name == _OWN else []), *NAMES]
+        targets = [*dict.fromkeys((*HARDWARE, target))]
+        names = [_OWN, *NAMES] if name == _OWN else NAMES
         self.model = ipywidgets.Dropdown(options=names, value=name, description="model")
         self.target = ipywidgets.Dropdown(options=targets, value=target, description="GPU")
         self.sliders: dict[str, ipywidgets.SelectionSlider] = {
@@ -84,15 +82,13 @@ class Explorer:
         self._redraw()
         self.widget = self._arranged()
 
-    # -- what the widgets do ----------------------------------------------------------------------
-
     def _redraw(self, _: Any = None) -> None:
         if self._redrawing:
             return
         choices = {name: slider.value for name, slider in self.sliders.items()}
         device = {axis: picker.value for axis, picker in self.device.items()}
         try:
-            shown = look(self._run, target=self.target.value, device=device, **choices)
+            shown = look(self._run, target=str(self.target.value), device=device, **choices)
             html = page_html(shown)
         except UserError as error:
             self.message.value = (
@@ -108,7 +104,7 @@ class Explorer:
 
     def _click(self, page: Page, message: dict, buffers: Any) -> None:
         """Looks from the device that was clicked, of the layout that the page shows."""
-        device = Device.of(self.look.layout, message["device"])
+        device = Device(layout=self.look.layout, rank=message["device"])
         with self._together():
             for axis, picker in self.device.items():
                 picker.value = device.at[axis]
@@ -136,8 +132,6 @@ class Explorer:
         finally:
             self._redrawing = before
 
-    # -- in a notebook ----------------------------------------------------------------------------
-
     def _arranged(self) -> ipywidgets.Widget:
         wide = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))")
         controls = [self.model, self.target, *self.sliders.values(), *self.device.values()]
@@ -148,7 +142,7 @@ class Explorer:
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The widgets; and where no kernel moves them, the picture of what they show."""
-        bundle = self.widget._repr_mimebundle_(**options)
+        bundle: Any = self.widget._repr_mimebundle_(**options)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         png, size = self.look._repr_png_()
         shown = {"image/png": png, "text/plain": repr(self)}

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
-from mtx.plan.search import MEMORY_AT_MOST
 from mtx.plan.summary import part_name
-from mtx.view.colours import ink
-from mtx.view.picture import FAINT, INK, LIMIT, check_suffix, new_figure, save_figure
+from mtx.view import picture
+from mtx.view.picture import COMMUNICATION, INK, LIMIT, SHADES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MEMORY_COLOURS = {
-    "parameters_bytes": "#1d4f91",
-    "gradients_bytes": "#9cc4ee",
+_COLOURS = {
+    "parameters_bytes": SHADES[0][0],
+    "gradients_bytes": SHADES[0][1],
     "optimizer_bytes": "#e08a2e",
-    "stash_bytes": "#1d6b3a",
-    "transfer_bytes": "#7d4fa8",
-    "activations_bytes": "#a3d9a5",
+    "stash_bytes": SHADES[1][0],
+    "transfer_bytes": COMMUNICATION,
+    "activations_bytes": SHADES[1][1],
     "logits_bytes": "#d9b44a",
 }
 _OTHERS = ("#7a7a7a", "#a8a8a8", "#5b7c8d", "#c2c2c2")  # parts that are not named above
@@ -46,95 +46,75 @@ def draw_memory(
 
     Of one plan with several stages, also what each stage uses of the stash that every device
     holds. labels: of the bars; None: their recomputation. Saved to `path` if given. UserError where
-    matplotlib is missing, there is no plan, or `path` cannot be.
+    matplotlib is missing, there are no plans, or `path` cannot be.
     """
     plans = [plans] if isinstance(plans, Plan) else list(plans)
     if not plans:
-        raise UserError("there is no plan to draw the memory of")
-    if path is not None:
-        check_suffix(path)
-    by_stage = len(plans) == 1 and _in_flight(plans[0]) is not None
-    figure = new_figure(9.0, (1.9 + 0.5 * len(plans)) + (2.6 if by_stage else 0))
-    if by_stage:
-        bars, stages = figure.subplots(2, 1, height_ratios=(1, 2.4))
-        fill_stages(stages, plans[0])
-    else:
+        raise UserError("plans=[] must hold a plan to draw the memory of")
+    waiting = _in_flight(plans[0]) if len(plans) == 1 else None
+    height = 1.9 + 0.5 * len(plans)
+    if waiting is None:
+        figure = picture.new_figure(9.0, height, path)
         bars = figure.add_subplot()
+    else:
+        figure = picture.new_figure(9.0, height + 2.6, path)
+        bars, stages = figure.subplots(2, 1, height_ratios=(1, 2.4))
+        _fill_stages(stages, plans[0], waiting)
     fill_bars(bars, plans, labels)
-    if path is not None:
-        save_figure(figure, path)
-    return figure
+    return picture.save_figure(figure, path)
 
 
 def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = None) -> None:
     """The bars of `draw_memory`."""
     device = plans[0].hardware
-    labels = labels or [f"recompute={plan.run.layout.recompute}" for plan in plans]
     longest = max(plan.memory.total_bytes for plan in plans) / GIB
     # A toy's bars would not be seen beside a whole device.
     unit, scale = ("MiB", 1024) if longest < _TOY * device.memory_gib else ("GiB", 1)
     reach = scale * (longest if unit == "MiB" else max(longest, device.memory_gib))
     for row, plan in enumerate(plans):
-        left = 0.0
-        for name, size_gib in _parts(plan):
-            size, colour = scale * size_gib, _colour(name, plan)
-            axes.barh(
-                row, size, left=left, height=0.62, color=colour, edgecolor="white", linewidth=0.5,
-                label=part_name(name) if row == 0 else None,
-            )  # fmt: skip
-            if size > 0.045 * reach:
-                axes.text(
-                    left + size / 2, row, f"{size:.1f}", ha="center", va="center", fontsize=7.5,
-                    color=ink(colour),
-                )  # fmt: skip
-            left += size
-        axes.text(left, row, f" {left:.1f}", va="center", fontsize=8, color=INK)
+        parts = [(name, scale * size_gib, colour) for name, size_gib, colour in memory_parts(plan)]
+        end = picture.stack_bars(axes, row, parts, label_above=0.045 * reach)
+        axes.text(end, row, f" {end:.1f}", va="center", fontsize=8, color=INK)
+    picture.name_rows(axes, labels or [f"recompute={plan.run.layout.recompute}" for plan in plans])
+    axes.set_xlim(0, 1.06 * reach)
+    x = f"{unit} of a device's {device.memory_gib:g} GiB, predicted"
+    picture.plain_axes(axes, f"Memory of one {device.name}", x, pad=16)
     if unit == "GiB":
         _limits(axes, device.memory_gib)
-    axes.set_yticks(range(len(plans)), labels, fontsize=8)
-    axes.set_ylim(len(plans) - 0.5, -0.6)
-    axes.set_xlim(0, 1.06 * reach)
-    axes.set_xlabel(f"{unit} of a device's {device.memory_gib:g} GiB, predicted", fontsize=8)
-    axes.set_title(f"Memory of one {device.name}", loc="left", fontsize=9.5, color=INK, pad=16)
-    _plain(axes)
-    axes.figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7.5,
-        frameon=False, handlelength=1.0, columnspacing=1.2,
-    )  # fmt: skip
+        for share, align in ((1.0, "left"), (MEMORY_AT_MOST, "right")):
+            text = f"{share * device.memory_gib:g} GiB" + ("" if share == 1 else f", {share:.0%}")
+            axes.text(
+                share * device.memory_gib, 1.01, text, transform=axes.get_xaxis_transform(),
+                fontsize=7, color=LIMIT, ha=align, va="bottom",
+            )  # fmt: skip
+    picture.legend_below(axes, 4)
 
 
-def fill_stages(axes: Axes, plan: Plan) -> None:
+def _fill_stages(axes: Axes, plan: Plan, waiting: np.ndarray) -> None:
     """Memory over the stages: what all devices hold, and the part of the stash that a stage uses.
 
     Every device holds the same buffers, since all stages run one program.
     """
-    waiting = _in_flight(plan)
     stages = np.arange(len(waiting) + 1) - 0.5
     used = np.append(waiting, waiting[-1]) / waiting.max()
-    bottom = np.zeros(len(stages))
-    parts = sorted(_parts(plan), key=lambda part: part[0] == "stash_bytes")
-    for name, size_gib in parts:
-        top = bottom + size_gib * (used if name == "stash_bytes" else 1.0)
-        axes.fill_between(stages, bottom, top, step="post", color=_colour(name, plan), linewidth=0)
-        if name == "stash_bytes":
-            held = bottom + size_gib
+    bottom, stash = np.zeros(len(stages)), part_name("stash_bytes")
+    for name, size, colour in sorted(memory_parts(plan), key=lambda part: part[0] == stash):
+        top = bottom + size * (used if name == stash else 1.0)
+        axes.fill_between(stages, bottom, top, step="post", color=colour, linewidth=0)
+        bottom = bottom + size
+        if name == stash:
             axes.fill_between(
-                stages, top, held, step="post", facecolor="none", hatch="////", linewidth=0,
-                edgecolor=_colour(name, plan), label="stash that this stage does not need",
+                stages, top, bottom, step="post", facecolor="none", hatch="////", linewidth=0,
+                edgecolor=colour, label="stash that this stage does not need",
             )  # fmt: skip
-        bottom = bottom + size_gib
     _limits(axes, plan.hardware.memory_gib, along="y")
     axes.set_xlim(-0.5, len(waiting) - 0.5)
     axes.set_ylim(0, 1.06 * max(bottom.max(), plan.hardware.memory_gib))
-    axes.set_xlabel("stage", fontsize=8)
-    axes.set_ylabel("GiB", fontsize=8)
-    axes.set_title(
-        f"By stage: {waiting.max()} in flight on stage 0, {waiting[-1]} on stage "
-        f"{len(waiting) - 1}; every device holds the same buffers",
-        loc="left", fontsize=8.5, color=INK,
+    picture.plain_axes(
+        axes, f"By stage: {waiting.max()} in flight on stage 0, {waiting[-1]} on stage "
+        f"{len(waiting) - 1}; every device holds the same buffers", "stage", "GiB",
     )  # fmt: skip
-    axes.legend(loc="lower right", fontsize=7.5, frameon=False, bbox_to_anchor=(1, 1.0))
-    _plain(axes)
+    axes.legend(loc="center right", fontsize=7.5, frameon=False)
 
 
 def _in_flight(plan: Plan) -> np.ndarray | None:
@@ -146,20 +126,14 @@ def _in_flight(plan: Plan) -> np.ndarray | None:
     return waiting if plan.memory.stash_bytes and waiting.min() < waiting.max() else None
 
 
-def _parts(plan: Plan) -> list[tuple[str, float]]:
-    """Name and GiB of the parts that are not empty."""
+def memory_parts(plan: Plan) -> list[tuple[str, float, str]]:
+    """Name, GiB and colour of the parts that are not empty."""
+    others = iter(_OTHERS * len(fields(plan.memory)))
     return [
-        (each.name, size / GIB)
+        (part_name(each.name), size / GIB, _COLOURS.get(each.name) or next(others))
         for each in fields(plan.memory)
         if (size := getattr(plan.memory, each.name))
     ]
-
-
-def _colour(name: str, plan: Plan) -> str:
-    unknown = [each.name for each in fields(plan.memory) if each.name not in MEMORY_COLOURS]
-    if name in unknown:
-        return _OTHERS[unknown.index(name) % len(_OTHERS)]
-    return MEMORY_COLOURS[name]
 
 
 def _limits(axes: Axes, memory_gib: float, *, along: str = "x") -> None:
@@ -167,15 +141,3 @@ def _limits(axes: Axes, memory_gib: float, *, along: str = "x") -> None:
     line = axes.axvline if along == "x" else axes.axhline
     for share, style in ((1.0, "-"), (MEMORY_AT_MOST, "--")):
         line(share * memory_gib, color=LIMIT, linestyle=style, linewidth=1.0, zorder=4)
-        text = f"{share * memory_gib:g} GiB" + ("" if share == 1 else f", {share:.0%}")
-        if along == "x":
-            axes.text(
-                share * memory_gib, 1.01, text, transform=axes.get_xaxis_transform(), fontsize=7,
-                color=LIMIT, ha="left" if share == 1 else "right", va="bottom",
-            )  # fmt: skip
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(labelsize=8, color=FAINT)

@@ -1,21 +1,19 @@
-"""In a notebook: sliders to explore layouts; and, after `%load_ext mtx.view.notebook`, simulations
-that show themselves as schedules do."""
+"""In a notebook: sliders to explore layouts, and schedules and simulations that show themselves.
+
+`import mtx` registers the latter where IPython runs; `%load_ext mtx.view.notebook` does as well.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mtx.config import RunConfig
-from mtx.presets import preset
-from mtx.schedules.schedule import Schedule
-from mtx.schedules.simulate import Simulation
-from mtx.view.schedule import show
-
 if TYPE_CHECKING:
+    from mtx.config import RunConfig
     from mtx.view.explore import Look
     from mtx.view.explore_widgets import Explorer
 
 _WIDGETS = ("ipywidgets", "anywidget")  # of the extra `notebook`
+_SHOWN = (("mtx.schedules.schedule", "Schedule"), ("mtx.schedules.simulate", "Simulation"))
 
 
 def explore(run: str | RunConfig, *, target: str = "a100-80gb") -> Explorer | Look:
@@ -25,6 +23,7 @@ def explore(run: str | RunConfig, *, target: str = "a100-80gb") -> Explorer | Lo
     target: a name in `mtx.plan.hardware`, or a TOML file's path. Where ipywidgets is missing, one
     line says so, and the layout is shown as it is. UserError for a run that cannot be planned.
     """
+    from mtx.presets import preset
     from mtx.view.explore import look
 
     given = preset(run) if isinstance(run, str) else run
@@ -39,15 +38,14 @@ def explore(run: str | RunConfig, *, target: str = "a100-80gb") -> Explorer | Lo
     return Explorer(given, name=run if isinstance(run, str) else None, target=target)
 
 
+def _picture(shown: Any) -> tuple[bytes, dict[str, int]]:
+    from mtx.view.schedule import show
+
+    return show(shown)._repr_png_()
+
+
 def load_ipython_extension(ipython: Any) -> None:
-    """What `%load_ext` calls: registers the pictures with IPython's display."""
+    """Registers the pictures with IPython's display; imports nothing before one is shown."""
     png = ipython.display_formatter.formatters["image/png"]
-    for shown in (Schedule, Simulation):
-        png.for_type(shown, lambda one: show(one)._repr_png_())
-
-
-def unload_ipython_extension(ipython: Any) -> None:
-    """What `%unload_ext` calls."""
-    png = ipython.display_formatter.formatters["image/png"]
-    for shown in (Schedule, Simulation):
-        png.pop(shown)
+    for module, name in _SHOWN:
+        png.for_type_by_name(module, name, _picture)

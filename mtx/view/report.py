@@ -10,8 +10,9 @@ from typing import NamedTuple
 from mtx.config import RunConfig, from_dict
 from mtx.errors import UserError
 from mtx.train.goodput import Record
+from mtx.view.html import table, tag
 from mtx.view.picture import Picture
-from mtx.view.run import WORDS, RunLog, draw_panels
+from mtx.view.run import SPENT, RunLog, draw_panels
 from mtx.view.spans import count
 
 
@@ -28,14 +29,18 @@ def summarize(records: Sequence[Record]) -> dict:
     log = RunLog.of(records)
     steps, goodput, start = log.steps, log.goodput, log.start
     held_out, memory = log.told("eval"), log.told("memory")
-    numbers = {
-        "steps": steps[-1]["step"] if steps else start["step"],
+    last = steps[-1] if steps else {}
+    known = {
+        name: [step[name] for step in steps if step.get(name) is not None]
+        for name in ("step_s", "tokens_per_s", "tflops_sc21", "tflops_model", "mfu")
+    }
+    compiled = [m["compiled_bytes"] for m in memory if "compiled_bytes" in m]
+    peaks = [d["peak_bytes"] for m in memory for d in m.get("devices", ()) if d["peak_bytes"]]
+    return {
+        "steps": last.get("step", start["step"]),
         "of": start["run"]["steps"],
-        "parameters": start["parameters"],
-        "devices": start["devices"],
-        "device_kind": start["device_kind"],
-        "run": start["run"],
-        "loss": steps[-1]["loss"] if steps else None,
+        **{name: start[name] for name in ("parameters", "devices", "device_kind", "run")},
+        "loss": last.get("loss"),
         "held_out_loss": held_out[-1]["loss"] if held_out else None,
         "goodput": goodput.fraction,
         "wall_s": goodput.wall_s,
@@ -47,21 +52,16 @@ def summarize(records: Sequence[Record]) -> dict:
         "damaged_checkpoints": len(log.told("damaged")),
         "failed_saves": len(log.told("save_failed")),
         "clock_jumps": goodput.clock_jumps,
+        **{name: last.get(name) for name in ("learning_rate", "gradient_norm", "loss_scale")},
+        **{name: statistics.median(values) if values else None for name, values in known.items()},
+        "compiled_bytes": compiled[-1] if compiled else None,
+        "peak_bytes": max(peaks, default=None),
     }
-    for name in ("learning_rate", "gradient_norm", "loss_scale"):
-        numbers[name] = steps[-1].get(name) if steps else None
-    for name in ("step_s", "tokens_per_s", "tflops_sc21", "tflops_model", "mfu"):
-        known = [step[name] for step in steps if step.get(name) is not None]
-        numbers[name] = statistics.median(known) if known else None
-    numbers["compiled_bytes"] = next(
-        (m["compiled_bytes"] for m in reversed(memory) if "compiled_bytes" in m), None
-    )
-    peaks = [d["peak_bytes"] for m in memory for d in m.get("devices", ()) if d["peak_bytes"]]
-    numbers["peak_bytes"] = max(peaks, default=None)
-    return numbers
 
 
 # --- rows -----------------------------------------------------------------------------------------
+
+_UNTOLD = "the log does not say"
 
 
 def report_facts(numbers: dict) -> list[Fact]:
@@ -83,102 +83,101 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
     except UserError as error:  # of another version
         return [*rows, ("config", f"not that of a run of this version: {error}")]
     model, layout, optimizer = run.model, run.layout, run.optimizer
-    tokens = run.global_batch * model.sequence
-    shape = (
-        f"{model.family}, {model.layers} layers of {model.hidden:,}, sequence {model.sequence:,}"
-    )
-    kept = f"recompute={layout.recompute}, stash={layout.stash}"
+    shape = f"{model.layers} layers of {model.hidden:,}, sequence {model.sequence:,}"
+    sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(layout.sizes.items()))
     parallel = f", sequence_parallel={layout.sequence_parallel}" if layout.tensor > 1 else ""
+    slices = f" of {layout.slices} slices" if layout.slices > 1 else ""
+    tokens = run.global_batch * model.sequence
+    names = " ".join(run.data.path) or "help topics of Python"
+    precision = f"computes in {model.compute_dtype}, masters and moments in float32"
+    if model.compute_dtype == "float16" and numbers["loss_scale"] is not None:
+        precision += f"; loss scale {numbers['loss_scale']:,.0f}"
+    name = optimizer.name if optimizer.rest is None else f"{optimizer.name}, {optimizer.rest}"
     rates = f"lr {optimizer.lr:g}, {optimizer.rate}"
     rates += "" if optimizer.rate == "constant" else f" to {optimizer.min_lr:g}"
-    names = optimizer.name if optimizer.rest is None else f"{optimizer.name}, {optimizer.rest}"
     how = optimizer.hyperparameters(optimizer.name)
     betas = ", ".join(f"{key} {value:g}" for key, value in how.items())
     clip = f"clip {optimizer.clip:g}" if optimizer.clip else "no clipping"
-    slices = f" of {layout.slices} slices" if layout.slices > 1 else ""
     return [
-        *rows, ("", shape),
-        ("layout", f"data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}{parallel}"),
-        ("", f"zero={layout.zero}, {kept}"),
+        *rows,
+        ("", f"{model.family}, {shape}"),
+        ("layout", f"{sizes}{parallel}"),
+        ("", f"zero={layout.zero}, recompute={layout.recompute}, stash={layout.stash}"),
         ("schedule", f"{layout.schedule}, virtual v = {layout.virtual}"),
         ("", f"m = {run.microbatches} microbatches{slices} a replica, of b = {layout.microbatch}"),
-        ("data", f"{' '.join(run.data.path) or 'help topics of Python'}, "
-                 f"tokenizer {run.data.tokenizer}, seed {run.data.seed}"),
+        ("data", f"{names}, tokenizer {run.data.tokenizer}, seed {run.data.seed}"),
         ("", f"{run.global_batch:,} sequences, {tokens:,} tokens a step"),
-        ("precision", _precision(run, numbers)),
-        ("optimizer", f"{names}, {rates}, warm-up {optimizer.warmup_steps:,} steps"),
+        ("precision", precision),
+        ("optimizer", f"{name}, {rates}, warm-up {optimizer.warmup_steps:,} steps"),
         ("", f"{betas}, weight decay {optimizer.weight_decay:g}, {clip}"),
-    ]  # fmt: skip
+    ]
 
 
-def _precision(run: RunConfig, numbers: dict) -> str:
-    text = f"computes in {run.model.compute_dtype}, masters and moments in float32"
-    if run.model.compute_dtype == "float16" and numbers["loss_scale"] is not None:
-        text += f"; loss scale {numbers['loss_scale']:,.0f}"
-    return text
+def _known(numbers: dict, name: str, form: str, unit: str = "", without: str = _UNTOLD) -> str:
+    """A number that steps tell, with its unit; or why it is not known."""
+    if numbers[name] is not None:
+        return format(numbers[name], form) + unit
+    return without if numbers["step_s"] is not None else "no step has finished yet"
 
 
 def _training(numbers: dict) -> list[tuple[str, str]]:
-    def last(name: str, form: str, without: str = "not finite") -> str:
-        if numbers[name] is not None:
-            return format(numbers[name], form)
-        return without if numbers["step_s"] is not None else "no step has finished yet"
-
-    steps, every = numbers["steps"], numbers["run"].get("eval_every")
+    every = numbers["run"].get("eval_every")
     when = f"every {every:,} steps and at the end" if every else "at the end"
-    skipped = f"{numbers['skipped_steps']:,}, their gradients were not finite"
+    skipped, damaged = numbers["skipped_steps"], numbers["damaged_checkpoints"]
+    again = [count(numbers[name], noun)
+             for name, noun in (("lost_steps", "step"), ("rollbacks", "rollback"))]  # fmt: skip
+    restarts = count(numbers["sessions"] - 1, "restart")
+    untold = {
+        "loss": "not finite",
+        "held_out_loss": f"not yet: measured {when}",
+        "gradient_norm": "not finite: that step was skipped",
+    }
+
+    def last(name: str, form: str) -> str:
+        return _known(numbers, name, form, without=untold.get(name, "not finite"))
+
     return [
-        ("steps", f"{steps:,} of {numbers['of']:,}"),
+        ("steps", f"{numbers['steps']:,} of {numbers['of']:,}"),
         ("loss", last("loss", ".4f")),
-        ("held-out loss", last("held_out_loss", ".4f", f"not yet: measured {when}")),
+        ("held-out loss", last("held_out_loss", ".4f")),
         ("learning rate", last("learning_rate", ".3g")),
-        ("gradient norm", last("gradient_norm", ".4g", "not finite: that step was skipped")),
-        ("skipped steps", skipped if numbers["skipped_steps"] else "none"),
-        ("trained again", f"{count(numbers['lost_steps'], 'step')}, after "
-                          f"{count(numbers['rollbacks'], 'rollback')} and "
-                          f"{count(numbers['sessions'] - 1, 'restart')}"),
-        ("checkpoints", f"{numbers['damaged_checkpoints']:,} damaged, "
-                        f"{numbers['failed_saves']:,} not saved"),
-    ]  # fmt: skip
+        ("gradient norm", last("gradient_norm", ".4g")),
+        ("skipped steps", f"{skipped:,}, their gradients were not finite" if skipped else "none"),
+        ("trained again", f"{again[0]}, after {again[1]} and {restarts}"),
+        ("checkpoints", f"{damaged:,} damaged, {numbers['failed_saves']:,} not saved"),
+    ]
 
 
 def _speed(numbers: dict) -> list[tuple[str, str]]:
     kind = numbers["device_kind"]
-
-    def median(name: str, form: str, unit: str, without: str) -> str:
-        if numbers[name] is not None:
-            return format(numbers[name], form) + unit
-        return without if numbers["step_s"] is not None else "no step has finished yet"
+    unlisted = f"not known: no peak FLOP/s is listed for {kind}"
 
     def gib(name: str, without: str) -> str:
         value = numbers[name]
         return without if value is None else f"{value / 2**30:.2f} GiB a device"
 
-    untold = "the log does not say"
     return [
-        ("step", median("step_s", ".4g", " s, median", untold)),
-        ("throughput", median("tokens_per_s", ",.0f", " tokens/s, median", untold)),
-        ("SC'21 formula", median("tflops_sc21", ".4g", " TFLOP/s a device", untold)),
-        ("model FLOPs", median("tflops_model", ".4g", " TFLOP/s a device", untold)),
-        ("MFU", median("mfu", ".1%", "", f"not known: no peak FLOP/s is listed for {kind}")),
-        ("memory, compiled", gib("compiled_bytes", untold)),
+        ("step", _known(numbers, "step_s", ".4g", " s, median")),
+        ("throughput", _known(numbers, "tokens_per_s", ",.0f", " tokens/s, median")),
+        ("SC'21 formula", _known(numbers, "tflops_sc21", ".4g", " TFLOP/s a device")),
+        ("model FLOPs", _known(numbers, "tflops_model", ".4g", " TFLOP/s a device")),
+        ("MFU", _known(numbers, "mfu", ".1%", without=unlisted)),
+        ("memory, compiled", gib("compiled_bytes", _UNTOLD)),
         ("memory, peak", gib("peak_bytes", f"{kind} devices do not tell")),
     ]
 
 
 def _time(numbers: dict) -> list[tuple[str, str]]:
-    wall_s = numbers["wall_s"]
-    jumps = numbers["clock_jumps"]
-    return [
+    wall_s, jumps = numbers["wall_s"], numbers["clock_jumps"]
+    rows = [
         ("goodput", f"{numbers['goodput']:.1%} of {wall_s:,.1f} s"),
         ("sessions", f"{numbers['sessions']:,}"),
-        *(
-            (WORDS[name], f"{seconds:,.1f} s, {seconds / max(wall_s, 1e-9):.1%}")
-            for name, seconds in numbers["seconds"].items()
-            if seconds
-        ),
-        *([("clock", f"set back {jumps} times between sessions")] if jumps else []),
     ]
+    for name, seconds in numbers["seconds"].items():
+        if seconds:
+            share = f"{seconds:,.1f} s, {seconds / max(wall_s, 1e-9):.1%}"
+            rows.append((SPENT[name][0], share))
+    return rows + [("clock", f"set back {jumps} times between sessions")] * bool(jumps)
 
 
 # --- page -----------------------------------------------------------------------------------------
@@ -195,28 +194,27 @@ td { padding: .12rem 0; vertical-align: top; overflow-wrap: anywhere }
 td:first-child { width: 9.5rem; padding-right: .8rem; color: #707070 }
 svg { width: 100%; height: auto }
 """
+_PAGE = """<!doctype html>
+<html lang='en'><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width, initial-scale=1'>
+<title>Run {title}</title>
+<style>{style}</style>
+<h1>Run {title}</h1>
+<main>
+{parts}
+</main>
+</html>
+"""
 
 
 def report_page(records: Sequence[Record], name: str) -> str:
     """One HTML file that needs no other: tables, then the pictures; two side by side where the
     window is wide enough."""
-    title = html.escape(name)
-    facts, parts = report_facts(summarize(records)), []
+    facts = report_facts(summarize(records))
+    parts = []
     for section in dict.fromkeys(fact.section for fact in facts):
-        rows = "".join(
-            f"<tr><td>{html.escape(fact.name)}<td>{html.escape(fact.value)}\n"
-            for fact in facts
-            if fact.section == section
-        )
-        parts.append(f"<section><h2>{section}</h2>\n<table>\n{rows}</table></section>")
-    parts += [
-        f"<figure style='margin:0'>{Picture(figure=figure).svg()}</figure>"
-        for figure in draw_panels(records)
-    ]
-    return (
-        "<!doctype html>\n<html lang='en'><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>Run {title}</title>\n<style>{_STYLE}</style>\n<h1>Run {title}</h1>\n<main>\n"
-        + "\n".join(parts)
-        + "\n</main>\n</html>\n"
-    )
+        rows = [map(html.escape, fact[1:]) for fact in facts if fact.section == section]
+        parts.append(tag("section", tag("h2", section), table(rows)))
+    for figure in draw_panels(records):
+        parts.append(tag("figure", Picture(figure=figure).svg(), style="margin:0"))
+    return _PAGE.format(title=html.escape(name), style=_STYLE, parts="\n".join(parts))

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.train.goodput import Goodput, Record, measure_goodput, steps_that_count
-from mtx.view.picture import (
-    BACKWARD,
-    COMMUNICATION,
-    COMMUNICATION_LIGHT,
-    FAINT,
-    FORWARD,
-    IDLE,
-    INK,
-    LIMIT,
-    WEIGHT,
-    new_figure,
-)
+from mtx.view import picture
+from mtx.view.picture import BACKWARD, COMMUNICATION, FAINT, FORWARD, INK, LIMIT, WEIGHT
+from mtx.view.spans import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,15 +19,17 @@ if TYPE_CHECKING:
 
 _MOST_POINTS = 2000  # of a curve: beyond it, means of as many steps as it takes
 _WIDE_RANGE = 30  # the largest gradient norm over the smallest: from there on, a logarithmic axis
-_COLOURS = {
-    "steps": BACKWARD, "lost": LIMIT, "skipped": WEIGHT, "start": "#9cc4ee", "compile": FORWARD,
-    "eval": COMMUNICATION, "save": COMMUNICATION_LIGHT, "other": IDLE, "down": INK,
-}  # fmt: skip
-WORDS = {
-    "steps": "steps that count", "lost": "steps trained again later", "skipped": "skipped steps",
-    "start": "start: imports, data, restoring", "compile": "compiling", "eval": "held-out loss",
-    "save": "waiting for saves", "other": "anything else", "down": "down, between sessions",
-}  # fmt: skip
+SPENT = {  # what the wall clock's time went to: in words, and its colour
+    "steps": ("steps that count", BACKWARD),
+    "lost": ("steps trained again later", LIMIT),
+    "skipped": ("skipped steps", WEIGHT),
+    "start": ("start: imports, data, restoring", "#9cc4ee"),
+    "compile": ("compiling", FORWARD),
+    "eval": ("held-out loss", COMMUNICATION),
+    "save": ("waiting for saves", picture.COMMUNICATION_LIGHT),
+    "other": ("anything else", picture.IDLE),
+    "down": ("down, between sessions", INK),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +53,29 @@ class RunLog:
         """Of the last session."""
         return self.told("start")[-1]
 
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1]["step"] if self.steps else 0
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values), means of neighbours where there are very many; values that are not
+        finite are left out."""
+        known = [(s["step"], s[name]) for s in self.steps if s.get(name) is not None]
+        if not known:
+            return np.empty(0), np.empty(0)
+        points = np.array(known, float)
+        cuts = np.arange(0, len(points), -(-len(points) // _MOST_POINTS))
+        sizes = np.diff(np.append(cuts, len(points)))
+        x, y = np.add.reduceat(points, cuts).T / sizes
+        return x, y
+
 
 def draw_run(records: Sequence[Record]) -> Figure:
     """All panels of a run's log in one figure."""
-    log = RunLog.of(records)
-    figure = new_figure(12.0, 11.0)
-    names = [["loss", "rate"], ["gradients", "skipped"], ["speed", "processes"], ["goodput"] * 2]
-    axes = figure.subplot_mosaic(names, height_ratios=(3, 2.4, 2.4, 0.8))
+    log, figure = RunLog.of(records), picture.new_figure(12.0, 11.0)
+    rows = "loss rate\ngradients skipped\nspeed processes\ngoodput goodput"
+    names = [list(row.split()) for row in rows.split("\n")]
+    axes = figure.subplot_mosaic(names, height_ratios=(3, 2.4, 2.4, 0.8))  # pyright: ignore
     for name, (fill, _) in PANELS.items():
         fill(axes[name], log)
     return figure
@@ -76,14 +85,14 @@ def draw_panels(records: Sequence[Record]) -> list[Figure]:
     """Each panel as a figure of its own, narrow enough for a telephone."""
     log, figures = RunLog.of(records), []
     for fill, height_inches in PANELS.values():
-        figures.append(new_figure(4.5, height_inches))
+        figures.append(picture.new_figure(4.5, height_inches))
         fill(figures[-1].add_subplot(), log)
     return figures
 
 
 def fill_loss(axes: Axes, log: RunLog) -> None:
     """Training and held-out loss over the steps; rollbacks and restarts as lines."""
-    axes.plot(*_thinned(log.steps, "loss"), color=FORWARD, linewidth=1.0, label="training")
+    _plot(axes, log, "loss", FORWARD, "Loss, nats a token", label="training")
     held_out = [record for record in log.told("eval") if record["loss"] is not None]
     axes.plot(
         [r["step"] for r in held_out], [r["loss"] for r in held_out], "o-", color=BACKWARD,
@@ -91,75 +100,58 @@ def fill_loss(axes: Axes, log: RunLog) -> None:
     )  # fmt: skip
     starts = [r["step"] for r in log.told("start") if r["step"]]
     backs = [r["step"] for r in log.told("rollback")]
-    for places, colour, label in ((starts, FAINT, "started again"), (backs, LIMIT, "went back to")):
-        for number, step in enumerate(places):
-            axes.axvline(
-                step, color=colour, linewidth=0.8, linestyle=":",
-                label=label if number == 0 else None,
-            )  # fmt: skip
+    for steps, colour, label in ((starts, FAINT, "started again"), (backs, LIMIT, "rolled back")):
+        for number, step in enumerate(steps):
+            label = None if number else label
+            axes.axvline(step, color=colour, linewidth=0.8, linestyle=":", label=label)
     axes.legend(fontsize=8, frameon=False)
-    _over_steps(axes, log, "Loss, nats a token")
 
 
 def fill_rate(axes: Axes, log: RunLog) -> None:
     """The learning rate over the steps."""
-    axes.plot(*_thinned(log.steps, "learning_rate"), color=FORWARD, linewidth=1.2)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:.3g}")
-    _over_steps(axes, log, "Learning rate")
+    _plot(axes, log, "learning_rate", FORWARD, "Learning rate", form="{x:.3g}")
 
 
 def fill_gradients(axes: Axes, log: RunLog) -> None:
     """The gradients' global norm before clipping, and where clipping begins."""
-    x, norm = _thinned(log.steps, "gradient_norm")
-    axes.plot(x, norm, color=BACKWARD, linewidth=1.0)
+    norm = _plot(axes, log, "gradient_norm", BACKWARD, "Gradient norm, before clipping")
     clip = log.start["run"].get("optimizer", {}).get("clip")
     if clip and len(norm):
-        axes.axhline(clip, color=INK, linewidth=0.8, linestyle="--", label=f"clipped to {clip:g}")
-        axes.legend(fontsize=8, frameon=False)
+        _level(axes, clip, f"clipped to {clip:g}")
     if len(norm) and norm.min() > 0 and norm.max() > _WIDE_RANGE * norm.min():
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    _over_steps(axes, log, "Gradient norm, before clipping")
+
+
+def fill_throughput(axes: Axes, log: RunLog) -> None:
+    """Tokens a second over the steps, with the median."""
+    title = "Throughput of all devices, tokens/s"
+    if len(_plot(axes, log, "tokens_per_s", COMMUNICATION, title, form="{x:,.0f}")):
+        middle = float(np.median([step["tokens_per_s"] for step in log.steps]))
+        _level(axes, middle, f"median {middle:,.0f}")
 
 
 def fill_skipped(axes: Axes, log: RunLog) -> None:
     """How many steps were skipped so far, and in float16 the loss scale that this lowers."""
     skipped = [step["step"] for step in log.steps if not step["finite"]]
-    last = log.steps[-1]["step"] if log.steps else 0
     axes.step(
-        [0, *skipped, last], [*range(len(skipped) + 1), len(skipped)], where="post", color=WEIGHT,
-        linewidth=1.4,
+        [0, *skipped, log.last_step], [*range(len(skipped) + 1), len(skipped)], where="post",
+        color=WEIGHT, linewidth=1.4,
     )  # fmt: skip
     axes.set_ylim(0, max(1, len(skipped)) * 1.1)
     if not skipped:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", fontsize=9, color=FAINT)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    title = f"Skipped steps, gradients not finite: {len(skipped):,} of {len(log.steps):,}"
+    _whole_numbers(axes)
     if any(step.get("loss_scale", 1) != 1 for step in log.steps):
         scale = axes.twinx()
-        scale.plot(*_thinned(log.steps, "loss_scale"), color=FAINT, linewidth=1.0)
+        scale.plot(*log.curve("loss_scale"), color=FAINT, linewidth=1.0)
         scale.set_yscale("log", base=2)
         scale.set_ylabel("loss scale", fontsize=8, color=FAINT)
         scale.tick_params(labelsize=8, color=FAINT, labelcolor=FAINT)
         scale.spines[:].set_visible(False)
-    _over_steps(axes, log, title)
-
-
-def fill_throughput(axes: Axes, log: RunLog) -> None:
-    """Tokens a second over the steps, with the median."""
-    x, y = _thinned(log.steps, "tokens_per_s")
-    axes.plot(x, y, color=COMMUNICATION, linewidth=1.0)
-    if len(y):
-        middle = float(np.median([step["tokens_per_s"] for step in log.steps]))
-        axes.axhline(
-            middle, color=INK, linewidth=0.8, linestyle="--", label=f"median {middle:,.0f}"
-        )
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    _over_steps(axes, log, "Throughput of all devices, tokens/s")
+    of = f"{len(skipped):,} of {len(log.steps):,}"
+    _over_steps(axes, log, f"Skipped steps, gradients not finite: {of}")
 
 
 def fill_processes(axes: Axes, log: RunLog) -> None:
@@ -168,8 +160,7 @@ def fill_processes(axes: Axes, log: RunLog) -> None:
     counts = {len(r["host_s"]) for r in probes}
     if len(counts) != 1 or counts == {1}:
         axes.hist([1e3 * step["step_s"] for step in log.steps], bins=60, color=FORWARD)
-        axes.set_xlabel("ms a step", fontsize=8)
-        _plain(axes, "Steps by their time")
+        picture.plain_axes(axes, "Steps by their time", "ms a step")
         return
     own_NT = np.array([[h + d for h, d in zip(r["host_s"], r["device_s"])] for r in probes]).T
     ratio_NT = own_NT / np.median(own_NT, axis=0, keepdims=True)
@@ -177,36 +168,28 @@ def fill_processes(axes: Axes, log: RunLog) -> None:
         ratio_NT, aspect="auto", cmap="OrRd", vmin=1.0, vmax=max(2.0, float(ratio_NT.max())),
         interpolation="nearest",
     )  # fmt: skip
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.01)
-    bar.ax.tick_params(labelsize=7)
-    places = np.linspace(0, len(probes) - 1, min(len(probes), 8)).round().astype(int)
-    axes.set_xticks(places, [str(probes[place]["step"]) for place in places])
-    axes.set_ylabel("process", fontsize=8)
-    axes.set_xlabel("step", fontsize=8)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    _plain(axes, "Time of each process by itself, over the median of all")
+    axes.figure.colorbar(image, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
+    shown = np.linspace(0, len(probes) - 1, min(len(probes), 8)).round().astype(int)
+    axes.set_xticks(shown, [str(probes[at]["step"]) for at in shown])
+    _whole_numbers(axes)
+    title = "Time of each process by itself, over the median of all"
+    picture.plain_axes(axes, title, "step", "process")
 
 
 def fill_goodput(axes: Axes, log: RunLog) -> None:
     """One bar: the wall clock's time, by what it went to."""
-    goodput, left = log.goodput, 0.0
-    for name, seconds in goodput.parts.items():
-        if seconds:
-            share = seconds / goodput.wall_s
-            axes.barh(
-                0, seconds, left=left, color=_COLOURS[name], edgecolor="white", linewidth=0.5,
-                label=f"{WORDS[name]} {share:.1%}",
-            )  # fmt: skip
-            left += seconds
+    goodput, whole = log.goodput, log.goodput.wall_s
+    parts = [
+        (f"{SPENT[name][0]} {seconds / whole:.1%}", seconds, SPENT[name][1])
+        for name, seconds in goodput.parts.items()
+        if seconds
+    ]
+    picture.stack_bars(axes, 0, parts)
     axes.set_yticks([])
-    axes.set_xlim(0, max(goodput.wall_s, 1e-9))
-    axes.set_xlabel("seconds since the first launch", fontsize=8)
-    axes.figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8,
-        frameon=False, handlelength=1.0,
-    )  # fmt: skip
-    sessions = f"{goodput.sessions} session" + ("s" if goodput.sessions > 1 else "")
-    _plain(axes, f"Goodput {goodput.fraction:.1%}, {sessions}")
+    axes.set_xlim(0, max(whole, 1e-9))
+    title = f"Goodput {goodput.fraction:.1%}, {count(goodput.sessions, 'session')}"
+    picture.plain_axes(axes, title, "seconds since the first launch")
+    picture.legend_below(axes, 2, "left")
 
 
 # Of each panel: what fills it, and its height in inches where it stands alone.
@@ -221,28 +204,31 @@ PANELS: dict[str, tuple[Callable[[Axes, RunLog], None], float]] = {
 }
 
 
-def _thinned(steps: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values), means of neighbours where there are very many; values that are not finite
-    are left out."""
-    known = [(s["step"], s[name]) for s in steps if s.get(name) is not None]
-    if not known:
-        return np.empty(0), np.empty(0)
-    x, y = np.array(known, float).T
-    each = -(-len(x) // _MOST_POINTS)
-    cuts = range(0, len(x), each)
-    return np.array([x[c : c + each].mean() for c in cuts]), np.array(
-        [y[c : c + each].mean() for c in cuts]
-    )
+def _plot(
+    axes: Axes, log: RunLog, name: str, colour: str, title: str, *, label: str | None = None,
+    form: str | None = None,
+) -> np.ndarray:  # fmt: skip
+    """What the steps tell over the steps, from 0 up where it has a form; its values."""
+    x, y = log.curve(name)
+    axes.plot(x, y, color=colour, linewidth=1.0, label=label)
+    if form is not None:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(form)
+    _over_steps(axes, log, title)
+    return y
+
+
+def _level(axes: Axes, value: float, label: str) -> None:
+    axes.axhline(value, color=INK, linewidth=0.8, linestyle="--", label=label)
+    axes.legend(fontsize=8, frameon=False)
 
 
 def _over_steps(axes: Axes, log: RunLog, title: str) -> None:
-    axes.set_xlim(0, max(1, log.steps[-1]["step"] if log.steps else 0))
-    axes.set_xlabel("step", fontsize=8)
-    _plain(axes, title)
+    axes.set_xlim(0, max(1, log.last_step))
+    picture.plain_axes(axes, title, "step")
 
 
-def _plain(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=9.5, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(labelsize=8, color=FAINT)
+def _whole_numbers(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))

@@ -18,8 +18,7 @@ from mtx.schedules.formats_text import op_text
 from mtx.schedules.orders import KINDS, F, orders_of
 from mtx.schedules.schedule import IDLE, Schedule
 from mtx.schedules.simulate import Simulation
-from mtx.view.colours import ink, shade
-from mtx.view.picture import Picture
+from mtx.view.picture import Picture, ink, shade
 from mtx.view.spans import Shown, count, describe, run_title, shares, waits
 from mtx.view.timeline import draw_timeline
 
@@ -39,7 +38,7 @@ def show(shown: Shown | Sequence[Shown], *, memory: bool = True) -> Picture:
 
 def op_order(schedule: Schedule) -> list[list[str]]:
     """Each stage's ops in the order of the table: "F<microbatch>.<chunk>" and so on, from 0."""
-    orders = orders_of(schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
+    orders = orders_of(*schedule.tables)
     return [
         [op.describe(schedule.slices) for op in orders.of(stage)]
         for stage in range(schedule.stages)
@@ -49,20 +48,6 @@ def op_order(schedule: Schedule) -> list[list[str]]:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def timeline_text(schedule: Schedule, width: int | None = None) -> str:
-    """The table as plain text: a title, one row a stage, and a line that explains the notation.
-
-    Ticks are set apart by `|`. Where that is wider than `width` characters, ticks in the middle are
-    left out.
-    """
-    return _timeline(schedule, width, _plain)
-
-
-def timeline_markup(schedule: Schedule, width: int | None = None) -> str:
-    """`timeline_text` in colours, as markup for `rich`."""
-    return _timeline(schedule, width, _markup)
-
-
 class _Cell(NamedTuple):
     """What a stage does in one part of a tick, or of the time."""
 
@@ -70,6 +55,27 @@ class _Cell(NamedTuple):
     kind: int = IDLE
     chunk: int = 0
     chunks: int = 1
+
+    def markup(self) -> str:
+        """In colour, for `rich`."""
+        if self.kind == IDLE:
+            return self.text if self.text == SEVERAL else f"[bright_black]{self.text}[/]"
+        colour = shade(self.kind, self.chunk, self.chunks)
+        return f"[{ink(colour)} on {colour}]{self.text}[/]"
+
+
+def timeline_text(schedule: Schedule, width: int | None = None) -> str:
+    """The table as plain text: a title, one row a stage, and a line that explains the notation.
+
+    Ticks are set apart by `|`. Where that is wider than `width` characters, ticks in the middle are
+    left out.
+    """
+    return _timeline(schedule, width, lambda cell: cell.text)
+
+
+def timeline_markup(schedule: Schedule, width: int | None = None) -> str:
+    """`timeline_text` in colours, as markup for `rich`."""
+    return _timeline(schedule, width, _Cell.markup)
 
 
 def _timeline(schedule: Schedule, width: int | None, render: Callable[[_Cell], str]) -> str:
@@ -125,24 +131,12 @@ def _tick_cell(schedule: Schedule, kind: int, tick: int, stage: int, width: int)
     item, chunk = int(half.item[tick, stage]), int(half.chunk[tick, stage])
     if item == IDLE:
         return _Cell(NOTHING.rjust(width))
-    text = op_text(kind, item, chunk, schedule).rjust(width)
-    return _Cell(text, kind, chunk, schedule.virtual)
+    return _Cell(op_text(kind, item, chunk, schedule).rjust(width), kind, chunk, schedule.virtual)
 
 
 def _longest(schedule: Schedule) -> int:
     """Characters of the longest label."""
     return len(op_text(F, schedule.items - 1, schedule.virtual - 1, schedule))
-
-
-def _plain(cell: _Cell) -> str:
-    return cell.text
-
-
-def _markup(cell: _Cell) -> str:
-    if cell.kind == IDLE:
-        return cell.text if cell.text == SEVERAL else f"[bright_black]{cell.text}[/]"
-    colour = shade(cell.kind, cell.chunk, cell.chunks)
-    return f"[{ink(colour)} on {colour}]{cell.text}[/]"
 
 
 # --- a simulation ---------------------------------------------------------------------------------
@@ -154,12 +148,12 @@ def run_text(run: Simulation, width: int = 100) -> str:
     Every character is as much time. An op begins with its label where that fits; where the ops are
     narrower, each character is the letter of the kind that takes its time.
     """
-    return _run(run, width, _plain)
+    return _run(run, width, lambda cell: cell.text)
 
 
 def run_markup(run: Simulation, width: int = 100) -> str:
     """`run_text` in colours, as markup for `rich`."""
-    return _run(run, width, _markup)
+    return _run(run, width, _Cell.markup)
 
 
 def _run(run: Simulation, width: int, render: Callable[[_Cell], str]) -> str:

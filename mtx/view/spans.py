@@ -21,7 +21,7 @@ def runs_of(shown: Shown | Sequence[Shown]) -> list[Simulation]:
     """Simulations; a schedule stands for its own in lock-step, as our program runs it."""
     several = [shown] if isinstance(shown, Shown) else list(shown)
     if not several:
-        raise UserError("there is no schedule to show")
+        raise UserError("shown=[] must hold a schedule or a simulation to show")
     return [
         one if isinstance(one, Simulation) else simulate(one, model="lockstep") for one in several
     ]
@@ -37,11 +37,9 @@ def run_title(run: Simulation) -> str:
 def describe(schedule: Schedule) -> str:
     """Name and size, for a title."""
     stages = count(schedule.stages, "stage")
-    if schedule.virtual > 1:
-        stages += f" of {schedule.virtual} chunks"
+    stages += f" of {schedule.virtual} chunks" if schedule.virtual > 1 else ""
     microbatches = count(schedule.microbatches, "microbatch")
-    if schedule.slices > 1:
-        microbatches += f" of {schedule.slices} slices"
+    microbatches += f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return f"{schedule.name}: {stages}, {microbatches}"
 
 

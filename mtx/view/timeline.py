@@ -12,33 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mtx.schedules.cells import item_text
 from mtx.schedules.orders import KINDS, F
 from mtx.schedules.simulate import Simulation
-from mtx.view.colours import ink, rgb, shade
-from mtx.view.picture import (
-    COMMUNICATION,
-    FAINT,
-    IDLE,
-    INK,
-    LIMIT,
-    check_suffix,
-    new_figure,
-    save_figure,
-)
-from mtx.view.spans import (
-    Shown,
-    memory_between,
-    run_title,
-    runs_of,
-    shares,
-    tick_spans,
-    waits,
-)
+from mtx.view import picture
+from mtx.view.picture import COMMUNICATION, FAINT, IDLE, ink, rgb, shade
+from mtx.view.spans import Shown, memory_between, run_title, runs_of, shares, tick_spans, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,31 +53,28 @@ def draw_timeline(
     memory: with what every stage keeps beneath, in stashes of a whole stage; memory_limit: a line
     there. UserError where matplotlib is missing, or `path` ends in none of .svg, .png, .pdf.
     """
-    if path is not None:
-        check_suffix(path)
     runs = runs_of(shown)
     total = max(run.makespan for run in runs)
     shortest = min(_shortest_op(run) for run in runs)
     width = float(np.clip(total / shortest * _INCHES_PER_OP, 7.0, 15.0))
-    heights = [height for run in runs for height in (_rows_inches(run), 1.1)[: 1 + memory]]
+    rows = [float(np.clip(run.schedule.stages * 0.36, 1.0, 7.0)) for run in runs]
+    heights = [height for row in rows for height in (row, 1.1)[: 1 + memory]]
     gaps = len(runs) * (0.9 + 0.15 * memory) + 0.4
-    figure = new_figure(width, sum(heights) + gaps)
-    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+    figure = picture.new_figure(width, sum(heights) + gaps, path)
+    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     swatches: Swatches = {}
-    for i, run in enumerate(runs):
-        axes = grid[i * (1 + memory), 0]
-        swatches |= fill_timeline(axes, run, (0.92 * width, _rows_inches(run)), total=total)
+    for i, (run, row) in enumerate(zip(runs, rows)):
+        axes = grid[i * (1 + memory)]
+        swatches |= fill_timeline(axes, run, (0.92 * width, row), total=total)
         if memory:
-            _draw_memory(grid[2 * i + 1, 0], run, memory_limit)
-    grid[-1, 0].set_xlabel(_time_label(runs), fontsize=8.5)
-    grid[-1, 0].tick_params(labelbottom=True)
+            _draw_memory(grid[2 * i + 1], run, memory_limit)
+    grid[-1].set_xlabel(_time_label(runs), fontsize=8.5)
+    grid[-1].tick_params(labelbottom=True)
     for still in ("waiting for data", "idle"):  # last, whichever run named them first
         if still in swatches:
             swatches[still] = swatches.pop(still)
-    figure.legend(loc="outside lower right", fontsize=8.5, **legend_of(swatches))
-    if path is not None:
-        save_figure(figure, path)
-    return figure
+    legend_of(figure, swatches)
+    return picture.save_figure(figure, path)
 
 
 def _shortest_op(run: Simulation) -> float:
@@ -102,20 +82,14 @@ def _shortest_op(run: Simulation) -> float:
     return float(lengths[lengths > 1e-9 * run.makespan].min())
 
 
-def _rows_inches(run: Simulation) -> float:
-    return float(np.clip(run.schedule.stages * 0.36, 1.0, 7.0))
-
-
 def _time_label(runs: list[Simulation]) -> str:
-    times = [run.times for run in runs]
-    if any(other != times[0] or other.stage_times for other in times):
+    one, split = runs[0].times, {run.schedule.split for run in runs}
+    if any(run.times != one or run.times.stage_times for run in runs):
         return "time"
-    one, split = times[0], {run.schedule.split for run in runs}
     ways = [f"B {one.backward:g}, W {one.weight:g}"] if True in split else []
     ways += [f"B {one.backward + one.weight:g}"] if False in split else []
-    backward = " or ".join(ways)
     comm = f", communication {one.comm:g}" if one.comm else ""
-    return f"time (a microbatch on one stage: F {one.forward:g}, {backward}{comm})"
+    return f"time (a microbatch on one stage: F {one.forward:g}, {' or '.join(ways)}{comm})"
 
 
 # --- ops ------------------------------------------------------------------------------------------
@@ -141,7 +115,7 @@ def fill_timeline(
         swatches = _draw_shares(axes, run, together)
     _label_stages(axes, stages, together, inches[1])
     axes.set_xlim(0, total)
-    _plain_axes(axes)
+    _without_frame(axes)
     title, lockstep = title or run_title(run), run.model == "lockstep"
     if len(title) * _TITLE_POINTS * 0.55 > 72 * inches[0]:
         title = title.replace("; ", "\n")
@@ -167,47 +141,43 @@ def _draw_ops(axes: Axes, run: Simulation, op_inches: float, row_inches: float) 
         axes.broken_barh([(0, run.makespan)], row, facecolors=IDLE, zorder=1)
         first, last = waits(run, stage)
         if len(first):
-            spans = np.stack([first - run.start.min(), last - first], axis=-1)
+            spans = _pairs(first - run.start.min(), last - first)
             axes.broken_barh(spans, (stage - 0.12, 0.24), facecolors=COMMUNICATION, zorder=1.5)
         colours = [palette[k][c] for k, c in zip(orders.kind[stage], orders.chunk[stage])]
         axes.broken_barh(
-            np.stack([start[stage], length[stage]], axis=-1), row, facecolors=colours,
-            edgecolors="white", linewidth=0.7 if wide else 0.0, rasterized=not wide, zorder=2,
+            _pairs(start[stage], length[stage]), row, facecolors=colours, edgecolors="white",
+            linewidth=0.7 if wide else 0.0, rasterized=not wide, zorder=2,
         )  # fmt: skip
-        if not numbered:
-            continue
-        middle = start[stage] + length[stage] / 2
-        for x, item, colour in zip(middle.tolist(), orders.item[stage].tolist(), colours):
+        middle = (start[stage] + length[stage] / 2).tolist() if numbered else []
+        for x, item, colour in zip(middle, orders.item[stage].tolist(), colours):
             axes.text(
                 x, stage, item_text(item, schedule.slices), ha="center", va="center_baseline",
                 color=ink(colour), fontsize=font_points, zorder=3, clip_on=True,
             )  # fmt: skip
-    return _op_swatches(run, palette)
-
-
-def _op_swatches(run: Simulation, palette: list[list[str]]) -> Swatches:
-    chunks = run.schedule.virtual
     listed = range(chunks) if chunks <= _MOST_SWATCHES else (0, chunks - 1)
     return {
         f"{KINDS[kind]}, chunk {chunk}" if chunks > 1 else KINDS[kind]: colours[chunk]
-        for kind, colours in enumerate(palette[: len(run.schedule.halves)])
+        for kind, colours in enumerate(palette[: len(schedule.halves)])
         for chunk in listed
     }
+
+
+def _pairs(first: np.ndarray, length: np.ndarray) -> list[tuple[float, float]]:
+    return list(zip(first.tolist(), length.tolist(), strict=True))
 
 
 def _draw_shares(axes: Axes, run: Simulation, together: int) -> Swatches:
     """Rows of so many stages, cut into bands: what F, B, W, waiting and idling take of their time,
     from the top.
 
-    A bin of time is a whole number of the steady state's periods: other bins would beat with it and
-    show stripes.
+    A bin of time is a whole number of the steady state's periods: with others stripes would show.
     """
     stages, period = run.schedule.stages, _period(run)
     width = period * -(-run.makespan // (period * _BINS))
     bins = int(-(-run.makespan // width))
     share = shares(run, run.start.min() + width * np.arange(bins + 1))
     firsts = np.arange(0, stages, together)
-    share = np.add.reduceat(share, firsts) / np.diff([*firsts, stages])[:, None, None]
+    share = np.add.reduceat(share, firsts) / np.diff(np.append(firsts, stages))[:, None, None]
     level = (np.arange(_LEVELS + _GAP_LEVELS) + 0.5) / _LEVELS  # above 1: between two rows
     kind = (level[:, None, None] >= share.cumsum(axis=-1)[:, None]).sum(axis=-1)  # [rows, L, N]
     ops = [shade(kind) for kind in range(3)]
@@ -216,8 +186,8 @@ def _draw_shares(axes: Axes, run: Simulation, together: int) -> Swatches:
         palette[kind].reshape(-1, bins, 3), aspect="auto", interpolation="nearest",
         extent=(0, bins * width, len(firsts) * together - 0.5, -0.5),
     )  # fmt: skip
-    return {f"{kind}'s share of the time": colour
-            for kind, colour in zip(KINDS[: len(run.schedule.halves)], ops)}  # fmt: skip
+    return {f"{KINDS[kind]}'s share of the time": ops[kind]
+            for kind in range(len(run.schedule.halves))}  # fmt: skip
 
 
 def _period(run: Simulation) -> float:
@@ -243,16 +213,17 @@ def _label_stages(axes: Axes, stages: int, together: int, inches: float) -> None
     axes.set_yticks([first + (together - 1) / 2 for first in firsts], names)
 
 
-def _plain_axes(axes: Axes) -> None:
+def _without_frame(axes: Axes) -> None:
     axes.tick_params(length=0, labelsize=8.5, labelbottom=False)
     axes.spines[:].set_visible(False)
 
 
 def _bracket_phases(axes: Axes, run: Simulation, total: float) -> None:
     """Above the rows: where only F, F and B, or only B occur, and so on."""
-    from matplotlib.transforms import offset_copy
+    from matplotlib.transforms import ScaledTranslation
 
-    above = offset_copy(axes.get_xaxis_transform(), axes.figure, y=8, units="points")
+    points = ScaledTranslation(0, 8 / 72, axes.figure.dpi_scale_trans)
+    above = axes.get_xaxis_transform() + points
     ticks, start, _ = tick_spans(run)
     edges = np.append(start, run.end.max()) - run.start.min()
     gap = 0.002 * total
@@ -279,33 +250,29 @@ def _draw_memory(axes: Axes, run: Simulation, limit: float | None) -> None:
     """Stashes over time: a line a stage, or the range of all stages with the outermost ones."""
     from matplotlib import colormaps
 
-    stages = run.schedule.stages
-    peak = run.peak_memory
+    stages, peak, begin = run.schedule.stages, run.peak_memory, run.start.min()
     drawn = list(range(stages))
     if stages > _MOST_LINES:
         drawn = sorted({0, stages - 1, int(peak.argmax())})
-        moments = np.linspace(run.start.min(), run.end.max(), 2 * _BINS)
+        moments = np.linspace(begin, run.end.max(), 2 * _BINS)
         kept = memory_between(run, moments)
         axes.fill_between(
-            moments - moments[0], kept.min(axis=0), kept.max(axis=0), color="#dfe3ea", linewidth=0,
+            moments - begin, kept.min(axis=0), kept.max(axis=0), color="#dfe3ea", linewidth=0,
             label="all stages", step="post",
         )  # fmt: skip
     for i, stage in enumerate(drawn):
         times, values = run.memory_over_time(stage)
         lasting = np.append(np.diff(times) > 1e-9 * run.makespan, True)
-        times, values = times[lasting], values[lasting]
-        colour = colormaps["viridis"](0.9 * i / max(1, len(drawn) - 1))
         axes.step(
-            np.concatenate([[0.0], times - run.start.min()]), np.concatenate([[0.0], values]),
-            where="post", color=colour, linewidth=1.1, label=f"stage {stage}",
+            np.append(0.0, times[lasting] - begin), np.append(0.0, values[lasting]), where="post",
+            color=colormaps["viridis"](0.9 * i / max(1, len(drawn) - 1)), linewidth=1.1,
+            label=f"stage {stage}",
         )  # fmt: skip
-    top = float(peak.max())
     if limit is not None:
-        axes.axhline(limit, color=LIMIT, linewidth=0.9, linestyle="--", label="limit")
-        top = max(top, limit)
-    axes.set_ylim(0, 1.1 * top)
+        axes.axhline(limit, color=picture.LIMIT, linewidth=0.9, linestyle="--", label="limit")
+    axes.set_ylim(0, 1.1 * max(float(peak.max()), limit or 0.0))
     axes.set_ylabel("stashes", fontsize=8.5)
-    _plain_axes(axes)
+    _without_frame(axes)
     axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
     axes.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False, handlelength=1.0,
@@ -313,16 +280,16 @@ def _draw_memory(axes: Axes, run: Simulation, limit: float | None) -> None:
     )  # fmt: skip
     axes.annotate(
         f"most: {peak.max():.4g} on stage {int(peak.argmax())}", (0, 1), xytext=(2, 2),
-        xycoords="axes fraction", textcoords="offset points", fontsize=7.5, color=INK,
+        xycoords="axes fraction", textcoords="offset points", fontsize=7.5, color=picture.INK,
     )  # fmt: skip
 
 
-def legend_of(swatches: Swatches) -> dict:
-    """What the legend of a timeline is made of, as matplotlib's `legend` takes it."""
+def legend_of(figure: Any, swatches: Swatches) -> None:
+    """The legend of timelines, below their figure."""
     from matplotlib.patches import Patch
 
-    return {
-        "handles": [Patch(facecolor=colour, label=text) for text, colour in swatches.items()],
-        "ncols": min(8, len(swatches)), "frameon": False, "handlelength": 1.2,
-        "handleheight": 1.0, "columnspacing": 1.2,
-    }  # fmt: skip
+    figure.legend(
+        handles=[Patch(facecolor=colour, label=text) for text, colour in swatches.items()],
+        loc="outside lower right", ncols=min(8, len(swatches)), fontsize=8.5, frameon=False,
+        handlelength=1.2, handleheight=1.0, columnspacing=1.2,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ the one on another stage that takes its output, and a counter for each stage, of
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from mtx.files import replacing
 from mtx.schedules.orders import KINDS, B, F, stages_in_order
 from mtx.schedules.simulate import Simulation
-from mtx.view.files import replacing
 from mtx.view.spans import Shown, run_title, runs_of
 
 UNIT_US = 1000.0  # one unit of the simulation's time: times given in ms are shown as such
@@ -51,42 +52,41 @@ def write_trace(
 
 
 def _process(run: Simulation, pid: int, unit_us: float) -> Iterator[dict[str, Any]]:
-    schedule = run.schedule
-    yield _name(pid, 0, "process", run_title(run))
+    schedule, begin = run.schedule, run.start.min()
+    start, length = (run.start - begin) * unit_us, (run.end - run.start) * unit_us
+    yield _meta(pid, 0, "process_name", name=run_title(run))
     for stage in range(schedule.stages):
-        yield _name(pid, stage, "thread", f"stage {stage}")
-        yield {"ph": "M", "pid": pid, "tid": stage, "name": "thread_sort_index",
-               "args": {"sort_index": stage}}  # fmt: skip
-    start = (run.start - run.start.min()) * unit_us
-    length = (run.end - run.start) * unit_us
+        yield _meta(pid, stage, "thread_name", name=f"stage {stage}")
+        yield _meta(pid, stage, "thread_sort_index", sort_index=stage)
     for stage in range(schedule.stages):
+        shared = {"pid": pid, "tid": stage}
         rows = zip(run.orders.of(stage), start[stage].tolist(), length[stage].tolist())
         for op, ts, dur in rows:
             microbatch, part = divmod(op.item, schedule.slices)
             args = {"microbatch": microbatch, "chunk": op.chunk,
-                    "virtual stage": int(schedule.virtual_stages[op.chunk, stage])}  # fmt: skip
+                    "virtual_stage": int(schedule.virtual_stages[op.chunk, stage])}  # fmt: skip
             args |= {"slice": part} if schedule.slices > 1 else {}
-            yield {"ph": "X", "pid": pid, "tid": stage, "ts": ts, "dur": dur,
-                   "cat": KINDS[op.kind], "name": op.describe(schedule.slices),
-                   "args": args}  # fmt: skip
-        yield from _counter(run, pid, stage, unit_us)
+            name = op.describe(schedule.slices)
+            yield {"ph": "X", "ts": ts, "dur": dur, "cat": KINDS[op.kind], "name": name,
+                   "args": args, **shared}  # fmt: skip
+        for moment, value in _changes(run, stage):
+            yield {"ph": "C", "ts": (moment - begin) * unit_us, "args": {"stashes": value},
+                   "name": f"stashes, stage {stage}", **shared}  # fmt: skip
     if _sends(run) <= MOST_ARROWS:
         yield from _arrows(run, pid, start, length)
 
 
-def _counter(run: Simulation, pid: int, stage: int, unit_us: float) -> Iterator[dict[str, Any]]:
+def _changes(run: Simulation, stage: int) -> Iterator[tuple[float, float]]:
     """What the stage keeps, wherever that changes."""
     times, values = run.memory_over_time(stage)
     lasting = np.append(times[1:] > times[:-1], True)
-    times, values = (times[lasting] - run.start.min()) * unit_us, values[lasting]
+    times, values = times[lasting], values[lasting]
     changes = np.append(True, values[1:] != values[:-1])
-    for ts, value in zip(times[changes].tolist(), values[changes].tolist()):
-        yield {"ph": "C", "pid": pid, "tid": stage, "ts": ts, "name": f"stashes, stage {stage}",
-               "args": {"stashes": value}}  # fmt: skip
+    return zip(times[changes].tolist(), values[changes].tolist())
 
 
-def _name(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+def _meta(pid: int, tid: int, what: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
 
 def _sends(run: Simulation) -> int:
@@ -105,16 +105,13 @@ def _arrows(
     where = (orders.kind, orders.item, schedule.virtual_stages[orders.chunk, stage])
     first, last = np.zeros((2, 3, schedule.items, schedule.virtual_stages.size))
     first[where], last[where] = start + _INSIDE * length, start + (1 - _INSIDE) * length
-    stage_of = stages_in_order(schedule.virtual_stages).tolist()
-    ident = 0
+    stage_of, ids = stages_in_order(schedule.virtual_stages).tolist(), itertools.count(1)
     for kind, step, name in ((F, 1, "activation"), (B, -1, "gradient")):
-        for virtual_stage, source in enumerate(stage_of):
-            other = virtual_stage + step
+        for one, source in enumerate(stage_of):
+            other = one + step
             if not 0 <= other < len(stage_of) or stage_of[other] == source:
                 continue
-            spans = zip(last[kind, :, virtual_stage].tolist(), first[kind, :, other].tolist())
-            for sent, taken in spans:
-                ident += 1
-                shared = {"pid": pid, "name": name, "cat": "send", "id": f"{pid}.{ident}"}
+            for sent, taken in zip(last[kind, :, one].tolist(), first[kind, :, other].tolist()):
+                shared = {"pid": pid, "name": name, "cat": "send", "id": f"{pid}.{next(ids)}"}
                 yield {"ph": "s", "tid": source, "ts": sent, **shared}
                 yield {"ph": "f", "bp": "e", "tid": stage_of[other], "ts": taken, **shared}

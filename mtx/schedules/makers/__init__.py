@@ -1,27 +1,34 @@
-"""Who makes schedules, by name. Each maker says in which tick, or in which order, every op runs;
-families lie in files of their own, with their sources and closed forms.
+"""Who makes schedules, by name. Each file here has `MAKERS`, name -> `Maker`, with its sources and
+closed forms: a new schedule is one file. A maker says in which tick, or in which order, every op
+runs; `Schedule` checks that and derives the rest.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from dataclasses import replace
 
 import numpy as np
 
 from mtx.errors import UserError, unknown_name
-from mtx.schedules import breadth_first, dualpipe, one_f_one_b, sequence, vee, zero_bubble
 from mtx.schedules.orders import B, F, Orders
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Maker, Shape, Times
 
-MAKERS: dict[str, Maker] = {
-    **one_f_one_b.MAKERS,
-    **breadth_first.MAKERS,
-    **zero_bubble.MAKERS,
-    **vee.MAKERS,
-    **dualpipe.MAKERS,
-    **sequence.MAKERS,
-}
+
+def find_makers() -> dict[str, Maker]:
+    """Of all files; first those for lock-step, and of them whole sequences, then fewer chunks."""
+    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{file}") for file in files]
+    found = {name: maker for module in modules for name, maker in module.MAKERS.items()}
+    order = sorted(found.items(), key=lambda row: (
+        not row[1].lockstep, row[1].sliced, row[1].default_virtual
+    ))  # fmt: skip
+    return dict(order)
+
+
+MAKERS = find_makers()
 
 
 def maker(name: str) -> Maker:

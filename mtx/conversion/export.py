@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +19,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mtx.checkpoint.checkpoints import Checkpoints
-from mtx.checkpoint.snapshot import NUMBERS, Snapshot
+from mtx.checkpoint.snapshot import NUMBERS
 from mtx.checkpoint.store import Store
-from mtx.config import Layout, to_dict
+from mtx.config import to_dict
 from mtx.conversion.safetensors import DTYPES, SafetensorsWriter
 from mtx.errors import UserError
 from mtx.paths import check_path
-from mtx.step.trainer import Trainer
-from mtx.train.finetune import FinetuneTrainer, finetuned_task
 
 Format = Literal["safetensors", "orbax"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -60,6 +57,7 @@ def export(
     if out.exists():
         raise UserError(f"{out} is there already; name another folder")
     step = checkpoints.manifest(step).step
+    checkpoints.look(step)
     documents = {
         "run": to_dict(checkpoints.run(step)),
         "tokenizer": checkpoints.document("tokenizer", step),
@@ -68,7 +66,7 @@ def export(
     try:
         written.parent.mkdir(parents=True, exist_ok=True)
         with checkpoints.open(step) as store:
-            names = _names(checkpoints, step, store)
+            names = sorted(store.catalog)
             if format == "orbax":
                 _write_orbax(store, written, names, dtype, optimizer)
             else:
@@ -83,16 +81,6 @@ def export(
     finally:
         shutil.rmtree(written, ignore_errors=True)
     return sum(math.prod(store.catalog[name].shape) for name in names if _is_of(name, "params"))
-
-
-def _names(checkpoints: Checkpoints, step: int, store: Store) -> list[str]:
-    """Those of all arrays that the run's model has. UserError where not all are there."""
-    run, task = checkpoints.run(step), finetuned_task(checkpoints, step)
-    layout = Layout(microbatch=task.options if task else 1)
-    run = replace(run, layout=layout, global_batch=layout.microbatch)
-    snapshot = Snapshot(FinetuneTrainer(run, task) if task else Trainer(run))
-    snapshot.check(store)
-    return sorted(snapshot.leaves)
 
 
 def _is_of(name: str, *trees: str) -> bool:

@@ -139,21 +139,7 @@ def _zb_v_orders(microbatches: int, stages: int) -> Orders:
         steady += [B0, W0, F1, B1, W1] * (items - fed - warm_up.count(F1))
         cool_down = [B0, B1] * stage + [B0, W0] * (stages - stage) + [W1] * stage + [W0] * stage
         lists.append(warm_up + steady + cool_down)
-    return numbered(lists, microbatches)
-
-
-def numbered(lists: list[list[int]], microbatches: int) -> Orders:
-    """Orders from each stage's kinds of op, each of which takes the next microbatch of its kind;
-    those beyond the last microbatch fall away."""
-    stages = []
-    for kinds in lists:
-        kind = np.array(kinds, np.int32)
-        item = np.empty_like(kind)
-        for k in range(6):
-            item[kind == k] = np.arange(kinds.count(k))
-        stages.append(np.stack([kind // 2, item, kind % 2])[:, item < microbatches])
-    kind, item, chunk = np.stack(stages, axis=1)
-    return Orders(kind=kind, item=item, chunk=chunk)
+    return Orders.from_kinds(lists, microbatches, chunks=2)
 
 
 def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
@@ -165,7 +151,7 @@ def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
     patience = (0.0,) if is_even(times) else (0.0, 0.5)
     runs = [_run(orders, limit, times, late) for late in patience]
     best = min(runs, key=lambda stages: max(stage.clock - stage.begin for stage in stages))
-    return numbered([stage.ops for stage in best], best[0].items)
+    return Orders.from_kinds([stage.ops for stage in best], best[0].items, chunks=2)
 
 
 def _run(orders: Orders, limit: int, times: Times, late: float) -> list[_Stage]:
@@ -365,6 +351,7 @@ MAKERS: dict[str, Maker] = {
     "zb_v": Maker(
         make=zb_v,
         source="Qi et al., ICLR'24 (arXiv 2401.10241), section 6",
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_zb_v_bubble,
@@ -373,6 +360,7 @@ MAKERS: dict[str, Maker] = {
     "v_half": Maker(
         make=v_half,
         source=_QI_MEMORY,
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_half_bubble,
@@ -381,6 +369,7 @@ MAKERS: dict[str, Maker] = {
     "v_min": Maker(
         make=v_min,
         source=_QI_MEMORY,
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_min_bubble,

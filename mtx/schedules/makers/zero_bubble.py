@@ -13,12 +13,11 @@ op and of a send
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.schedules.one_f_one_b import one_f_one_b_ticks
+from mtx.schedules.makers.one_f_one_b import in_flight, one_f_one_b_ticks
 from mtx.schedules.orders import B, F, Orders, W
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import Maker, Shape
@@ -34,7 +33,7 @@ def zb_h1(shape: Shape) -> Schedule:
     """
     stages = np.arange(shape.stages)
     kinds = _handcrafted_kinds(shape.microbatches, warm_up=shape.stages - stages, delay=stages)
-    return Schedule.from_orders("zb_h1", _in_order(kinds))
+    return Schedule.from_orders("zb_h1", Orders.from_kinds(kinds, shape.microbatches))
 
 
 def zb_h2(shape: Shape) -> Schedule:
@@ -50,7 +49,7 @@ def zb_h2(shape: Shape) -> Schedule:
     kinds = _handcrafted_kinds(
         shape.microbatches, warm_up=2 * (shape.stages - stages) - 1, delay=2 * stages
     )
-    return Schedule.from_orders("zb_h2", _in_order(kinds))
+    return Schedule.from_orders("zb_h2", Orders.from_kinds(kinds, shape.microbatches))
 
 
 def zb_1p(shape: Shape) -> Schedule:
@@ -90,7 +89,11 @@ def automatic(shape: Shape, *, memory_limit: float, weight_share: float) -> Sche
     kinds = automatic_kinds(
         shape, memory_limit=memory_limit, weight_share=weight_share, below=least
     )
-    return Schedule.from_orders("automatic", _in_order(kinds)) if kinds else best
+    return (
+        Schedule.from_orders("automatic", Orders.from_kinds(kinds, shape.microbatches))
+        if kinds
+        else best
+    )
 
 
 def aligned_zb(shape: Shape) -> Schedule:
@@ -160,16 +163,6 @@ def _handcrafted_kinds(
     return kinds
 
 
-def _in_order(kinds: Sequence[Sequence[int]]) -> Orders:
-    """Orders in which the n-th op of each kind is that of microbatch n."""
-    kind = np.array(kinds, np.int32)
-    item = np.zeros_like(kind)
-    for one in (F, B, W):
-        mine = kind == one
-        item[mine] = (mine.cumsum(axis=1) - 1)[mine]
-    return Orders(kind=kind, item=item, chunk=np.zeros_like(kind))
-
-
 def _h1_bubble(shape: Shape) -> float | None:
     """Asynchronous, over ideal time: up to the end of the last stage, or of the first one."""
     m, p, t = shape.microbatches, shape.stages, shape.times
@@ -212,18 +205,12 @@ def _deferred_bubble(shape: Shape) -> float | None:
     return ((p - 1) / v * (t.forward + t.backward - t.weight) + sends * t.comm) / (m * t.work)
 
 
-def _aligned_in_flight(shape: Shape) -> np.ndarray | None:
-    m, p, v = shape.microbatches, shape.stages, shape.virtual
-    if v > 1 and m % p:
-        return None
-    return np.minimum(2 * (p - 1 - np.arange(p)) + (v - 1) * p + 1, m * v)
-
-
 _QI = "Qi et al., ICLR'24 (arXiv 2401.10241)"
 MAKERS: dict[str, Maker] = {
     "zb_h1": Maker(
         make=zb_h1,
         source=f"{_QI}, section 2.1",
+        lockstep=False,
         virtual=1,
         bubble_over_ideal=_h1_bubble,
         in_flight=lambda shape: np.minimum(
@@ -233,24 +220,25 @@ MAKERS: dict[str, Maker] = {
     "zb_h2": Maker(
         make=zb_h2,
         source=f"{_QI}, section 2.2",
+        lockstep=False,
         virtual=1,
         bubble_over_ideal=_h2_bubble,
         in_flight=lambda shape: np.minimum(
             2 * (shape.stages - np.arange(shape.stages)) - 1, shape.microbatches
         ),
     ),
-    "zb_1p": Maker(make=zb_1p, source=f"{_QI}, section 3.1", virtual=1),
-    "zb_2p": Maker(make=zb_2p, source=f"{_QI}, section 3.1", virtual=1),
+    "zb_1p": Maker(make=zb_1p, source=f"{_QI}, section 3.1", lockstep=False, virtual=1),
+    "zb_2p": Maker(make=zb_2p, source=f"{_QI}, section 3.1", lockstep=False, virtual=1),
     "aligned_zb": Maker(
         make=aligned_zb,
         source="1F1B in full ticks, with W of all stages at once",
         bubble_over_ideal=_aligned_bubble,
-        in_flight=_aligned_in_flight,
+        in_flight=in_flight,
     ),
     "deferred_zb": Maker(
         make=deferred_zb,
         source="1F1B in full ticks, with each W where it lengthens no tick",
         bubble_over_ideal=_deferred_bubble,
-        in_flight=_aligned_in_flight,
+        in_flight=in_flight,
     ),
 }

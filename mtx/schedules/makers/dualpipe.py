@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, is_even, slots_over_ideal
 from mtx.schedules.orders import Orders
 from mtx.schedules.schedule import Schedule, vee_placement
 from mtx.schedules.shape import Maker, Shape
-from mtx.schedules.vee import B0, B1, F0, F1, W0, W1, is_even, numbered, slots_over_ideal
 
 
 def dualpipe_v(shape: Shape) -> Schedule:
@@ -45,7 +45,7 @@ def _orders(microbatches: int, stages: int) -> Orders:
         waiting = [b + 2 for b in turns[stage + 1 :]] + [W0] * after
         cool_down += [op for w in waiting[:after] for op in (w, B0)] + waiting[after:]
         lists.append(warm_up + steady + no_f0 + cool_down)
-    return numbered(lists, microbatches)
+    return Orders.from_kinds(lists, microbatches, chunks=2)
 
 
 def _bubble(shape: Shape) -> float | None:
@@ -63,6 +63,7 @@ MAKERS: dict[str, Maker] = {
     "dualpipe_v": Maker(
         make=dualpipe_v,
         source="DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe)",
+        lockstep=False,
         virtual=2,
         default_virtual=2,
         bubble_over_ideal=_bubble,

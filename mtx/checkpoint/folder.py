@@ -1,0 +1,192 @@
+"""The checkpoints in a folder: which there are, what each holds, and those that are set aside."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mtx.checkpoint.formats import current_run
+from mtx.checkpoint.manifest import MANIFEST, Manifest, is_ours, read_document, read_manifest
+from mtx.checkpoint.snapshot import odd_one_out, without_moments
+from mtx.checkpoint.store import Damaged, Store
+from mtx.config import RunConfig, from_dict
+from mtx.data import Tokenizer, tokenizer_from_dict
+from mtx.errors import UserError
+from mtx.paths import check_path
+from mtx.sharding.agree import agree
+
+TIMEOUT_S = 600  # of one save, and of a process that has to answer
+_DOCUMENTS = ("run", "tokenizer", "extra")
+_ASIDE = ".aside"
+
+
+class Folder:
+    """Checkpoints by their steps. `directory` may also be a run's own, which holds one named
+    "checkpoints"."""
+
+    def __init__(self, directory: str | Path):
+        check_path("checkpoints", directory)
+        directory = Path(directory).absolute()
+        inner = directory / "checkpoints"
+        self.directory = inner if inner.is_dir() else directory
+
+    # -- which there are --------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, oldest first."""
+        return sorted(step for step in self._numbers() if (self._path(step) / MANIFEST).is_file())
+
+    def incomplete(self) -> list[int]:
+        """The steps whose directories hold no whole checkpoint: half deleted, or something else."""
+        return sorted(set(self._numbers()) - set(self.steps()))
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def _numbers(self) -> list[int]:
+        """The directories that are named like a step."""
+        if self.directory.exists() and not self.directory.is_dir():
+            raise UserError(f"{self.directory} is a file, and checkpoints lie in a directory")
+        try:
+            return [
+                int(path.name)
+                for path in self.directory.iterdir()
+                if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
+            ]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"{self.directory} cannot be read: {error.strerror}") from error
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None and steps:
+            return steps[-1]
+        if step in steps:
+            return step
+        if steps:
+            there = ", ".join(map(str, steps))
+            raise UserError(f"{self.directory} has no checkpoint of step {step}; it has {there}")
+        what = "holds no complete checkpoint" if self.directory.is_dir() else "does not exist"
+        raise UserError(f"{self.directory} {what}; name the `out` of a training run that has saved")
+
+    # -- what one holds ---------------------------------------------------------------------------
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """What a checkpoint holds. Raises Damaged."""
+        step = self._existing(step)
+        manifest = read_manifest(self._path(step))
+        if manifest.step != step:
+            raise Damaged(self._path(step), f"{MANIFEST} is that of step {manifest.step:,}")
+        if odd := odd_one_out(manifest.catalog):
+            raise Damaged(
+                self._path(step), f"{MANIFEST}: {odd} is missing, or not alike in all trees"
+            )
+        return manifest
+
+    def look(self, step: int | None = None) -> None:
+        """Raises Damaged where something is missing, or a small file is not what was written. The
+        arrays' own bytes are checked when they are read."""
+        manifest = self.manifest(step)
+        documents = {
+            name: read_document(self._path(manifest.step), manifest, name) for name in _DOCUMENTS
+        }
+        if odd := without_moments(manifest.catalog, documents["run"].get("optimizer")):
+            what = f"{MANIFEST}: {odd} has not the arrays that the run's optimizer keeps"
+            raise Damaged(self._path(manifest.step), what)
+        Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()
+
+    def open(self, step: int | None = None) -> Store:
+        """A checkpoint's arrays, to be read one by one, as in `with checkpoints.open() as store:
+        store.read("params.embed.tokens")`. Raises Damaged."""
+        manifest = self.manifest(step)
+        store = Store(directory=self._path(manifest.step), catalog=manifest.catalog)
+        store.check_files()
+        return store
+
+    def document(self, name: str, step: int | None = None) -> dict:
+        """One of its JSON documents: "run", "tokenizer" or "extra". Raises Damaged."""
+        manifest = self.manifest(step)
+        return read_document(self._path(manifest.step), manifest, name)
+
+    def run(self, step: int | None = None) -> RunConfig:
+        """The config of the run that wrote a checkpoint."""
+        return from_dict(RunConfig, current_run(self.document("run", step)))
+
+    def tokenizer(self, step: int | None = None) -> Tokenizer:
+        """The tokenizer that its model was trained with."""
+        return tokenizer_from_dict(self.document("tokenizer", step))
+
+    def extra(self, step: int | None = None) -> dict:
+        """What `save` was given as `extra`."""
+        return self.document("extra", step)
+
+    # -- set aside --------------------------------------------------------------------------------
+
+    def find(self, say: Callable[[str], None]) -> int | None:
+        """The step of the newest checkpoint whose manifest and documents are sound, the same on all
+        processes; None where there is none at all.
+
+        Those that are not are set aside, and `say` is told in a line. Raises UserError where there
+        are checkpoints, and none of them is sound.
+        """
+        step, *lines = json.loads(agree("find", "", self._find, timeout_s=TIMEOUT_S))
+        for line in lines:
+            say(line)
+        if step is None and (lines or self.aside()):
+            raise UserError(
+                f"no checkpoint in {self.directory} is sound; put a copy back, or use another out "
+                "to start anew"
+            )
+        return step
+
+    def _find(self, _) -> str:
+        lines = [
+            f"checkpoint {self._path(step)} is damaged: it has no {MANIFEST}"
+            for step in self.incomplete()
+            if any(self._path(step).iterdir()) and is_ours(self._path(step))
+        ]
+        for step in reversed(self.steps()):
+            try:
+                self.look(step)
+                return json.dumps([step, *lines])
+            except Damaged as error:
+                lines.append(f"{error}; {self._rename(step)}")
+        return json.dumps([None, *lines])
+
+    def set_aside(self, step: int, why: str, *, unless_oldest: bool = False) -> str:
+        """Gives a checkpoint another name, under which it does not count; says so in a line. `why`
+        begins with a verb. `unless_oldest`: nothing, and no line, where there is no older one. To
+        be called by all processes."""
+
+        def rename(_) -> str:
+            if unless_oldest and step not in self.steps()[1:]:
+                return ""
+            return f"checkpoint {self._path(step)} {why}; {self._rename(step)}"
+
+        return agree("set_aside", "", rename, timeout_s=TIMEOUT_S)
+
+    def _rename(self, step: int) -> str:
+        path = self._path(step)
+        taken = (path.with_name(f"{step}{_ASIDE}{n or ''}") for n in range(1_000_000))
+        aside = next(name for name in taken if not name.exists())
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise UserError(f"{path} cannot be set aside: {error.strerror}") from error
+        return f"it is now named {aside.name}"
+
+    def aside(self) -> list[str]:
+        """The names of those that were set aside."""
+        named = re.compile(rf"\d+{re.escape(_ASIDE)}\d*")
+        return sorted(
+            path.name
+            for path in self.directory.glob(f"*{_ASIDE}*")
+            if named.fullmatch(path.name) and path.is_dir()
+        )

@@ -1,0 +1,114 @@
+"""What every tokenizer is, whichever library runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtx.errors import UserError
+
+# An end-of-document token: its number, which may be the first beyond the vocabulary; its name in
+# the vocabulary, or else its number in digits; "auto"; None or "none" where there is to be none.
+Eod = str | int | None
+_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eod>", "<|eod|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerIdentity:
+    """Which tokenizer made the tokens. Two are the same where `sha256` and `eod` are."""
+
+    name: str  # for people
+    sha256: str  # of what decides the tokens
+    vocab: int  # every token is below it
+    eod: int | None  # the end-of-document token, where one was written
+
+    def __str__(self) -> str:
+        end = "no end-of-document token" if self.eod is None else f"end-of-document {self.eod}"
+        return f"{self.name} (sha256 {self.sha256[:12]}, {end})"
+
+    def same_as(self, other: TokenizerIdentity) -> bool:
+        """Whether the two give the same tokens, whatever their files are called."""
+        return (self.sha256, self.eod) == (other.sha256, other.eod)
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    kind: str  # in what `to_dict` gives
+    identity: TokenizerIdentity
+    cuts: re.Pattern | None  # its empty matches are where a text may be cut; None: nowhere
+
+    @property
+    def name(self) -> str:
+        """For people: "bytes", "bpe", or the name of a file."""
+        return self.identity.name
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids, the end-of-document token included: every id is below it."""
+        return self.identity.vocab
+
+    @property
+    def eod(self) -> int | None:
+        """The end-of-document token, where there is one."""
+        return self.identity.eod
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`, int32 [tokens], without an end-of-document token. Special tokens that
+        are spelled out in a text are text."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text. UserError for a text that cannot be encoded."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`: end-of-document tokens vanish, broken UTF-8 becomes U+FFFD.
+        ValueError for an id outside of the vocabulary."""
+        ids = np.asarray(ids, np.int64).reshape(-1)
+        wrong = ids[(ids < 0) | (ids >= self.vocab)]
+        if wrong.size:
+            raise ValueError(f"token {wrong[0]} lies outside the vocabulary of {self.vocab}")
+        return self._decode(ids if self.eod is None else ids[ids != self.eod])
+
+    def _decode(self, ids: np.ndarray) -> str:
+        raise NotImplementedError
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by their spelling; empty where tokens have none, as bytes."""
+        return {}
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON, from which `tokenizer_from_dict` makes the same tokenizer."""
+        raise NotImplementedError
+
+
+def find_eod(known: dict[str, int], *, name: str, eod: Eod) -> int | None:
+    """The end-of-document token of a vocabulary; UserError where it has none such."""
+    if eod is None or eod == "none":
+        return None
+    next_id = max(known.values(), default=-1) + 1
+    if eod == "auto":
+        for usual in _EOD_NAMES:
+            if usual in known:
+                return known[usual]
+        raise UserError(
+            f"{name} has none of the usual end-of-document tokens ({', '.join(_EOD_NAMES)}); name "
+            f"its own with eod, a number such as {next_id}, or none"
+        )
+    if eod in known:  # "2" may be a token, too
+        return known[eod]
+    if (isinstance(eod, int) or eod.isdecimal()) and 0 <= int(eod) <= next_id:
+        return int(eod)
+    raise UserError(f"eod={eod!r} must be a token of {name}, a number up to {next_id}, or none")
+
+
+def hash_of(described: object) -> str:
+    """Of what is described, not of how the file is laid out."""
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""The layouts that a search may try: meshes, their settings, and what of both is given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.plan.hardware import Hardware
+from mtx.plan.memory import Memory, predict_memory
+from mtx.plan.time import StepTime, predict_step
+
+MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
+RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
+ZERO = (1, 3)  # what this program trains with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the search may not choose; None is open."""
+
+    data: int | None = None
+    pipe: int | None = None
+    tensor: int | None = None
+    virtual: int | None = None
+    microbatch: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+
+    def ways(self) -> tuple[str, ...]:
+        """To recompute, the fastest first."""
+        return choices(self.recompute, RECOMPUTE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is searched for, and where."""
+
+    model: ModelConfig
+    gpus: int
+    global_batch: int
+    hardware: Hardware
+    fixed: Fixed
+    scatter_gather: bool = True
+
+    def time(self, layout: Layout, zero: int, *, bound: bool = False) -> StepTime:
+        """The predicted step. UserError where the model cannot be laid out."""
+        return predict_step(
+            self.model, layout, self.global_batch, self.hardware, zero=zero,
+            scatter_gather=self.scatter_gather, bound=bound,
+        )  # fmt: skip
+
+    def memory(self, layout: Layout, zero: int) -> Memory:
+        """Predicted bytes of a device. UserError where the model cannot be laid out."""
+        return predict_memory(
+            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
+        )
+
+    def holds(self, size_bytes: int) -> bool:
+        """Whether a device has room for so much: MEMORY_AT_MOST of it is taken."""
+        return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether the model can be laid out so, and the batch be divided."""
+        try:
+            layout.check(self.model)
+            layout.microbatches(self.global_batch)
+        except UserError:
+            return False
+        return True
+
+    def meshes(self) -> list[Layout]:
+        """Every data x pipe x tensor that model and batch allow, in its leanest settings."""
+        fixed, found = self.fixed, []
+        for tensor, pipe in itertools.product(divisors(self.gpus), repeat=2):
+            data, left = divmod(self.gpus, tensor * pipe)
+            wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
+            if left or any(given not in (None, size) for given, size in wanted):
+                continue
+            mesh = Layout(
+                data=data, pipe=pipe, tensor=tensor, idle="phases", recompute="full",
+                virtual=fixed.virtual or 1, microbatch=fixed.microbatch or 1,
+                schedule=fixed.schedule or "1f1b",
+                sequence_parallel=self._sequence_parallel(tensor)[0],
+            )  # fmt: skip
+            if self.allows(mesh):
+                found.append(mesh)
+        return found
+
+    def zeros(self, mesh: Layout) -> tuple[int, ...]:
+        """The values of `zero` to try: 3 is as 1 where there is one replica."""
+        return choices(self.fixed.zero, ZERO if mesh.data > 1 else ZERO[:1])
+
+    def state_fits(self, mesh: Layout, zero: int) -> bool:
+        """Whether parameters, gradients and optimizer do, with as many chunks as can be: zero=3
+        then has least of the parameters gathered."""
+        if self.fixed.virtual is None and mesh.stage_layers == "even":
+            mesh = replace(mesh, virtual=self.model.layers // mesh.pipe)
+        memory = self.memory(mesh, zero)
+        return self.holds(memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes)
+
+    def settings(self, mesh: Layout) -> Iterator[Layout]:
+        """Every (microbatch, sequence parallelism) of one mesh; chunks are left as they are."""
+        microbatches = divisors(self.global_batch // mesh.data)
+        for microbatch, parallel in itertools.product(
+            choices(self.fixed.microbatch, microbatches), self._sequence_parallel(mesh.tensor)
+        ):
+            layout = replace(mesh, microbatch=microbatch, sequence_parallel=parallel)
+            if self.allows(layout):
+                yield layout
+
+    def virtuals(self, layout: Layout) -> tuple[int, ...]:
+        """The numbers of chunks to try: on one stage they serve zero=3 alone, which gathers one of
+        them at a time."""
+        matters = layout.pipe > 1 or layout.data > 1
+        layers = self.model.layers // layout.pipe
+        return choices(self.fixed.virtual, divisors(layers) if matters else (1,))
+
+    def _sequence_parallel(self, tensor: int) -> tuple[bool, ...]:
+        """What may be tried, the leaner first."""
+        if tensor == 1:
+            tried = (True,)
+        else:
+            tried = (True, False) if self.model.sequence % tensor == 0 else (False,)
+        return choices(self.fixed.sequence_parallel, tried)
+
+
+def choices(given, tried: tuple) -> tuple:
+    """What is tried, unless something is given."""
+    return tried if given is None else (given,)
+
+
+def with_zero(layout: Layout, zero: int) -> Layout:
+    """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
+    return replace(layout, zero=zero or 1)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

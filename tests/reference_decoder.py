@@ -1,0 +1,89 @@
+"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2. Plain jnp,
+unsharded, from the papers' formulas and nothing of `mtx`. Parameters are in canonical form."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from reference_llama import _turn, frequencies
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a family adds; without, it is a Llama."""
+
+    kinds: tuple[str, ...]  # of each layer
+    windows: tuple[int | None, ...]  # of each layer: a position sees so many, itself included
+    base: float = 10000.0
+    epsilon: float = 1e-5
+    scale: float | None = None  # of products of queries and keys
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    offset: float = 0.0  # of norms' scales
+    embed_scale: float = 1.0
+    gelu: bool = False  # in place of SiLU
+
+
+def _norm(x, p, rules):
+    rms = jnp.sqrt((x**2).mean(-1, keepdims=True) + rules.epsilon)
+    return x / rms * (p["scale"] + rules.offset)
+
+
+def _cap(x, cap):
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _attention(x, p, window, rules):
+    qkv, positions = p["qkv"], jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    q = jnp.einsum("bsd,dhk->bshk", x, qkv["q"]) + qkv.get("q_bias", 0)
+    kv = jnp.einsum("bsd,dngk->bsngk", x, qkv["kv"]) + qkv.get("kv_bias", 0)
+    k, v = kv[:, :, 0], kv[:, :, 1]
+    if "q_norm" in p:
+        q, k = _norm(q, p["q_norm"], rules), _norm(k, p["k_norm"], rules)
+    turning = frequencies(q.shape[-1], rules.base)
+    q, k = _turn(q, positions, turning), _turn(k, positions, turning)
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scale = rules.scale or q.shape[-1] ** -0.5
+    scores = _cap(jnp.einsum("bshk,bthk->bhst", q, k) * scale, rules.score_cap)
+    apart = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
+    seen = (apart >= 0) & (apart < (window or x.shape[1]))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    return jnp.einsum("bhst,bthk,hkd->bsd", weights, v, p["out"]["w"])
+
+
+def _mlp(x, p, rules):
+    gate, up = jnp.einsum("bsd,dnf->nbsf", x, p["up"]["w"])
+    if rules.gelu:
+        gate = 0.5 * gate * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    else:
+        gate = gate / (1 + jnp.exp(-gate))
+    return (gate * up) @ p["down"]["w"]
+
+
+def logits(params, batch, rules):
+    """float32 [G, S, V]"""
+    embed, head, done = params["embed"], params["head"], dict.fromkeys(rules.kinds, 0)
+    x = embed["tokens"][batch["tokens"]] * rules.embed_scale
+    for kind, window in zip(rules.kinds, rules.windows, strict=True):
+        p = jax.tree.map(lambda a, n=done[kind]: a[n], params["layers"][kind])
+        done[kind] += 1
+        h = _attention(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
+        x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
+        h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
+        x = x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
+    table = head.get("output", embed["tokens"])
+    return _cap(_norm(x, head["norm"], rules) @ table.T, rules.logit_cap)
+
+
+def loss(params, batch, rules):
+    """The mean loss over the positions of weight 1."""
+    all_logits = logits(params, batch, rules)
+    chosen = jnp.take_along_axis(all_logits, batch["targets"][..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(all_logits, axis=-1) - chosen
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params, batch, rules):
+    return jax.value_and_grad(loss)(params, batch, rules)
