@@ -303,7 +303,8 @@ def _table(made: list[Candidate], ideal: float) -> list[str]:
         schedule = candidate.schedule
         rows.append((
             candidate.label + " *" * candidate.for_comparison, schedule.ticks,
-            schedule.in_flight.max(), schedule.slots, f"{candidate.memory:.4g}", f"{candidate.lockstep:.5g}",
+            schedule.in_flight.max(), schedule.slots, f"{candidate.memory:.4g}",
+            f"{candidate.lockstep:.5g}",
             f"{candidate.lockstep / ideal - 1:.2%}", f"{candidate.asynchronous:.5g}",
             f"{candidate.asynchronous / ideal - 1:.2%}", candidate.reason,
         ))  # fmt: skip
