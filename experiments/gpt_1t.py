@@ -37,10 +37,10 @@ import tyro
 
 from mtx.cli import OwnFields, exit_status, parse, start_devices
 from mtx.config import Layout, RunConfig
+from mtx.plan.fit import fit_layout
 from mtx.plan.page import plan_lines
 from mtx.plan.plan import is_plan_file, load_run, make_plan
 from mtx.presets import preset, require_data
-from mtx.train.fit import fit_layout
 
 VIRTUAL_DEVICES = 8
 PROMPTS = ("The ", "A class ", "If an object ")

@@ -101,10 +101,10 @@ def test_export(saved, tmp_path, dtype, capsys):
     assert sorted(p.name for p in out.iterdir()) == [
         "model.safetensors", "run.json", "tokenizer.json"
     ]  # fmt: skip
-    with SafetensorsFile(out / "model.safetensors") as file:
-        for path, wanted in jax.tree.leaves_with_path(saved[1]):
-            there = file.read(".".join(key.key for key in path))
-            np.testing.assert_array_equal(there, wanted.astype(there.dtype))
+    file = SafetensorsFile(out / "model.safetensors")
+    for path, wanted in jax.tree.leaves_with_path(saved[1]):
+        there = file.read(".".join(key.key for key in path))
+        np.testing.assert_array_equal(there, wanted.astype(there.dtype))
     assert main(arguments) == 2
     assert "is there already; name another folder" in capsys.readouterr().err
 
@@ -237,8 +237,8 @@ def test_the_optimizer_s_state_as_safetensors(saved, tmp_path, capsys):
         "loss_scale": {"good_steps": 0, "scale": 1.0}, "skipped": 0, "step": 10,
     }  # fmt: skip
     moments = {n: a for n, a in all_arrays(saved[0], 10).items() if n.startswith(("mu.", "nu."))}
-    with SafetensorsFile(out / "optimizer.safetensors") as file:
-        assert_same_bits({name: file.read(name) for name in file.tensors}, moments)
+    file = SafetensorsFile(out / "optimizer.safetensors")
+    assert_same_bits({name: file.read(name) for name in file.tensors}, moments)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "orbax"])

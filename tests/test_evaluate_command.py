@@ -6,6 +6,7 @@ import json
 
 import likelihoods
 import pytest
+from errors import names
 from likelihoods import MODEL
 
 import mtx
@@ -100,8 +101,9 @@ def test_a_loaded_model_measures_the_same(folder):
     (folder / "short.txt").write_text(texts[0])
     whole = mtx.evaluate(folder / "run", folder / "short.txt", layout=layout)
     assert whole == mtx.perplexity(*loaded, texts, stride=16)
-    with pytest.raises(UserError, match="has no checkpoint of step 7"):
+    with pytest.raises(UserError) as error:
         mtx.load_model(folder / "run", step=7)
+    names(error, "step 7")
 
 
 def same(results, expected):

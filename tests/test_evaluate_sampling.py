@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,21 +110,23 @@ def test_extreme_temperatures_are_no_error(temperature):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_model_that_has_diverged_is_named(broken, temperature):
     logits = np.array([0, broken, 1], np.float32)
-    with pytest.raises(UserError, match=f"largest logit is {broken}: its parameters are not"):
+    with pytest.raises(UserError) as error:
         Sampling(temperature=temperature).draw(logits, np.random.default_rng(0))
+    names(error, broken)
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    "wrong, values",
     [
-        ({"temperature": -1}, r"temperature=-1 must be a number from 0 "),
-        ({"temperature": np.inf}, r"temperature=inf must be"),
-        ({"top_k": -2}, r"top_k=-2 must be at least 0 \(0: all tokens\)"),
-        ({"top_p": 0}, r"top_p=0 must lie above 0 and be at most 1"),
-        ({"top_p": 1.01}, r"top_p=1.01 must lie above 0"),
-        ({"top_p": np.nan}, r"top_p=nan must lie above 0"),
+        ({"temperature": -1}, ("temperature=-1", "0")),
+        ({"temperature": np.inf}, ("temperature=inf",)),
+        ({"top_k": -2}, ("top_k=-2", "0")),
+        ({"top_p": 0}, ("top_p=0", "0", "1")),
+        ({"top_p": 1.01}, ("top_p=1.01", "0")),
+        ({"top_p": np.nan}, ("top_p=nan", "0")),
     ],
 )
-def test_values_out_of_range_are_named(wrong, message):
-    with pytest.raises(UserError, match=message):
+def test_values_out_of_range_are_named(wrong, values):
+    with pytest.raises(UserError) as error:
         Sampling(**wrong)
+    names(error, *values)

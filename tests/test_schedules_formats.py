@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -406,5 +407,6 @@ def test_random_cells_are_sound_or_their_mistake_is_named(tmp_path, data):
 
 
 def test_a_dict_that_is_none_is_refused():
-    with pytest.raises(UserError, match="expected an object"):
+    with pytest.raises(UserError) as error:
         from_dict(None)
+    names(error, "object")

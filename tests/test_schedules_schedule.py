@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -427,8 +428,9 @@ def test_orders_that_cannot_be_are_an_error():
 
 
 def test_an_unknown_schedule_names_the_nearest():
-    with pytest.raises(UserError, match="unknown schedule '1f1n': did you mean '1f1b'"):
+    with pytest.raises(UserError) as error:
         make("1f1n", microbatches=4, stages=2)
+    names(error, "'1f1n'", "'1f1b'")
 
 
 def test_a_new_schedule_is_one_file(tmp_path, monkeypatch):

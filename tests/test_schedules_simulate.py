@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -391,17 +392,22 @@ def test_where_sends_take_time_or_stages_differ_there_is_none(name, times):
 
 def test_mistakes_are_told():
     schedule = make("1f1b", microbatches=4, stages=2)
-    with pytest.raises(UserError, match="unknown model 'sync': known are asynchronous, lockstep"):
+    with pytest.raises(UserError) as error:
         simulate(schedule, model="sync")
-    with pytest.raises(UserError, match="stage_factors has 3 values for the 2 stages"):
+    names(error, "'sync'")
+    with pytest.raises(UserError) as error:
         simulate(schedule, Times(stage_factors=(1.0, 1.0, 1.0)))
+    names(error, "stage_factors", "3", "2")
     own = Times(stage_times=((1.0, 1.0, 1.0),) * 3)
-    with pytest.raises(UserError, match="stage_times has 3 values for the 2 stages"):
+    with pytest.raises(UserError) as error:
         simulate(schedule, own)
-    with pytest.raises(UserError, match="stage_times are to be simulated"):
+    names(error, "stage_times", "3", "2")
+    with pytest.raises(UserError) as error:
         make("1f1b", microbatches=4, stages=3, times=own)
-    with pytest.raises(UserError, match="weight_share=1.5 must be from 0 to 1"):
+    names(error, "stage_times")
+    with pytest.raises(UserError) as error:
         simulate(schedule, weight_share=1.5)
+    names(error, "weight_share=1.5", "0", "1")
 
 
 def test_stages_that_wait_for_one_another_for_ever_are_named():
@@ -412,6 +418,7 @@ def test_stages_that_wait_for_one_another_for_ever_are_named():
         kind=np.array(kinds), item=np.array(items), chunk=np.zeros((2, 4), int)
     )  # fmt: skip
     schedule = replace(make("1f1b", microbatches=2, stages=2), name="mine", orders=orders)
-    with pytest.raises(BadOp, match="'mine' stands still: stage 0 waits for ever .* of B0.0") as e:
+    with pytest.raises(BadOp) as e:
         simulate(schedule)
+    names(e, "'mine'", "stage 0", "B0.0")
     assert (e.value.stage, e.value.op) == (0, Op(B, 0, 0))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from errors import names
 
 from mtx.errors import UserError
 from mtx.train.goodput import measure_goodput, read_log, steps_that_count
@@ -64,26 +65,33 @@ def test_a_log_is_read_but_for_a_torn_line(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in LOG) + '{"kind": "st')
     assert read_log(path) == LOG
     path.write_text("text\n")
-    with pytest.raises(UserError, match="line 1 is no record"):
+    with pytest.raises(UserError) as error:
         read_log(path)
+    names(error, "line 1")
     for name, value in (("step", []), ("step_s", None), ("loss", "x"), ("t_s", float("nan"))):
         path.write_text(json.dumps(LOG[0]) + "\n" + json.dumps(step(1, 0.0) | {name: value}) + "\n")
-        with pytest.raises(UserError, match="line 2 is no record"):
+        with pytest.raises(UserError) as error:
             read_log(path)
+        names(error, "line 2")
     for name in ("run", "unix_time", "devices"):
         path.write_text(json.dumps({key: LOG[0][key] for key in LOG[0] if key != name}) + "\n")
-        with pytest.raises(UserError, match="line 1 is no record"):
+        with pytest.raises(UserError) as error:
             read_log(path)
+        names(error, "line 1")
     for name, value in (("step", []), ("step_s", None), ("loss", "x"), ("t_s", float("nan"))):
         path.write_text(json.dumps(LOG[0]) + "\n" + json.dumps(step(1, 0.0) | {name: value}) + "\n")
-        with pytest.raises(UserError, match="line 2 is no record"):
+        with pytest.raises(UserError) as error:
             read_log(path)
+        names(error, "line 2")
     for name in ("run", "unix_time", "devices"):
         path.write_text(json.dumps({key: LOG[0][key] for key in LOG[0] if key != name}) + "\n")
-        with pytest.raises(UserError, match="line 1 is no record"):
+        with pytest.raises(UserError) as error:
             read_log(path)
+        names(error, "line 1")
     path.write_text(json.dumps(step(1, 0.0)) + "\n")
-    with pytest.raises(UserError, match="no session"):
+    with pytest.raises(UserError) as error:
         read_log(path)
-    with pytest.raises(UserError, match="No such file"):
+    names(error, "session")
+    with pytest.raises(UserError) as error:
         read_log(tmp_path / "other")
+    names(error, "file")

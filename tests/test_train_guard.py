@@ -1,4 +1,4 @@
-"""Numbers that go wrong are found, named, and gone back from."""
+"""Numbers that go wrong are found, named, and rolled back from."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from errors import names
 from rich.console import Console
 
 import mtx
@@ -21,7 +22,7 @@ from mtx.launch.exits import Exit
 from mtx.launch.startup import StartUp
 from mtx.train.audit import Audit
 from mtx.train.goodput import measure_goodput, read_log
-from mtx.train.guard import Guard, RollBack, refuse_to_go_back
+from mtx.train.guard import Guard, RollBack, refuse_to_roll_back
 from mtx.train.history import MOST_STEPS, History
 from mtx.train.loop import run_training
 from mtx.train.programs import Programs
@@ -80,8 +81,9 @@ def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(checked):
         want = np.zeros((2, 2, 2))
         want.reshape(-1)[device] = 1
         np.testing.assert_array_equal(metrics.corrupt, want)
-    with pytest.raises(RollBack, match="pipe 0 data 1 tensor 0"):
+    with pytest.raises(RollBack) as error:
         Guard(GuardConfig()).check(3, 1.0, np.asarray(metrics.corrupt))
+    names(error, "pipe 0", "data 1", "tensor 0")
 
 
 def test_checksums_change_no_value(checked):
@@ -107,8 +109,9 @@ def test_copies_that_differ_are_named(layout, leaf, device, words):
     assert audit.differences(state) == []
     lines = audit.differences(flip_bit(state, leaf_of(trainer, leaf), device))
     assert f"['params']{leaf} differs on {words}" in lines
-    with pytest.raises(RollBack, match="differs on") as fault:
+    with pytest.raises(RollBack) as fault:
         Guard(GuardConfig()).compare(7, lines)
+    names(fault, "differs")
     assert not fault.value.skip
 
 
@@ -117,8 +120,9 @@ def test_gradients_that_stay_infinite_end_the_run():
     for step, finite in enumerate([False, False, True, False, False]):
         guard.check(step, 9.0, NOTHING, finite=finite)
     assert guard.skipped == 2
-    with pytest.raises(UserError, match=r"step 5: the gradients of 3 steps in a row .* lower"):
+    with pytest.raises(UserError) as error:
         guard.check(5, 9.0, NOTHING, finite=False)
+    names(error, "step 5", "3")
 
 
 def test_a_run_that_only_skips_steps_keeps_its_sound_checkpoints(tmp_path, monkeypatch):
@@ -133,8 +137,9 @@ def test_a_run_that_only_skips_steps_keeps_its_sound_checkpoints(tmp_path, monke
     monkeypatch.setattr(Corpus, "batch", poisoned)
     run = run_of(tmp_path, guard=GuardConfig(most_skipped=10))
     run = dataclasses.replace(run, steps=40, save_every=1)
-    with pytest.raises(UserError, match="step 15: the gradients of 10 steps in a row were not fin"):
+    with pytest.raises(UserError) as error:
         run_training(run, console=Console(quiet=True))
+    names(error, "step 15", "10")
     assert Checkpoints(tmp_path).steps() == [4, 5]
 
 
@@ -144,10 +149,11 @@ def test_a_spike_goes_back_and_skips():
     for step in range(2, 30):
         guard.check(step, 3.0 + 0.3 * (step % 2), NOTHING)
     guard.check(30, float("nan"), NOTHING)  # the step has skipped it
-    with pytest.raises(RollBack, match="the loss is 3.700, more than 0.5 above 3.") as fault:
+    with pytest.raises(RollBack) as fault:
         guard.check(31, 3.7, NOTHING)
+    names(fault, "3.700", "0.5", "3")
     assert fault.value.skip
-    error = refuse_to_go_back(fault.value, GuardConfig(spike_nats=0.5, rollbacks=2))
+    error = refuse_to_roll_back(fault.value, GuardConfig(spike_nats=0.5, rollbacks=2))
     assert isinstance(error, UserError)
     assert "guard.rollbacks=2" in str(error)
 
@@ -163,14 +169,16 @@ def test_bad_data_that_last_never_become_usual():
     for step in range(100, 200):
         guard.check(step, 3.8 + noise[step], NOTHING)
     assert guard.usual == pytest.approx(3.0, abs=0.05)
-    with pytest.raises(RollBack, match="the loss is 4.500, more than 1.0 above 3.0.*, the lowest"):
+    with pytest.raises(RollBack) as error:
         guard.check(200, 4.5, NOTHING)
+    names(error, "4.500", "1.0", "3.0")
     guard.start_from(150)
     assert guard.usual == pytest.approx(3.0, abs=0.05)
     again = Guard(config)
     again.start_from(150, guard.usual)
-    with pytest.raises(RollBack, match="the lowest median of 50 steps"):
+    with pytest.raises(RollBack) as error:
         again.check(151, 4.5, NOTHING)
+    names(error, "50")
     guard.start_from(10)  # back before all that
     for step in range(11, 100):
         guard.check(step, 3.5 + noise[step], NOTHING)
@@ -191,8 +199,9 @@ def test_what_was_usual_goes_with_the_checkpoint_as_long_as_the_data_stay(tmp_pa
     run_training(run, console=Console(quiet=True))
     monkeypatch.setattr(Corpus, "batch", poisoned)
     longer = dataclasses.replace(run, steps=14)
-    with pytest.raises(UserError, match="step 13: the loss .*, the lowest median of 5 steps"):
+    with pytest.raises(UserError) as error:
         run_training(longer, console=Console(quiet=True))
+    names(error, "step 13", "5")
     other = dataclasses.replace(longer, data=dataclasses.replace(run.data, seed=1))
     assert run_training(other, console=Console(quiet=True)).rollbacks == 0
 
@@ -213,8 +222,9 @@ def test_without_a_threshold_no_loss_is_a_spike():
     guard = Guard(GuardConfig())
     for step, loss in enumerate([1.0] * 60 + [1e6]):
         guard.check(step, loss, NOTHING)
-    with pytest.raises(UserError, match="spike_nats=-1"):
+    with pytest.raises(UserError) as error:
         GuardConfig(spike_nats=-1)
+    names(error, "spike_nats=-1")
     assert dataclasses.asdict(RunConfig())["guard"]["compare_every"] == 200
 
 
@@ -306,7 +316,7 @@ def test_nor_where_replicas_are_found_apart_before_the_last_save(
 
 
 def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, spike, full_disk):
-    """That it has is noticed only when the run goes back."""
+    """That it has is noticed only when the run rolls back."""
     full_disk(2)
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
@@ -363,6 +373,7 @@ def test_a_run_that_goes_back_too_often_ends(tmp_path, monkeypatch):
         Audit, "differences", lambda self, state: ["['params'] differs on pipe 0 data 0 tensor 1"]
     )
     run = run_of(tmp_path, guard=GuardConfig(compare_every=100, rollbacks=1))
-    with pytest.raises(UserError, match=r"step 4: .*guard.rollbacks=1 times.*memory test"):
+    with pytest.raises(UserError) as error:
         run_training(run, console=Console(quiet=True))
+    names(error, "step 4", "guard.rollbacks=1")
     assert len(records_of(tmp_path, "rollback")) == 1

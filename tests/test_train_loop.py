@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from errors import names
 from rich.console import Console
 
 from mtx.checkpoint.checkpoints import Checkpoints
@@ -212,37 +213,41 @@ def test_what_is_finished_is_only_evaluated(first, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "values"),
     [
         (
             {"model": {"vocab": 100}},
-            "bytes tokenizer has 256 tokens, more than model.vocab=100; set",
+            ("256", "model.vocab=100"),
         ),
-        ({"layout": {"data": 1, "pipe": 4, "tensor": 4}}, "asks for 16 devices, and there are 8"),
-        ({"data": {"path": ("/nowhere",)}}, "/nowhere"),
+        ({"layout": {"data": 1, "pipe": 4, "tensor": 4}}, ("16", "8")),
+        ({"data": {"path": ("/nowhere",)}}, ("/nowhere",)),
         (
             {"model": {"hidden": 2**20, "layers": 96}},
-            r"a model of 1,2\S+ parameters needs at least",
+            ("1,2",),
         ),
     ],
 )
-def test_refused_before_anything_is_written(tmp_path, change, message):
+def test_refused_before_anything_is_written(tmp_path, change, values):
     run = small_run(tmp_path)
     run = replace(run, **{name: replace(getattr(run, name), **c) for name, c in change.items()})
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError) as error:
         run_training(run, console=Console(quiet=True))
+    names(error, *values)
     assert not Path(run.out).exists()
 
 
 def test_another_model_or_tokenizer_is_refused(half_way):
     wider = replace(half_way, model=replace(half_way.model, hidden=64))
-    with pytest.raises(UserError, match="5 is of another model: hidden=32 there and 64 here"):
+    with pytest.raises(UserError) as error:
         run_training(wider)
+    names(error, "5", "hidden=32", "64")
     bpe = replace(half_way, data=replace(half_way.data, tokenizer="bpe", bpe_vocab=280))
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError) as error:
         run_training(bpe)
-    with pytest.raises(UserError, match="has a checkpoint of step 5, and resume=False starts anew"):
+    names(error, "tokenizer")
+    with pytest.raises(UserError) as error:
         run_training(replace(half_way, resume=False))
+    names(error, "step 5", "resume=False")
     assert [p.name for p in Path(half_way.out).iterdir()] == ["checkpoints"]
 
 
@@ -257,23 +262,26 @@ def test_another_model_or_tokenizer_is_refused(half_way):
 )
 def test_something_else_in_the_place_of_what_a_run_writes(tmp_path, name, make, kind):
     make(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name} is there, and it is no {kind}; move it, or use"):
+    with pytest.raises(UserError) as error:
         run_training(replace(small_run(tmp_path), out=str(tmp_path)))
+    names(error, name, kind)
     assert {path.name for path in tmp_path.iterdir()} == {name, "text.txt"}
 
 
 def test_a_log_that_cannot_be_opened(tmp_path):
     """`log.jsonl` is a link to nowhere."""
     (tmp_path / "log.jsonl").symlink_to(tmp_path / "gone" / "log.jsonl")
-    with pytest.raises(UserError, match="log.jsonl cannot be written .No such file or directory"):
+    with pytest.raises(UserError) as error:
         Log(tmp_path / "log.jsonl")
+    names(error, "log.jsonl")
 
 
 def test_out_that_cannot_be_written(tmp_path):
     run = small_run(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="out=.*/file is a file; use another"):
+    with pytest.raises(UserError) as error:
         run_training(replace(run, out=str(tmp_path / "file")))
+    names(error, "/file")
     assert (tmp_path / "file").read_text() == ""
 
 
@@ -291,8 +299,9 @@ def held(tmp_path):
 
 def test_one_folder_is_for_one_run_at_a_time(held):
     run = replace(small_run(held), out=str(held))
-    with pytest.raises(UserError, match=f"out={held} is in use by another run"):
+    with pytest.raises(UserError) as error:
         run_training(run, console=Console(quiet=True))
+    names(error, held)
     assert not (held / "run.json").exists() and not (held / "log.jsonl").exists()
 
 

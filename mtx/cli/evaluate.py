@@ -62,6 +62,7 @@ def evaluate_command(arguments: list[str]) -> None:
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
+    from mtx.plan.fit import fit_layout
     from mtx.train.finetune import finetuned_task
 
     checkpoints, step = Checkpoints(line.names[0]), options.step

@@ -105,7 +105,7 @@ def _run(
     import jax
 
     from mtx.train.finetune import Finetuning, finetune_run
-    from mtx.train.fit import fit_layout
+    from mtx.plan.fit import fit_layout
 
     options, layout = line.options, fit_layout(pretrained.layout, jax.device_count())
     whole = -(-layout.microbatch // task.options) * task.options

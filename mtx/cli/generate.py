@@ -63,6 +63,7 @@ def generate_command(arguments: list[str]) -> None:
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.evaluation.generate import Generator, check_asked
+    from mtx.plan.fit import fit_layout
     from mtx.step.trainer import Trainer
 
     checkpoints = Checkpoints(line.names[0])

@@ -15,7 +15,7 @@ AnyLayout = part(Layout)
 def changed(run: RunConfig, line: Line[Any], devices: int) -> tuple[RunConfig, Layout]:
     """`run` with the fields of its model that are given, and the layout to read it on: its own, or
     a part of that where there are fewer devices, with the fields that are given."""
-    from mtx.train.fit import fit_layout
+    from mtx.plan.fit import fit_layout
 
     layout = replace(fit_layout(run.layout, devices), **line.changes("layout"))
     return replace(run, model=replace(run.model, **line.changes("model"))), layout

@@ -1,4 +1,4 @@
-"""A trained model at hand for writing text: parameters in the compute type, keys and values kept.
+"""A trained model ready to write text: parameters in the compute type, keys and values kept.
 
 A batch of texts begins with one pass over all of their positions, which keeps the keys and values
 of every layer; then each token is a pass over one position a text. Both run the forward table of

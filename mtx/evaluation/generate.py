@@ -49,7 +49,7 @@ class Completion:
 
 
 class Generator:
-    """A model with its tokenizer, ready to write: parameters at hand, programs compiled once.
+    """A model with its tokenizer, ready to write: parameters gathered, programs compiled once.
 
     It writes with the parameters that `state` has now, `batch` prompts at once. Raises UserError
     for a model that does not predict the next token, and a batch below 1.

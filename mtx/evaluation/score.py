@@ -93,7 +93,7 @@ def score_batch(
             f"token {largest:,} is beyond the model's vocab={trainer.run.model.vocab:,}; use the "
             "tokenizer that the model was trained with"
         )
-    losses_GS, hits_GS = fetch(trainer.score(state, trainer.place(batch)))
+    losses_GS, hits_GS = to_host(trainer.score(state, trainer.place(batch)))
     if not np.isfinite(losses_GS[batch["weights"] > 0]).all():
         raise UserError(
             "the losses are not finite: the parameters are not, or they overflow in compute_dtype="
@@ -102,7 +102,7 @@ def score_batch(
     return losses_GS, hits_GS
 
 
-def fetch(scores: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+def to_host(scores: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
     """What `Trainer.score` gives, as whole host arrays on every host."""
     if not scores[0].is_fully_addressable:
         scores = multihost_utils.process_allgather(scores, tiled=True)

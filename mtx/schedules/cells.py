@@ -7,7 +7,8 @@ Legend: N ops of the whole file · C chunks · P stages · I items
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -39,6 +40,7 @@ class Cells:
     # kind, virtual stage and "3" or "3/2" as the file has them
     notation: Callable[[int, int, str], str]
     where: str = ""  # before every place, where a file holds more than one table
+    placement: np.ndarray | None = None  # int [C, P]; None: that of the ops, chunks in their order
 
     @cached_property
     def slices(self) -> int:
@@ -55,6 +57,30 @@ class Cells:
     @cached_property
     def split(self) -> bool:
         return bool((self.kind == W).any())
+
+    @cached_property
+    def virtual_stages(self) -> np.ndarray:
+        """int [C, P]"""
+        if self.placement is not None:
+            return self.placement
+        owner = np.zeros(int(self.virtual_stage.max()) + 1, int)
+        owner[self.virtual_stage] = self.stage
+        return np.argsort(owner, kind="stable").reshape(self.stages, -1).T
+
+    @cached_property
+    def chunk(self) -> np.ndarray:
+        return chunks_in_order(self.virtual_stages)[self.virtual_stage]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.split, self.items, self.slices, *self.virtual_stages.shape
+
+    @property
+    def orders(self) -> Orders:
+        """Every stage has as many ops: `check` has seen to that."""
+        columns = (self.kind, self.item, self.chunk)
+        kind, item, chunk = (array.astype(np.int32).reshape(self.stages, -1) for array in columns)
+        return Orders(kind=kind, item=item, chunk=chunk)
 
     def refuse(self, index: int, what: str) -> NoReturn:
         """Raises UserError about one op."""
@@ -98,83 +124,43 @@ def check(cells: Cells) -> None:
     _check_once(cells)
 
 
-def placement_of(cells: Cells) -> np.ndarray:
-    """int [C, P]: the virtual stages of every stage, chunks in their order."""
-    owner = np.zeros(int(cells.virtual_stage.max()) + 1, int)
-    owner[cells.virtual_stage] = cells.stage
-    return np.argsort(owner, kind="stable").reshape(cells.stages, -1).T
-
-
-def build(
-    name: str, cells: Cells, *, virtual_stages: np.ndarray | None = None, run: Cells | None = None
-) -> Schedule:
-    """The schedule that these cells hold.
-
-    virtual_stages: int [C, P], of the cells themselves where not given. run: the orders of the
-    stages, where they are not those of the ticks. UserError with the place of the first mistake.
-    """
+def build(name: str, cells: Cells, *, run: Cells | None = None) -> Schedule:
+    """The schedule that these cells hold. `run`: the orders of the stages, where they are not those
+    of the ticks. UserError with the place of the first mistake."""
     check(cells)
-    virtual_stages = placement_of(cells) if virtual_stages is None else virtual_stages
+    held = {"virtual_stages": cells.virtual_stages, "slices": cells.slices}
+    orders = None
     if run is not None:
         check(run)
-        ops = [
-            (c.stages, c.split, c.items, c.slices, int(c.virtual_stage.max())) for c in (cells, run)
-        ]
-        if ops[0] != ops[1]:
+        if run.shape != cells.shape:
             run.refuse(0, "the orders do not run the same ops as the ticks")
-    try:
-        orders = None if run is None else _orders(run, virtual_stages)
-        if orders is not None:
-            pack(name, orders, virtual_stages, run.slices)
-    except BadOp as error:
-        _point(error, name, run, virtual_stages)
-    try:
+        orders = run.orders
+        with _pointing(name, run):
+            pack(name, orders, run.virtual_stages, run.slices)
+    with _pointing(name, cells):
         if cells.tick is None:
-            return Schedule.from_orders(
-                name,
-                _orders(cells, virtual_stages),
-                virtual_stages=virtual_stages,
-                slices=cells.slices,
-            )
-        tables = _tables(cells, virtual_stages)
-        return Schedule.from_ticks(
-            name, *tables, virtual_stages=virtual_stages, slices=cells.slices, orders=orders
-        )
-    except BadOp as error:
-        _point(error, name, cells, virtual_stages)
+            return Schedule.from_orders(name, cells.orders, **held)
+        tables = np.zeros((2 + cells.split, cells.items, *cells.virtual_stages.shape), np.int32)
+        tables[cells.kind, cells.item, cells.chunk, cells.stage] = cells.tick
+        return Schedule.from_ticks(name, *tables, orders=orders, **held)
 
 
-def _tables(cells: Cells, virtual_stages: np.ndarray) -> list[np.ndarray]:
-    shape = (3 if cells.split else 2, cells.items, *virtual_stages.shape)
-    tables = np.zeros(shape, np.int32)
-    tables[
-        cells.kind, cells.item, chunks_in_order(virtual_stages)[cells.virtual_stage], cells.stage
-    ] = cells.tick
-    return list(tables)
-
-
-def _orders(cells: Cells, virtual_stages: np.ndarray) -> Orders:
-    """Every stage has as many ops: `check` has seen to that."""
-    columns = (cells.kind, cells.item, chunks_in_order(virtual_stages)[cells.virtual_stage])
-    kind, item, chunk = (array.astype(np.int32).reshape(cells.stages, -1) for array in columns)
-    return Orders(kind=kind, item=item, chunk=chunk)
-
-
-def _point(error: BadOp, name: str, cells: Cells, virtual_stages: np.ndarray) -> NoReturn:
+@contextmanager
+def _pointing(name: str, cells: Cells) -> Iterator[None]:
     """Raises what is wrong with an op as what is wrong with its cell."""
-    op: Op = error.op
-    mine = (cells.stage == error.stage) & (cells.kind == op.kind) & (cells.item == op.item)
-    mine &= chunks_in_order(virtual_stages)[cells.virtual_stage] == op.chunk
-    what = str(error).removeprefix(f"schedule {name!r}").removeprefix(":").strip()
-    cells.refuse(int(mine.argmax()), what)
+    try:
+        yield
+    except BadOp as error:
+        op: Op = error.op
+        mine = (cells.stage == error.stage) & (cells.kind == op.kind) & (cells.item == op.item)
+        what = str(error).removeprefix(f"schedule {name!r}").removeprefix(":").strip()
+        cells.refuse(int((mine & (cells.chunk == op.chunk)).argmax()), what)
 
 
 def _check_slices(cells: Cells) -> None:
     if cells.slices > 1 and (cells.slice == WHOLE).any():
-        cells.refuse(
-            int((cells.slice == WHOLE).argmax()),
-            "names no slice, though other ops do: give every microbatch as microbatch/slice",
-        )
+        what = "names no slice, though other ops do: give every microbatch as microbatch/slice"
+        cells.refuse(int((cells.slice == WHOLE).argmax()), what)
     _check_counted(cells, np.maximum(cells.slice, 0), "slice")
 
 
@@ -182,11 +168,9 @@ def _check_counted(cells: Cells, values: np.ndarray, noun: str) -> None:
     """They are counted from 0 and none is left out."""
     found = np.unique(values)
     if found[-1] != len(found) - 1:
-        missing = int((found != np.arange(len(found))).argmax())
-        cells.refuse(
-            int(values.argmax()),
-            f"{noun} {found[-1]}, but there is no {noun} {missing}; they count from 0 without gaps",
-        )
+        gap = f"there is no {noun} {int((found != np.arange(len(found))).argmax())}"
+        what = f"{noun} {found[-1]}, but {gap}; they count from 0 without gaps"
+        cells.refuse(int(values.argmax()), what)
 
 
 def _check_placement(cells: Cells) -> None:

@@ -154,18 +154,16 @@ def from_rows(
 ) -> Schedule:
     """From one row a stage, in ticks or orders; `run`: orders other than those of the ticks."""
     if run is None:
-        cells, virtual_stages = _cells(rows, placement, "")
-        return build(name, cells, virtual_stages=virtual_stages)
-    cells, virtual_stages = _cells(rows, placement, "ticks, ")
-    orders, _ = _cells(run, placement, "orders, ")
+        return build(name, _cells(rows, placement, ""))
+    cells, orders = _cells(rows, placement, "ticks, "), _cells(run, placement, "orders, ")
     if cells.tick is None or orders.tick is not None:
         wrong, what = (cells, "without") if cells.tick is None else (orders, "with")
         wrong.refuse(0, f"{wrong.where.strip(', ')} {what} |; ticks have them and orders do not")
-    return build(name, cells, virtual_stages=virtual_stages, run=orders)
+    return build(name, cells, run=orders)
 
 
-def _cells(rows: Sequence[Row], placement: Row, where: str) -> tuple[Cells, np.ndarray]:
-    """The ops of these rows, and the virtual stages [C, P]."""
+def _cells(rows: Sequence[Row], placement: Row, where: str) -> Cells:
+    """The ops of these rows."""
     if len(rows) > MOST_STAGES:
         raise misplaced(rows[MOST_STAGES].number, 1, f"more than {MOST_STAGES} stages", where=where)
     found: list[tuple[int, ...]] = []
@@ -181,28 +179,26 @@ def _cells(rows: Sequence[Row], placement: Row, where: str) -> tuple[Cells, np.n
         far = int(chunk.argmax())
         raise misplaced(int(row[far]), int(column[far]), "there are fewer ops than chunks",
                         text=texts[far], where=where)  # fmt: skip
-    virtual_stages_CP = _place(placement, len(rows), max(1, int(chunk.max()) + 1))
-    outside = chunk >= len(virtual_stages_CP)
-    chunks = (
-        f"stages have {len(virtual_stages_CP)} chunk{'s' if len(virtual_stages_CP) > 1 else ''}"
-    )
-    virtual_stage = virtual_stages_CP[np.where(outside, 0, chunk), stage]
-    several = len(virtual_stages_CP) > 1
+    held_CP = _place(placement, len(rows), max(1, int(chunk.max()) + 1))
+    outside = chunk >= len(held_CP)
+    chunks = f"stages have {len(held_CP)} chunk{'s' if len(held_CP) > 1 else ''}"
+    virtual_stage = held_CP[np.where(outside, 0, chunk), stage]
+    several = len(held_CP) > 1
     cells = Cells(
         stage=stage, kind=kind, virtual_stage=virtual_stage, microbatch=microbatch, slice=part,
         tick=None if ticks[0] is None else tick, row=row, column=column, texts=texts,
-        stages=len(rows), where=where,
+        stages=len(rows), where=where, placement=held_CP,
         notation=lambda kind, k, item: (
-            f"{KINDS[kind]}{item}" + f".{np.argwhere(virtual_stages_CP == k)[0, 0]}" * several
+            f"{KINDS[kind]}{item}" + f".{np.argwhere(held_CP == k)[0, 0]}" * several
         ),
     )  # fmt: skip
     if outside.any():
         cells.refuse(int(outside.argmax()), f"{chunks}, counted from 0")
     if several and (chunk == WHOLE).any():
         cells.refuse(int((chunk == WHOLE).argmax()), f"names no chunk; {chunks}, such as F0.1")
-    if int(chunk.max()) + 1 < len(virtual_stages_CP) and several:
+    if int(chunk.max()) + 1 < len(held_CP) and several:
         cells.refuse(int(chunk.argmax()), f"{chunks}, and no op is of the last one")
-    return cells, virtual_stages_CP
+    return cells
 
 
 def _ops(

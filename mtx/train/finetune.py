@@ -19,7 +19,7 @@ from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import Tokenizer
 from mtx.data.special_tokens import find_special_tokens
 from mtx.errors import UserError
-from mtx.evaluation.score import Report, fetch
+from mtx.evaluation.score import Report, to_host
 from mtx.fields import settle_types
 from mtx.layers.bert import Classes
 from mtx.sizes import Seed, Sequences, Step
@@ -94,7 +94,7 @@ class FinetuneTrainer(Trainer):
         for first in range(0, len(examples), self.batch):
             some = examples[first : first + self.batch]
             batch = make_batch(self.task, some, self.batch)
-            losses_GC, _ = fetch(self.score(state, self.place(batch)))
+            losses_GC, _ = to_host(self.score(state, self.place(batch)))
             found.append(-losses_GC.reshape(self.batch, self.task.answers)[: len(some)])
             if report is not None:
                 report(first + len(some), len(examples))

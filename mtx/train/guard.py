@@ -28,12 +28,12 @@ from mtx.train.log import LogKind
 
 _LEAST_LOSSES = 10  # before a loss is called high
 _LEAST_WINDOW = 50  # steps whose median may be called the lowest: that of few is low by chance
-_REMEMBERED = 10_000  # losses beyond the window: so far a run can go back and know what was usual
+_REMEMBERED = 10_000  # losses beyond the window: so far a run can roll back and know what was usual
 _MOST_NAMED = 4
 
 
 class RollBack(Exception):
-    """The state is not to be trained on: the run goes back to its newest checkpoint."""
+    """The state is not to be trained on: the run rolls back to its newest checkpoint."""
 
     def __init__(self, kind: str, what: str, *, step: int, skip: bool):
         """kind: "spike", "corrupt" or "apart"; what: for people; skip: whether the batches since
@@ -45,7 +45,7 @@ class RollBack(Exception):
 
 
 class Guard:
-    """Watches the numbers of a run, step by step, and remembers them when it goes back."""
+    """Watches the numbers of a run, step by step, and remembers them when it rolls back."""
 
     def __init__(self, config: GuardConfig):
         self._config = config
@@ -155,14 +155,14 @@ def name_devices(where: np.ndarray) -> str:
     return ", ".join(places[:_MOST_NAMED]) + (f" and {more} more devices" if more > 0 else "")
 
 
-def refuse_to_go_back(fault: RollBack, config: GuardConfig) -> UserError:
-    """What a run ends with that has gone back too often."""
+def refuse_to_roll_back(fault: RollBack, config: GuardConfig) -> UserError:
+    """What a run ends with that has rolled back too often."""
     remedy = {
         "spike": "lower optimizer.lr or optimizer.clip, or raise guard.spike_nats",
         "corrupt": "take the machine of that device out, and run its memory test",
         "apart": "take the machine of the device that differs out, and run its memory test",
     }[fault.kind]
     return UserError(
-        f"step {fault.step}: {fault.what}; the run has gone back guard.rollbacks="
+        f"step {fault.step}: {fault.what}; the run has rolled back guard.rollbacks="
         f"{config.rollbacks} times already; {remedy}"
     )

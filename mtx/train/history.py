@@ -47,7 +47,7 @@ class Clock:
 
 @dataclass(kw_only=True)
 class History:
-    """Over all attempts: a run that goes back to a checkpoint forgets the steps that it takes
+    """Over all attempts: a run that rolls back to a checkpoint forgets the steps that it takes
     again, and none of the time. Of steps it remembers the newest; log.jsonl has all."""
 
     steps: deque[tuple[int, float, bool]] = field(

@@ -30,11 +30,11 @@ from mtx.launch.shared import require_shared
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.paths import check_path
+from mtx.plan.fit import refuse_if_too_large
 from mtx.plan.hardware import find_hardware
 from mtx.sharding.axes import BATCH
 from mtx.step.trainer import Trainer
-from mtx.train.fit import refuse_if_too_large
-from mtx.train.guard import Faults, Guard, RollBack, refuse_to_go_back
+from mtx.train.guard import Faults, Guard, RollBack, refuse_to_roll_back
 from mtx.train.history import History
 from mtx.train.log import Log
 from mtx.train.metrics import Meter, StepRecord
@@ -87,7 +87,7 @@ def run_training(
                 faults.events.append(("damaged", aside))
             except RollBack as fault:
                 if faults.rollbacks >= run.guard.rollbacks:
-                    raise refuse_to_go_back(fault, run.guard) from None
+                    raise refuse_to_roll_back(fault, run.guard) from None
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
                 faults.go_back(fault, partial(checkpoints.set_aside, unless_oldest=True))
                 startup = StartUp("the fault")

@@ -1,4 +1,4 @@
-"""What a run executes, compiled once: one that goes back to a checkpoint does not compile again."""
+"""What a run executes, compiled once: one that rolls back does not compile again."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Summary:
     last_eval_loss: float
     losses: list[float]  # of this call's newest 10,000 steps; of those taken twice, the second
     skipped: int  # of all its steps, those whose gradients were not finite
-    rollbacks: int  # how often the run has gone back to a checkpoint
+    rollbacks: int  # how often the run has rolled back to a checkpoint
     interrupted: bool
     exit: Exit  # what a command that ran it ends with: FINISHED, PREEMPTED, INTERRUPTED or UNSAVED
     checkpoint: Path | None  # the newest; None where none could be saved
@@ -121,9 +121,9 @@ class Session:
         if not interrupted:
             self._evaluate()
         if self.saved != self.step:
-            with self._going_on(self.step):
+            with self._saving(self.step):
                 self._save()
-        with self.watch.during("save"), self.clock("save"), self._going_on(self.step):
+        with self.watch.during("save"), self.clock("save"), self._saving(self.step):
             self.checkpoints.wait()
         if self.saved != self.step:
             self.exit = Exit.UNSAVED
@@ -168,38 +168,38 @@ class Session:
                     self.state, metrics = self.programs.train_step(self.state, batch)
                 self.step += 1
                 self.consumed += run.global_batch
-                self._settle()  # the step before this one, while this one runs
+                self._finish_step()  # the step before this one, while this one runs
                 self.in_flight = self.step, metrics, start_s
                 if not ahead:
-                    self._settle()
+                    self._finish_step()
                 if self._due(run.eval_every):
-                    self._settle()
+                    self._finish_step()
                     self._evaluate()
-                with self._going_on(self.saved):
+                with self._saving(self.saved):
                     self.checkpoints.poll()
                 if self._due(run.guard.compare_every) and not self._due(run.save_every):
-                    self._settle()
+                    self._finish_step()
                     self._compare()
                 self.save_owed |= self._due(run.save_every)
                 if self.save_owed:
-                    self._settle()
+                    self._finish_step()
                     if not self.faults.guard.skipped:  # else as soon as one step is finite again
                         self.save_owed = False
-                        with self._going_on(self.step):
+                        with self._saving(self.step):
                             self._save()
                 if self.watch.probe_due(self.step):
-                    self._settle()
+                    self._finish_step()
                     self.watch.probe(self.step)
                 if self.profile.ends(self.step):
-                    self._settle()
+                    self._finish_step()
                     self.report.line(f"profile    {self.profile.stop()}")
-            self._settle()
+            self._finish_step()
             self.profile.stop()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.trainer.run.steps
 
-    def _settle(self) -> None:
+    def _finish_step(self) -> None:
         """Waits for the step in flight, if there is one, and records it."""
         if self.in_flight is None:
             return
@@ -221,20 +221,20 @@ class Session:
             self.report.lines(lines)
         if self.on_step is not None:
             self.on_step(record)
-        with self._told_where():
+        with self._roll_back_point():
             self.faults.guard.check(step, record.loss, metrics.corrupt, finite=record.finite)
 
     def _compare(self) -> None:
         """Raises RollBack where devices that hold the same no longer do."""
-        with self._told_where():
+        with self._roll_back_point():
             self.faults.guard.compare(self.step, self.programs.audit.differences(self.state))
 
     @contextmanager
-    def _told_where(self) -> Iterator[None]:
+    def _roll_back_point(self) -> Iterator[None]:
         try:
             yield
         except RollBack as fault:
-            with self._going_on(self.saved):
+            with self._saving(self.saved):
                 self.checkpoints.wait()
             fault.consumed, fault.saved = self.consumed, self.saved
             raise
@@ -258,7 +258,7 @@ class Session:
         if self.trainer.run.guard.compare_every:
             self._compare()
         with self.watch.during("save"), self.clock("save") as seconds:
-            with self._going_on(self.saved):  # that the one before failed is no reason to skip this
+            with self._saving(self.saved):  # that the one before failed is no reason to skip this
                 self.checkpoints.wait()
             path = self.checkpoints.save(
                 self.trainer,
@@ -275,7 +275,7 @@ class Session:
         self.log.write("save", saved | {"seconds": seconds()})
 
     @contextmanager
-    def _going_on(self, step: int | None) -> Iterator[None]:
+    def _saving(self, step: int | None) -> Iterator[None]:
         """A save, of `step`, that fails on the way stops nothing: the state is whole, and the next
         is due."""
         try:

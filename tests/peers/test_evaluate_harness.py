@@ -7,6 +7,7 @@ import json
 import likelihoods
 import numpy as np
 import pytest
+from errors import names
 from likelihoods import MODEL
 
 from mtx.data.tokenizer import ByteTokenizer
@@ -114,8 +115,9 @@ def test_answers_end_before_their_stops(model):
     stop = whole[1:3]
     (cut,) = model.generate_until(requests("generate_until", ("ab", {**plain, "until": [stop]})))
     assert cut == whole[: whole.index(stop)]
-    with pytest.raises(UserError, match="generation settings that are not made here: {'beams': 3}"):
+    with pytest.raises(UserError) as error:
         model.generate_until(requests("generate_until", ("ab", {**plain, "beams": 3})))
+    names(error, "'beams'", "3")
 
 
 def test_the_harness_runs_its_tasks(model, log_probabilities, tmp_path, monkeypatch):

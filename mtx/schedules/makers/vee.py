@@ -1,8 +1,8 @@
 """Schedules whose virtual stages go up the stages and down again, as a V: two chunks a stage.
 
-The last stage turns a microbatch round without a send, and the first one, which holds both ends of
-the model, sees its loss. What a stage keeps of its two chunks then adds up to the same on every
-stage, and how long it is kept can be chosen: ZB-V keeps as much as 1F1B and idles least, V-Half
+The last stage turns a microbatch round without a send, and the first one, which holds embedding and
+head, sees its loss. What a stage keeps of its two chunks then adds up to the same on every stage,
+and how long it is kept can be chosen: ZB-V keeps as much as 1F1B and idles least, V-Half
 keeps half of that and V-Min a third. B and W are split in all of them.
 
 A schedule is a **block**, the ops of one microbatch, repeated every PERIOD slots. A slot is the

@@ -7,12 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from errors import names
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan.fit import fit_layout, refuse_if_too_large, spread_layout
 from mtx.plan.memory import predict_memory
 from mtx.presets import preset
-from mtx.train.fit import fit_layout, refuse_if_too_large, spread_layout
 
 
 def gpus(count: int, gib: float | None, *, processes: int = 1) -> list:
@@ -54,15 +55,17 @@ def test_the_paper_s_model_fits_its_cluster_and_no_smaller_one():
 def test_the_limit_is_what_has_to_be_held():
     run = preset("gpt-39b")
     refuse_if_too_large(run, gpus(512, held_gib(run) + 0.01, processes=64))
-    with pytest.raises(UserError, match="over 512 devices for parameters"):
+    with pytest.raises(UserError) as error:
         refuse_if_too_large(run, gpus(512, held_gib(run) - 0.01, processes=64))
+    names(error, "512")
 
 
 def test_devices_that_do_not_say_are_trusted():
     """One that says nothing is enough: it may be larger than the others."""
     run = preset("gpt-1t")
-    with pytest.raises(UserError, match="the 2 devices have 72.0 GiB each"):
+    with pytest.raises(UserError) as error:
         refuse_if_too_large(run, gpus(2, 72))
+    names(error, "2", "72.0")
     assert refuse_if_too_large(run, gpus(1, 72) + gpus(1, None)) is None
 
 
@@ -80,13 +83,13 @@ def test_virtual_devices_share_the_machine(monkeypatch):
     refuse_if_too_large(run, cpus(4))
     refuse_if_too_large(run, cpus(8))  # four of them stay idle
     machine_of(need - 0.01)
-    with pytest.raises(
-        UserError, match=f"this machine has {need - 0.01:.1f} GiB; the largest preset"
-    ):
+    with pytest.raises(UserError) as error:
         refuse_if_too_large(run, cpus(4))
+    names(error, f"{need - 0.01:.1f}")
     machine_of(0.001)
-    with pytest.raises(UserError, match="no preset fits: use smaller values of model.layers"):
+    with pytest.raises(UserError) as error:
         refuse_if_too_large(run, cpus(4))
+    names(error, "model.layers")
 
 
 @pytest.mark.parametrize(
