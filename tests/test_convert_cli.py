@@ -23,7 +23,9 @@ def source(tmp_path_factory):
 
 def test_there_and_back(source, tmp_path, capsys):
     run, back = tmp_path / "run", tmp_path / "back"
-    assert main(["convert", str(source), str(run), "--model.sequence", "12"]) == 0
+    assert (
+        main(["convert", str(source), str(run), "--model.sequence", "12", "--check", "ours"]) == 0
+    )
     printed = capsys.readouterr().out
     assert "largest difference 0.00e+00 " in printed and "from our model" in printed
     assert "computes in bfloat16" in printed and "has no tokenizer" in printed
@@ -32,7 +34,7 @@ def test_there_and_back(source, tmp_path, capsys):
     assert main(["convert", str(run), str(back), "--json", "--check", "ours"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["target"] == str(back) and said["notes"][0] == "tensors are bfloat16"
-    assert said["comparison"]["largest_difference"] < 1e-3
+    assert said["comparison"]["largest_difference"] == 0 < said["comparison"]["largest_logit"]
     assert (
         main(
             [
@@ -57,16 +59,16 @@ def test_there_and_back(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "SOURCE"),
-        (["{source}"], "TARGET"),
-        (["nowhere", "out"], "nowhere does not exist; name a Hugging Face directory"),
-        (["{empty}", "out"], "has neither a config.json nor a complete checkpoint"),
-        (["{source}", "out", "--dtype", "float16"], "--model.compute-dtype"),
-        (["{source}", "out", "--dtype", "int8"], "invalid choice 'int8' for argument '--dtype'"),
-        (["{source}", "out", "--step", "3"], "--step is for conversions to Hugging Face"),
-        (["{source}", "out", "--model.sequence", "99"], "sequence=99 must lie between 1 and 24"),
-        (["{source}", "out", "--data.tokenizer", "gone"], "cannot read the tokenizer gone"),
-        (["{source}", "out", "--check", "all"], "invalid choice 'all' for argument '--check'"),
+        ([], ["SOURCE"]),
+        (["{source}"], ["TARGET"]),
+        (["nowhere", "out"], ["nowhere"]),
+        (["{empty}", "out"], ["empty", "config.json"]),
+        (["{source}", "out", "--dtype", "float16"], ["--model.compute-dtype"]),
+        (["{source}", "out", "--dtype", "int8"], ["int8", "--dtype"]),
+        (["{source}", "out", "--step", "3"], ["--step"]),
+        (["{source}", "out", "--model.sequence", "99"], ["sequence=99", "24"]),
+        (["{source}", "out", "--data.tokenizer", "gone"], ["gone"]),
+        (["{source}", "out", "--check", "all"], ["all", "--check"]),
     ],
 )
 def test_mistakes(source, tmp_path, capsys, monkeypatch, arguments, what):

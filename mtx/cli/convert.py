@@ -22,7 +22,8 @@ _DATA = part(DataConfig, "tokenizer")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    # what the logits are compared with
+    # what the logits are compared with: transformers, where it is installed and memory has room, or
+    # ours: our own model with the parameters of SOURCE and with those of TARGET
     check: Literal["auto", "transformers", "ours", "none"] = "auto"
     step: Interval | None = None  # to Hugging Face: of the checkpoint; else the newest
     # to Hugging Face: of the tensors; auto: what they were where nothing was trained since
@@ -34,12 +35,11 @@ class ConvertOptions:
 
 
 def convert_command(arguments: list[str]) -> None:
-    """Convert a model from Hugging Face's format, and back: BERT, Gemma 2, GPT-2, Llama, Mistral,
-    Qwen2, Qwen3.
+    """Convert a model from Hugging Face's format, and back.
 
-    SOURCE is a Hugging Face directory (config.json and safetensors) and TARGET a run directory that
+    The families are BERT, Gemma 2, GPT-2, Llama, Mistral, Qwen2 and Qwen3. SOURCE is a Hugging Face directory (config.json and safetensors) and TARGET a run directory that
     mtx train, evaluate and generate take as --out; or the other way round. From Hugging Face,
-    --model.sequence (of a Llama), --model.compute-dtype and --data.tokenizer are the source's own
+    --model.sequence (with rotary positions), --model.compute-dtype and --data.tokenizer are the source's own
     where they are not given. Nothing appears under TARGET before it is whole and its logits have
     been compared with those of SOURCE.
     """

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
 
-from mtx.config import ModelConfig
 from mtx.errors import UserError, nearest, shown
-from mtx.families import NAMES
+from mtx.families import NAMES as FAMILIES
+from mtx.families import family_module
 from mtx.fields import settle_types
 
 Options = TypeVar("Options")
@@ -71,21 +71,19 @@ def is_part(config: object) -> bool:
 def with_family(run: Options, name: str) -> Options:
     """`run` with its model in the family `name`: fields that both families have keep their values,
     the others are the new family's own. run: a RunConfig, or options that have a `model`."""
-    before = run.model
-    if not is_part(before):
-        return dataclasses.replace(run, model=before.of_family(name))
-    fresh = part(type(ModelConfig(family=name)))()
-    both = _names(before) & _names(fresh) - {"family"}
-    model = dataclasses.replace(fresh, **{field: getattr(before, field) for field in both})
+    before, config = run.model, family_module(name).CONFIG
+    family = part(config) if is_part(before) else config
+    both = _names(before) & _names(family) - {"family"}
+    model = family(**{field: getattr(before, field) for field in both})
     return dataclasses.replace(run, model=model)
 
 
 def families(field: str = "") -> list[str]:
     """The families of models, or those that have this field."""
-    return [name for name in NAMES if not field or field in _names(ModelConfig(family=name))]
+    return [name for name in FAMILIES if not field or field in _names(family_module(name).CONFIG)]
 
 
-def _names(config: object) -> set[str]:
+def _names(config: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(config)}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtx.errors import UserError, unknown_name
+from mtx.files import replacing
 
 Report = Callable[..., None]  # of (done, total), and of a text before the bar
 
@@ -83,8 +84,6 @@ def check_picture(draw: str | None) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """All of it, or nothing."""
-    from mtx.files import replacing
-
     with replacing(Path(path).expanduser()) as written:
         written.write_text(text, encoding="utf-8")
 

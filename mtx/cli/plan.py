@@ -218,7 +218,7 @@ def _said_sizes(model: ModelConfig, sizes: dict) -> list[str]:
         "heads": model.heads, "sequence": model.sequence, "vocab": model.vocab,
         "ffn": model.ffn_hidden, "compute_dtype": model.compute_dtype,
     }  # fmt: skip
-    if model.family == "llama":
+    if hasattr(model, "kv_heads"):
         open_ones["kv_heads"] = model.groups
     said = [f"{name}={value}" for name, value in open_ones.items() if name not in sizes]
     return [f"{', '.join(said)}: not given"] if said else []

@@ -107,10 +107,11 @@ class _Asked:
             "weight_share": line.options.weight_share,
         }  # fmt: skip
 
-    @property
-    def virtuals(self) -> tuple[int, ...]:
-        """To be tried."""
-        return (self.sizes["virtual"],) if self.sizes["virtual"] else _VIRTUALS
+    def search(self, *, slices: tuple[int, ...]) -> tuple[Candidate, ...]:
+        virtuals = (self.sizes["virtual"],) if self.sizes["virtual"] else _VIRTUALS
+        return search_schedules(
+            self.microbatches, self.stages, virtuals=virtuals, slices=slices, **self.prices
+        )
 
     def schedule(self, name: str) -> tuple[Schedule, dict[str, str]]:
         """The schedule of that name or file, and what is to be said of its choice."""
@@ -121,7 +122,7 @@ class _Asked:
                     raise UserError(f"{name} is a table with {size}={has}, not {size}={value}")
             return schedule, {}
         if name == "auto":
-            best = choose(self.search((self.sizes["slices"] or 1,)))
+            best = choose(self.search(slices=(self.sizes["slices"] or 1,)))
             chosen = {"chosen": f"{best.label}: {best.reason}"}
             return best.schedule, self._published(best.schedule) | chosen
         schedule = make(
@@ -279,13 +280,13 @@ def _compare(asked: _Asked) -> None:
         raise UserError(f"compare shows both models: leave out --model {options.model}")
     slices = sorted({each.default_slices for each in MAKERS.values() if each.sliced})
     slices = (asked.sizes["slices"],) if asked.sizes["slices"] else tuple(slices)
-    found = asked.search(slices)
+    found = asked.search(slices=slices)
     made = [candidate for candidate in found if candidate.schedule is not None]
     if options.json:
         say([
             _record(one.schedule, asked.runs(one.schedule))
-            | {"schedule": one.name, "for_comparison": one.for_comparison, "memory": one.memory,
-               "fits": one.fits, "reason": one.reason}
+            | {key: getattr(one, key) for key in ("for_comparison", "memory", "fits", "reason")}
+            | {"schedule": one.name}
             for one in made
         ], [], as_json=True)  # fmt: skip
         return
