@@ -37,11 +37,12 @@ class ConvertOptions:
 def convert_command(arguments: list[str]) -> None:
     """Convert a model from Hugging Face's format, and back.
 
-    The families are BERT, Gemma 2, GPT-2, Llama, Mistral, Qwen2 and Qwen3. SOURCE is a Hugging Face directory (config.json and safetensors) and TARGET a run directory that
-    mtx train, evaluate and generate take as --out; or the other way round. From Hugging Face,
-    --model.sequence (with rotary positions), --model.compute-dtype and --data.tokenizer are the source's own
-    where they are not given. Nothing appears under TARGET before it is whole and its logits have
-    been compared with those of SOURCE.
+    The families are BERT, Gemma 2, GPT-2, Llama, Mistral, Qwen2 and Qwen3. SOURCE is a Hugging Face
+    directory (config.json and safetensors) and TARGET a run directory that mtx train, evaluate and
+    generate take as --out; or the other way round. From Hugging Face, --model.sequence (with rotary
+    positions), --model.compute-dtype and --data.tokenizer are the source's own where they are not
+    given. Nothing appears under TARGET before it is whole and its logits have been compared with
+    those of SOURCE.
     """
     line = read_line(arguments, ConvertOptions(), "mtx convert SOURCE TARGET", convert_command)
     options, (source, target) = line.options, line.names

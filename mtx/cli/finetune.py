@@ -106,7 +106,6 @@ def _run(
 
     from mtx.plan.fit import fit_layout
     from mtx.train.finetune import Finetuning, finetune_run
-    from mtx.plan.fit import fit_layout
 
     options, layout = line.options, fit_layout(pretrained.layout, jax.device_count())
     whole = -(-layout.microbatch // task.options) * task.options

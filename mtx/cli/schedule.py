@@ -131,11 +131,6 @@ class _Asked:
         )  # fmt: skip
         return schedule, self._published(schedule)
 
-    def search(self, slices: tuple[int, ...]) -> tuple[Candidate, ...]:
-        return search_schedules(
-            self.microbatches, self.stages, virtuals=self.virtuals, slices=slices, **self.prices
-        )
-
     def _published(self, schedule: Schedule) -> dict[str, str]:
         """The source, and its closed form of the bubble where there is one."""
         known = maker(schedule.name)
