@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, to_config, to_model
 from mtx.fields import require_above
 from mtx.huggingface import Fields, HuggingFace, Json
-from mtx.sizes import Tokens, Width
+from mtx.sizes import NotNegative, Tokens, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +19,15 @@ class Gemma2(Llama):
 
     family: str = "gemma2"
     norm_epsilon: float = 1e-6
-    head_dim: Width | None = 256
+    head_dim: Width = 256
     window: Tokens = 4096  # of every other layer, the first included: what a position sees
     score_scale: float = 256.0  # scores are products of queries and keys over its square root
-    score_cap: float | None = 50.0  # scores are cap tanh(score / cap); None: as they are
-    logit_cap: float | None = 30.0  # logits likewise
+    score_cap: NotNegative = 50.0  # scores are cap tanh(score / cap); 0: as they are
+    logit_cap: NotNegative = 30.0  # logits likewise
 
     def check(self) -> None:
         super().check()
         require_above(self, 0, "score_scale")
-        for name in ("score_cap", "logit_cap"):
-            if getattr(self, name) is not None:
-                require_above(self, 0, name)
 
     def norm(self):
         return replace(super().norm(), offset=1.0)
@@ -44,7 +41,7 @@ class Gemma2(Llama):
 
         def kind(window: int | None):
             scale = 1 / math.sqrt(self.score_scale)
-            scores = Scores(window=window, scale=scale, softcap=self.score_cap)
+            scores = Scores(window=window, scale=scale, softcap=self.score_cap or None)
             return replace(
                 self.kind(),
                 sublayers=(("attention", self.attention(scores=scores)), ("mlp", mlp)),
@@ -53,7 +50,7 @@ class Gemma2(Llama):
 
         edges = self.edges()
         edges["embedding"] = replace(edges["embedding"], scale=math.sqrt(self.hidden))
-        edges["head"] = replace(edges["head"], softcap=self.logit_cap)
+        edges["head"] = replace(edges["head"], softcap=self.logit_cap or None)
         kinds = {"window": kind(self.window), "full": kind(None)}
         pattern = tuple("full" if layer % 2 else "window" for layer in range(self.layers))
         if self.layers == 1:
@@ -79,11 +76,14 @@ def _to_model(fields: Fields) -> Json:
     fields.require("use_bidirectional_attention", None, False)
     model = to_model(fields)
     fields.require("layer_types", None, _layer_types(fields.whole("num_hidden_layers")))
-    caps = {
-        ours: fields.number(theirs) if theirs in fields else None for ours, theirs in _CAPS.items()
-    }
-    scale = fields.number("query_pre_attn_scalar")
-    return model | caps | {"window": fields.whole("sliding_window"), "score_scale": scale}
+    for ours, theirs in _CAPS.items():
+        model[ours] = fields.number(theirs) if theirs in fields else 0.0
+        if theirs in fields and not model[ours] > 0:
+            raise fields.refused(theirs, "above 0, or null for none")
+    return model | {
+        "head_dim": fields.whole("head_dim"), "window": fields.whole("sliding_window"),
+        "score_scale": fields.number("query_pre_attn_scalar"),
+    }  # fmt: skip
 
 
 def _layer_types(layers: int) -> list[str]:
@@ -97,7 +97,7 @@ def _to_config(model: Gemma2) -> Json:
         "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": model.window, "layer_types": _layer_types(model.layers),
         "query_pre_attn_scalar": int(scale) if scale == int(scale) else scale,
-        **{theirs: getattr(model, ours) for ours, theirs in _CAPS.items()},
+        **{theirs: getattr(model, ours) or None for ours, theirs in _CAPS.items()},
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ class Mistral(Llama):
     """Mistral 7B and its kin."""
 
     family: str = "mistral"
-    window: Tokens | None = 4096  # positions that a position sees, itself included; None: all
+    window: Tokens | None = None  # positions that a position sees, itself included; None: all
 
     def stack(self):
         from mtx.layers.attend import Scores
@@ -65,6 +65,6 @@ _HOW = {
 PRESETS = {
     "mistral-7b-v0.1": preset(_7B | {"vocab": 32000, "sequence": 8192, "window": 4096}, **_HOW),
     "mistral-7b-v0.3": preset(
-        _7B | {"vocab": 32768, "sequence": 8192, "window": None, "rotary_base": 1e6}, **_HOW
+        _7B | {"vocab": 32768, "sequence": 8192, "rotary_base": 1e6}, **_HOW
     ),
 }  # fmt: skip
