@@ -15,7 +15,7 @@ seed gives the same losses every time. Log, config and checkpoint lie in runs/gp
 stopped, the same command goes on from there.
 
     python experiments/gpt_1t.py --steps 100 --seed 1 --out runs/other --virtual-devices 4
-    python experiments/gpt_1t.py --model.layers 8 --layout.pipe 4 --layout.data 1 --data.path a.txt
+    python experiments/gpt_1t.py --model.layers 8 --pipe 4 --data 1 --data.path a.txt
     DATA="--data.path /data/text --data.tokenizer /data/tokenizer.json"
     srun python experiments/gpt_1t.py --full $DATA --out /shared/gpt_1t
     srun python experiments/gpt_1t.py best.toml $DATA --out /shared/gpt_1t

@@ -23,7 +23,9 @@ def source(tmp_path_factory):
 
 def test_there_and_back(source, tmp_path, capsys):
     run, back = tmp_path / "run", tmp_path / "back"
-    assert main(["convert", str(source), str(run), "--sequence", "12", "--check", "ours"]) == 0
+    assert (
+        main(["convert", str(source), str(run), "--model.sequence", "12", "--check", "ours"]) == 0
+    )
     printed = capsys.readouterr().out
     assert "largest difference 0.00e+00 " in printed and "from our model" in printed
     assert "computes in bfloat16" in printed and "has no tokenizer" in printed
@@ -33,7 +35,20 @@ def test_there_and_back(source, tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["target"] == str(back) and said["notes"][0] == "tensors are bfloat16"
     assert said["comparison"]["largest_difference"] == 0 < said["comparison"]["largest_logit"]
-    assert main(["convert", str(source), f"{run}32", "--dtype", "float32", "--check", "none"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(source),
+                f"{run}32",
+                "--model.compute-dtype",
+                "float32",
+                "--check",
+                "none",
+            ]
+        )
+        == 0
+    )
     assert Checkpoints(f"{run}32").run().model.compute_dtype == "float32"
     assert (back / "generation_config.json").read_text() == '{"top_k": 3}'
     config = json.loads((back / "config.json").read_text())
@@ -44,14 +59,15 @@ def test_there_and_back(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], ["SOURCE", "0"]),
-        (["{source}"], ["SOURCE", "1"]),
+        ([], ["SOURCE"]),
+        (["{source}"], ["TARGET"]),
         (["nowhere", "out"], ["nowhere"]),
         (["{empty}", "out"], ["empty", "config.json"]),
+        (["{source}", "out", "--dtype", "float16"], ["--model.compute-dtype"]),
         (["{source}", "out", "--dtype", "int8"], ["int8", "--dtype"]),
         (["{source}", "out", "--step", "3"], ["--step"]),
-        (["{source}", "out", "--sequence", "99"], ["sequence=99", "24"]),
-        (["{source}", "out", "--tokenizer", "gone"], ["gone"]),
+        (["{source}", "out", "--model.sequence", "99"], ["sequence=99", "24"]),
+        (["{source}", "out", "--data.tokenizer", "gone"], ["gone"]),
         (["{source}", "out", "--check", "all"], ["all", "--check"]),
     ],
 )

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 # Packages, and modules beside them, lowest first: each may import those below it and itself.
 ORDER = (
     "mtx", "mtx.errors", "mtx.fields", "mtx.sizes", "mtx.paths", "mtx.files", "mtx.schedules",
-    "mtx.sharding", "mtx.layers", "mtx.huggingface", "mtx.optimizers", "mtx.families",
-    "mtx.config", "mtx.presets", "mtx.data", "mtx.plan", "mtx.pipeline", "mtx.step",
+    "mtx.sharding", "mtx.vjp", "mtx.layers", "mtx.huggingface", "mtx.optimizers", "mtx.families",
+    "mtx.config", "mtx.costs", "mtx.presets", "mtx.data", "mtx.plan", "mtx.pipeline", "mtx.step",
     "mtx.launch", "mtx.checkpoint", "mtx.compile", "mtx.conversion", "mtx.evaluation", "mtx.train",
     "mtx.api", "mtx.view", "mtx.cli", "mtx.__main__", "experiments",
 )  # fmt: skip
@@ -30,7 +30,8 @@ JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 NEEDS_NO_JAX = (
     "mtx.errors", "mtx.fields", "mtx.sizes", "mtx.paths", "mtx.files", "mtx.schedules",
     "mtx.optimizers", "mtx.families", "mtx.config", "mtx.presets", "mtx.data", "mtx.plan",
-    "mtx.sharding.axes", "mtx.layers.kernels", "mtx.huggingface",
+    "mtx.sharding.axes", "mtx.layers.kernels", "mtx.huggingface", "mtx.costs.cost",
+    "mtx.costs.ask",
 )  # fmt: skip
 
 

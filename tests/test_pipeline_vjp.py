@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig
 from mtx.layers.model import Model
-from mtx.pipeline.vjp import LayerVJP
 from mtx.sharding.mesh import Axes, make_mesh
+from mtx.vjp import LayerVJP
 
 ROWS, SEQUENCE, HIDDEN, MULTIPLE = 2, 64, 32, 4
 LINEAR = 2 * ROWS * SEQUENCE * HIDDEN**2 * (4 + 2 * MULTIPLE)  # FLOPs of the weights' products

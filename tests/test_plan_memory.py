@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.layers.model import Model
-from mtx.pipeline.vjp import LayerVJP
 from mtx.plan import memory as plan_memory
 from mtx.plan.compiled import Compiled
 from mtx.plan.memory import layer_residual_bytes, parameters_per_device, predict_memory
 from mtx.presets import preset
 from mtx.schedules.makers import make
+from mtx.vjp import LayerVJP
 
 GIB = 2**30
 

@@ -12,8 +12,8 @@ import pytest
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.layers.model import Model
-from mtx.pipeline.vjp import LayerVJP
 from mtx.step.trainer import Trainer
+from mtx.vjp import LayerVJP
 
 # Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.
 MODEL = ModelConfig(layers=8, hidden=64, heads=4, sequence=64, vocab=128, compute_dtype="float32")

@@ -24,8 +24,8 @@ from jax import lax
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
-from mtx.pipeline.vjp import LayerVJP
 from mtx.schedules.partition import Placement
+from mtx.vjp import LayerVJP
 
 Tree = Any
 

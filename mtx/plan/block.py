@@ -1,7 +1,7 @@
 """Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
 A layer is its matmuls (`mtx.plan.gemm`), its attention, what its other kernels read and write, and
-its collectives over `tensor`: all of them read off its trace (`mtx.plan.cost`). What other software
+its collectives over `tensor`: all of them read off its trace (`mtx.costs`). What other software
 does besides is counted in passes over an array: a pass is one read or one write of all its
 elements.
 
@@ -17,19 +17,10 @@ from operator import add
 from typing import NamedTuple
 
 from mtx.config import ModelConfig, Recompute
+from mtx.costs.ask import layer_cost, shared_cost
+from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Matmul, Pass, module_of, total
 from mtx.plan.attention import kernel_of
 from mtx.plan.calibration import Calibration
-from mtx.plan.cost import (
-    HEAD,
-    ITEM_BYTES,
-    Cost,
-    Matmul,
-    Pass,
-    layer_cost,
-    module_of,
-    shared_cost,
-    total,
-)
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s

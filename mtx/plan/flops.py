@@ -5,7 +5,7 @@
 `hardware_matmul_flops`  what this program's matmuls execute, whatever it is good for
 
 All count matmuls only, 2 M N K each, for one step of `batch` sequences over the whole cluster; what
-matmuls there are says the traced model (`mtx.plan.cost`).
+matmuls there are says the traced model (`mtx.costs.cost`).
 
 Letters as in the papers: B sequences · s sequence length · h hidden · l layers · V vocabulary ·
 f the feed-forward multiple (4 in the paper)
@@ -18,17 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtx.config import Idle, Layout, ModelConfig
+from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
+from mtx.costs.cost import HEAD, Parameter, module_of
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import schedule_for
-from mtx.plan.cost import (
-    HEAD,
-    Parameter,
-    layer_cost,
-    model_parameters,
-    module_of,
-    pattern_of,
-    shared_cost,
-)
 from mtx.schedules.partition import place_layers
 from mtx.schedules.schedule import Schedule
 

@@ -5,7 +5,7 @@ have them. Counted is the moment that needs the most: the backward pass of one l
 while gradients and stash are held. Not counted: the runtime's context, communication buffers,
 library workspaces and fragmentation, so leave a tenth of the device free.
 
-What a layer keeps is read off its trace (`mtx.plan.cost`), and how many of them are kept off the
+What a layer keeps is read off its trace (`mtx.costs.cost`), and how many of them are kept off the
 schedule. `experiments/memory_grid.py` prints how near all this comes to what XLA assigns.
 """
 
@@ -18,20 +18,11 @@ from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
+from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
+from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import schedule_for
-from mtx.plan.cost import (
-    HEAD,
-    ITEM_BYTES,
-    Cost,
-    Parameter,
-    layer_cost,
-    model_parameters,
-    pattern_of,
-    shared_cost,
-    total,
-)  # fmt: skip
 from mtx.schedules.partition import place_layers
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3

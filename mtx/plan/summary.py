@@ -14,12 +14,12 @@ from dataclasses import fields
 from typing import Literal, NamedTuple
 
 from mtx.config import RunConfig
+from mtx.costs.ask import model_parameters
 from mtx.plan import flops
 from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
-from mtx.plan.cost import model_parameters
 from mtx.plan.hardware import hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun

@@ -17,10 +17,10 @@ from functools import cached_property, lru_cache
 from operator import add
 
 from mtx.config import Layout, ModelConfig
+from mtx.costs.ask import model_parameters, pattern_of
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_of
-from mtx.plan.cost import model_parameters, pattern_of
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, pipeline_s
 from mtx.plan.memory import Zero

@@ -11,17 +11,9 @@ import jax
 import pytest
 
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.plan import cost as plan_cost
-from mtx.plan import equations, trace
-from mtx.plan.cost import (
-    EMBED,
-    HEAD,
-    PARAMETERS,
-    Question,
-    Size,
-    layer_cost,
-    model_parameters,
-)
+from mtx.costs import ask, equations, trace
+from mtx.costs.ask import layer_cost, model_parameters
+from mtx.costs.cost import EMBED, HEAD, PARAMETERS, Question, Size
 from mtx.plan.flops import (
     forward_flops,
     model_flops,
@@ -250,7 +242,7 @@ def test_who_plans_a_model_again_needs_no_jax(tmp_path):
 
 def test_a_cache_that_cannot_be_read_or_written_is_passed_over(tmp_path, monkeypatch):
     def cost():
-        plan_cost._answer.cache_clear()
+        ask._answer.cache_clear()
         return layer_cost(small(hidden=64), kind="block")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

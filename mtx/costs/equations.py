@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
+from mtx.costs.cost import Collective, Matmul, Moved, Pass, Size
+from mtx.costs.fusion import Kernels
 from mtx.layers import fused
-from mtx.pipeline.vjp import NESTED, divide, inputs_of, needed_of
-from mtx.plan.cost import Collective, Matmul, Moved, Pass, Size
-from mtx.plan.fusion import Kernels
+from mtx.vjp import NESTED, divide, inputs_of, needed_of
 
 # Primes, beyond the factors of any model's numbers: so each array's size says how it grows.
 ROWS, VOCAB = 131_071, 8_191

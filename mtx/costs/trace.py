@@ -1,8 +1,8 @@
 """Layers, embedding and head traced for a device that is not there, and what their equations cost.
 
-A part is traced as the pipeline runs it (`mtx.pipeline.vjp`): F, and the backward pass cut into B
+A part is traced as the pipeline runs it (`mtx.vjp`): F, and the backward pass cut into B
 and W. Nothing is computed and no device is asked for. The microbatch and the vocabulary have sizes
-that divide no other number, so that each array's size says how it grows (`mtx.plan.cost.Size`).
+that divide no other number, so that each array's size says how it grows (`mtx.costs.cost.Size`).
 
 Of equations without use, and of the same equation twice, one that is needed counts: so does XLA.
 
@@ -22,9 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from mtx.config import Layout
-from mtx.layers.model import Model
-from mtx.pipeline.vjp import LayerVJP
-from mtx.plan.cost import (
+from mtx.costs.cost import (
     EMBED,
     HEAD,
     PARAMETERS,
@@ -34,9 +32,11 @@ from mtx.plan.cost import (
     Question,
     Size,
 )
-from mtx.plan.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
+from mtx.costs.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
+from mtx.layers.model import Model
 from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.mesh import Axes
+from mtx.vjp import LayerVJP
 
 _PIPE = 2  # the vocabulary is sharded over stages too; on how many, nothing else depends
 Tree = Any

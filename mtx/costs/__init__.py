@@ -1,0 +1,1 @@
+"""What layers, the embedding and the head cost a device, read off their traces."""

@@ -1,0 +1,125 @@
+"""Costs by what is asked for: from the user's cache folder, or traced (`mtx.costs.trace`, which
+imports JAX) and then kept there, so that a model that was planned before is planned without JAX."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
+
+from mtx.config import ModelConfig, Recompute, to_dict
+from mtx.costs.cost import PARAMETERS, Cost, Parameters, Question
+
+
+def pattern_of(model: ModelConfig) -> tuple[str, ...]:
+    """The kind of each layer."""
+    return model_parameters(model).pattern
+
+
+def layer_cost(
+    model: ModelConfig,
+    *,
+    kind: str,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+    kernel: str = "blocked",
+    slices: int = 1,
+) -> Cost:
+    """The cost of one layer of that kind, with attention by that kernel."""
+    question = Question(
+        model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices,
+        sequence_parallel=sequence_parallel and tensor > 1,
+        kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
+    )  # fmt: skip
+    return _answer(question, Cost)
+
+
+def shared_cost(
+    model: ModelConfig, part: str, *, tensor: int = 1, sequence_parallel: bool = False
+) -> Cost:
+    """The cost of the embedding (EMBED) or of the head (HEAD), the vocabulary over `pipe` and
+    `tensor`."""
+    parallel = sequence_parallel and tensor > 1
+    return _answer(
+        Question(model=model, part=part, tensor=tensor, sequence_parallel=parallel), Cost
+    )
+
+
+def model_parameters(model: ModelConfig, *, tensor: int = 1) -> Parameters:
+    """Every parameter of the model; of layers, those of one."""
+    return _answer(Question(model=model, part=PARAMETERS, tensor=tensor), Parameters)
+
+
+@lru_cache(maxsize=8192)
+def _answer(question: Question, kind: type):
+    path = _cache_folder() / f"{_fingerprint(question)}.json"
+    try:
+        return _decode(kind, json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass  # not there, or not readable: trace
+    from mtx.costs.trace import trace
+
+    answer = trace(question)
+    _keep(path, json.dumps(answer, separators=(",", ":")))
+    return answer
+
+
+def _decode(kind, value):
+    """JSON's lists as the records that they were: named tuples, and tuples and dicts of them."""
+    if hasattr(kind, "_fields"):
+        return kind(*(_decode(of, each) for of, each in zip(_fields(kind), value, strict=True)))
+    if get_origin(kind) is tuple:
+        return tuple(_decode(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return {key: _decode(get_args(kind)[1], each) for key, each in value.items()}
+    return value
+
+
+@cache
+def _fields(kind: type) -> tuple:
+    return tuple(get_type_hints(kind).values())
+
+
+def _keep(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all; a folder that cannot be written stays as it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with open(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        pass
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mtx" / "costs" / _sources()
+
+
+def _fingerprint(question: Question) -> str:
+    asked = question.__dict__ | {"model": to_dict(question.model)}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _sources() -> str:
+    """A checksum of all that a trace depends on: JAX's version, and the sources of layers."""
+    digest = hashlib.sha256(importlib.metadata.version("jax").encode())
+    root = Path(__file__).parent.parent
+    for path in sorted(_layer_sources(root)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _layer_sources(root: Path) -> Iterator[Path]:
+    for package in ("layers", "families", "sharding", "costs"):
+        yield from (root / package).rglob("*.py")
+    yield root / "vjp.py"

@@ -1,0 +1,132 @@
+"""The cost of one layer, of the embedding or of the head on one device, as plain data.
+
+Sizes are exact for every number of rows of a microbatch and every size of the vocabulary: see
+`Size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mtx.config import ModelConfig, Recompute
+from mtx.layers.kernels import AttentionKernel
+
+Pass = Literal[
+    "F", "B", "W"
+]  # forward, input gradient with what is computed again, weight gradient
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
+EMBED, HEAD, PARAMETERS = "(embed)", "(head)", "(parameters)"  # no kind of layer's name
+
+
+class Size(NamedTuple):
+    """number * rows^rows * vocab^vocab: a count that grows with the rows of a microbatch, with the
+    rows of the vocabulary that a device holds, with both, or with neither."""
+
+    number: int
+    rows: int = 0
+    vocab: int = 0
+
+    def at(self, rows: int, vocab: int = 0) -> int:
+        return self.number * rows**self.rows * vocab**self.vocab
+
+
+def total(sizes: Iterable[Size], rows: int, vocab: int = 0) -> int:
+    return sum(size.at(rows, vocab) for size in sizes)
+
+
+class Matmul(NamedTuple):
+    """`batch` products [m, k] x [k, n]."""
+
+    during: Pass
+    weight: str  # the parameter that it reads, or whose gradient it makes; "": of activations alone
+    batch: Size
+    m: Size
+    n: Size
+    k: Size
+    times: float = 1  # how often it runs: branches of a conditional are equally likely
+    seen: float = 1  # the share of it that attention's mask leaves
+    fused: bool = False  # in a kernel that keeps its result to itself
+
+    def shape(self, rows: int, vocab: int = 0) -> tuple[int, int, int, int]:
+        """(batch, m, n, k)"""
+        return tuple(size.at(rows, vocab) for size in self[2:6])
+
+    def flops(self, rows: int, vocab: int = 0) -> float:
+        """2 m n k each. One that adds up nothing is no matmul: compilers multiply elementwise."""
+        batch, m, n, k = self.shape(rows, vocab)
+        return 2.0 * batch * m * n * k * self.times if k > 1 else 0.0
+
+
+class Collective(NamedTuple):
+    """bytes: of the whole array, gathered or not yet scattered, on one device."""
+
+    during: Pass
+    kind: str  # JAX's name: psum, all_gather, reduce_scatter, ppermute, all_to_all, pmax
+    axes: tuple[str, ...]
+    bytes: Size
+    times: float = 1
+
+
+class Moved(NamedTuple):
+    """Memory that kernels beside matmuls and collectives read and write."""
+
+    during: Pass
+    kernels: float
+    bytes: tuple[Size, ...]
+
+
+class Parameter(NamedTuple):
+    """elements: of the whole array; the vocabulary is that of all devices together."""
+
+    path: str
+    role: str
+    elements: Size
+    axes: tuple[str, ...]  # that shard it
+
+
+class Parameters(NamedTuple):
+    pattern: tuple[str, ...]  # the kind of each layer
+    shared: tuple[Parameter, ...]  # of embedding and head
+    layers: dict[str, tuple[Parameter, ...]]  # by kind, of one layer
+
+
+class Cost(NamedTuple):
+    """Of one layer, or of the embedding or the head, on one device, for one microbatch."""
+
+    matmuls: tuple[Matmul, ...]
+    collectives: tuple[Collective, ...]
+    moved: tuple[Moved, ...]
+    kept: tuple[Size, ...]  # bytes, from F to B
+    deferred: tuple[Size, ...]  # bytes, from B to W where they are split
+    stream: tuple[Size, ...]  # bytes of what goes from layer to layer
+    cache: tuple[Size, ...]  # bytes of a sequence's keys and values, where it is cut into slices
+    scores: Size  # elements of the largest product of activations that stands in memory
+
+    def flops(self, during: str, rows: int, vocab: int = 0) -> float:
+        """Of the matmuls of these passes, such as "F" or "BW"."""
+        return sum(each.flops(rows, vocab) for each in self.matmuls if each.during in during)
+
+    @property
+    def weights(self) -> tuple[Matmul, ...]:
+        """The products of F that read a parameter."""
+        return tuple(each for each in self.matmuls if each.during == "F" and each.weight)
+
+
+def module_of(path: str) -> str:
+    """The first module on a parameter's path: the sublayer."""
+    return path.partition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is traced; hashable."""
+
+    model: ModelConfig
+    part: str  # a kind of layer, EMBED, HEAD or PARAMETERS
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    kernel: AttentionKernel = "blocked"
+    slices: int = 1
