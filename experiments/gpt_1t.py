@@ -15,7 +15,7 @@ seed gives the same losses every time. Log, config and checkpoint lie in runs/gp
 stopped, the same command goes on from there.
 
     python experiments/gpt_1t.py --steps 100 --seed 1 --out runs/other --virtual-devices 4
-    python experiments/gpt_1t.py --model.layers 8 --layout.pipe 4 --layout.data 1 --data.path a.txt
+    python experiments/gpt_1t.py --model.layers 8 --pipe 4 --data 1 --data.path a.txt
     DATA="--data.path /data/text --data.tokenizer /data/tokenizer.json"
     srun python experiments/gpt_1t.py --full $DATA --out /shared/gpt_1t
     srun python experiments/gpt_1t.py best.toml $DATA --out /shared/gpt_1t
@@ -37,10 +37,10 @@ import tyro
 
 from mtx.cli import OwnFields, exit_status, parse, start_devices
 from mtx.config import Layout, RunConfig
+from mtx.plan.fit import fit_layout
 from mtx.plan.page import plan_lines
 from mtx.plan.plan import is_plan_file, load_run, make_plan
 from mtx.presets import preset, require_data
-from mtx.train.fit import fit_layout
 
 VIRTUAL_DEVICES = 8
 PROMPTS = ("The ", "A class ", "If an object ")

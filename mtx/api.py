@@ -27,10 +27,10 @@ from mtx.evaluation.cloze import ClozeScores, cloze, read_passages
 from mtx.evaluation.masked import MaskedPerplexity, masked_perplexity
 from mtx.evaluation.perplexity import Perplexity, is_wikitext, perplexity
 from mtx.evaluation.score import evaluation_run
+from mtx.plan.fit import fit_layout
 from mtx.schedules.schedule import Schedule
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
-from mtx.train.fit import fit_layout
 
 Tree = Any
 
@@ -132,7 +132,7 @@ def evaluate(
     return perplexity(*model, texts, stride=stride, wikitext=any(map(is_wikitext, texts)))
 
 
-def convert(source: str | Path, target: str | Path, *, check: Check = "formulas") -> Converted:
+def convert(source: str | Path, target: str | Path, *, check: Check = "auto") -> Converted:
     """Hugging Face's directory to a run of ours, or a run to their format: whichever `source` is.
     `to_checkpoint` and `to_huggingface` take what else each direction can be asked for."""
     there = is_huggingface(Path(source))

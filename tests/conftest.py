@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
 # What a test reads in a compiled program must have been compiled; and nothing is left in a home.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mtx-tests-")
 # The tests compile hundreds of programs and run each once: LLVM's optimisations, jax 0.10's new
 # fusion emitters and code cut up for several threads cost more than they give. They come after
 # everything that the tests read in a compiled program.

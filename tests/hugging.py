@@ -3,8 +3,9 @@
 import json
 
 import numpy as np
+from safetensors.numpy import save_file
 
-from mtx.conversion.safetensors import SafetensorsWriter
+from mtx.conversion.safetensors import DTYPES
 
 V, D, H, F, S, L = 61, 16, 4, 40, 24, 2
 
@@ -38,28 +39,54 @@ def gpt2(**changes):
     return config, shapes
 
 
-def llama(**changes):
+def llama(model_type="llama", *, biases=False, head_norms=False, four_norms=False, **changes):
+    """And what is built like it."""
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": L,
-        "hidden_size": D, "num_attention_heads": H, "num_key_value_heads": 2,
-        "intermediate_size": F, "max_position_embeddings": S, "vocab_size": V, **changes,
+        "model_type": model_type, "architectures": [f"{model_type.title()}ForCausalLM"],
+        "num_hidden_layers": L, "hidden_size": D, "num_attention_heads": H,
+        "num_key_value_heads": 2, "intermediate_size": F, "max_position_embeddings": S,
+        "vocab_size": V, **changes,
     }  # fmt: skip
-    groups = config["num_key_value_heads"]
+    size = config.get("head_dim") or D // H
+    width, groups = H * size, config["num_key_value_heads"] * size
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    for layer in range(L):
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if four_norms else []
+    for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}.weight": (D,) for name in norms}
+        for name, outputs in (("q", width), ("k", groups), ("v", groups)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (outputs, D)
+            shapes |= {f"{at}.self_attn.{name}_proj.bias": (outputs,)} if biases else {}
         shapes |= {
-            f"{at}.input_layernorm.weight": (D,), f"{at}.post_attention_layernorm.weight": (D,),
-            f"{at}.self_attn.q_proj.weight": (D, D),
-            f"{at}.self_attn.k_proj.weight": (groups * D // H, D),
-            f"{at}.self_attn.v_proj.weight": (groups * D // H, D),
-            f"{at}.self_attn.o_proj.weight": (D, D),
-            f"{at}.mlp.gate_proj.weight": (F, D), f"{at}.mlp.up_proj.weight": (F, D),
-            f"{at}.mlp.down_proj.weight": (D, F),
+            f"{at}.self_attn.o_proj.weight": (D, width), f"{at}.mlp.gate_proj.weight": (F, D),
+            f"{at}.mlp.up_proj.weight": (F, D), f"{at}.mlp.down_proj.weight": (D, F),
         }  # fmt: skip
+        if head_norms:
+            shapes |= {f"{at}.self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
     if not changes.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (V, D)
     return config, shapes
+
+
+def mistral(**changes):
+    return llama("mistral", **{"sliding_window": 7, **changes})
+
+
+def qwen2(**changes):
+    return llama("qwen2", biases=True, **changes)
+
+
+def qwen3(**changes):
+    return llama("qwen3", head_norms=True, **{"head_dim": 6, **changes})
+
+
+def gemma2(**changes):
+    settings = {
+        "num_hidden_layers": 3, "head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 5,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return llama("gemma2", four_norms=True, **settings | changes)
 
 
 LLAMA3 = {
@@ -117,10 +144,9 @@ def write(directory, config, tensors, *, dtype="F32", files=1):
     names = ["model.safetensors"] if files == 1 else names
     places = {name: names[i % files] for i, name in enumerate(tensors)}
     for file in names:
-        shapes = {name: tensors[name].shape for name in tensors if places[name] == file}
-        with SafetensorsWriter(directory / file, shapes, dtype=dtype) as writer:
-            for name in shapes:
-                writer.write(name, tensors[name])
+        inside = {name: tensors[name] for name in tensors if places[name] == file}
+        cast = {name: np.array(values, DTYPES[dtype]) for name, values in inside.items()}
+        save_file(cast, directory / file, {"format": "pt"})
     if files > 1:
         index = {"metadata": {}, "weight_map": places}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))

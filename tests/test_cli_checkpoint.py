@@ -101,10 +101,10 @@ def test_export(saved, tmp_path, dtype, capsys):
     assert sorted(p.name for p in out.iterdir()) == [
         "model.safetensors", "run.json", "tokenizer.json"
     ]  # fmt: skip
-    with SafetensorsFile(out / "model.safetensors") as file:
-        for path, wanted in jax.tree.leaves_with_path(saved[1]):
-            there = file.read(".".join(key.key for key in path))
-            np.testing.assert_array_equal(there, wanted.astype(there.dtype))
+    file = SafetensorsFile(out / "model.safetensors")
+    for path, wanted in jax.tree.leaves_with_path(saved[1]):
+        there = file.read(".".join(key.key for key in path))
+        np.testing.assert_array_equal(there, wanted.astype(there.dtype))
     assert main(arguments) == 2
     assert "is there already; name another folder" in capsys.readouterr().err
 
@@ -119,16 +119,17 @@ def test_a_damaged_one_is_not_exported(damaged, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lst", "x"], "unknown action 'lst': did you mean 'list'?"),
-        (["list"], "name the folder of a training run"),
-        (["verify", "nowhere"], "nowhere holds no complete checkpoint"),
-        (["export", "nowhere"], "--out is missing"),
-        (["inspect", "nowhere"], "nowhere does not exist; name the `out`"),
+        (["lst", "x"], ("lst", "did you mean 'list'?")),
+        (["list"], ("RUN_DIR", "--out")),
+        (["verify", "nowhere"], ("nowhere",)),
+        (["export", "nowhere"], ("--out",)),
+        (["inspect", "nowhere"], ("nowhere", "`out`")),
     ],
 )
 def test_mistakes(arguments, said, capsys):
     assert main(["checkpoint", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(value in error for value in said)
 
 
 def test_help(capsys):
@@ -176,13 +177,15 @@ def test_the_page_s_reader_needs_numpy_alone(saved, damaged, tmp_path):
     exec(compile(reader, "docs/checkpoints.md", "exec"), names)
     folder = saved[0] / "checkpoints" / "20"
     assert_same_bits(names["read_checkpoint"](folder), all_arrays(saved[0], 20))
-    with pytest.raises(AssertionError, match="params.embed.tokens"):
+    with pytest.raises(AssertionError) as error:
         names["read_checkpoint"](damaged / "checkpoints" / "20")
+    assert "params.embed.tokens" in str(error.value)
     (damaged / "checkpoints" / "20" / "checkpoint.json").write_text(
         (folder / "checkpoint.json").read_text().replace('"step":20', '"step":21')
     )
-    with pytest.raises(AssertionError, match="checkpoint.json"):
+    with pytest.raises(AssertionError) as error:
         names["read_checkpoint"](damaged / "checkpoints" / "20")
+    assert "checkpoint.json" in str(error.value)
     heavy = "{'jax', 'orbax', 'ml_dtypes'}"
     told = f"{reader}\nprint(len(read_checkpoint(sys.argv[1])), {heavy} & set(sys.modules))"
     assert without_mtx(told, folder) == f"{len(all_arrays(saved[0], 20))} set()\n"
@@ -234,8 +237,8 @@ def test_the_optimizer_s_state_as_safetensors(saved, tmp_path, capsys):
         "loss_scale": {"good_steps": 0, "scale": 1.0}, "skipped": 0, "step": 10,
     }  # fmt: skip
     moments = {n: a for n, a in all_arrays(saved[0], 10).items() if n.startswith(("mu.", "nu."))}
-    with SafetensorsFile(out / "optimizer.safetensors") as file:
-        assert_same_bits({name: file.read(name) for name in file.tensors}, moments)
+    file = SafetensorsFile(out / "optimizer.safetensors")
+    assert_same_bits({name: file.read(name) for name in file.tensors}, moments)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "orbax"])

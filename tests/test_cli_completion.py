@@ -39,7 +39,9 @@ TYPED = {
     "mtx schedule dual\t--mod\ta\t": "schedule dualpipe_v --model asynchronous",
     "mtx help data spl\t": "help data split",
     "mtx launch -n 2 -- tr\tbench\t--global\t16": "launch -n 2 -- train bench-s --global-batch 16",
-    "mtx plan --hid\t768 --laye\t2": "plan --hidden 768 --layers 2",
+    "mtx plan --model.hid\t768 --model.laye\t2": "plan --model.hidden 768 --model.layers 2",
+    "mtx plan --tens\t8 --virt\t2": "plan --tensor 8 --virtual 2",
+    "mtx schedule --layout.pi\t8 --microbatches 4": "schedule --layout.pipe 8 --microbatches 4",
     "mtx qqq ch\t": "qqq ch",
 }
 
@@ -94,10 +96,11 @@ def test_a_shell_completes_what_is_typed(shell):
 OFFERED = {
     "mtx data ": "build inspect merge split index tokenizer",
     "mtx help checkpoint ": "list inspect verify export",
-    "mtx plan --recompute ": "full none selective",
+    "mtx plan --layout.recompute ": "full none selective",
     "mtx train --layout.recompute = ": "full none selective",  # as bash cuts --recompute=
     "mtx plan --target tpu": "tpu-v5p tpu-v5e tpu-v6e",
     "mtx train --model.layers ": "",
+    "mtx plan --model.family ll": "llama",
     "mtx train --layout.stage_layers 1 b": "balanced",
     "mtx completion ": "bash zsh",
     "mtx nonsense ": "",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import names
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -96,7 +97,7 @@ def test_conditional_by_its_costliest_branch_by_the_sum_or_by_weights():
     assert program.matmul_flops("sum") == 10 * 3 * DOT
     # XLA lists the branches by the index: false, then true.
     assert program.matmul_flops(lambda conditional: (0.75, 0.25)) == 7.5 * DOT + 2.5 * 2 * DOT
-    with pytest.raises(ValueError, match="longer|shorter"):
+    with pytest.raises(ValueError):
         program.matmul_flops(lambda conditional: (1.0,))
 
 
@@ -130,8 +131,9 @@ def test_loop_without_a_trip_count():
         lambda n, x, w: lax.fori_loop(0, n, lambda i, c: c @ w, x),
         floats(dtype=jnp.int32), floats(M, K), floats(K, K),
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"has no known_trip_count; pass trip_counts=") as error:
+    with pytest.raises(UserError) as error:
         program.matmul_flops()
+    names(error, "known_trip_count", "trip_counts=")
     name = str(error.value).split("'")[1]
     assert program.matmul_flops(trip_counts=7) == 7 * DOT
     assert program.matmul_flops(trip_counts={name: 6}) == 6 * DOT
@@ -215,5 +217,6 @@ def test_combined_collective_adds_its_bytes():
 
 
 def test_no_module_is_an_error():
-    with pytest.raises(UserError, match=r"no ENTRY computation; pass compiled\.as_text\(\)"):
+    with pytest.raises(UserError) as error:
         read_program("module @jit_f { }")
+    names(error, "compiled.as_text()")

@@ -1,6 +1,7 @@
 """Texts of backends and versions that are not here: GPU, older and newer `replica_groups`."""
 
 import pytest
+from errors import names
 
 from mtx.compile.groups import axis_of, join_pairs, read_groups
 from mtx.compile.hlo import read_program
@@ -43,15 +44,18 @@ def test_four_ways_to_write_groups(written, groups, axes):
 
 
 def test_groups_written_in_a_fifth_way_are_an_error():
-    with pytest.raises(UserError, match="is written in a way that is not known here"):
+    with pytest.raises(UserError) as error:
         read_groups("replica_groups=mesh['a'=2], device_ids=([1,0]) {'a'}", devices=2)
+    names(error, "replica_groups", "mesh['a'=2]")
 
 
 def test_groups_that_are_no_axes_are_an_error():
-    with pytest.raises(UserError, match=r"are not whole axes of the mesh"):
+    with pytest.raises(UserError) as error:
         axis_of(((0, 1), (2, 3), (4, 5), (6, 7)), MESH)
-    with pytest.raises(UserError, match="outside of the mesh"):
+    names(error, ((0, 1), (2, 3), (4, 5), (6, 7)), MESH)
+    with pytest.raises(UserError) as error:
         axis_of(((7, 8),), MESH)
+    names(error, ((7, 8),), MESH)
 
 
 def test_axes_of_a_permute_need_no_whole_axis():
@@ -182,19 +186,22 @@ def test_a_library_call_whose_sizes_are_not_said_is_an_error(config):
         "ROOT %o = bf16[2,64,8,32]{3,2,1,0} custom-call(%q, %q, %q), "
         f'custom_call_target="__cudnn$fmhaSoftmax"{config}',
     )
-    with pytest.raises(UserError, match=r"'o' calls '__cudnn\$fmhaSoftmax' without"):
+    with pytest.raises(UserError) as error:
         program.matmul_flops()
+    names(error, "o", "__cudnn$fmhaSoftmax")
 
 
 def test_matmuls_that_cannot_be_read_are_errors_and_other_calls_are_not():
     line = 'ROOT %c = f32[8]{{0}} custom-call(), custom_call_target="{}"'
-    with pytest.raises(UserError, match="groupedMatmul.*FLOPs are not known"):
+    with pytest.raises(UserError) as error:
         module(line.format("__cublas$lt$groupedMatmul")).matmul_flops()
-    with pytest.raises(UserError, match="'c' is a ragged-dot"):
+    names(error, "__cublas$lt$groupedMatmul")
+    with pytest.raises(UserError) as error:
         module(
             "%p = f32[8,8]{1,0} parameter(0)",
             "ROOT %c = f32[8,8]{1,0} ragged-dot(%p, %p, %p), lhs_contracting_dims={1}",
         ).matmul_flops()
+    names(error, "c", "ragged-dot")
     norm = module(line.format("__onednn$layernorm"))
     assert norm.matmul_flops() == 0
     assert norm.custom_calls() == {"__onednn$layernorm": 1}
@@ -315,8 +322,9 @@ def test_a_loop_that_counts_to_a_constant_says_how_often_it_runs():
     program = module(*lines, before=LOOP.format(bound=12, direction="LT"))
     assert program.matmul_flops() == 12 * 2 * 8**3
     program = module(*lines, before=LOOP.format(bound=12, direction="NE"))
-    with pytest.raises(UserError, match="no known_trip_count"):
+    with pytest.raises(UserError) as error:
         program.matmul_flops()
+    names(error, "trip_counts")
     assert program.matmul_flops(trip_counts=2.5) == 2.5 * 2 * 8**3
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from errors import names
 
 from mtx.compile import compiler as plan_compiler
 from mtx.compile import step as plan_compile
@@ -145,8 +146,9 @@ def test_branches_of_split_sharded_and_sliced_steps():
     share = plan_compile.busy_shares(Trainer(dataclasses.replace(RUN, layout=sliced)))
     inside = "F/while/body/attention"
     assert share(conditional(inside, branches=4)) == (1 / 4,) * 4
-    with pytest.raises(UserError, match=r"attention/cond' is none of those.*how often"):
+    with pytest.raises(UserError) as error:
         share(conditional(inside, branches=3))
+    names(error, "attention/cond")
 
 
 def test_results_go_through_json():
@@ -175,8 +177,9 @@ def test_without_the_extra_a_gpu_is_stood_in_for_with_a_hint(monkeypatch):
     assert compiler.backend == "cpu"
     assert "mtx[aot]" in compiler.hint and "a100-80gb" in compiler.hint
     assert "--xla_force_host_platform_device_count=64" in compiler.flags
-    with pytest.raises(UserError, match=r"3,072 devices are more than the 2,048.*mtx\[aot\]"):
+    with pytest.raises(UserError) as error:
         find_compiler("a100-80gb", 3072)
+    names(error, "3,072", "2,048", "mtx[aot]")
 
 
 def test_with_the_extra_a_gpu_is_compiled_for(monkeypatch):
@@ -231,7 +234,7 @@ def test_the_attention_that_is_compiled_is_that_of_a_run(
         RUN, layout=dataclasses.replace(RUN.layout, **layout),
         model=dataclasses.replace(MODEL, **{"compute_dtype": "bfloat16"} | model),
     )  # fmt: skip
-    with pytest.raises(UserError, match="found"):
+    with pytest.raises(UserError):
         compile_plan(run, target=target)
     assert asked == [kernel]
 
@@ -245,18 +248,21 @@ def test_a_compiler_of_another_version_is_an_error(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, module)
     versions = {"jax-cuda13-pjrt": "0.9.0", "jaxlib": "0.12.0"}
     monkeypatch.setattr(plan_compiler, "_version", versions.__getitem__)
-    with pytest.raises(UserError, match="pip install jax-cuda13-pjrt==0.12.0"):
+    with pytest.raises(UserError) as error:
         find_compiler("h100", 8)
+    names(error, "jax-cuda13-pjrt==0.12.0")
     versions["jax-cuda13-pjrt"] = "0.12.0"
     assert f"--xla_gpu_cuda_data_dir={tmp_path}/nvidia/cu13" in find_compiler("h100", 8).flags
 
 
 def test_unknown_targets_and_a_missing_libtpu_are_errors(monkeypatch):
-    with pytest.raises(UserError, match="did you mean 'a100-80gb'"):
+    with pytest.raises(UserError) as error:
         find_compiler("a100-80", 8)
+    names(error, "a100-80", "a100-80gb")
     monkeypatch.setattr(plan_compiler, "_has", lambda module: False)
-    with pytest.raises(UserError, match=r"libtpu.*pip install 'jax\[tpu\]=="):
+    with pytest.raises(UserError) as error:
         find_compiler("tpu-v5p", 8)
+    names(error, "libtpu", "jax[tpu]==")
 
 
 @pytest.mark.parametrize(
@@ -275,10 +281,12 @@ def test_slices_of_tpus(target, devices, topology):
 
 
 def test_slices_that_are_not_sold_are_errors():
-    with pytest.raises(UserError, match="no slice of 100 devices: use 64 or 128"):
+    with pytest.raises(UserError) as error:
         tpu_topology("tpu-v5p", 100)
-    with pytest.raises(UserError, match="no slice of 512 devices: use 256"):
+    names(error, 100, 64, 128)
+    with pytest.raises(UserError) as error:
         tpu_topology("tpu-v5e", 512)
+    names(error, 512, 256)
 
 
 def test_clusters_of_gpus_and_what_is_said_of_each():
@@ -353,8 +361,9 @@ def test_where_triton_fails_cublas_is_taken_and_said(monkeypatch):
 def test_where_the_compiler_fails_its_reason_is_given(monkeypatch):
     stand_in()
     fake_compiler(monkeypatch, (1, NO_TILES), (1, NO_TILES))
-    with pytest.raises(UserError, match="^compiling for a100-80gb: JaxRuntimeError: Couldn't find"):
+    with pytest.raises(UserError) as error:
         compile_plan(RUN, target="a100-80gb")
+    names(error, "a100-80gb", "Couldn't find")
 
 
 # -- with the extra --------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from mtx.config import (
     to_dict,
 )
 from mtx.errors import UserError
-from mtx.presets import NAMES, TABLE1, preset
+from mtx.families.gpt import TABLE1
+from mtx.presets import NAMES, preset
 
 quick = settings(max_examples=80, deadline=None)
 

@@ -17,17 +17,14 @@ from mtx.schedules.makers import MAKERS
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "notebooks" not in path.parts[:-1])
-OPTION = re.compile(r':([\w-]+): *"?(.*?)"?(?:\n|$)')
+OPTION = re.compile(r':([\w-]+): *"?(.*?)"?\n')
 INCLUDE = re.compile(r"```\{literalinclude\} (\S+)\n((?::[\w-]+:.*\n)*)```")
 
 
 def includes(page: Path) -> list[tuple[Path, dict[str, str]]]:
     """Files that a page shows, and which part of each."""
     return [
-        (
-            (page.parent / name).resolve(),
-            dict(re.findall(r':([\w-]+): *"?(.*?)"?(?:\n|$)', options)),
-        )
+        ((page.parent / name).resolve(), dict(OPTION.findall(options)))
         for name, options in INCLUDE.findall(page.read_text())
     ]
 

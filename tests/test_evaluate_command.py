@@ -82,7 +82,7 @@ def test_plain_text_on_another_layout(evaluate):
 
 def test_another_dtype_is_computed_in(evaluate):
     plain = "--path", "plain.txt", "--stride", "4"
-    results, out = evaluate(*plain, "--dtype", "bfloat16")
+    results, out = evaluate(*plain, "--model.compute-dtype", "bfloat16")
     expected = perplexity(*likelihoods.sharded(), ByteTokenizer(), ["one two : three"], stride=4)
     assert results["model"]["compute_dtype"] == "bfloat16" and "in bfloat16" in out
     assert 1e-6 < abs(results["loss"] - expected.loss) < 0.05  # rounded to 8 bits on the way
@@ -126,7 +126,7 @@ def test_lambada_and_race_read_their_files(evaluate):
     "arguments, message",
     [
         (["run"], "--path is missing"),
-        ([], "name the directory of a training run"),
+        ([], "RUN_DIR"),
         (["nowhere", "--path", "plain.txt"], "nowhere does not exist"),
         (["run", "--path", "none.txt"], "'none.txt' does not exist"),
         (["run", "--path", "plain.txt", "--task", "lambda"], "invalid choice 'lambda'"),
@@ -135,10 +135,10 @@ def test_lambada_and_race_read_their_files(evaluate):
         (["run", "--path", "plain.txt", "--mask-run", "2"], "mask_run=2 is for the task mlm, not"),
         (["run", "--path", "plain.txt", "--stride", "17"], "stride=17 must be between 1 and"),
         (["run", "--path", "plain.txt", "--step", "7"], "has no checkpoint of step 7"),
-        (["run", "--path", "plain.txt", "--dtype", "int8"], "invalid choice 'int8'"),
+        (["run", "--path", "plain.txt", "--model.compute-dtype", "int8"], "'int8'"),
         (["run", "--path", "plain.txt", "--batch", "-1"], "batch=-1 must be at least 0"),
         (["run", "--path", "plain.txt", "--batch", "3"], "global_batch=3 cannot be divided"),
-        (["run", "--path", "plain.txt", "--out", "no/out.json"], "lies in no folder"),
+        (["run", "--path", "plain.txt", "--out", "no/out.json"], "out=no/out.json"),
         (["run", "--path", "plain.txt", "--out", "."], "out=. is a folder"),
         (["run", "--path", "plain.txt", "--layout.pipe", "3"], "layers=2 cannot be divided"),
         (["run", "--path", "plain.txt", "--task", "mlm"], "'gpt' has no masked tokens"),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mtx.config import Layout, ModelConfig
-from mtx.plan.attention import attention_of
+from mtx.plan.attention import kernel_of
 from mtx.plan.flops import (
     forward_flops,
     hardware_matmul_flops,
@@ -42,15 +42,14 @@ def test_forward_by_part():
     model = ModelConfig(layers=3, hidden=8, heads=2, sequence=16, vocab=100, ffn_multiple=2)
     parts = forward_flops(model, 5, causal=False)
     tokens = 5 * 16
-    assert parts.embedding == 0
-    assert parts.attention_projections == 3 * 2 * tokens * 8 * (3 * 8 + 8)
-    assert parts.attention_scores == 3 * 2 * (2 * tokens * 16 * 8)
-    assert parts.mlp == 3 * 2 * (2 * tokens * 8 * 16)
+    assert parts.layers["attention"] == 3 * 2 * tokens * 8 * (3 * 8 + 8)
+    assert parts.scores == 3 * 2 * (2 * tokens * 16 * 8)
+    assert parts.layers["mlp"] == 3 * 2 * (2 * tokens * 8 * 16)
     assert parts.head == 2 * tokens * 8 * 100
     assert parts.total == parts.blocks + parts.head
     causal = forward_flops(model, 5, causal=True)
-    assert causal.attention_scores == parts.attention_scores / 2
-    assert causal.mlp == parts.mlp
+    assert causal.scores == parts.scores / 2
+    assert causal.layers == parts.layers
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: row.preset)
@@ -94,7 +93,7 @@ def hardware(model, *, backend="xla", global_batch=8, **layout):
 def test_hardware_flops_without_recomputation_are_three_forwards_and_the_scores_again():
     model = gpt()
     parts = forward_flops(model, 8, causal=False)
-    assert hardware(model) == 3 * parts.total + parts.attention_scores / 2
+    assert hardware(model) == 3 * parts.total + parts.scores / 2
     with_dropout = gpt(attention_dropout=0.1)  # keeps its scores
     assert hardware(with_dropout) == 3 * parts.total
 
@@ -102,22 +101,22 @@ def test_hardware_flops_without_recomputation_are_three_forwards_and_the_scores_
 def test_hardware_flops_of_blocked_attention():
     """Four blocks of queries see 1/4, 2/4, 3/4 and all of the keys: 10/16 of the square."""
     parts = forward_flops(gpt(sequence=128), 8, causal=False)
-    rest = parts.total - parts.attention_scores
-    assert hardware(gpt(sequence=128)) == 3 * rest + 3.5 * 10 / 16 * parts.attention_scores
+    rest = parts.total - parts.scores
+    assert hardware(gpt(sequence=128)) == 3 * rest + 3.5 * 10 / 16 * parts.scores
 
 
 def test_full_recomputation_is_four_forwards_less_the_last_matmul():
     model = gpt(attention_dropout=0.1)
     parts = forward_flops(model, 8, causal=False)
-    expected = 4 * parts.blocks + 3 * parts.head - parts.mlp / 2
+    expected = 4 * parts.blocks + 3 * parts.head - parts.layers["mlp"] / 2
     assert hardware(model, recompute="full") == expected
-    assert hardware(model, stash="inputs") == expected + parts.mlp / 2
+    assert hardware(model, stash="inputs") == expected + parts.layers["mlp"] / 2
     one_layer_chunks = hardware(model, stash="inputs", pipe=4, virtual=2)
     assert one_layer_chunks == expected
 
 
 def test_selective_recomputation_repeats_attention_where_its_output_is_not_kept():
-    whole = forward_flops(gpt(), 8, causal=False).attention_scores
+    whole = forward_flops(gpt(), 8, causal=False).scores
     for model, backend, again in (
         (gpt(), "xla", 0),
         (gpt(attention_dropout=0.1), "xla", whole),
@@ -157,4 +156,4 @@ def test_hardware_flops_of_a_cluster_do_not_depend_on_how_it_is_cut():
     ],
 )
 def test_which_attention_runs(changes, backend, name):
-    assert attention_of(gpt(**changes), backend).name == name
+    assert kernel_of(gpt(**changes), backend) == name

@@ -7,11 +7,13 @@ import json
 import tomllib
 
 import pytest
+from errors import names
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mtx.config import DataConfig, Layout, ModelConfig, RunConfig, to_dict
 from mtx.errors import UserError
+from mtx.families.gpt import TABLE1
 from mtx.plan.flops import model_flops, sc21_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.plan import is_plan_file, load_plan, load_run, make_plan, save_plan, to_toml
@@ -41,8 +43,9 @@ def test_a_target_is_hardware_or_its_name(tmp_path):
     faster = dataclasses.replace(h100, link_gb_s=2 * h100.link_gb_s)
     plan = make_plan(preset("gpt-76b"), target=faster)
     assert plan.time.step_s < make_plan(preset("gpt-76b"), target=h100).time.step_s
-    with pytest.raises(UserError, match="target=h100 names other hardware"):
+    with pytest.raises(UserError) as error:
         save_plan(plan, tmp_path / "plan.toml")
+    names(error, "target=h100")
     assert not list(tmp_path.iterdir())
 
 
@@ -63,7 +66,7 @@ def test_every_preset_has_all_numbers_in_json(name):
     assert numbers["step_time_s"] == pytest.approx(sum(numbers["step_time_parts_s"].values()))
     assert numbers["fits"] == (numbers["memory_share"] <= 0.9)
     assert 0 < numbers["mfu"] < 1 and numbers["parameters"] > 0
-    assert ("published" in numbers) == (name in {"gpt-1.7b", *NAMES[1:10]})
+    assert ("published" in numbers) == (name in TABLE1)
 
 
 def test_a_schedule_that_is_to_be_chosen_is_chosen_and_said(tmp_path):
@@ -101,15 +104,17 @@ def test_it_is_a_table_in_a_notebook():
 
 @pytest.mark.parametrize("zero", [2, -1, 4])
 def test_an_unknown_sharding_is_an_error(zero):
-    with pytest.raises(UserError, match=f"zero={zero} must be 0"):
+    with pytest.raises(UserError) as error:
         make_plan(preset("gpt-1.7b"), zero=zero)
+    names(error, f"zero={zero}", 0, 1, 3)
 
 
 def test_a_target_without_the_type_is_an_error():
     run = preset("gpt-1.7b")
     half = dataclasses.replace(run, model=dataclasses.replace(run.model, compute_dtype="float16"))
-    with pytest.raises(UserError, match="tpu-v5p has no unit for float16"):
+    with pytest.raises(UserError) as error:
         make_plan(half, target="tpu-v5p")
+    names(error, "tpu-v5p", "float16")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -164,51 +169,51 @@ def test_what_is_only_priced_is_not_trained(tmp_path):
     assert load_plan(path).zero == 3 == load_run(path).layout.zero
     save_plan(make_plan(preset("gpt-1.7b"), zero=0), path)
     assert load_plan(path).zero == 0
-    with pytest.raises(UserError, match="zero=0 is priced, not trained; plan it again with --zer"):
+    with pytest.raises(UserError) as error:
         load_run(path)
+    names(error, "zero=0", "--zero 1")
 
 
 @pytest.mark.parametrize(
-    "name, text, message",
+    "name, text, values",
     [
-        ("missing.toml", None, "cannot read plan file .*missing.toml: No such file"),
-        ("plan.txt", "", "must end with one of .toml, .json"),
-        ("bad.toml", "steps = ", "bad.toml is not TOML: "),
-        ("bad.json", "{", "bad.json is not JSON: "),
-        ("list.json", "[]", "list.json is no plan file; `mtx plan PRESET --save FILE` writes one"),
-        ("plan.toml", "plan = 3", "plan.toml is no plan file"),
-        ("field.toml", "step = 3", "unknown RunConfig field 'step': did you mean 'steps'"),
-        ("value.toml", "steps = 0", "steps=0 must be at least 1"),
-        ("type.toml", "[model]\nhidden = 'x'", "hidden='x' must be a whole number"),
-        ("type2.toml", "eval_every = 1.5", "eval_every=1.5 must be a whole number"),
-        ("type3.toml", "resume = 'no'", "resume='no' must be True or False"),
-        (
-            "type4.toml",
-            "profile = [1]",
-            "profile=.* must be a list of 2 values, each a whole number",
-        ),
-        ("type5.toml", "[layout]\nschedule = 3", "schedule=3 must be text"),
+        ("missing.toml", None, ["missing.toml", "No such file"]),
+        ("plan.txt", "", [".toml", ".json"]),
+        ("bad.toml", "steps = ", ["TOML"]),
+        ("bad.json", "{", ["JSON"]),
+        ("list.json", "[]", ["mtx plan PRESET --save FILE"]),
+        ("plan.toml", "plan = 3", []),
+        ("field.toml", "step = 3", ["'step'", "'steps'"]),
+        ("value.toml", "steps = 0", ["steps=0", 1]),
+        ("type.toml", "[model]\nhidden = 'x'", ["hidden='x'", "whole number"]),
+        ("type2.toml", "eval_every = 1.5", ["eval_every=1.5", "whole number"]),
+        ("type3.toml", "resume = 'no'", ["resume='no'", True, False]),
+        ("type4.toml", "profile = [1]", ["profile=", "2 values", "whole number"]),
+        ("type5.toml", "[layout]\nschedule = 3", ["schedule=3", "text"]),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, text, message):
+def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, text, values):
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError) as error:
         load_run(tmp_path / name)
-    assert name in str(caught.value)
+    names(error, name, *values)
 
 
 def test_a_file_that_is_not_text(tmp_path):
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
+    with pytest.raises(UserError) as error:
         load_run(tmp_path / "plan.toml")
+    names(error, "plan.toml", "UTF-8")
 
 
 def test_where_it_cannot_be_written(tmp_path):
-    with pytest.raises(UserError, match="cannot write .*: No such file or directory"):
+    with pytest.raises(UserError) as error:
         save_plan(TRILLION, tmp_path / "no" / "plan.toml")
-    with pytest.raises(UserError, match="must end with one of"):
+    names(error, "plan.toml", "No such file or directory")
+    with pytest.raises(UserError) as error:
         save_plan(TRILLION, tmp_path / "plan.yaml")
+    names(error, "plan.yaml", ".toml", ".json")
 
 
 def test_plan_files_and_presets_are_told_apart():

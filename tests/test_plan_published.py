@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from mtx.config import Layout
+from mtx.families.gpt import TABLE1
 from mtx.plan.flops import forward_flops, sc21_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.published import (
@@ -25,7 +26,7 @@ from mtx.plan.published_runs import (
     TABLE_1_RUNS,
     TABLE_2,
 )
-from mtx.presets import TABLE1, preset
+from mtx.presets import preset
 from mtx.schedules.makers import make
 
 ALL_RUNS = FITTED_RUNS + HELD_OUT_RUNS

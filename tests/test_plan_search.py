@@ -11,6 +11,7 @@ from errors import names
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.families.gpt import TABLE1
 from mtx.plan.candidates import Fixed, divisors
 from mtx.plan.compare import changes, reasons
 from mtx.plan.hardware import hardware
@@ -18,7 +19,7 @@ from mtx.plan.memory import predict_memory
 from mtx.plan.search import fewest_gpus, search
 from mtx.plan.summary import part_name
 from mtx.plan.time import StepTime, predict_step
-from mtx.presets import TABLE1, preset
+from mtx.presets import preset
 
 A100 = hardware("a100-80gb")
 SMALL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=512, vocab=4096)

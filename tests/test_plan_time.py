@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.plan.block import Shard, block_work
+from mtx.plan.block import Shard, layer_work
 from mtx.plan.calibration import FITTED, SOFTWARE, calibration_of
 from mtx.plan.flops import model_flops
 from mtx.plan.hardware import HARDWARE, hardware
@@ -96,7 +96,7 @@ def test_a_block_takes_what_korthikanti_measured():
             model=model, microbatch=4, tensor=8, sequence_parallel=sequence_parallel,
             hardware=A100, calibration=calibration,
         )  # fmt: skip
-        block = block_work(shard, recompute)
+        block = layer_work(shard, "block", recompute)
         assert 1e3 * block.forward.total_s == pytest.approx(forward_ms, rel=0.07)
         after = block.backward + block.weight
         assert 1e3 * after.total_s == pytest.approx(backward_ms, rel=0.07)
@@ -327,6 +327,11 @@ def test_collectives_move_what_rings_move():
 def cases(draw):
     heads = draw(st.sampled_from([16, 32, 64]))
     family = draw(st.sampled_from(["gpt", "llama", "bert"]))
+    of_family = {
+        "gpt": {},
+        "llama": {"kv_heads": draw(st.sampled_from([1, 4, heads]))},
+        "bert": {"norm_placement": draw(st.sampled_from(["pre", "post"]))},
+    }
     model = ModelConfig(
         family=family,
         layers=48,
@@ -335,8 +340,7 @@ def cases(draw):
         sequence=draw(st.sampled_from([256, 2048])),
         vocab=51200,
         tied=draw(st.booleans()) or family == "bert",
-        kv_heads=draw(st.sampled_from([1, 4, heads])) if family == "llama" else None,
-        norm_placement=draw(st.sampled_from(["pre", "post"])) if family == "bert" else "pre",
+        **of_family[family],
     )
     schedule = draw(st.sampled_from([*LOOPED, "breadth_first", "aligned_zb", "zb_v", "v_half"]))
     layout = Layout(

@@ -333,7 +333,7 @@ def test_the_command_learns_which_option_is_right(folder, monkeypatch, capsys):
     """And `mtx evaluate` finds the same of what it leaves."""
     monkeypatch.chdir(folder)
     given = ["--task", "race", "--train", "train.jsonl", "--valid", "valid.jsonl", "--out", "out"]
-    how = ["--epochs", "3", "--batch", "16", "--lr", "3e-3", "--dropout", "0"]
+    how = ["--epochs", "3", "--batch", "16", "--optimizer.lr", "3e-3", "--model.dropout", "0"]
     assert main(["finetune", "run", *given, *how, "--json"]) == 0
     results = json.loads((folder / "out/finetune.json").read_text())
     assert json.loads(capsys.readouterr().out) == results
@@ -377,7 +377,7 @@ def test_an_end_in_the_midst_keeps_the_epochs_before_it(folder, monkeypatch, tmp
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "name the directory of a BERT's run"),
+        ([], "RUN_DIR"),
         (["run"], "--train is missing"),
         (["run", "--train", "train.jsonl"], "--valid is missing"),
         (["run", "--train", "train.jsonl", "--valid", "no"], "line 1: 'label' must be a text"),

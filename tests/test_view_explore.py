@@ -17,6 +17,7 @@ from matplotlib.text import Text
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.families import NAMES as FAMILIES
 from mtx.plan.compare import seconds
 from mtx.plan.memory import parameters_per_device
 from mtx.plan.plan import make_plan
@@ -133,9 +134,10 @@ def test_parts_are_said_in_words():
     assert last["layers.block.mlp.up.w"].master_text == "layers 3"  # chunks are cut over `data`
 
 
-@pytest.mark.parametrize("name", ["miniature", "llama-3-8b", "bert-336m"])
-def test_every_dim_has_a_name(name):
-    run = preset(name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_dim_has_a_name(family):
+    sizes = dict(layers=4, hidden=48, heads=4, sequence=64, vocab=100)
+    run = RunConfig(model=ModelConfig(family=family, **sizes), layout=Layout(data=2))
     for one in Holdings(run).of(Device(layout=run.layout, rank=0)):
         assert len(one.dims) == len(one.shape) == len(dims_of(one.name, len(one.shape)))
         assert not any(dim.startswith("dim ") for dim in one.dims), one.name

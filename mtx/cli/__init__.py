@@ -24,13 +24,14 @@ from mtx.cli.evaluate import evaluate_command
 from mtx.cli.finetune import finetune_command
 from mtx.cli.generate import generate_command
 from mtx.cli.launch import launch_command
-from mtx.cli.options import OwnFields, exit_status, parse, split_name, start_devices
+from mtx.cli.options import OwnFields, parse, read_line
 from mtx.cli.plan import plan_command
 from mtx.cli.presets import presets_command
+from mtx.cli.process import exit_status, start_devices
 from mtx.cli.report import report_command
 from mtx.cli.schedule import schedule_command
 from mtx.cli.train import TrainOptions, train_command
-from mtx.errors import UserError, unknown_name
+from mtx.errors import unknown_name
 from mtx.paths import check_path
 
 __all__ = [
@@ -53,11 +54,8 @@ def completion_command(arguments: list[str]) -> None:
     ~/.local/share/bash-completion/completions/mtx, or, into a folder of zsh's fpath,
     mtx completion zsh > _mtx. For this shell alone: eval "$(mtx completion bash)".
     """
-    shell, rest = split_name(arguments)
-    parse(rest, CompletionOptions(), prog="mtx completion SHELL", about=completion_command)
-    if shell is None:
-        raise UserError("mtx completion SHELL: name the shell, bash or zsh")
-    print(completion_script(shell, with_actions()))
+    line = read_line(arguments, CompletionOptions(), "mtx completion SHELL", completion_command)
+    print(completion_script(line.names[0], with_actions()))
 
 
 COMMANDS: dict[str, Command] = {
@@ -139,6 +137,7 @@ def _overview() -> str:
         "",
         *(f"  {name:<12}{summary}" for name, summary in rows),
         "",
-        "Options of train are fields of its config: mtx train --model.layers 8 --layout.data 1",
-        "mtx help COMMAND lists them, with their defaults; so does mtx train PRESET --help.",
+        "An option is a field of a run's config, by its path, in every command: --model.layers 8,",
+        "--layout.pipe 4; --pipe, --tensor, --data, --virtual and --microbatch are the layout's.",
+        "mtx help COMMAND lists them; mtx train PRESET --help has the preset's values.",
     ])  # fmt: skip

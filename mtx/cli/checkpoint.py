@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from mtx.cli.options import parse, split_name
-from mtx.errors import UserError, unknown_name
+from mtx.cli.options import Flag, Options, read_line
+from mtx.cli.output import facts, progress, required, run_action, say, table
+from mtx.errors import UserError
 from mtx.sizes import Interval
 
 if TYPE_CHECKING:
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.checkpoint.store import Damaged
-
-_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
-_Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+    from mtx.config import RunConfig
 
 
 def checkpoint_command(arguments: list[str]) -> int | None:
@@ -33,34 +28,18 @@ def checkpoint_command(arguments: list[str]) -> int | None:
     list RUN_DIR, inspect RUN_DIR, verify RUN_DIR, export RUN_DIR --out FOLDER; mtx checkpoint
     ACTION --help lists the options of each.
     """
-    action, *rest = arguments or ["--help"]
-    if action in ("-h", "--help"):
-        print(_overview())
-        return None
-    if action not in ACTIONS:
-        raise unknown_name("action", action, ACTIONS)
-    return ACTIONS[action](rest)
+    usage = "mtx checkpoint ACTION RUN_DIR"
+    return run_action(arguments, ACTIONS, usage=usage, about=checkpoint_command)
 
 
-def _overview() -> str:
-    rows = [(name, action.__doc__.splitlines()[0]) for name, action in ACTIONS.items()]
-    return "\n".join([
-        checkpoint_command.__doc__.splitlines()[0], "",
-        "usage: mtx checkpoint ACTION RUN_DIR [OPTIONS]", "",
-        *(f"  {name:<10}{summary}" for name, summary in rows), "",
-        "mtx checkpoint ACTION --help lists the options.",
-    ])  # fmt: skip
-
-
-def _open(name: str | None, rest: list[str]) -> Checkpoints | None:
-    """The checkpoints of RUN_DIR; None where only help is asked for."""
-    if name is None:
-        if "-h" in rest or "--help" in rest:
-            return None
-        raise UserError("name the folder of a training run (its --out) before all options")
+def _open(
+    arguments: list[str], default: Options, about: Callable, usage: str
+) -> tuple[Checkpoints, Options]:
+    """The checkpoints of RUN_DIR, and the options of an action."""
+    line = read_line(arguments, default, f"mtx checkpoint {usage}", about)
     from mtx.checkpoint.checkpoints import Checkpoints
 
-    return Checkpoints(name)
+    return Checkpoints(line.names[0]), line.options
 
 
 # -- list ------------------------------------------------------------------------------------------
@@ -68,7 +47,7 @@ def _open(name: str | None, rest: list[str]) -> Checkpoints | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    json: _Flag = False  # the same as JSON
+    json: Flag = False  # the same as JSON
 
 
 def list_action(arguments: list[str]) -> None:
@@ -76,26 +55,20 @@ def list_action(arguments: list[str]) -> None:
 
     Checks the small files and that the large ones are there; `verify` reads these as well.
     """
-    name, rest = split_name(arguments)
-    checkpoints = _open(name, rest)
-    options = parse(rest, ListOptions(), prog="mtx checkpoint list RUN_DIR", about=list_action)
+    checkpoints, options = _open(arguments, ListOptions(), list_action, "list RUN_DIR")
     rows = [_row(checkpoints, step) for step in checkpoints.steps()]
     rows += [{"step": step, "state": "incomplete"} for step in checkpoints.incomplete()]
     for name in checkpoints.aside():
         rows.append({"step": int(name.partition(".")[0]), "state": f"set aside as {name}"})
     rows.sort(key=lambda row: row["step"])
-    if options.json:
-        print(json.dumps(rows, indent=1))
-        return
-    if not rows:
+    if not rows and not options.json:
         raise UserError(f"{checkpoints.directory} holds no checkpoint")
-    print(f"{'step':>12}  {'saved':<19}  {'size':>10}  processes  state")
+    cells = [("step", "saved", "size", "processes", "state")]
     for row in rows:
-        saved, size, processes = "", "", ""
-        if "bytes" in row:
-            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["unix_time"]))
-            size, processes = _bytes_text(row["bytes"]), row["processes"]
-        print(f"{row['step']:>12,}  {saved:<19}  {size:>10}  {processes:>9}  {row['state']}")
+        saved = _saved(row["unix_time"]) if "bytes" in row else ""
+        size = _bytes_text(row["bytes"]) if "bytes" in row else ""
+        cells.append((f"{row['step']:,}", saved, size, row.get("processes", ""), row["state"]))
+    say(rows, table(cells, "><>><"), as_json=options.json)
 
 
 def _row(checkpoints: Checkpoints, step: int) -> dict:
@@ -117,8 +90,8 @@ def _row(checkpoints: Checkpoints, step: int) -> dict:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    step: _Step = None  # the newest where not given
-    json: _Flag = False  # the same as JSON
+    step: Interval | None = None  # the newest where not given
+    json: Flag = False  # the same as JSON
 
 
 def inspect_action(arguments: list[str]) -> None:
@@ -127,11 +100,7 @@ def inspect_action(arguments: list[str]) -> None:
     Of an array: the shape without padding, its dtype, bytes and fingerprint, which is the same
     whatever the layout it was saved on. Layers are stacked in model order.
     """
-    name, rest = split_name(arguments)
-    checkpoints = _open(name, rest)
-    options = parse(
-        rest, InspectOptions(), prog="mtx checkpoint inspect RUN_DIR", about=inspect_action
-    )
+    checkpoints, options = _open(arguments, InspectOptions(), inspect_action, "inspect RUN_DIR")
     from mtx.config import to_dict
 
     manifest = checkpoints.manifest(options.step)
@@ -140,45 +109,51 @@ def inspect_action(arguments: list[str]) -> None:
     if checkpoints.document("tokenizer", options.step) != tokenizer:
         known = checkpoints.tokenizer(options.step)
         tokenizer = {"kind": known.kind, "vocab": known.vocab}
-    if options.json:
-        print(json.dumps({
-            "step": manifest.step, "unix_time": manifest.unix_time, "bytes": manifest.size_bytes,
-            "processes": manifest.processes, "run": to_dict(run), "extra": extra,
-            "tokenizer": tokenizer,
-            "arrays": {
-                name: {
-                    "shape": info.shape, "dtype": info.dtype.name, "bytes": info.size_bytes,
-                    "fingerprint": f"{info.fingerprint:016x}",
-                }
-                for name, info in manifest.catalog.items()
-            },
-        }, indent=1))  # fmt: skip
-        return
+    arrays = {
+        name: {
+            "shape": info.shape, "dtype": info.dtype.name, "bytes": info.size_bytes,
+            "fingerprint": f"{info.fingerprint:016x}",
+        }
+        for name, info in manifest.catalog.items()
+    }  # fmt: skip
+    numbers = {
+        "step": manifest.step, "unix_time": manifest.unix_time, "bytes": manifest.size_bytes,
+        "processes": manifest.processes, "run": to_dict(run), "extra": extra,
+        "tokenizer": tokenizer, "arrays": arrays,
+    }  # fmt: skip
+    directory = checkpoints.directory / str(manifest.step)
+    say(numbers, _inspected(numbers, run, directory), as_json=options.json)
+
+
+def _inspected(numbers: dict, run: RunConfig, directory: Path) -> list[str]:
     layout, model = run.layout, run.model
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.unix_time))
-    held_out = extra.get("held_out")
+    said, processes = dict(numbers["extra"]), numbers["processes"]
+    held_out = said.get("held_out")
     if isinstance(held_out, dict) and type(held_out.get("loss")) is float:
-        extra["held_out"] = f"loss {held_out['loss']:.4f} at step {held_out.get('step')}"
-    print("\n".join([
-        f"checkpoint {checkpoints.directory / str(manifest.step)}",
-        f"saved      {saved} by {manifest.processes} "
-        f"process{'es' if manifest.processes > 1 else ''}, {_bytes_text(manifest.size_bytes)}",
-        f"layout     data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}, "
-        f"{layout.schedule}, v = {layout.virtual}",
-        f"model      {model.family}, {model.layers} layers, hidden {model.hidden:,}, "
-        f"{model.heads} heads, sequence {model.sequence:,}, vocabulary {model.vocab:,}, "
-        f"{model.compute_dtype}",
-        "tokenizer  " + ", vocabulary ".join(f"{value:,}" if isinstance(value, int) else value
-                                            for value in tokenizer.values()),
-        *(f"{key.replace('_', ' '):<11}{value}" for key, value in extra.items()),
+        said["held_out"] = f"loss {held_out['loss']:.4f} at step {held_out.get('step')}"
+    tokenizer = numbers["tokenizer"].values()
+    cells = [("array", "shape", "dtype", "bytes", "fingerprint")]
+    for name, array in numbers["arrays"].items():
+        size, shape = f"{array['bytes']:,}", list(array["shape"])
+        cells.append((name, shape, array["dtype"], size, array["fingerprint"]))
+    return [
+        *facts({
+            "checkpoint": directory,
+            "saved": f"{_saved(numbers['unix_time'])} by {processes} "
+            f"process{'es' if processes > 1 else ''}, {_bytes_text(numbers['bytes'])}",
+            "layout": f"data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}, "
+            f"{layout.schedule}, v = {layout.virtual}",
+            "model": f"{model.family}, {model.layers} layers, hidden {model.hidden:,}, "
+            f"{model.heads} heads, sequence {model.sequence:,}, vocabulary {model.vocab:,}, "
+            f"{model.compute_dtype}",
+            "tokenizer": ", vocabulary ".join(
+                f"{value:,}" if isinstance(value, int) else value for value in tokenizer
+            ),
+            **{name.replace("_", " "): str(value) for name, value in said.items()},
+        }),
         "",
-        f"{'array':<40}{'shape':<28}{'dtype':<10}{'bytes':>18}  fingerprint",
-        *(
-            f"{name:<40}{str(list(info.shape)):<28}{info.dtype.name:<10}{info.size_bytes:>18,}  "
-            f"{info.fingerprint:016x}"
-            for name, info in manifest.catalog.items()
-        ),
-    ]))  # fmt: skip
+        *table(cells, "<<<><"),
+    ]  # fmt: skip
 
 
 # -- verify ----------------------------------------------------------------------------------------
@@ -186,8 +161,8 @@ def inspect_action(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    step: _Step = None  # all where not given
-    json: _Flag = False  # the same as JSON
+    step: Interval | None = None  # all where not given
+    json: Flag = False  # the same as JSON
 
 
 def verify_action(arguments: list[str]) -> int:
@@ -195,11 +170,7 @@ def verify_action(arguments: list[str]) -> int:
 
     Of a damaged checkpoint every file and every array that is not what was written is named.
     """
-    name, rest = split_name(arguments)
-    checkpoints = _open(name, rest)
-    options = parse(
-        rest, VerifyOptions(), prog="mtx checkpoint verify RUN_DIR", about=verify_action
-    )
+    checkpoints, options = _open(arguments, VerifyOptions(), verify_action, "verify RUN_DIR")
     steps = checkpoints.steps() if options.step is None else [options.step]
     if not steps:
         raise UserError(f"{checkpoints.directory} holds no complete checkpoint")
@@ -219,7 +190,7 @@ def verify_action(arguments: list[str]) -> int:
                     f"step {step:>10,}  sound    {_bytes_text(size)} in {elapsed_s:.1f} s, {rate}"
                 )
     if options.json:
-        print(json.dumps(found, indent=1))
+        say(found, [], as_json=True)
     return 1 if any(found.values()) else 0
 
 
@@ -239,13 +210,17 @@ def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
     directory = checkpoints.directory / str(step)
     with (
         Store(directory=directory, catalog=manifest.catalog) as store,
-        _Bar(step, manifest.size_bytes) as bar,
+        progress("bytes", said=f"step {step}") as report,
     ):
+        done, lock = 0, threading.Lock()
 
         def verify(name: str) -> Damaged | None:
+            nonlocal done
             try:
                 for read_bytes in store.verify(name):
-                    bar.advance(read_bytes)
+                    with lock:
+                        done += read_bytes
+                    report(done, manifest.size_bytes)
             except Damaged as damage:
                 return damage
 
@@ -254,45 +229,18 @@ def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
     return damages
 
 
-class _Bar:
-    """The bytes that are read, on stderr, where that is a terminal."""
-
-    def __init__(self, step: int, total_bytes: int):
-        self._progress = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-            columns = ("step", str(step), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("", total=total_bytes)
-
-    def __enter__(self) -> _Bar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def advance(self, read_bytes: int) -> None:
-        if self._progress is not None:
-            self._progress.advance(self._task, read_bytes)
-
-
 # -- export ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    out: _Name = None  # the folder to make
-    step: _Step = None  # the newest where not given
+    out: str | None = None  # the folder to make
+    step: Interval | None = None  # the newest where not given
     # orbax: a folder that plain Orbax reads
     format: Literal["safetensors", "orbax"] = "safetensors"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
-    optimizer: _Flag = False  # its state as well, in float32
-    json: _Flag = False  # what was written, as JSON
+    optimizer: Flag = False  # its state as well, in float32
+    json: Flag = False  # what was written, as JSON
 
 
 def export_action(arguments: list[str]) -> None:
@@ -304,26 +252,25 @@ def export_action(arguments: list[str]) -> None:
     convert.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
-    name, rest = split_name(arguments)
-    checkpoints = _open(name, rest)
-    options = parse(
-        rest, ExportOptions(), prog="mtx checkpoint export RUN_DIR --out FOLDER",
-        about=export_action,
-    )  # fmt: skip
-    if options.out is None:
-        raise UserError("--out is missing: it names the folder to make")
+    usage = "export RUN_DIR --out FOLDER"
+    checkpoints, options = _open(arguments, ExportOptions(), export_action, usage)
+    out = required(options.out, "--out", "the folder to make")
     from mtx.conversion.export import export
 
     count = export(
-        checkpoints, Path(options.out), step=options.step, format=options.format,
+        checkpoints, Path(out), step=options.step, format=options.format,
         dtype=options.dtype, optimizer=options.optimizer,
     )  # fmt: skip
-    if options.json:
-        written = {"path": options.out, "parameters": count, "dtype": options.dtype}
-        print(json.dumps(written | {"optimizer": options.optimizer}, indent=1))
-    else:
-        more = " and the optimizer's state" if options.optimizer else ""
-        print(f"wrote      {options.out}: {count:,} parameters in {options.dtype}{more}")
+    numbers = {
+        "path": out, "parameters": count, "dtype": options.dtype, "optimizer": options.optimizer,
+    }  # fmt: skip
+    more = " and the optimizer's state" if options.optimizer else ""
+    said = f"wrote      {out}: {count:,} parameters in {options.dtype}{more}"
+    say(numbers, [said], as_json=options.json)
+
+
+def _saved(unix_time: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
 
 
 def _bytes_text(size_bytes: int) -> str:

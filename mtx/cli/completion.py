@@ -7,10 +7,13 @@ completing starts no Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtx.cli.options import Help, options_of
+from mtx.cli.help import Option, options_of
+from mtx.cli.options import families, help_of, with_family
+from mtx.config import ModelConfig, RunConfig
 from mtx.errors import unknown_name
 
 Command = Callable[[list[str]], int | None]
@@ -33,7 +36,12 @@ def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
         raise unknown_name("shell", shell, _SCRIPTS)
     table = "\n".join("|".join(row) for row in rows(commands))
     known = "".join(f"|{command}" for command in commands)
-    return _SCRIPTS[shell].replace("@COMMANDS@", f"{known}|").replace("@TABLE@", table)
+    following = _FOLLOWING.replace("@COMMANDS@", f"{known}|").replace("@TABLE@", table)
+    return _SCRIPTS[shell].replace("@FOLLOWING@", following)
+
+
+def has_actions(command: str, commands: Iterable[str]) -> bool:
+    return any(other.startswith(f"{command} ") for other in commands)
 
 
 def rows(commands: Mapping[str, Command]) -> Iterator[Row]:
@@ -42,32 +50,43 @@ def rows(commands: Mapping[str, Command]) -> Iterator[Row]:
         above, _, name = command.rpartition(" ")
         summary = (run.__doc__ or "").splitlines()[0]
         yield Row(above, f":{name}", "", "", summary)
-        if any(other.startswith(f"{command} ") for other in commands):
-            continue  # it has actions, which have the options
+        if has_actions(command, commands):
+            continue  # which have the options
         yield Row(command, "", "many", " ".join(_names(command)), "")
-        try:
-            run(["--help"])
-        except Help as asked:
-            yield from (_row(command, option) for option in options_of(asked.default))
+        default = help_of(run).default
+        yield from (_row(command, option) for option in of_all_families(default))
     yield Row("", ":help", "", "", "Say what a command does, and list its options.")
     for flag, about in (("--help", "say what there is"), ("--version", "say which this is")):
         yield Row("", flag, "", "", about)
 
 
-def _row(command: str, option: dict) -> Row:
-    flags = [flag for flag in option["flags"] if flag.startswith("--")]
-    if option["type"] in ("flag", "boolean"):
-        takes, values, about = "", "", option["description"]
-    else:
-        form, _, about = option["description"].partition(" • ")
-        takes = "1" if option["nargs"] in (None, 1) else "many"
-        values = " ".join(_values(flags[0], form))
-    return Row(command, " ".join(flags), takes, values, " ".join(about.split()))
+@dataclass(frozen=True)
+class _Model:
+    model: ModelConfig
 
 
-def _values(flag: str, form: str) -> list[str]:
+def of_all_families(default: object) -> list[Option]:
+    """The options of a command, with those that only other families of models have."""
+    found = {option.flags: option for option in options_of(default)}
+    for name in families() if ("--model.family",) in found else ():
+        for option in options_of(_Model(model=with_family(RunConfig(), name).model)):
+            if option.flags not in found or not found[option.flags].about:
+                found[option.flags] = option
+    sections = list(dict.fromkeys(option.section for option in found.values()))
+    return sorted(found.values(), key=lambda option: sections.index(option.section))
+
+
+def _row(command: str, option: Option) -> Row:
+    takes = "" if not option.form else "many" if option.many else "1"
+    values = " ".join(_values(option)) if option.form else ""
+    return Row(command, " ".join(option.flags), takes, values, option.about)
+
+
+def _values(option: Option) -> list[str]:
     """What an option takes: known words, choices as its form lists them, or files for a text."""
-    field = flag.rpartition(".")[2].lstrip("-")
+    field, form = option.flags[0].rpartition(".")[2].lstrip("-"), option.form
+    if field == "family":
+        return families()
     if field == "target":
         from mtx.plan.hardware import HARDWARE
 
@@ -76,9 +95,9 @@ def _values(flag: str, form: str) -> list[str]:
         return [*_schedules(), *(["auto"] if field == "schedule" else []), _FILES]
     choices = re.findall(r"{([^{}\[\]]+)}", form)
     if choices:
-        known = {word for words in choices for word in words.split(",")} - {"None"}
+        known = {word for words in choices for word in words.split(",")}
         return sorted(known) + [_FILES] * ("STR" in form)
-    return [] if re.fullmatch(r"[\W_]*(?:(?:INT|FLOAT)[\W_]*)+", form) else [_FILES]
+    return [] if re.fullmatch(r"\W*(?:(?:INT|FLOAT)\W*)+", form) else [_FILES]
 
 
 def _names(command: str) -> list[str]:
@@ -100,112 +119,92 @@ def _schedules() -> tuple[str, ...]:
     return tuple(MAKERS)
 
 
-# Both scripts walk over the words before the cursor, to the command, its last option, and how many
-# words come after that; and then over the table, for what may follow. The `--` of mtx launch begins
-# anew. bash 3.2, which macOS has, will do.
-_BASH = r"""# bash completion of mtx; eval "$(mtx completion bash)"
-_mtx() {
-    local cur=${COMP_WORDS[COMP_CWORD]} command= given= count=0 i word state= one
-    local at flag takes values about names= below= flags=
-    for ((i = 1; i < COMP_CWORD; i++)); do
-        word=${COMP_WORDS[i]}
-        case $word in
-        =) ;;
-        --) command= given= count=0 ;;
-        -?*) given=${word//_/-} count=0 ;;
-        *) if [[ -z $given && $count == 0 && $word == help && -z $command ]]; then :
-           elif [[ -z $given && '@COMMANDS@' == *"|${command:+$command }$word|"* ]]; then
-               command=${command:+$command }$word
-           else
-               count=$((count + 1))
-           fi ;;
-        esac
-    done
-    [[ $cur == = ]] && cur=
-    while IFS='|' read -r at flag takes values about; do
-        [[ $at == "$command" ]] || continue
-        case $flag in
-        '') [[ $given ]] || names=$values ;;
-        :*) [[ $given || $count != 0 ]] || below+=" ${flag#:}" ;;
-        *) flags+=" $flag"
-           for one in $flag; do
-               if [[ $one == "$given" ]] && [[ $takes == many || $takes$count == 10 ]]; then
-                   state=value names=$values
-               fi
-           done ;;
-        esac
-    done <<'END'
+# In awk, which every system has: it walks over the words up to the cursor, to the command, its last
+# option, and how many words come after that; and then over the table, for what may follow: a line
+# each, with a tab and its description. The `--` of mtx launch begins anew; bash cuts --option=value
+# into three words.
+_FOLLOWING = r"""_mtx_following() {
+    awk '
+    function option(word) { sub(/=.*/, "", word); gsub(/_/, "-", word); return word }
+    BEGIN {
+        cur = ARGV[ARGC - 1]
+        for (i = 1; i < ARGC - 1; i++) {
+            word = ARGV[i]
+            if (word == "=") continue
+            else if (word == "--") { command = given = ""; count = 0 }
+            else if (word ~ /^-./) { given = option(word); count = word ~ /^--[^=]+=/ }
+            else if (given == "" && !count && word == "help" && command == "") continue
+            else {
+                below = (command == "" ? "" : command " ") word
+                if (given == "" && index("@COMMANDS@", "|" below "|")) command = below
+                else count++
+            }
+        }
+        if (cur ~ /^--[^=]+=/) { given = option(cur); count = 0; cur = "" }
+        while ((getline row < "/dev/stdin") > 0) {
+            split(row, cell, "|")
+            if (cell[1] != command) continue
+            if (cell[2] == "") { if (given == "" && cur !~ /^-/) values = cell[4] }
+            else if (cell[2] ~ /^:/) {
+                if (given == "" && !count && cur !~ /^-/) {
+                    commands = commands substr(cell[2], 2) "\t" cell[5] "\n"
+                }
+            } else {
+                size = split(cell[2], flag, " ")
+                for (i = 1; i <= size; i++) {
+                    flags = flags flag[i] "\t" cell[5] "\n"
+                    if (flag[i] == given && (cell[3] == "many" || cell[3] == 1 && !count)) {
+                        values = cell[4]; taken = 1
+                    }
+                }
+            }
+        }
+        if (cur ~ /^-/ || given != "" && !taken || command != "" && given values commands == "") {
+            printf "%s", flags
+        }
+        gsub(/ +/, "\n", values)
+        printf "%s%s\n", commands, values
+    }' "$@" <<'END'
 @TABLE@
 END
-    if [[ $cur == -* && $state != value ]] || [[ $given && $state != value ]]; then
-        names=$flags
-    elif [[ $cur == -* ]]; then
-        names="$flags $names"
-    elif [[ -z $given ]]; then
-        names="$names $below"
-        [[ $names == *[!\ ]* || -z $command ]] || names=$flags
-    fi
+}
+"""
+
+_BASH = r"""# bash completion of mtx; eval "$(mtx completion bash)"
+@FOLLOWING@_mtx() {
+    local cur=${COMP_WORDS[COMP_CWORD]} word _
     COMPREPLY=()
-    while IFS= read -r one; do
-        [[ $one && $one != @files ]] && COMPREPLY+=("$one")
-    done < <(
-        compgen -W "$names" -- "$cur"
-        [[ " $names " == *' @files '* ]] && compgen -f -- "$cur"
-    )
-    [[ " $names " == *' @files '* ]] && compopt -o filenames 2> /dev/null
+    while IFS=$'\t' read -r word _; do
+        [[ $cur == = ]] && cur=
+        if [[ $word == @files ]]; then
+            compopt -o filenames 2> /dev/null
+            while IFS= read -r word; do COMPREPLY+=("$word"); done < <(compgen -f -- "$cur")
+        elif [[ $word && $word == "$cur"* ]]; then
+            COMPREPLY+=("$word")
+        fi
+    done < <(_mtx_following "${COMP_WORDS[@]:1:COMP_CWORD}")
     return 0
 }
 complete -F _mtx mtx"""
 
 _ZSH = r"""#compdef mtx
 # zsh completion of mtx: as _mtx in a folder of fpath; or eval "$(mtx completion zsh)"
-_mtx() {
-    local cur=${words[CURRENT]} command= given= state= word one
-    local at flag takes values about
-    local -a names below flags
-    integer count=0
-    for word in "${(@)words[2,CURRENT-1]}"; do
-        case $word in
-        (--) command= given= count=0 ;;
-        (--?*=*) given=${${word%%=*}//_/-} count=1 ;;
-        (-?*) given=${word//_/-} count=0 ;;
-        (*) if [[ -z $given && $count == 0 && $word == help && -z $command ]]; then :
-            elif [[ -z $given && '@COMMANDS@' == *"|${command:+$command }$word|"* ]]; then
-                command=${command:+$command }$word
-            else
-                count+=1
-            fi ;;
+@FOLLOWING@_mtx() {
+    local line
+    local -a named described options
+    for line in "${(@f)$(_mtx_following "${(@)words[2,CURRENT]}")}"; do
+        case $line in
+        (-*) options+=("${${line//:/\\:}/$'\t'/:}") ;;
+        (*$'\t'*) described+=("${${line//:/\\:}/$'\t'/:}") ;;
+        (?*) named+=("$line") ;;
         esac
     done
-    if [[ $cur == --*=* ]]; then
-        given=${${cur%%=*}//_/-} count=0 cur=
-        compset -P '*='
-    fi
-    while IFS='|' read -r at flag takes values about; do
-        [[ $at == "$command" ]] || continue
-        case $flag in
-        ('') [[ -n $given ]] || names=(${=values}) ;;
-        (:*) [[ -n $given || $count != 0 ]] || below+=("${flag#:}:${about//:/\\:}") ;;
-        (*) for one in ${=flag}; do
-                flags+=("$one:${about//:/\\:}")
-                if [[ $one == "$given" ]] && [[ $takes == many || $takes$count == 10 ]]; then
-                    state=value names=(${=values})
-                fi
-            done ;;
-        esac
-    done <<'END'
-@TABLE@
-END
-    if [[ $cur == -* ]] || [[ -n $given && $state != value ]]; then
-        _describe -o option flags
-        [[ $state == value ]] || return
-    elif [[ -z $given ]]; then
-        (( $#below )) && _describe command below
-        [[ -z $command ]] || (( $#names + $#below )) || _describe -o option flags
-    fi
-    (( ${names[(I)@files]} )) && _files
-    names=(${names:#@files})
-    (( $#names )) && compadd -a names
+    [[ ${words[CURRENT]} == --*=* ]] && compset -P '*='
+    (( $#options )) && _describe -o option options
+    (( $#described )) && _describe command described
+    (( ${named[(I)@files]} )) && _files
+    named=(${named:#@files})
+    (( $#named )) && compadd -a named
 }
 if [[ ${funcstack[1]} == _mtx ]]; then
     _mtx "$@"

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from mtx.cli.options import parse
+from mtx.cli.options import Flag, part, read_line
+from mtx.cli.output import facts, progress, required, run_action, say
+from mtx.config import DataConfig, ModelConfig
 from mtx.config.data import SplitBy
-from mtx.errors import UserError, unknown_name
+from mtx.errors import UserError
 from mtx.fields import Between
-from mtx.sizes import DataSeed, Processes, Tokens, TrainedVocab, Vocab
+from mtx.sizes import Processes, TrainedVocab, Vocab
 
 if TYPE_CHECKING:
     from mtx.data.build import Built, Progress
     from mtx.data.indexed import IndexedDataset
     from mtx.data.split import Foreseen
 
-_INT = tyro.conf.arg(metavar="INT")
-_Processes = Annotated[Processes | None, _INT]
-_Vocab = Annotated[Vocab | None, _INT]
-_Tokens = Annotated[Tokens | None, _INT]
-_Samples = Annotated[
-    int | None, Between(1, 2**28), _INT
-]  # a dozen bytes each, while they are placed
-_Count = Annotated[int | None, _INT]
-_Megabytes = Annotated[int | None, Between(1, 2**20), _INT]
-_Name = Annotated[str | None, tyro.conf.arg(metavar="STR")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_Samples = Annotated[int, Between(1, 2**28)]  # a dozen bytes each, while they are placed
+_OUT = "what is to be written"
 
 
 def data_command(arguments: list[str]) -> None:
@@ -44,38 +31,7 @@ def data_command(arguments: list[str]) -> None:
     index PREFIX..., tokenizer FILE... --out tokenizer.json; mtx data ACTION --help lists the
     options of each.
     """
-    action, *rest = arguments or ["--help"]
-    if action in ("-h", "--help"):
-        print(_overview())
-        return
-    if action not in ACTIONS:
-        raise unknown_name("action", action, ACTIONS)
-    ACTIONS[action](rest)
-
-
-def _overview() -> str:
-    rows = [(name, action.__doc__.splitlines()[0]) for name, action in ACTIONS.items()]
-    return "\n".join([
-        data_command.__doc__.splitlines()[0], "",
-        "usage: mtx data ACTION NAME... [OPTIONS]", "",
-        *(f"  {name:<10}{summary}" for name, summary in rows), "",
-        "mtx data ACTION --help lists the options.",
-    ])  # fmt: skip
-
-
-def _names(arguments: list[str], what: str) -> tuple[list[str], list[str]]:
-    """The names that stand before all options, and the rest."""
-    names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-    rest = arguments[len(names) :]
-    if not names and "-h" not in rest and "--help" not in rest:
-        raise UserError(f"name {what} before all options")
-    return names, rest
-
-
-def _required(value: str | None, option: str) -> str:
-    if value is None:
-        raise UserError(f"{option} is missing: it names what is to be written")
-    return value
+    run_action(arguments, ACTIONS, usage="mtx data ACTION NAME...", about=data_command)
 
 
 # --- build ----------------------------------------------------------------------------------------
@@ -83,15 +39,15 @@ def _required(value: str | None, option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    out: _Name = None  # what the names begin with: OUT_text_document.bin, .idx and .json
+    out: str | None = None  # what the names begin with: OUT_text_document.bin, .idx and .json
     tokenizer: str = "bytes"  # or a tokenizer.json, vocab.json, SentencePiece .model, or folder
     eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
     level: Literal["document", "sentence"] = "document"  # sentence: for BERT
     field: str = "text"  # of JSON lines and Parquet
-    lines: _Flag = False  # a line of a text file is a document, instead of the file
+    lines: Flag = False  # a line of a text file is a document, instead of the file
     max_line_mib: Annotated[int, Between(1, 2**10)] = 64  # of lines
-    processes: _Processes = None  # one for each CPU where not given
-    json: _Flag = False  # what was written, as JSON
+    processes: Processes | None = None  # one for each CPU where not given
+    json: Flag = False  # what was written, as JSON
 
 
 def build_action(arguments: list[str]) -> None:
@@ -100,10 +56,9 @@ def build_action(arguments: list[str]) -> None:
     FILE... are files and folders: .txt, .md, .rst, .jsonl, .json, .parquet. Nothing appears under
     the dataset's name before all of it is written.
     """
-    names, rest = _names(arguments, "the files to read")
-    options = parse(
-        rest, BuildOptions(), prog="mtx data build FILE... --out PREFIX", about=build_action
-    )
+    usage = "mtx data build FILE... --out PREFIX"
+    line = read_line(arguments, BuildOptions(), usage, build_action)
+    options = line.options
     from mtx.data.build import Recipe, build_dataset
     from mtx.data.indexed import IndexedDataset
     from mtx.data.sources import Reading
@@ -115,67 +70,52 @@ def build_action(arguments: list[str]) -> None:
     recipe = Recipe(
         tokenizer=options.tokenizer, eod=options.eod, level=options.level, reading=reading
     )
-    prefix = f"{_required(options.out, '--out')}_{options.field}_{options.level}"
+    prefix = f"{required(options.out, '--out', _OUT)}_{options.field}_{options.level}"
     start = time.perf_counter()
-    with _progress_bar() as report:
-        built = build_dataset(names, prefix, recipe, processes=options.processes, report=report)
+    with progress() as bar:
+
+        def report(now: Progress) -> None:
+            rate = now.text_bytes / 1e6 / (time.perf_counter() - start)
+            bar(now.read_bytes, now.total_bytes, f"{now.tokens:,} tokens, {rate:.1f} MB/s")
+
+        built = build_dataset(
+            list(line.names), prefix, recipe, processes=options.processes, report=report
+        )
     elapsed_s = time.perf_counter() - start
     _print_built(built, foresee(IndexedDataset(prefix).document_lengths()), elapsed_s, options.json)
 
 
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr, where that is a terminal; it takes what `build_dataset` reports."""
-    if not sys.stderr.isatty():
-        yield lambda progress: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, start = bar.add_task("", total=None), time.perf_counter()
-
-        def report(progress: Progress) -> None:
-            rate = progress.text_bytes / 1e6 / (time.perf_counter() - start)
-            said = f"{progress.tokens:,} tokens, {rate:.1f} MB/s"
-            read, total = progress.read_bytes, progress.total_bytes
-            bar.update(task, completed=read, total=total, description=said)
-
-        yield report
-
-
 def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({
-            "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
-            "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
-            "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
-            "tokenizer": vars(built.identity), "split": vars(split),
-        }, indent=1))  # fmt: skip
-        return
+    numbers = {
+        "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
+        "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
+        "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
+        "tokenizer": vars(built.identity), "split": vars(split),
+    }  # fmt: skip
     left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
     size = built.text_bytes / 1e6
-    print("\n".join([
-        f"wrote      {built.prefix}.bin, .idx, .json",
-        f"documents  {built.documents:,}{left_out}",
-        *([f"sentences  {built.sequences:,}"] if built.sequences != built.documents else []),
-        f"tokens     {built.tokens:,}, {built.dtype}",
-        *_split_lines(split),
-        f"tokenizer  {built.identity.name}, vocabulary {built.identity.vocab:,}",
-        f"rate       {size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
-    ]))  # fmt: skip
+    sentences = built.sequences if built.sequences != built.documents else None
+    lines = facts({
+        "wrote": f"{built.prefix}.bin, .idx, .json",
+        "documents": f"{built.documents:,}{left_out}",
+        "sentences": sentences and f"{sentences:,}",
+        "tokens": f"{built.tokens:,}, {built.dtype}",
+        "split": _split_text(split),
+        "tokenizer": f"{built.identity.name}, vocabulary {built.identity.vocab:,}",
+        "rate": f"{size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
+    })  # fmt: skip
+    say(numbers, lines, as_json=as_json)
 
 
-def _split_lines(split: Foreseen) -> list[str]:
+def _split_text(split: Foreseen) -> str:
     """What a run makes of the dataset, where it says nothing of data.split."""
     held_out = f"{split.tokens:,} tokens to train on, {split.held_out_tokens:,} held out"
     if split.by == "tokens":
-        return [f"split      {held_out}: the end of each document, as whole ones are too few"]
-    lines = [f"split      {held_out}: whole documents, {split.held_out_documents:,} of them"]
+        return f"{held_out}: the end of each document, as whole ones are too few"
+    said = f"{held_out}: whole documents, {split.held_out_documents:,} of them"
     if split.lopsided:
-        lines.append("           far from 3 %: --data.split-by tokens holds out the end of each")
-    return lines
+        said += f"\n{'':<11}far from 3 %: --data.split-by tokens holds out the end of each"
+    return said
 
 
 # --- inspect --------------------------------------------------------------------------------------
@@ -183,11 +123,11 @@ def _split_lines(split: Foreseen) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    document: _Count = None  # print the tokens of this one, from 0
-    tokenizer: _Name = None  # check that this one made the dataset
+    document: int | None = None  # print the tokens of this one, from 0
+    tokenizer: str | None = None  # check that this one made the dataset
     eod: str = "auto"  # of that tokenizer
-    vocab: _Vocab = None  # check that every token is below it
-    json: _Flag = False  # the same as JSON
+    vocab: Vocab | None = None  # check that every token is below it
+    json: Flag = False  # the same as JSON
 
 
 def inspect_action(arguments: list[str]) -> None:
@@ -195,12 +135,12 @@ def inspect_action(arguments: list[str]) -> None:
 
     Every offset of the index is checked; with --vocab, every token as well.
     """
-    names, rest = _names(arguments, "the prefix of a dataset")
-    options = parse(rest, InspectOptions(), prog="mtx data inspect PREFIX", about=inspect_action)
+    line = read_line(arguments, InspectOptions(), "mtx data inspect PREFIX", inspect_action)
+    options = line.options
     from mtx.data.indexed import IndexedDataset
     from mtx.data.tokenizer_files import load_tokenizer
 
-    dataset = IndexedDataset(_one(names))
+    dataset = IndexedDataset(line.names[0])
     if options.tokenizer is not None:
         if dataset.identity is None:
             raise UserError(f"{dataset.prefix}.json is not there to say which tokenizer made it")
@@ -217,18 +157,10 @@ def inspect_action(arguments: list[str]) -> None:
     _print_datasets([dataset], options.json)
 
 
-def _one(names: list[str]) -> str:
-    if len(names) != 1:
-        raise UserError(f"one prefix of a dataset is asked for, not {len(names)}")
-    return names[0]
-
-
 def _print_datasets(datasets: list[IndexedDataset], as_json: bool) -> None:
-    if as_json:
-        numbers = [_dataset_numbers(dataset) for dataset in datasets]
-        print(json.dumps(numbers if len(numbers) > 1 else numbers[0], indent=1))
-    else:
-        print("\n\n".join(map(_dataset_text, datasets)))
+    numbers = [_dataset_numbers(dataset) for dataset in datasets]
+    texts = ["\n\n".join(map(_dataset_text, datasets))]
+    say(numbers if len(numbers) > 1 else numbers[0], texts, as_json=as_json)
 
 
 def _dataset_numbers(dataset: IndexedDataset) -> dict:
@@ -253,14 +185,14 @@ def _dataset_text(dataset: IndexedDataset) -> str:
         if made
         else "not named: the dataset was made elsewhere"
     )
-    return "\n".join([
-        f"dataset    {dataset.prefix}",
-        f"documents  {dataset.document_count:,}",
-        f"sequences  {len(dataset):,} of {least:,} to {most:,} tokens, {mean:,.1f} on average",
-        f"tokens     {len(dataset.tokens):,}, {dataset.dtype}",
-        f"tokenizer  {said}",
-        *(["modes      one a sequence"] if dataset.modes is not None else []),
-    ])  # fmt: skip
+    return "\n".join(facts({
+        "dataset": dataset.prefix,
+        "documents": f"{dataset.document_count:,}",
+        "sequences": f"{len(dataset):,} of {least:,} to {most:,} tokens, {mean:,.1f} on average",
+        "tokens": f"{len(dataset.tokens):,}, {dataset.dtype}",
+        "tokenizer": said,
+        "modes": "one a sequence" if dataset.modes is not None else None,
+    }))  # fmt: skip
 
 
 # --- merge and split ------------------------------------------------------------------------------
@@ -268,8 +200,8 @@ def _dataset_text(dataset: IndexedDataset) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    out: _Name = None  # the prefix to write
-    json: _Flag = False  # what was written, as JSON
+    out: str | None = None  # the prefix to write
+    json: Flag = False  # what was written, as JSON
 
 
 def merge_action(arguments: list[str]) -> None:
@@ -277,21 +209,20 @@ def merge_action(arguments: list[str]) -> None:
 
     PREFIX... are datasets; documents stay whole and in their order.
     """
-    names, rest = _names(arguments, "the prefixes to merge")
-    options = parse(
-        rest, MergeOptions(), prog="mtx data merge PREFIX... --out PREFIX", about=merge_action
-    )
+    usage = "mtx data merge PREFIX... --out PREFIX"
+    line = read_line(arguments, MergeOptions(), usage, merge_action)
     from mtx.data.merge import merge_datasets
 
-    _print_datasets([merge_datasets(names, _required(options.out, "--out"))], options.json)
+    merged = merge_datasets(list(line.names), required(line.options.out, "--out", _OUT))
+    _print_datasets([merged], line.options.json)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
     ratios: str = "969,30,1"  # of train, valid and test
     by: SplitBy = "auto"  # documents, or tokens of each; auto: tokens where documents are too few
-    out: _Name = None  # what the names begin with: OUT_train, ...; PREFIX where not given
-    json: _Flag = False  # what was written, as JSON
+    out: str | None = None  # what the names begin with: OUT_train, ...; PREFIX where not given
+    json: Flag = False  # what was written, as JSON
 
 
 def split_action(arguments: list[str]) -> None:
@@ -299,13 +230,13 @@ def split_action(arguments: list[str]) -> None:
 
     Training cuts by itself (--data.split); this is for parts that are to be files.
     """
-    names, rest = _names(arguments, "the prefix of a dataset")
-    options = parse(rest, SplitOptions(), prog="mtx data split PREFIX", about=split_action)
+    line = read_line(arguments, SplitOptions(), "mtx data split PREFIX", split_action)
+    options, (prefix,) = line.options, line.names
     from mtx.data.indexed import strip_suffix
     from mtx.data.merge import split_dataset
 
-    out = options.out or strip_suffix(_one(names))
-    parts = split_dataset(_one(names), options.ratios, out, by=options.by)
+    out = options.out or strip_suffix(prefix)
+    parts = split_dataset(prefix, options.ratios, out, by=options.by)
     _print_datasets(list(parts.values()), options.json)
 
 
@@ -314,32 +245,31 @@ def split_action(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
-    sequence: _Tokens = None  # model.sequence of the run
-    split: str = "969,30,1"  # its data.split
-    split_by: SplitBy = "auto"  # its data.split_by
-    seed: DataSeed = 0  # its data.seed
-    cache: _Name = None  # its data.cache; index_cache beside the first dataset where not given
-    samples: _Samples = None  # of a blend by weights: its steps times global_batch
-    eval_samples: _Samples = None  # of a blend by weights: its eval_batches times global_batch
-    json: _Flag = False  # how many samples there are, as JSON
+    samples: _Samples | None = None  # of a blend by weights: the run's steps times global_batch
+    eval_samples: _Samples | None = None  # of one as well: its eval_batches times global_batch
+    json: Flag = False  # how many samples there are, as JSON
+    model: object = field(default_factory=part(ModelConfig, "sequence"))
+    data: object = field(default_factory=part(DataConfig, "split", "split_by", "seed", "cache"))
 
 
 def index_action(arguments: list[str]) -> None:
     """Build the sample indices of a run before it starts.
 
     PREFIX... are what the run names as data.path: one dataset, several, or weights and datasets in
-    turns. Processes that start with the same values then find the indices in the cache.
+    turns; --model.sequence and --data... are the run's. Processes that start with the same values
+    then find the indices in the cache.
     """
-    names, rest = _names(arguments, "the prefixes to index")
-    options = parse(rest, IndexOptions(), prog="mtx data index PREFIX...", about=index_action)
-    if options.sequence is None:
-        raise UserError("--sequence is missing: the tokens of a sample")
+    line = read_line(arguments, IndexOptions(), "mtx data index PREFIX...", index_action)
+    options, data = line.options, DataConfig(**line.changes("data"))
+    sequence = line.changes("model").get("sequence")
+    if sequence is None:
+        raise UserError("--model.sequence is missing: the tokens of a sample")
     from mtx.data.blend import read_blend
     from mtx.data.corpus import default_cache
     from mtx.data.gpt import open_part
 
-    prefixes, weights = read_blend(names)
-    cache = options.cache or default_cache(prefixes[0])
+    prefixes, weights = read_blend(list(line.names))
+    cache = data.cache or default_cache(prefixes[0])
     wanted = {"--samples": options.samples, "--eval-samples": options.eval_samples}
     for option, samples in wanted.items():
         if weights is not None and samples is None:
@@ -347,19 +277,15 @@ def index_action(arguments: list[str]) -> None:
         if weights is None and samples is not None:
             raise UserError(f"{option} is for a blend by weights; here all samples are indexed")
     found = {}
-    for part, samples in zip(("train", "valid"), wanted.values(), strict=True):
+    for name, samples in zip(("train", "valid"), wanted.values(), strict=True):
         dataset = open_part(
-            prefixes, weights, samples=samples, part=part, sequence=options.sequence,
-            split=options.split, split_by=options.split_by, seed=options.seed, cache=cache,
+            prefixes, weights, samples=samples, part=name, sequence=sequence,
+            split=data.split, split_by=data.split_by, seed=data.seed, cache=cache,
         )  # fmt: skip
-        found[part] = len(dataset)
-    if options.json:
-        written = {"samples": found, "sequence": options.sequence, "cache": str(cache)}
-        print(json.dumps(written, indent=1))
-        return
-    for part, count in found.items():
-        print(f"{part:<11}{count:,} samples of {options.sequence:,} tokens")
-    print(f"cache      {cache}")
+        found[name] = len(dataset)
+    numbers = {"samples": found, "sequence": sequence, "cache": str(cache)}
+    said = {name: f"{count:,} samples of {sequence:,} tokens" for name, count in found.items()}
+    say(numbers, facts(said | {"cache": cache}), as_json=options.json)
 
 
 # --- tokenizer ------------------------------------------------------------------------------------
@@ -367,14 +293,14 @@ def index_action(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    out: _Name = None  # the tokenizer.json to write
+    out: str | None = None  # the tokenizer.json to write
     kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's special tokens
     vocab: TrainedVocab = 32_000  # tokens, with 256 bytes and the end of document
     end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
     field: str = "text"  # of JSON lines and Parquet
-    lines: _Flag = False  # a line of a text file is a document, instead of the file
-    max_mb: _Megabytes = None  # read so many MB of text, and no more
-    json: _Flag = False  # what was written, as JSON
+    lines: Flag = False  # a line of a text file is a document, instead of the file
+    max_mb: Annotated[int, Between(1, 2**20)] | None = None  # read so many MB of text, and no more
+    json: Flag = False  # what was written, as JSON
 
 
 def tokenizer_action(arguments: list[str]) -> None:
@@ -382,17 +308,15 @@ def tokenizer_action(arguments: list[str]) -> None:
 
     FILE... are files and folders as for build. The same text gives the same file.
     """
-    names, rest = _names(arguments, "the files to read")
-    options = parse(
-        rest, TokenizerOptions(), prog="mtx data tokenizer FILE... --out tokenizer.json",
-        about=tokenizer_action,
-    )  # fmt: skip
+    usage = "mtx data tokenizer FILE... --out tokenizer.json"
+    line = read_line(arguments, TokenizerOptions(), usage, tokenizer_action)
+    options = line.options
     from mtx.data.sources import Reading, read_texts
     from mtx.data.tokenizer import BETWEEN_WORDS, train_bpe
     from mtx.data.tokenizer_files import require_new_file, write_tokenizer
     from mtx.data.wordpiece import train_wordpiece
 
-    out = _required(options.out, "--out")
+    out = required(options.out, "--out", _OUT)
     require_new_file(out)
     reading = Reading(field=options.field, lines=options.lines)
     start = time.perf_counter()
@@ -400,7 +324,7 @@ def tokenizer_action(arguments: list[str]) -> None:
 
     class Texts:  # read anew each time they are gone through
         def __iter__(self):
-            return read_texts(names, reading, cuts=BETWEEN_WORDS, most_bytes=most_bytes)
+            return read_texts(list(line.names), reading, cuts=BETWEEN_WORDS, most_bytes=most_bytes)
 
     if options.kind == "wordpiece":
         tokenizer, end = train_wordpiece(Texts(), vocab=options.vocab), "none"
@@ -408,15 +332,16 @@ def tokenizer_action(arguments: list[str]) -> None:
         tokenizer = train_bpe(Texts(), vocab=options.vocab, end=options.end)
         end = f"{tokenizer.eod} {options.end}"
     path = write_tokenizer(tokenizer, out)
-    if options.json:
-        made = {"path": str(path), "vocab": tokenizer.vocab, "end": end}
-        made |= {"sha256": tokenizer.identity.sha256, "elapsed_s": time.perf_counter() - start}
-        print(json.dumps(made, indent=1))
-        return
-    print(f"wrote      {path}")
-    print(f"tokens     {tokenizer.vocab:,}, end of document {end}")
-    print(f"sha256     {tokenizer.identity.sha256[:12]}")
-    print(f"time       {time.perf_counter() - start:,.1f} s")
+    elapsed_s, sha256 = time.perf_counter() - start, tokenizer.identity.sha256
+    numbers = {
+        "path": str(path), "vocab": tokenizer.vocab, "end": end, "sha256": sha256,
+        "elapsed_s": elapsed_s,
+    }  # fmt: skip
+    said = {
+        "wrote": path, "tokens": f"{tokenizer.vocab:,}, end of document {end}",
+        "sha256": sha256[:12], "time": f"{elapsed_s:,.1f} s",
+    }  # fmt: skip
+    say(numbers, facts(said), as_json=options.json)
 
 
 ACTIONS: dict[str, Callable[[list[str]], None]] = {

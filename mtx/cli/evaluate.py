@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
-from mtx.cli.convert import Dtype
-from mtx.cli.options import check_writable, parse, split_name, start_devices, write_text
+from mtx.cli.opened import AnyLayout, ComputedIn, changed
+from mtx.cli.options import File, Flag, read_line
+from mtx.cli.output import check_writable, facts, progress, say, write_text
+from mtx.cli.process import start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.fields import Between
@@ -28,10 +24,7 @@ if TYPE_CHECKING:
     from mtx.step.trainer import Trainer
     from mtx.train.examples import Task
 
-_Text = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _Batch = Annotated[int, Between(0, 2**24)]
-_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +32,9 @@ class EvaluateOptions:
     # mlm: masked tokens; classes: of mtx finetune
     task: Literal["perplexity", "lambada", "race", "mlm", "classes"] = "perplexity"
     path: tuple[str, ...] = ()  # text files; lambada, race, classes: files or folders of JSON
-    json: _Flag = False  # the results as JSON, instead of a table
-    out: _Text = None  # a file for the results, as JSON
-    step: _Step = None  # of the checkpoint; the newest where not given
+    json: Flag = False  # the results as JSON, instead of a table
+    out: File = None  # a file for the results, as JSON
+    step: Interval | None = None  # of the checkpoint; the newest where not given
     batch: _Batch = 0  # sequences at a time; 0: about as many as in training, at least 16
     stride: Tokens = 32  # perplexity: tokens from one window to the next; each scores so many
     wikitext: Literal["auto", "yes", "no"] = "auto"  # perplexity: detokenise WikiText's words
@@ -49,49 +42,35 @@ class EvaluateOptions:
     mask_fraction: float = 0.15  # mlm: of the tokens
     mask_run: Width = 3  # mlm: words masked together, at most
     seed: Seed = 0  # mlm: of what is masked
-    dtype: Dtype = "auto"  # to compute in; auto: what the run has computed in
-    layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
-
-
-@dataclass(frozen=True, kw_only=True)
-class _First:
-    """What must be known before the other options can have their defaults."""
-
-    virtual_devices: VirtualDevices = 0
-    step: _Step = None
+    model: object = field(default_factory=ComputedIn)
+    layout: Layout = field(default_factory=AnyLayout)
 
 
 def evaluate_command(arguments: list[str]) -> None:
     """Measure a trained model: perplexity, LAMBADA, multiple choice, masked tokens.
 
     RUN_DIR is the --out of a training run, or of mtx finetune. Its newest checkpoint is read on the
-    layout that --layout... says, whatever the run's was; without, on its own, or on a part of that
-    where there are fewer devices.
+    layout that --layout... says, whatever the run's was; what is not given of it is the run's own,
+    or a part of that where there are fewer devices.
     """
-    directory, rest = split_name(arguments)
-    prog = "mtx evaluate RUN_DIR --task TASK --path FILE..."
-    if directory is None or "-h" in rest or "--help" in rest:
-        parse(rest, EvaluateOptions(), prog=prog, about=evaluate_command)
-        raise UserError("mtx evaluate RUN_DIR: name the directory of a training run (its --out)")
-    first = parse(arguments_of(rest, "--virtual-devices", "--step"), _First(), prog=prog)
-    start_devices(first.virtual_devices)
+    usage = "mtx evaluate RUN_DIR --task TASK --path FILE..."
+    line = read_line(arguments, EvaluateOptions(), usage, evaluate_command)
+    options = line.options
+    _check(options)
+    start_devices(options.virtual_devices)
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.train.finetune import finetuned_task
-    from mtx.train.fit import fit_layout
 
-    checkpoints = Checkpoints(directory)
-    run = checkpoints.run(first.step)
-    default = EvaluateOptions(layout=fit_layout(run.layout, jax.device_count()))
-    options = parse(rest, default, prog=prog, about=evaluate_command)
-    _check(options)
-    trainer = _trainer(run, options, finetuned_task(checkpoints, first.step))
+    checkpoints, step = Checkpoints(line.names[0]), options.step
+    run, layout = changed(checkpoints.run(step), line, jax.device_count())
+    trainer = _trainer(run, layout, options, finetuned_task(checkpoints, step))
     start_s = time.perf_counter()
-    with progress_bar(options.task, silent=jax.process_index() != 0) as report:
-        evaluate = TASKS[options.task](options, trainer, checkpoints.tokenizer(first.step), report)
-        state = checkpoints.restore(trainer, first.step)
+    with progress("rows", said=options.task, silent=jax.process_index() != 0) as report:
+        evaluate = TASKS[options.task](options, trainer, checkpoints.tokenizer(step), report)
+        state = checkpoints.restore(trainer, step)
         scores = dataclasses.asdict(evaluate(state))
     if jax.process_index() != 0:
         return
@@ -105,30 +84,9 @@ def evaluate_command(arguments: list[str]) -> None:
         "layout": to_dict(trainer.run.layout),
         "global_batch": trainer.run.global_batch,
     }
-    if options.json:
-        print(json.dumps(results, indent=1))
-    else:
-        _print_table(results, trainer)
+    say(results, _lines(results, trainer), as_json=options.json)
     if options.out is not None:
-        write_text(Path(options.out), json.dumps(results, indent=1) + "\n")
-
-
-def arguments_of(arguments: list[str], *names: str) -> list[str]:
-    """Those of `arguments` that are the options `names`, with their values."""
-    found = []
-    for place, argument in enumerate(arguments):
-        name, equals, _ = argument.partition("=")
-        if name.replace("_", "-") in names:
-            values = takewhile(lambda a: not a.startswith("--"), arguments[place + 1 :])
-            found += [argument] if equals else [argument, *values]
-    return found
-
-
-def computing_in(run: RunConfig, dtype: Dtype) -> RunConfig:
-    """`run` with another type of matmuls and activations; its checkpoints hold float32."""
-    if dtype == "auto":
-        return run
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, compute_dtype=dtype))
+        write_text(options.out, json.dumps(results, indent=1) + "\n")
 
 
 _OF_TASKS = {  # options that change nothing but what these measure
@@ -151,7 +109,9 @@ def _check(options: EvaluateOptions) -> None:
     check_writable(options.out)
 
 
-def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Trainer:
+def _trainer(
+    run: RunConfig, layout: Layout, options: EvaluateOptions, head: Task | None
+) -> Trainer:
     """head: of a fine-tuned model."""
     from mtx.evaluation.score import evaluation_run
     from mtx.step.trainer import Trainer
@@ -166,7 +126,7 @@ def _trainer(run: RunConfig, options: EvaluateOptions, head: Task | None) -> Tra
         raise UserError(
             f"the model has no head for the task {options.task}; mtx finetune makes one"
         )
-    run = evaluation_run(computing_in(run, options.dtype), options.layout, batch=options.batch)
+    run = evaluation_run(run, layout, batch=options.batch)
     return Trainer(run) if head is None else FinetuneTrainer(run, head)
 
 
@@ -244,28 +204,7 @@ TASKS: dict[str, Prepare] = {
 # --- what is said ---------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def progress_bar(task: str, *, silent: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, where that is a terminal; it takes (rows done, all rows)."""
-    if silent or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        line = bar.add_task(task, total=None)
-        yield lambda done, total: bar.update(line, completed=done, total=total)
-
-
-def _print_table(results: dict, trainer: Trainer) -> None:
+def _lines(results: dict, trainer: Trainer) -> list[str]:
     checkpoint, layout = results["checkpoint"], trainer.run.layout
     rows = {
         "checkpoint": f"{checkpoint['directory']}, step {checkpoint['step']:,}",
@@ -282,9 +221,8 @@ def _print_table(results: dict, trainer: Trainer) -> None:
         elif value is None and results.get("wikitext") is not False:
             rows[name] = "undefined"
     del rows["global_batch"]
-    width = max(map(len, rows)) + 2
-    for name, value in rows.items():
-        print(f"{name.replace('_', ' '):<{width}}{value}")
+    rows = {name.replace("_", " "): value for name, value in rows.items()}
+    return facts(rows, max(map(len, rows)) + 2)
 
 
 def _number(name: str, value: float) -> str:

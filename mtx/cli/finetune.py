@@ -6,18 +6,21 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from mtx.cli.evaluate import arguments_of, progress_bar
-from mtx.cli.options import parse, split_name, start_devices, write_text
-from mtx.config import Layout, to_dict
+from mtx.cli.opened import AnyLayout
+from mtx.cli.options import Flag, Line, part, read_line
+from mtx.cli.output import progress, say, write_text
+from mtx.cli.process import start_devices
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig, to_dict
 from mtx.errors import UserError
 from mtx.sizes import Interval, Seed, Sequences, Step, VirtualDevices
 
-_Step = Annotated[Interval | None, tyro.conf.arg(metavar="INT")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+if TYPE_CHECKING:
+    from mtx.train.examples import Task
+
+_MODEL = part(ModelConfig, "dropout")
+_OPTIMIZER = part(OptimizerConfig, "lr", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,75 +31,50 @@ class FinetuneOptions:
     out: str = "runs/finetuned"  # checkpoint and results
     epochs: Step = 3  # passes over the examples
     batch: Sequences = 32  # examples a step
-    lr: float = 2e-5  # the largest learning rate: after the warm-up
     warmup_fraction: float = 0.06  # of the steps; then the rate falls linearly to 0
-    weight_decay: float = 0.01  # not applied to biases and norms
-    dropout: float = 0.1  # in the model and on its pooled output
     seed: Seed = 0  # of the head, the order of the examples, and dropout
-    step: _Step = None  # of the pre-trained checkpoint; the newest where not given
-    layout: Layout = field(default_factory=Layout)  # the run's own where nothing is said of it
+    step: Interval | None = None  # of the pre-trained checkpoint; the newest where not given
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
-    json: _Flag = False  # the results as JSON, instead of a line an epoch
-
-
-@dataclass(frozen=True, kw_only=True)
-class _First:
-    """What must be known before the other options can have their defaults."""
-
-    task: Literal["classes", "race"] = "classes"
-    train: tuple[str, ...] = ()
-    valid: tuple[str, ...] = ()
-    virtual_devices: VirtualDevices = 0
-    step: _Step = None
+    json: Flag = False  # the results as JSON, instead of a line an epoch
+    model: object = field(default_factory=_MODEL)
+    optimizer: object = field(default_factory=_OPTIMIZER)
+    layout: Layout = field(default_factory=AnyLayout)
 
 
 def finetune_command(arguments: list[str]) -> None:
     """Teach a pre-trained BERT to tell classes apart, or to choose among answers.
 
     RUN_DIR is the --out of a BERT's training run. A new head stands on its pooled output: for
-    classes, one output for each label; for race, one for each option of a question. The model with
-    the head, saved after each epoch, its accuracy and how it came about lie in --out.
+    classes, one output for each label; for race, one for each option of a question. Where they are
+    not given, --optimizer.lr is 2e-5, --optimizer.weight-decay 0.01, --model.dropout 0.1, and the
+    layout the run's own. The model with the head, saved after each epoch, its accuracy and how it
+    came about lie in --out.
     """
-    directory, rest = split_name(arguments)
-    prog = "mtx finetune RUN_DIR --task TASK --train FILE... --valid FILE..."
-    if directory is None or "-h" in rest or "--help" in rest:
-        parse(rest, FinetuneOptions(), prog=prog, about=finetune_command)
-        raise UserError("mtx finetune RUN_DIR: name the directory of a BERT's run (its --out)")
-    names = ("--task", "--train", "--valid", "--virtual-devices", "--step")
-    first = parse(arguments_of(rest, *names), _First(), prog=prog)
-    files = {"train": first.train, "valid": first.valid}
+    usage = "mtx finetune RUN_DIR --task TASK --train FILE... --valid FILE..."
+    line = read_line(arguments, FinetuneOptions(), usage, finetune_command)
+    options, files = line.options, {"train": line.options.train, "valid": line.options.valid}
     for option, given in files.items():
         if not given:
             raise UserError(f"--{option} is missing: it names files of examples")
-    records = {name: _read(first.task, given) for name, given in files.items()}
-    start_devices(first.virtual_devices)
+    records = {name: _read(options.task, given) for name, given in files.items()}
+    start_devices(options.virtual_devices)
     import jax
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.launch.shared import require_shared
-    from mtx.train.finetune import (
-        FinetuneTrainer,
-        Finetuning,
-        check_family,
-        finetune_run,
-        start_from,
-    )
+    from mtx.train.finetune import FinetuneTrainer, check_family, start_from
 
-    checkpoints = Checkpoints(directory)
-    pretrained, tokenizer = checkpoints.run(first.step), checkpoints.tokenizer(first.step)
+    checkpoints, step = Checkpoints(line.names[0]), options.step
+    pretrained, tokenizer = checkpoints.run(step), checkpoints.tokenizer(step)
     check_family(pretrained.model)
-    task, examples = _encode(first.task, records, tokenizer, pretrained.model.sequence)
-    default = FinetuneOptions(layout=_layout(pretrained.layout, jax.device_count(), task.options))
-    options = parse(rest, default, prog=prog, about=finetune_command)
-    how = Finetuning(**{name: getattr(options, name) for name in to_dict(Finetuning())})
-    run = finetune_run(pretrained, options.layout, task, how, examples=len(examples["train"]))
-    run = replace(run, out=options.out)
+    task, examples = _encode(options.task, records, tokenizer, pretrained.model.sequence)
+    run = _run(line, pretrained, task, len(examples["train"]))
     require_shared(Path(options.out))
     out = Checkpoints(Path(options.out) / "checkpoints", keep=1)
     if out.steps():
         raise UserError(f"{out.directory} has a checkpoint already; use another out")
     trainer = FinetuneTrainer(run, task)
-    state = start_from(trainer, checkpoints, first.step)
+    state = start_from(trainer, checkpoints, step)
     try:
         Path(options.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -115,10 +93,29 @@ def finetune_command(arguments: list[str]) -> None:
             "task": options.task, **epochs[-1], **described, "epochs": epochs,
             "run": to_dict(trainer.run),
         }  # fmt: skip
-        written = json.dumps(results, indent=1)
-        write_text(Path(options.out) / "finetune.json", written + "\n")
+        write_text(Path(options.out, "finetune.json"), json.dumps(results, indent=1) + "\n")
         said = f"finished   accuracy {epochs[-1]['accuracy']:.2%}: {out.directory}"
-        print(written if options.json else said)
+        say(results, [said], as_json=options.json)
+
+
+def _run(
+    line: Line[FinetuneOptions], pretrained: RunConfig, task: Task, examples: int
+) -> RunConfig:
+    """On the pre-trained run's layout, its microbatches of whole examples, where none is given."""
+    import jax
+
+    from mtx.plan.fit import fit_layout
+    from mtx.train.finetune import Finetuning, finetune_run
+
+    options, layout = line.options, fit_layout(pretrained.layout, jax.device_count())
+    whole = -(-layout.microbatch // task.options) * task.options
+    layout = replace(layout, **{"microbatch": whole, **line.changes("layout")})
+    how = Finetuning(
+        epochs=options.epochs, batch=options.batch, warmup_fraction=options.warmup_fraction,
+        seed=options.seed, **line.changes("model"), **line.changes("optimizer"),
+    )  # fmt: skip
+    run = finetune_run(pretrained, layout, task, how, examples=examples)
+    return replace(run, out=options.out)
 
 
 def _read(task: str, names: tuple[str, ...]) -> list:
@@ -141,14 +138,6 @@ def _encode(task: str, records: dict, tokenizer, sequence: int):
         found = examples.classification(tokenizer, labels, sequence=sequence)
         encode = examples.encode_labelled
     return found, {name: encode(found, tokenizer, some) for name, some in records.items()}
-
-
-def _layout(layout: Layout, devices: int, options: int) -> Layout:
-    """The run's own, its microbatches of whole examples."""
-    from mtx.train.fit import fit_layout
-
-    layout = fit_layout(layout, devices)
-    return replace(layout, microbatch=-(-layout.microbatch // options) * options)
 
 
 def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> list[dict]:
@@ -175,7 +164,7 @@ def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> l
             print(f"epoch {epoch:>4}  {said}", flush=True)
         save(state, epochs)
 
-    with progress_bar("training", silent=silent) as report:
+    with progress("rows", said="training", silent=silent) as report:
 
         def end_of_step(step: int, loss: float) -> None:
             losses.append(loss)

@@ -1,161 +1,272 @@
-"""Command lines from dataclasses: options are their fields, by dotted names: `--model.layers 12`.
+"""Command lines from dataclasses: an option is a field, by its path: `--layout.pipe 4`.
 
-A mistake is one line on stderr and exit status 2.
+What every command shares stands here: short aliases, families of models, options that contradict
+each other, and errors of one line.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import dataclasses
+import functools
 import inspect
 import io
 import itertools
-import os
 import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
 
+from mtx.config import ModelConfig
 from mtx.errors import UserError, nearest, shown
+from mtx.families import NAMES
 from mtx.fields import settle_types
-from mtx.launch.cluster import ClusterOptions
-from mtx.launch.exits import Exit, LostProcess
-from mtx.launch.status import VIRTUAL_DEVICES
-from mtx.sizes import VirtualDevices
 
 Options = TypeVar("Options")
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]  # --json, without a --no-json
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+ALIASES = {name: f"layout.{name}" for name in ("pipe", "tensor", "data", "virtual", "microbatch")}
+_RETIRED = {  # spellings of earlier versions whose last part has changed
+    "stages": "layout.pipe", "precision": "model.compute-dtype", "dtype": "model.compute-dtype",
+}  # fmt: skip
+_NAMED = {  # what stands before all options, as a usage writes it
+    "RUN_DIR": "the folder of a training run (its --out)", "FILE": "the files to read",
+    "PREFIX": "the prefix of a dataset", "SHELL": "the shell, bash or zsh",
+    "SOURCE": "a folder to read", "TARGET": "a folder to make",
+}  # fmt: skip
 
 
-def exit_status(body: Callable[[], int | None]) -> int:
-    """`body`'s own exit status (None: 0), with a user's mistake as one line and no traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a table's lines, where there is only ASCII
-    try:
-        return body() or 0
-    except Help as asked:
-        asked.show()
-        return 0
-    except UserError as error:
-        print("mtx:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("mtx: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader, `head` perhaps, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as the shell has it
+# --- fields ---------------------------------------------------------------------------------------
 
 
-def start_devices(virtual: VirtualDevices, cluster: ClusterOptions | None = None) -> None:
-    """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one:
-    then each process says who it is."""
-    from mtx.launch.start import join_cluster, use_virtual_devices
-
-    virtual = virtual or int(os.environ.get(VIRTUAL_DEVICES, 0))
-    if virtual:
-        use_virtual_devices(virtual)
-    try:
-        who = join_cluster(cluster)
-    except LostProcess as error:
-        print("mtx:", error, file=sys.stderr)
-        raise SystemExit(Exit.LOST) from None
-    if who is not None:
-        print(who, flush=True)
-
-
-def check_writable(out: str | None) -> None:
-    """UserError before anything is computed where the file --out cannot be made."""
-    if out is None:
-        return
-    path = Path(out).expanduser()
-    if path.is_dir():
-        raise UserError(f"out={out} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise UserError(f"out={out} lies in no folder that is there; make it first")
+@functools.cache
+def part(kind: type, *names: str, **types: Any) -> type:
+    """A dataclass of the fields `names` of the config `kind` (none: all), which are checked each by
+    itself and not together: for a command that asks for some fields of a run that is there already,
+    and reads only those that are given. types: of fields that the command takes more widely."""
+    hints = typing.get_type_hints(kind, include_extras=True) | types
+    each = {field.name: field for field in dataclasses.fields(kind)}
+    fields = [
+        (name, hints[name], dataclasses.field(
+            default=each[name].default, default_factory=each[name].default_factory))
+        for name in names or types
+    ]  # fmt: skip
+    # tyro reads an option's help beside the field, where the class says that it stands.
+    source = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
+    copied = {name: vars(kind)[name] for name in source if name in vars(kind)}
+    return dataclasses.make_dataclass(
+        kind.__name__, fields, bases=() if names else (kind,), frozen=True, kw_only=True,
+        namespace={"__post_init__": settle_types} | copied,
+    )  # fmt: skip
 
 
-def write_text(path: Path, text: str) -> None:
-    """All of it, or nothing."""
-    from mtx.files import replacing
-
-    with replacing(path.expanduser()) as written:
-        written.write_text(text, encoding="utf-8")
+def is_part(config: object) -> bool:
+    return getattr(type(config), "__post_init__", None) is settle_types
 
 
-def split_name(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The name that stands before all options, if there is one, and the rest."""
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], arguments[1:]
-    return None, arguments
+def with_family(run: Options, name: str) -> Options:
+    """`run` with its model in the family `name`: fields that both families have keep their values,
+    the others are the new family's own. run: a RunConfig, or options that have a `model`."""
+    before = run.model
+    if not is_part(before):
+        return dataclasses.replace(run, model=before.of_family(name))
+    fresh = part(type(ModelConfig(family=name)))()
+    both = _names(before) & _names(fresh) - {"family"}
+    model = dataclasses.replace(fresh, **{field: getattr(before, field) for field in both})
+    return dataclasses.replace(run, model=model)
+
+
+def families(field: str = "") -> list[str]:
+    """The families of models, or those that have this field."""
+    return [name for name in NAMES if not field or field in _names(ModelConfig(family=name))]
+
+
+def _names(config: object) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def spellings(options: object) -> dict[str, str]:
+    """Every option, without its --, in each of its spellings: the path of its field."""
+    found = {}
+    for path, hint in _leaves(options):
+        found[path] = path
+        if hint is bool:
+            section, dot, field = path.rpartition(".")
+            found[f"{section}{dot}no-{field}"] = path
+    return {alias: path for alias, path in ALIASES.items() if path in found} | found
+
+
+def _leaves(options: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The path and the type of every field of `options` and the configs in it."""
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        value, hint = getattr(options, field.name), hints[field.name]
+        path = prefix + _hyphened(field.name)
+        if not dataclasses.is_dataclass(value):
+            yield path, hint
+        else:
+            own = OwnFields in getattr(hint, "__metadata__", ())
+            yield from _leaves(value, prefix if own else f"{path}.")
+
+
+def _hyphened(name: str) -> str:
+    return name.replace("_", "-")
+
+
+# --- a command line -------------------------------------------------------------------------------
 
 
 class Help(SystemExit):
-    """--help was asked for, of the options `default` of `prog`. Faces show it: exit status 0."""
+    """--help was asked for, of the options `default` of `usage`. Faces show it: exit status 0."""
 
-    def __init__(self, default: object, *, prog: str, about: str, more: Callable[[], str] | None):
+    def __init__(self, default: object, *, usage: str, about: str, more: Callable[[], str] | None):
         super().__init__(0)
-        self.default, self.prog, self._about, self._more = default, prog, about, more
+        self.default, self.usage, self.about, self.more = default, usage, about, more
 
-    def show(self) -> None:
-        with contextlib.suppress(SystemExit):
-            _tyro(["--help"], self.default, prog=self.prog, about=self._about)
-        if self._more is not None:
-            print(self._more())
+
+def help_of(command: Callable[[list[str]], Any]) -> Help:
+    try:
+        command(["--help"])
+    except Help as asked:
+        return asked
+    raise TypeError(f"{command.__name__} reads no options")
+
+
+@dataclass(frozen=True)
+class Line(Generic[Options]):
+    """What a command line says."""
+
+    names: tuple[str, ...]  # before all options
+    options: Options
+    given: frozenset[str]  # the options that stand there, in full: --layout.pipe
+
+    @property
+    def name(self) -> str | None:
+        return self.names[0] if self.names else None
+
+    def changes(self, section: str) -> dict[str, Any]:
+        """The fields of the config `section` that are given, with their values."""
+        config = getattr(self.options, section)
+        return {
+            name: getattr(config, name)
+            for name in _names(config)
+            if f"--{section}.{_hyphened(name)}" in self.given
+        }
+
+
+def read_line(
+    arguments: list[str], default: Options, usage: str, about: Callable,
+    *, more: Callable[[], str] | None = None,
+) -> Line[Options]:  # fmt: skip
+    """What `arguments` say. usage: "mtx convert SOURCE TARGET --out FILE": NAME stands there once,
+    NAME... at least once, [NAME] at most once. Errors as of `parse`."""
+    names, rest = split_names(arguments)
+    options = parse(rest, default, prog=usage, about=about, more=more)
+    _check_names(names, usage.partition(" --")[0])
+    given = frozenset(f"--{path}" for path in _given(rest, default))
+    return Line(tuple(names), options, given)
+
+
+def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The names that stand before all options, and the rest."""
+    names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    return names, arguments[len(names) :]
+
+
+def _check_names(names: list[str], usage: str) -> None:
+    places = re.findall(r"\[[^\]]*\]|[A-Z_]+(?:\.\.\.)?", usage)
+    missing = [place for place in places if not place.startswith("[")][len(names) :]
+    if missing:
+        what = _NAMED[missing[0].rstrip(".")]
+        raise UserError(f"{missing[0]} is missing: {what}; the usage is {usage}")
+    if len(names) > len(places) and not usage.endswith("..."):
+        raise UserError(f"unexpected argument {names[len(places)]!r}: the usage is {usage}")
 
 
 def parse(
-    arguments: list[str],
-    default: Options,
-    *,
-    prog: str,
-    about: Callable | None = None,
+    arguments: list[str], default: Options, *, prog: str, about: Callable | None = None,
     more: Callable[[], str] | None = None,
-) -> Options:
+) -> Options:  # fmt: skip
     """`default` with the fields that `arguments` name replaced. Raises Help for --help, which ends
     with what `more` returns; UserError for an option, a value or a choice that cannot be."""
+    default = _of_family(arguments, default)
     described = inspect.cleandoc((about or type(default)).__doc__)
     if "-h" in arguments or "--help" in arguments:
-        raise Help(default, prog=prog, about=described, more=more)
+        raise Help(default, usage=prog, about=described, more=more)
     printed = io.StringIO()
     # tyro draws its errors for what it finds at stdout: here no terminal, but UTF-8.
     nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    full = [argument for group in _given(arguments, default).values() for argument in group]
     try:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(printed):
-            options, unknown = _tyro(arguments, default, prog=prog, about=described)
+            options, unknown = tyro.cli(
+                type(default), default=default, args=full, prog=prog, return_unknown_args=True
+            )
     except SystemExit as leaving:
         if not leaving.code:
             raise
         raise UserError(_one_line(printed.getvalue(), arguments)) from None
     settle_types(options)
     if unknown:
-        raise _unknown(unknown, [flag for each in options_of(default) for flag in each["flags"]])
+        raise _unknown(unknown, spellings(default))
     return options
 
 
-def _tyro(
-    arguments: list[str], default: Options, *, prog: str, about: str
-) -> tuple[Options, list[str]]:
-    return tyro.cli(
-        type(default), default=default, args=arguments, prog=prog, description=about,
-        return_unknown_args=True,
-    )  # fmt: skip
+def _of_family(arguments: list[str], default: Options) -> Options:
+    """`default` with the fields of the family that --model.family names, if it does."""
+    holder = getattr(default, "run", default)
+    if not hasattr(getattr(holder, "model", None), "family"):
+        return default
+    name = _given(arguments, default).get("model.family", [holder.model.family])[-1]
+    name = name.rpartition("=")[2]
+    if name in (holder.model.family, "--model.family"):  # without a value, which tyro misses
+        return default
+    swapped = with_family(holder, name)
+    return swapped if holder is default else dataclasses.replace(default, run=swapped)
 
 
-def options_of(default: object) -> list[dict[str, Any]]:
-    """Every option as tyro writes it into a shell's completion: its flags, its description, which
-    is "FORM \u2022 help" or, of a switch, the help alone, and its type, nargs and choices."""
-    script = io.StringIO()
-    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
-        _tyro(["--tyro-print-completion", "bash"], default, prog="mtx", about="")
-    spec = re.search(r"^COMPLETION_SPEC = (.*)$", script.getvalue(), re.MULTILINE)
-    return ast.literal_eval(spec[1])["options"]
+def _given(arguments: list[str], default: object) -> dict[str, list[str]]:
+    """The arguments of each option, which is spelled in full, by the path of its field; what is not
+    known by itself. UserError where an option is given two values."""
+    known, found, first = spellings(default), {}, {}
+    for group in _groups(arguments):
+        flag, equals, value = group[0].partition("=")
+        spelled = _hyphened(flag[2:])
+        path = known.get(spelled)
+        if path is None:
+            found[" ".join(group)] = group
+            continue
+        full = path if spelled in ALIASES else spelled
+        full = [f"--{full}", *([value] if equals else []), *group[1:]]
+        if found.setdefault(path, full) != full:
+            raise UserError(
+                f"{first[path]} and {' '.join(group)} are both given, and set one field, {path}; "
+                "leave one out"
+            )
+        first.setdefault(path, " ".join(group))
+    return found
 
 
-def _unknown(unknown: list[str], known: list[str]) -> UserError:
+def _groups(arguments: Iterable[str]) -> Iterator[list[str]]:
+    """Each option with the values that follow it; what stands before the first by itself."""
+    group: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--") and group:
+            yield group
+            group = []
+        group.append(argument)
+    if group:
+        yield group
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def _unknown(unknown: list[str], known: dict[str, str]) -> UserError:
     """Of what was left over: the first option, or else the first value."""
     options = [argument for argument in unknown if argument.startswith("-")]
     if not options:
@@ -163,9 +274,18 @@ def _unknown(unknown: list[str], known: list[str]) -> UserError:
             f"unexpected argument {unknown[0]!r}: a name stands before all options, and a switch "
             "takes no value (--json, --no-resume)"
         )
-    name = options[0].partition("=")[0].replace("_", "-")
-    near = " or ".join(_near_options(name, known))
-    return UserError(f"unknown option {name}: {f'did you mean {near}?' if near else 'see --help'}")
+    flag = _hyphened(options[0].partition("=")[0])
+    name = flag.lstrip("-")
+    if _RETIRED.get(name) in known:
+        return UserError(f"unknown option {flag}: it is now --{_RETIRED[name]}; use that")
+    others = families(name.removeprefix("model.").replace("-", "_"))
+    if name.startswith("model.") and "model.family" in known and others:
+        return UserError(
+            f"unknown option {flag}: this model's family has none; use --model.family "
+            f"{' or '.join(others)} with it"
+        )
+    near = " or ".join(_near_options(flag, [f"--{spelling}" for spelling in known]))
+    return UserError(f"unknown option {flag}: {f'did you mean {near}?' if near else 'see --help'}")
 
 
 def _near_options(name: str, known: list[str]) -> list[str]:
@@ -194,17 +314,25 @@ def _one_line(box: str, arguments: list[str]) -> str:
     wrong_value = re.match(r"Error parsing (--\S+):", message)
     if wrong_value and "Argument helptext:" in rows:
         option, *form = rows[rows.index("Argument helptext:") + 1].split()
-        return f"{option} takes {' '.join(form)}, not {shown(_given(option, arguments))}"
+        spelled, value = _as_given(option, arguments)
+        return f"{spelled} takes {plain_form(' '.join(form))}, not {shown(value)}"
     # A field's own check: "Error parsing run.model: hidden=130 cannot be divided ..."
     return re.sub(r"^Error parsing [\w.]*: ", "", message) or box
 
 
-def _given(option: str, arguments: list[str]) -> str:
-    """The value that `arguments` give to `option`."""
-    given = ""
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == option:
-            values = itertools.takewhile(lambda a: not a.startswith("--"), arguments[place + 1 :])
-            given = value if equals else " ".join(values)
-    return given
+def plain_form(form: str) -> str:
+    """What an option takes, as tyro writes it, for people: no None for what may be left out, and
+    INT ... for [INT [INT ...]]."""
+    form = re.sub(r"{None}\||\|{None}|(?<={)None,|,None(?=})", "", form)
+    return re.sub(r"({)?\[(\S+) \[\2 \.\.\.\]\](?(1)})", r"\2 ...", form)
+
+
+def _as_given(option: str, arguments: list[str]) -> tuple[str, str]:
+    """How `arguments` spell an option, and the value that they give to it."""
+    short = {f"--{alias}": f"--{path}" for alias, path in ALIASES.items()}
+    for group in _groups(arguments):
+        name, equals, value = group[0].partition("=")
+        if option in (_hyphened(name), short.get(name)):
+            said = f"{name} ({option})" if name in short else option
+            return said, value if equals else " ".join(group[1:])
+    return option, ""

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Literal
 
 import tyro
 
-from mtx.cli.options import parse, split_name
-from mtx.config import ComputeDtype, Layout, ModelConfig, Recompute, RunConfig
+from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with_family
+from mtx.cli.output import check_picture, say
+from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan.candidates import Fixed
+from mtx.plan.compare import Change, changes, reasons
+from mtx.plan.hardware import load_hardware
+from mtx.plan.page import change_lines, plan_lines, ranking_lines
+from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
+from mtx.plan.search import Candidate, Found, fewest_gpus, search
 from mtx.presets import preset
-from mtx.sizes import Devices, Ffn, Layers, Sequences, Stages, Tokens, Vocab, Width
+from mtx.sizes import Devices, Sequences
 
-if TYPE_CHECKING:
-    from mtx.plan.candidates import Fixed
-    from mtx.plan.plan import Plan
-    from mtx.plan.search import Found
+_ZERO = tyro.conf.arg(
+    help="sharded over `data`: 0: nothing (only priced); 1: the optimizer; 3: all parameters too"
+)
+_Layout = part(Layout, zero=Annotated[Literal[0, 1, 3], _ZERO])
+_Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 
-
-def _shown_as(form: str):
-    """What --help says of an option that is left open unless it is given."""
-    return tyro.conf.arg(metavar=form, help_behavior_hint="")
-
-
-_INT = _shown_as("INT")
-_Width = Annotated[Width | None, _INT]
-_Layers = Annotated[Layers | None, _INT]
-_Tokens = Annotated[Tokens | None, _INT]
-_Vocab = Annotated[Vocab | None, _INT]
-_Ffn = Annotated[Ffn | None, _INT]
-_Devices = Annotated[Devices | None, _INT]
-_Stages = Annotated[Stages | None, _INT]
-_Sequences = Annotated[Sequences | None, _INT]
-_Number = Annotated[float | None, _shown_as("FLOAT")]
-_Name = Annotated[str | None, _shown_as("NAME")]
-_File = Annotated[str | None, _shown_as("FILE")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
-
-_SIZES = ("hidden", "layers", "heads", "kv_heads", "sequence", "vocab", "ffn")
 _MESH = ("data", "pipe", "tensor")
 _STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
 
@@ -50,57 +36,40 @@ _STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
 class PlanOptions:
     """What is left out is the preset's, or chosen and said."""
 
-    # of a model without a PRESET; else gpt
-    family: str | None = None
-    hidden: _Width = None  # the model: size between the layers
-    layers: _Layers = None  # transformer blocks
-    heads: _Width = None  # of attention; else of 128 each
-    kv_heads: _Width = None  # of keys and values, in a llama; else as many
-    sequence: _Tokens = None  # tokens; else 2048
-    vocab: _Vocab = None  # tokens; else 51200
-    ffn: _Ffn = None  # size inside of the MLP; else 4 times hidden
-    # of matmuls and activations
-    precision: Annotated[ComputeDtype | None, _shown_as("{float32,bfloat16,float16}")] = None
-
     target: _Name = None  # a100-80gb, h100, tpu-v5p, ..., or a TOML file of your own
-    gpus: _Devices = None  # else the preset's, or as few as hold the model
-    data: _Devices = None  # replicas
-    pipe: _Stages = None  # stages
-    tensor: _Devices = None  # tensor shards
-    virtual: _Layers = None  # chunks a stage
-    microbatch: _Sequences = None  # sequences
-    global_batch: _Sequences = None  # sequences a step
-    schedule: _Name = None  # as in mtx schedule; "auto" chooses
-    # within a block, in the backward pass
-    recompute: Annotated[Recompute | None, _shown_as("{none,selective,full}")] = None
-    sequence_parallel: _Flag = False  # activations between linears sharded over tensor
-    no_sequence_parallel: _Flag = False  # every tensor shard has them whole
+    gpus: Devices | None = None  # else the preset's, or as few as hold the model
+    global_batch: Sequences | None = None  # sequences a step; else the preset's
     scatter_gather: bool = True  # messages between stages cut over tensor
-    # sharded over data: nothing (only priced), the optimizer, or parameters as well
-    zero: Annotated[Literal[0, 1, 3] | None, _shown_as("{0,1,3}")] = None
-
-    search: _Flag = False  # choose every part of the layout that is not given
-    compile: _Flag = False  # compile the step for the target, and say what the compiler says
-    draw: _File = None  # a picture: .svg, .png or .pdf
-    save: _File = None  # a plan file, for mtx train: .toml or .json
-    tokens: _Number = None  # of the training run whose days are asked for: 300e9
-    price: _Number = None  # of a GPU and hour, in any currency
-    json: _Flag = False  # every number, units in the names
+    search: Flag = False  # choose every part of the layout that is not given
+    compile: Flag = False  # compile the step for the target, and say what the compiler says
+    draw: File = None  # a picture: .svg, .png or .pdf
+    save: File = None  # a plan file, for mtx train: .toml or .json
+    tokens: float | None = None  # of the training run whose days are asked for: 300e9
+    price: float | None = None  # of a GPU and hour, in any currency
+    json: Flag = False  # every number, units in the names
+    model: ModelConfig = field(default_factory=part(type(ModelConfig())))
+    layout: Layout = field(default_factory=_Layout)
 
 
 def plan_command(arguments: list[str]) -> None:
     """Say what a model needs on a cluster: memory, time, layout, cost; with --search, the best.
 
     PRESET is gpt-1t where neither it nor sizes are given; a plan file (.toml, .json) can stand in
-    its place. The layout is the preset's until --gpus or --search ask for another. Nothing is run:
-    all of it is computed from closed forms, or with --compile read from the compiled program.
+    its place. Sizes are those of its model that are given; without PRESET --model.hidden and
+    --model.layers are enough. The layout is the preset's until --gpus or --search ask for another.
+    Nothing is run: all of it is computed from closed forms, or with --compile read from the
+    compiled program.
     """
-    name, rest = split_name(arguments)
-    options = parse(rest, PlanOptions(), prog="mtx plan [PRESET]", about=plan_command)
-    _check(options)
-    from mtx.plan.plan import save_plan
-
-    plan, found = _plan(name, options)
+    base = _base(*split_names(arguments)[0][:1])
+    default = PlanOptions(model=part(type(base[0].model))())
+    line = read_line(arguments, default, "mtx plan [PRESET]", plan_command)
+    options = line.options
+    for name in ("tokens", "price"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise UserError(f"{name}={value} must be above 0")
+    check_picture(options.draw)
+    plan, found = _plan(_Asked(line), *base)
     if options.compile:
         plan = _compile(plan)
     if options.save:
@@ -112,110 +81,80 @@ def plan_command(arguments: list[str]) -> None:
     _print(plan, found, options)
 
 
-def _check(options: PlanOptions) -> None:
-    """What can be said before anything is computed."""
-    for name in ("tokens", "price"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise UserError(f"{name}={value} must be above 0")
-    if options.sequence_parallel and options.no_sequence_parallel:
-        raise UserError("--sequence-parallel and --no-sequence-parallel are both given; leave one")
-    if options.draw:
-        from mtx.view.picture import check_suffix
+class _Asked:
+    """What a command line asks for: options, and the sizes and parts of the layout it gives."""
 
-        check_suffix(options.draw)
+    def __init__(self, line: Line[PlanOptions]):
+        self.name, self.options = line.name, line.options
+        self.sizes, self.layout = line.changes("model"), line.changes("layout")
+        self.zero: int | None = self.layout.pop("zero", None)
+        self.target = line.options.target
+
+    @property
+    def whole_mesh(self) -> bool:
+        return all(axis in self.layout for axis in _MESH)
 
 
-def _plan(name: str | None, options: PlanOptions) -> tuple[Plan, Found | None]:
+def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
+    """The run of that name to start from, and the plan, where it is a file."""
+    plan = load_plan(name) if is_plan_file(name) else None
+    return (plan.run, plan) if plan else (preset(name), None)
+
+
+def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found | None]:
     """The plan that is asked for, and the search, where the layout was open."""
-    from mtx.plan.plan import is_plan_file, load_plan, make_plan
-
-    if name is None and any(getattr(options, size) is not None for size in _SIZES):
-        return _search(_model_of(options), options, known=None)
-    base = load_plan(name) if name and is_plan_file(name) else None
-    run = base.run if base else preset(name or "gpt-1t")
-    if base:
-        options = replace(
-            options, target=options.target or base.target,
-            zero=base.zero if options.zero is None else options.zero,
-        )  # fmt: skip
-    resized = replace(run, model=_resized(run.model, options), layout=Layout(), global_batch=1)
-    if options.search or _is_open(run, options):
-        return _search(resized.model, options, known=run)
+    options = asked.options
+    if asked.name is None and any(type(value) is int for value in asked.sizes.values()):
+        return _search(_model_of(asked.sizes), asked, known=None)
+    if file:
+        asked.target = asked.target or file.target
+        asked.zero = file.zero if asked.zero is None else asked.zero
+    model = _resized(run.model, asked.sizes)
+    resized = replace(run, model=model, layout=Layout(), global_batch=1)
+    if options.search or (options.gpus not in (None, run.layout.devices) and not asked.whole_mesh):
+        return _search(model, asked, known=run)
     batch = options.global_batch or run.global_batch
-    run = replace(resized, layout=_changed(run.layout, options), global_batch=batch)
+    run = replace(resized, layout=_changed(run.layout, asked), global_batch=batch)
     plan = make_plan(
-        run, target=options.target or "a100-80gb",
-        zero=options.zero, scatter_gather=options.scatter_gather,
+        run, target=asked.target or "a100-80gb", zero=asked.zero,
+        scatter_gather=options.scatter_gather,
     )  # fmt: skip
     return plan, None
 
 
-def _is_open(run: RunConfig, options: PlanOptions) -> bool:
-    """Whether the number of GPUs asked for leaves the layout open."""
-    given = [getattr(options, axis) for axis in _MESH]
-    return options.gpus not in (None, run.layout.devices) and not all(given)
-
-
-def _changed(layout: Layout, options: PlanOptions) -> Layout:
+def _changed(layout: Layout, asked: _Asked) -> Layout:
     """The preset's layout with what is given replaced; `data` follows where it is not given."""
-    gpus = options.gpus or layout.devices
-    pipe, tensor = options.pipe or layout.pipe, options.tensor or layout.tensor
-    data = options.data or gpus // (pipe * tensor)
-    asked = options.gpus or not all(getattr(options, axis) for axis in _MESH)
-    if asked and data * pipe * tensor != gpus and (options.gpus or not options.data):
+    gpus = asked.options.gpus or layout.devices
+    pipe, tensor = (asked.layout.get(axis, getattr(layout, axis)) for axis in ("pipe", "tensor"))
+    data = asked.layout.get("data", gpus // (pipe * tensor))
+    follows = asked.options.gpus or "data" not in asked.layout
+    if follows and data * pipe * tensor != gpus:
         raise UserError(
-            f"data*pipe*tensor={data or 1}*{pipe}*{tensor} is not gpus={gpus}; change one of them, "
-            f"or use --gpus {(data or 1) * pipe * tensor}"
+            f"data*pipe*tensor={data or 1}*{pipe}*{tensor} must be gpus={gpus}; change one of "
+            f"them, or use --gpus {(data or 1) * pipe * tensor}"
         )
-    given = {
-        name: value
-        for name in ("virtual", "microbatch", "schedule", "recompute")
-        if (value := getattr(options, name)) is not None
-    }
-    parallel = _sequence_parallel(options)
-    if parallel is not None:
-        given["sequence_parallel"] = parallel
-    return replace(layout, data=data, pipe=pipe, tensor=tensor, **given)
-
-
-def _sequence_parallel(options: PlanOptions) -> bool | None:
-    if options.sequence_parallel or options.no_sequence_parallel:
-        return options.sequence_parallel
-    return None
+    return replace(layout, **asked.layout | {"data": data})
 
 
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def _resized(model: ModelConfig, options: PlanOptions) -> ModelConfig:
+def _resized(model: ModelConfig, sizes: dict) -> ModelConfig:
     """The model with the sizes that are given replaced."""
-    if options.family not in (None, model.family):
-        raise UserError(
-            f"family={options.family} is not the model's, {model.family}; leave out --family, or "
-            "the PRESET and give sizes"
-        )
-    sizes = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
-    if options.precision:
-        sizes["compute_dtype"] = options.precision
+    if sizes.get("family", model.family) != model.family:
+        model = with_family(RunConfig(model=model), sizes["family"]).model
     return replace(model, **sizes)
 
 
-def _model_of(options: PlanOptions) -> ModelConfig:
+def _model_of(sizes: dict) -> ModelConfig:
     """A model from its sizes alone; heads of 128 where their number is not given."""
-    if options.hidden is None or options.layers is None:
-        raise UserError("without a PRESET a model needs at least --hidden and --layers")
-    heads = options.heads or next(
-        heads
-        for heads in range(max(1, options.hidden // 128), 0, -1)
-        if options.hidden % heads == 0
-    )
-    family = options.family or "gpt"
-    start = ModelConfig(
-        family=family, hidden=options.hidden, layers=options.layers, heads=heads, sequence=2048,
-        vocab=51200, tied=family != "llama",
-    )  # fmt: skip
-    return _resized(start, options)
+    if not {"hidden", "layers"} <= sizes.keys():
+        raise UserError("without a PRESET a model needs at least --model.hidden and --model.layers")
+    hidden, family = sizes["hidden"], sizes.get("family", "gpt")
+    heads = next(n for n in range(max(1, hidden // 128), 0, -1) if hidden % n == 0)
+    start = {"family": family, "heads": heads, "sequence": 2048, "vocab": 51200}
+    tied = ModelConfig(family=family).sequence_is_fixed  # as in GPT-2 and BERT, not in later ones
+    return ModelConfig(**{**start, "tied": tied, **sizes})
 
 
 def _batch_for(gpus: int, sequence: int) -> int:
@@ -228,30 +167,20 @@ def _batch_for(gpus: int, sequence: int) -> int:
 # --- search ---------------------------------------------------------------------------------------
 
 
-def _search(
-    model: ModelConfig, options: PlanOptions, *, known: RunConfig | None
-) -> tuple[Plan, Found]:
+def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tuple[Plan, Found]:
     """Chooses GPUs, batch and layout where they are not given. known: the preset's run."""
-    from mtx.plan.candidates import Fixed
-    from mtx.plan.hardware import load_hardware
-    from mtx.plan.plan import make_plan
-    from mtx.plan.search import fewest_gpus, search
-
-    target = options.target or "a100-80gb"
+    options, target = asked.options, asked.target or "a100-80gb"
     device = load_hardware(target)
     device.peak_flops(model.compute_dtype)
-    fixed = Fixed(
-        **{axis: getattr(options, axis) for axis in (*_MESH, "virtual", "microbatch")},
-        schedule=options.schedule, recompute=options.recompute, zero=options.zero,
-        sequence_parallel=_sequence_parallel(options),
-    )  # fmt: skip
-    chosen = _said_sizes(model, options) if known is None else []
+    fixed = _fixed(asked)
+    chosen = _said_sizes(model, asked.sizes) if known is None else []
 
     def batch_of(gpus: int) -> int:
         given = options.global_batch or (known and known.global_batch)
         return given or _batch_for(gpus, model.sequence)
 
-    gpus = options.gpus or _product(options) or (known and known.layout.devices)
+    mesh = math.prod(asked.layout[axis] for axis in _MESH) if asked.whole_mesh else None
+    gpus = options.gpus or mesh or (known and known.layout.devices)
     if not gpus:
         gpus = fewest_gpus(model, hardware=device, batch_of=batch_of, fixed=fixed)
         chosen.append(f"gpus={gpus}: the smallest power of two that holds it")
@@ -272,20 +201,27 @@ def _search(
     return plan, found
 
 
-def _product(options: PlanOptions) -> int | None:
-    sizes = [getattr(options, axis) for axis in _MESH]
-    return math.prod(sizes) if all(sizes) else None
+def _fixed(asked: _Asked) -> Fixed:
+    """What the search may not choose. UserError for a part of the layout that it does not know."""
+    known = [each.name for each in fields(Fixed)]
+    for name, value in asked.layout.items():
+        if name not in known:
+            raise UserError(
+                f"layout.{name}={value} is not for a search, which chooses among "
+                f"{', '.join(known)}; leave it out, or give the layout: --data, --pipe, --tensor"
+            )
+    return Fixed(**asked.layout, zero=asked.zero)
 
 
-def _said_sizes(model: ModelConfig, options: PlanOptions) -> list[str]:
-    sizes = {
+def _said_sizes(model: ModelConfig, sizes: dict) -> list[str]:
+    open_ones = {
         "heads": model.heads, "sequence": model.sequence, "vocab": model.vocab,
-        "ffn": model.ffn_hidden, "precision": model.compute_dtype,
+        "ffn": model.ffn_hidden, "compute_dtype": model.compute_dtype,
     }  # fmt: skip
     if model.family == "llama":
-        sizes["kv_heads"] = model.groups
-    open_ones = [f"{name}={v}" for name, v in sizes.items() if getattr(options, name) is None]
-    return [f"{', '.join(open_ones)}: not given"] if open_ones else []
+        open_ones["kv_heads"] = model.groups
+    said = [f"{name}={value}" for name, value in open_ones.items() if name not in sizes]
+    return [f"{', '.join(said)}: not given"] if said else []
 
 
 def _said_layout(found: Found, fixed: Fixed) -> str:
@@ -303,7 +239,8 @@ def _said_layout(found: Found, fixed: Fixed) -> str:
 def _compile(plan: Plan) -> Plan:
     if plan.zero != plan.run.layout.zero:
         raise UserError(
-            f"--compile compiles this program's step; zero={plan.zero} is only priced: use --zero 1"
+            f"--compile compiles this program's step; layout.zero={plan.zero} is only priced: use "
+            "--layout.zero 1"
         )
     from mtx.compile.step import compile_plan
 
@@ -311,62 +248,43 @@ def _compile(plan: Plan) -> Plan:
 
 
 def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:
-    from mtx.plan.compare import changes
-
-    changed = []
+    numbers, lines = {}, []
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 140)
+    if options.json:
+        numbers = plan.to_dict(tokens=options.tokens, price_per_gpu_hour=options.price)
     if found:
         changed = changes(
             found.best, plan.run.model, global_batch=plan.run.global_batch,
             hardware=plan.hardware, scatter_gather=plan.scatter_gather,
         )  # fmt: skip
-    if options.json:
-        numbers = plan.to_dict(tokens=options.tokens, price_per_gpu_hour=options.price)
-        if found:
-            numbers["search"] = search_numbers(plan, found, changed)
-        print(json.dumps(numbers, indent=1))
-        return
-    from mtx.plan.page import change_lines, plan_lines, ranking_lines
-
-    width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 140)
-    lines = []
-    if found:
+        numbers["search"] = search_numbers(plan, found, changed)
         heading = f"Layouts of {plan.gpus:,} x {plan.hardware.name} that fit, fastest first"
         lines += ranking_lines(found, plan.hardware, heading=heading, width=width)
         lines += ["", *change_lines(found.best, changed, width=width), ""]
     lines += plan_lines(plan, tokens=options.tokens, price=options.price, width=width)
     lines += [f"plan file {options.save}"] * bool(options.save)
     lines += [f"picture {options.draw}"] * bool(options.draw)
-    print("\n".join(lines))
+    say(numbers, lines, as_json=options.json)
 
 
-def search_numbers(plan: Plan, found: Found, changed) -> dict:
+def search_numbers(plan: Plan, found: Found, changed: list[Change]) -> dict:
     """A search, ready for JSON."""
-    from mtx.plan.compare import reasons
+    parts = [each.name for each in fields(Fixed) if each.name != "zero"]
 
-    def numbers(one) -> dict:
-        layout = {
-            name: getattr(one.layout, name)
-            for name in (*_MESH, "virtual", "microbatch", "schedule", "recompute",
-                         "sequence_parallel")
-        }  # fmt: skip
-        return layout | {
-            "zero": one.zero,
-            "runs": one.runs,
-            "step_time_s": one.time.step_s,
+    def numbers(one: Candidate) -> dict:
+        return {name: getattr(one.layout, name) for name in parts} | {
+            "zero": one.zero, "runs": one.runs, "step_time_s": one.time.step_s,
             "memory_gib": one.memory.total_bytes / 2**30,
-        }
+        }  # fmt: skip
 
+    ranked = [numbers(one) for one in found.ranked]
+    for said, one, after in zip(ranked, found.ranked, found.ranked[1:], strict=False):
+        said["beats_next_by"] = reasons(one, after, plan.hardware)
     return {
-        "meshes": found.meshes,
-        "priced": found.priced,
-        "measured": found.measured,
-        "ranked": [
-            numbers(one) | ({"beats_next_by": reasons(one, after, plan.hardware)} if after else {})
-            for one, after in zip(found.ranked, [*found.ranked[1:], None], strict=True)
-        ],
+        "meshes": found.meshes, "priced": found.priced, "measured": found.measured,
+        "ranked": ranked,
         "changes": [
-            {"change": f"{change.name}={change.value}", "fits": change.fits}
-            | numbers(change.candidate)
-            for change in changed
+            {"change": f"{each.name}={each.value}", "fits": each.fits} | numbers(each.candidate)
+            for each in changed
         ],
-    }
+    }  # fmt: skip

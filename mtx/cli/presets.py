@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from mtx.cli.options import parse
+from mtx.cli.options import Flag, read_line
+from mtx.cli.output import say, table
 from mtx.config import to_dict
 from mtx.presets import NAMES, preset
 
 
 @dataclass(frozen=True, kw_only=True)
 class PresetsOptions:
-    # the same as JSON
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False  # each preset's parameters and config, as JSON
 
 
 def presets_command(arguments: list[str]) -> None:
     """List the presets."""
-    options = parse(arguments, PresetsOptions(), prog="mtx presets", about=presets_command)
-    print(json.dumps(_numbers(), indent=1) if options.json else "\n".join(_preset_rows()))
-
-
-def _numbers() -> dict:
-    """Each preset's parameters and config."""
+    options = read_line(arguments, PresetsOptions(), "mtx presets", presets_command).options
     from mtx.plan.flops import parameters
 
     runs = {name: preset(name) for name in NAMES}
-    return {
-        name: {"parameters": parameters(run.model), **to_dict(run)} for name, run in runs.items()
-    }
-
-
-def _preset_rows() -> list[str]:
-    from mtx.plan.flops import parameters
-
+    counts = {name: parameters(run.model) for name, run in runs.items()}
+    numbers = {name: {"parameters": counts[name], **to_dict(run)} for name, run in runs.items()}
     rows = [("preset", "parameters", "layers", "hidden", "heads", "sequence", "vocab",
              "data x pipe x tensor", "virtual", "microbatch", "batch", "devices")]  # fmt: skip
-    for name in NAMES:
-        run = preset(name)
+    for name, run in runs.items():
         model, layout = run.model, run.layout
-        shape = model.layers, model.hidden, model.heads, model.sequence, model.vocab
-        mesh = f"{layout.data} x {layout.pipe} x {layout.tensor}"
-        how = layout.virtual, layout.microbatch, run.global_batch, layout.devices
-        rows.append((name, _short(parameters(model)), *shape, mesh, *how))
-    rows = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
+        rows.append((
+            name, _short(counts[name]), model.layers, model.hidden, model.heads, model.sequence,
+            model.vocab, f"{layout.data} x {layout.pipe} x {layout.tensor}", layout.virtual,
+            layout.microbatch, run.global_batch, layout.devices,
+        ))  # fmt: skip
+    say(numbers, table(rows, "<" + ">" * 11), as_json=options.json)
 
 
 def _short(count: int) -> str:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtx.cli.options import parse, split_name
+from mtx.cli.options import File, Flag, read_line
+from mtx.cli.output import check_picture, say, write_text
 from mtx.errors import UserError
 from mtx.files import replacing
 from mtx.train.goodput import read_log
 from mtx.view.report import report_facts, report_page, summarize
 
-_File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    out: _File = None  # a page with everything in it: .html
-    draw: _File = None  # the curves as a picture: .svg, .png or .pdf
-    json: _Flag = False  # the numbers as JSON, instead of a table
+    out: File = None  # a page with everything in it: .html
+    draw: File = None  # the curves as a picture: .svg, .png or .pdf
+    json: Flag = False  # the numbers as JSON, instead of a table
 
 
 def report_command(arguments: list[str]) -> None:
@@ -35,26 +30,19 @@ def report_command(arguments: list[str]) -> None:
     RUN_DIR is the --out of a training run, which may still be going on. Prints a table; --out
     makes a page of it, with its curves, and --draw a picture of these.
     """
-    directory, rest = split_name(arguments)
-    options = parse(rest, ReportOptions(), prog="mtx report RUN_DIR", about=report_command)
-    if directory is None:
-        raise UserError("mtx report RUN_DIR: name the directory of a training run (its --out)")
+    line = read_line(arguments, ReportOptions(), "mtx report RUN_DIR", report_command)
+    options, directory = line.options, line.names[0]
     if options.out and not options.out.lower().endswith(".html"):
         raise UserError(f"out={options.out} must end in .html; --draw makes a picture")
-    if options.draw:
-        from mtx.view.picture import check_suffix
-
-        check_suffix(options.draw)
+    check_picture(options.draw)
     records = read_log(Path(directory) / "log.jsonl")
     numbers = summarize(records)
     if options.json:
-        print(json.dumps(numbers, indent=1))
+        say(numbers, [], as_json=True)
     else:
         _print(numbers, directory)
     if options.out:
-        with replacing(Path(options.out).expanduser()) as written:
-            page = report_page(records, Path(directory).absolute().name)
-            written.write_text(page, encoding="utf-8")
+        write_text(options.out, report_page(records, Path(directory).absolute().name))
     if options.draw:
         from mtx.view.picture import save_figure
         from mtx.view.run import draw_run

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from mtx.cli.convert import progress_bar
-from mtx.cli.options import OwnFields, parse, split_name, start_devices
+from mtx.cli.options import OwnFields, read_line, split_names
+from mtx.cli.output import progress
+from mtx.cli.process import start_devices
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.launch.cluster import ClusterOptions
@@ -45,11 +46,10 @@ def train_command(arguments: list[str]) -> int | None:
     124 no step finished for --watch.hang-s.
     """
     startup = StartUp.of_process()
-    name, rest = split_name(arguments)
-    start, run = _named(name)
-    prog = "mtx train [PRESET | PLAN | RUN_DIR | MODEL_DIR]"
-    options = parse(rest, TrainOptions(run=run), prog=prog, about=train_command)
-    named, run, given = run, options.run, _given(rest)
+    start, named = _named(*split_names(arguments)[0][:1])
+    usage = "mtx train [PRESET | PLAN | RUN_DIR | MODEL_DIR]"
+    line = read_line(arguments, TrainOptions(run=named), usage, train_command)
+    options, run, given = line.options, line.options.run, line.given
     if start is not None:
         run = start.complete(run, given)
     else:
@@ -68,19 +68,13 @@ def train_command(arguments: list[str]) -> int | None:
     if not jax.distributed.is_initialized():
         leave_at_once()
     if start is not None:
-        with progress_bar() as report:
+        with progress("bytes") as report:
             run = start.prepare(run, given, report=report)
         startup.mark("conversion")
     return run_training(run, watch=options.watch, startup=startup).exit
 
 
-def _given(arguments: list[str]) -> set[str]:
-    """The options among them, as --help spells them."""
-    names = (argument.partition("=")[0] for argument in arguments)
-    return {name.replace("_", "-") for name in names if name.startswith("--")}
-
-
-def _named(name: str | None) -> tuple[Start | None, RunConfig]:
+def _named(name: str | None = None) -> tuple[Start | None, RunConfig]:
     """What stands first on the command line, and the run that it is without options."""
     if name is None or name in NAMES:
         return None, preset(name or "miniature")

@@ -33,7 +33,7 @@ from mtx.compile.overlap import Machine, exposure
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
-from mtx.plan.attention import attention_of
+from mtx.plan.attention import kernel_of
 from mtx.plan.compiled import Compiled, Traffic
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hardware import hardware
@@ -57,7 +57,7 @@ def compile_plan(run: RunConfig, *, target: str) -> Compiled:
     why.
     """
     layout = run.layout
-    kernel = attention_of(run.model, hardware(target).backend, layout.slices).name
+    kernel = kernel_of(run.model, hardware(target).backend, layout.slices)
     if kernel == "cudnn" and layout.attention == "blocked":
         kernel = "blocked"
     compiler = find_compiler(target, layout.devices, kernel=kernel)

@@ -1,7 +1,9 @@
 """Whether a converted model computes what its source does: logits of random tokens.
 
-Our model runs with the parameters that were written and are read back, a layer at a time; Hugging
-Face's by the formulas of `mtx.conversion.forward`, or by transformers itself. All in float32.
+Our model runs with the parameters of our checkpoint, a layer in memory at a time. It is compared
+with transformers, which reads the other side by itself, or with our model again, whose parameters
+are read from the other side: that finds what was written or read wrongly, but not a mistake in a
+family's table of names. All in float32.
 
 Legend: B rows · S sequence · D hidden · V vocabulary
 """
@@ -9,8 +11,10 @@ Legend: B rows · S sequence · D hidden · V vocabulary
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,16 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtx.config import ModelConfig
-from mtx.conversion.configs import Fields
-from mtx.conversion.forward import FORWARDS, Outputs
-from mtx.conversion.huggingface import CONFIG, Canonical, HuggingFaceModel, Shape, parts
-from mtx.conversion.safetensors import DTYPES
+from mtx.conversion.huggingface import Canonical, HuggingFaceModel
 from mtx.errors import UserError
 from mtx.layers.model import Model
 from mtx.layers.norm import layer_norm
 
-Leaves = Iterator[tuple[str, np.ndarray]]  # each with its path
-Check = Literal["formulas", "transformers", "none"]
+Check = Literal["auto", "transformers", "ours", "none"]
 _ROWS, _MOST_POSITIONS = 2, 32
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is a hundredth of that
 
@@ -54,49 +54,43 @@ class Comparison:
         )
 
 
-class Rounded:
-    """Canonical arrays as they are in another dtype."""
+class Outputs(NamedTuple):
+    """What a model gives for some tokens."""
 
-    def __init__(self, source: Canonical, dtype: str):
-        self._source, self._dtype = source, DTYPES[dtype]
-        self.shapes: Mapping[str, Shape] = source.shapes
-
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        return self._source.read(path, rows).astype(self._dtype).astype(np.float32)
+    logits: np.ndarray  # [B, S, V]; of a model without a head [B, S, D]
+    order_B2: np.ndarray | None = None  # logits of BERT's binary head, where it has one
 
 
 def compare(
-    model: ModelConfig, ours: Canonical, theirs: HuggingFaceModel, *, check: Check = "formulas"
+    model: ModelConfig, ours: Canonical, theirs: HuggingFaceModel, *, check: Check = "auto"
 ) -> Comparison:
     """The same random tokens through our model and through theirs.
 
-    The first row's positions follow each other, those of the second are spread over the whole
-    sequence. UserError for check="transformers" where that is not installed.
+    check: "transformers", or "ours", our model with the parameters of `theirs`; "auto": the former
+    where it is installed and memory has room for all of the model. The first row's positions follow
+    each other, those of the second are spread over the whole sequence. UserError for
+    check="transformers" where that is not installed.
     """
     stream = np.random.default_rng(0)
     size = min(_MOST_POSITIONS, model.sequence)
     tokens_BS = stream.integers(0, model.vocab, (_ROWS, size), dtype=np.int32)
     positions_BS = np.arange(size, dtype=np.int32) * np.array([[1], [model.sequence // size]])
     positions_BS = positions_BS.astype(np.int32)
-    if check == "transformers":
+    has_head = "head.masked" not in theirs.absent
+    own = our_outputs(model, ours, tokens_BS, positions_BS, has_head=has_head)
+    if check == "transformers" or (check == "auto" and _transformers_can(theirs)):
         other, what = _transformers_outputs(theirs, tokens_BS, positions_BS)
     else:
-        fields = Fields(theirs.config, theirs.kind.defaults, str(theirs.directory / CONFIG))
-        forward = FORWARDS[theirs.config["model_type"]]
-        other, what = forward(theirs, fields, tokens_BS, positions_BS), "their formulas in NumPy"
-    own = _our_outputs(model, ours, tokens_BS, positions_BS, has_head="head" not in theirs.absent)
-    width = model.hidden if "head" in theirs.absent else model.vocab
-    largest_difference = largest_logit = 0.0
-    for rows in parts("ends.tokens", (width, model.hidden)):
-        one, another = own.logits(rows), other.logits(rows)
-        largest_difference = max(largest_difference, _largest(one - another))
-        largest_logit = max(largest_logit, _largest(another))
-    if own.order_B2 is not None and other.order_B2 is not None:
+        other = our_outputs(model, theirs, tokens_BS, positions_BS, has_head=has_head)
+        what = "our model with the other side's parameters"
+    largest_difference = _largest(own.logits - other.logits)
+    has_order = not {"head.pooler", "head.binary"} & set(theirs.absent)
+    if has_order and own.order_B2 is not None and other.order_B2 is not None:
         one, another = (np.diff(logits.order_B2) for logits in (own, other))
         largest_difference = max(largest_difference, _largest(one - another))
     return Comparison(
         positions=tokens_BS.size, largest_difference=largest_difference,
-        largest_logit=largest_logit, other=what,
+        largest_logit=_largest(other.logits), other=what,
     )  # fmt: skip
 
 
@@ -109,116 +103,81 @@ def _largest(array: np.ndarray) -> float:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def _our_outputs(
-    config: ModelConfig, source: Canonical, tokens_BS, positions_BS, *, has_head: bool
+def our_outputs(
+    config: ModelConfig, source: Canonical, tokens_BS, positions_BS, *, has_head: bool = True
 ) -> Outputs:
-    """Of our own modules, whose tables hold only the rows of the vocabulary at hand."""
+    """Of our own modules, with a layer, or embedding and head, in memory."""
+    model = _model(config)
 
-    def ends(rows: slice) -> Leaves:
-        for path in source.shapes:
-            if path.startswith("ends."):
-                yield path.removeprefix("ends."), source.read(path, _vocab_rows(path, rows))
+    def read(start: str, layer: int | None = None) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        rows = slice(None) if layer is None else slice(layer, layer + 1)
+        for path in (path for path in source.shapes if path.startswith(start)):
+            *names, last = path.removeprefix(start).split(".")
+            array = source.read(path, rows)
+            node = functools.reduce(lambda node, name: node.setdefault(name, {}), names, tree)
+            node[last] = jnp.asarray(array if layer is None else array[0])
+        return tree
 
-    ids = np.unique(tokens_BS)
-    embedding = _tree(ends(slice(0, 1)))
-    rows = [source.read("ends.tokens", slice(token, token + 1)) for token in ids.tolist()]
-    embedding["tokens"] = jnp.concatenate(rows)
-    batch = {"tokens": np.searchsorted(ids, tokens_BS).astype(np.int32), "positions": positions_BS}
-    batch |= {"types": np.zeros_like(tokens_BS)} if config.family == "bert" else {}
-    model = _model(config, len(ids))
-    x_BSD = model.embed(embedding, batch)
-    place = model.place(batch)
-    for layer in range(config.layers):  # one in memory at a time
-        x_BSD = jax.block_until_ready(model.block(_tree(_block(source, layer)), x_BSD, place))
-    x_BSD = jax.device_get(x_BSD)
-
-    def logits(rows: slice) -> np.ndarray:
-        if not has_head:
-            return _normed(config, dict(ends(slice(0, 1))), x_BSD)[..., rows]
-        each = x_BSD.reshape(-1, 1, config.hidden)  # every position a row of its own
-        head = _model(config, rows.stop - rows.start).head
-        flat = head(_tree(ends(rows)), each, np.zeros(len(each), np.int32))
-        return np.asarray(flat).reshape(*x_BSD.shape[:2], -1)
-
-    order_B2 = _order(config, _tree(ends(slice(0, 1))), x_BSD) if config.family == "bert" else None
-    return Outputs(logits, order_B2)
-
-
-def _block(source: Canonical, layer: int) -> Leaves:
-    """The parameters of one layer, one after the other."""
-    for path in source.shapes:
-        if path.startswith("block."):
-            yield path.removeprefix("block."), source.read(path, slice(layer, layer + 1))[0]
+    shared = {"embed": read("embed."), "head": read("head.")}
+    batch = {"tokens": tokens_BS, "positions": positions_BS, "types": np.zeros_like(tokens_BS)}
+    stream, context = model.embed(shared, batch), model.context(0, batch, None, None)
+    for place, kind in enumerate(model.pattern):
+        layer = model.pattern[:place].count(kind)
+        params = read(f"layers.{kind}.", layer)
+        stream = jax.block_until_ready(model.layer(kind, params, stream, context))
+    x_BSD = stream["x"]
+    order_B2 = _order(model, shared, x_BSD) if "binary" in shared["head"] else None
+    if not has_head:  # BERT's last layer as Hugging Face has it: after the last norm, if any
+        norm = shared["head"].get("norm")
+        if norm is not None:
+            x_BSD = layer_norm(x_BSD, norm["scale"], norm["bias"], config.norm_epsilon)
+        return Outputs(np.asarray(x_BSD), order_B2)
+    every = x_BSD.reshape(-1, 1, config.hidden)  # position a row of its own
+    logits = model.next_logits(shared, {"x": every}, np.zeros(len(every), np.int32))
+    return Outputs(np.asarray(logits).reshape(*tokens_BS.shape, -1), order_B2)
 
 
-def _vocab_rows(path: str, rows: slice) -> slice:
-    return rows if path in ("ends.tokens", "ends.output", "ends.head.bias") else slice(None)
-
-
-class _Compiled(NamedTuple):
-    """Functions of a model of ours."""
-
-    embed: Callable
-    place: Callable
-    block: Callable
-    head: Callable
-    loss: Callable
-
-
-@functools.lru_cache(maxsize=4)
-def _model(config: ModelConfig, vocab: int) -> _Compiled:
-    """Of ours, for a vocabulary of that many tokens, in float32 and without dropout."""
-    config = replace(
-        config, vocab=vocab, vocab_multiple=1, dropout=0.0, attention_dropout=0.0,
-        compute_dtype="float32",
-    )  # fmt: skip
-    model = Model(config)
-
-    def exactly(function: Callable) -> Callable:
-        def run(*arguments):
-            with jax.default_matmul_precision("highest"):
-                return function(*arguments)
-
-        return jax.jit(run)
-
-    return _Compiled(
-        embed=exactly(model.embed), place=lambda batch: model.place(0, batch, None, None),
-        block=exactly(model.block), head=exactly(model.next_logits), loss=exactly(model.loss),
+def _model(config: ModelConfig) -> Model:
+    """Of ours, in float32, without dropout and padding."""
+    model = Model(
+        replace(
+            config, vocab_multiple=1, dropout=0.0, attention_dropout=0.0, compute_dtype="float32"
+        )
     )  # fmt: skip
 
+    def exactly(function: Callable, **static: Any) -> Callable:
+        return jax.jit(jax.default_matmul_precision("highest")(function), **static)
 
-def _tree(leaves: Leaves) -> dict[str, Any]:
-    """("a.b", leaf), ... as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves:
-        *names, last = path.split(".")
-        node = tree
-        for name in names:
-            node = node.setdefault(name, {})
-        node[last] = jnp.asarray(leaf)
-    return tree
+    model.embed, model.loss = exactly(model.embed), exactly(model.loss)
+    model.layer = exactly(model.layer, static_argnums=0)
+    model.next_logits = exactly(model.next_logits)
+    return model
 
 
-def _normed(config: ModelConfig, ends: Mapping[str, np.ndarray], x_BSD: np.ndarray) -> np.ndarray:
-    """BERT's last layer as Hugging Face has it: after the last norm, where there is one."""
-    if config.norm_placement == "post":
-        return x_BSD
-    scale, bias = ends["norm.scale"], ends["norm.bias"]
-    return np.asarray(layer_norm(x_BSD, scale, bias, config.norm_epsilon))
-
-
-def _order(config: ModelConfig, ends: dict[str, Any], x_BSD: np.ndarray) -> np.ndarray:
+def _order(model: Model, shared: dict[str, Any], x_BSD: jax.Array) -> np.ndarray:
     """[B, 2]: log-probabilities of the binary head, from its loss for each label."""
-    loss, nothing_1S = _model(config, 1).loss, np.zeros((1, x_BSD.shape[1]), np.int32)
+    nothing_1S = np.zeros((1, x_BSD.shape[1]), np.int32)
     batch = {"targets": nothing_1S, "weights": nothing_1S.astype(np.float32)}
     found_B2 = np.empty((len(x_BSD), 2), np.float32)
     for row, label in np.ndindex(found_B2.shape):
         order = {"order": np.int32([label]), "order_weights": np.float32([1])}
-        found_B2[row, label] = -loss(ends, x_BSD[row : row + 1], batch | order)
+        found_B2[row, label] = -model.loss(shared, {"x": x_BSD[row : row + 1]}, batch | order)
     return found_B2
 
 
 # --- theirs ---------------------------------------------------------------------------------------
+
+
+def _transformers_can(theirs: HuggingFaceModel) -> bool:
+    """Whether transformers is installed and memory has room for all of the model, in float32."""
+    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
+        return False
+    needed = 2 * 4 * sum(math.prod(shape) for shape in theirs.shapes.values())
+    try:
+        return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not Linux: a model that any machine has room for
+        return needed < 2 << 30
 
 
 def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> tuple[Outputs, str]:
@@ -228,18 +187,34 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
     except ImportError as error:
         raise UserError(
             f"check='transformers' needs {error.name}: pip install 'mtx[peers]', or use "
-            "check='formulas'"
+            "check='ours'"
         ) from error
     # Not what `architectures` says: a GPT2Model is saved without the head that it shares.
     name = "AutoModelForMaskedLM" if theirs.absent else theirs.kind.architecture
-    kind = getattr(transformers, "AutoModel" if "head" in theirs.absent else name)
-    model = kind.from_pretrained(theirs.directory, dtype=torch.float32).eval()
-    with torch.no_grad():
-        ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
-        out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    kind = getattr(transformers, "AutoModel" if "head.masked" in theirs.absent else name)
+    logging = transformers.utils.logging
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        model = kind.from_pretrained(
+            theirs.directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
+            out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # whatever it makes of a config.json
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"transformers cannot run {theirs.directory}: {line}; use check='ours'"
+        ) from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
     order = getattr(out, "seq_relationship_logits", None)
     found = (getattr(out, field, None) for field in ("logits", "prediction_logits"))
     logits = next((a for a in found if a is not None), None)
     logits = (out.last_hidden_state if logits is None else logits).numpy()
-    outputs = Outputs(lambda rows: logits[..., rows], None if order is None else order.numpy())
+    outputs = Outputs(logits, None if order is None else order.numpy())
     return outputs, f"transformers {transformers.__version__}"

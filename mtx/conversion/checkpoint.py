@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +16,40 @@ import numpy as np
 from mtx.checkpoint.catalog import ArrayInfo, Block
 from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
-from mtx.config import Layout, ModelConfig, RunConfig, to_dict
-from mtx.conversion.huggingface import Canonical, Report, Shape, parts
+from mtx.config import ModelConfig, RunConfig, to_dict
+from mtx.conversion.huggingface import Canonical, Report, parts
 from mtx.errors import UserError
-from mtx.sharding.mesh import make_mesh
+from mtx.huggingface import Shape
+from mtx.layers.model import Model
 from mtx.step.optimizer import LossScale, state_arrays
 from mtx.step.trainer import Trainer
 
 _FLOAT32 = np.dtype(np.float32)
+_FILE_BYTES = 1 << 30
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """The shapes of a model's canonical arrays, by path: "ends.tokens", "block.mlp.up.w"."""
-    mesh = make_mesh(Layout(), jax.local_devices()[:1])  # one process asks, of a cluster perhaps
-    trainer = Trainer(RunConfig(model=model, global_batch=1), mesh=mesh)
-    tree = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
-    return {
-        ".".join(key.key for key in path): leaf.shape
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`."""
+    plain = Model(replace(model, vocab_multiple=1))  # canonical arrays have no padding
+    shapes = _by_path(jax.eval_shape(partial(plain.init_shared, 0)))
+    for kind in plain.kinds:
+        layers = plain.pattern.count(kind)
+        one = _by_path(jax.eval_shape(partial(plain.init_layer, kind, 0, 0)))
+        shapes |= {f"layers.{kind}.{path}": (layers, *shape) for path, shape in one.items()}
+    return shapes
+
+
+def _by_path(tree: Any) -> dict[str, Shape]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {".".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
 class SavedParameters:
-    """The parameters of a checkpoint, as canonical arrays. Every block that is read is checked."""
+    """The parameters of a checkpoint, as canonical arrays, as they are in `dtype`. Every block that
+    is read is checked."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, *, dtype: np.dtype = _FLOAT32):
+        self._store, self._dtype = store, dtype
         start = "params."
         self.shapes: Mapping[str, Shape] = {
             name.removeprefix(start): info.shape
@@ -62,8 +72,13 @@ class SavedParameters:
         """Rows of an array along its first dim, float32. Raises Damaged."""
         shape = self.shapes[path]
         start, stop, _ = rows.indices(shape[0])
-        first = start, *(0,) * (len(shape) - 1)
-        return self._store.read(f"params.{path}", first, (stop - start, *shape[1:]))
+        array = self._store.read(f"params.{path}", _first(start, shape), (stop - start, *shape[1:]))
+        return array.astype(self._dtype, copy=False).astype(np.float32, copy=False)
+
+
+def _first(row: int, shape: Shape) -> Shape:
+    """Where that row of an array begins."""
+    return row, *(0,) * (len(shape) - 1)
 
 
 def write_checkpoint(
@@ -81,17 +96,13 @@ def write_checkpoint(
     total, done = sum(4 * math.prod(shape) for shape in shapes.values()), 0
     blocks: list[Block] = []
     for number, group in enumerate(_files(shapes)):
-        held = [
-            Part(
-                name=f"params.{path}", start=(rows.start, *(0,) * (len(shapes[path]) - 1)),
-                values=source.read(path, rows),
-            )
-            for path, rows in group
-        ]  # fmt: skip
+        held = []  # what was, before the next is read
+        for path, rows in group:
+            start, values = _first(rows.start, shapes[path]), source.read(path, rows)
+            held.append(Part(name=f"params.{path}", start=start, values=values))
         blocks += write_parts(directory / f"arrays.{number}.bin", held)
         done += sum(part.values.nbytes for part in held)
         report(done, total)
-        held = []  # before the next is read
     scalars = _scalars(run)
     held = [Part(name=name, start=(), values=value) for name, value in scalars.items()]
     blocks += write_parts(directory / f"arrays.{number + 1}.bin", held)
@@ -100,31 +111,29 @@ def write_checkpoint(
     for block in blocks:
         found[block.name].append(block)
     held = {f"params.{path}": shape for path, shape in shapes.items()} | moments
-    arrays = {name: (shape, _FLOAT32) for name, shape in held.items()}
-    arrays |= {name: (value.shape, value.dtype) for name, value in scalars.items()}
     catalog = {
-        name: ArrayInfo(shape=tuple(shape), dtype=dtype, blocks=tuple(found[name]))
-        for name, (shape, dtype) in arrays.items()
-    }
+        name: ArrayInfo(
+            shape=held.get(name, ()), blocks=tuple(of_name),
+            dtype=scalars[name].dtype if name in scalars else _FLOAT32,
+        )
+        for name, of_name in found.items()
+    }  # fmt: skip
     documents = {"run": to_dict(run), **documents}
     write_documents(directory, step=0, processes=1, catalog=catalog, documents=documents)
 
 
 def _files(shapes: Mapping[str, Shape]) -> list[list[tuple[str, slice]]]:
-    """What to write into each file: one layer, or about as much of the ends."""
-    blocks = {path: shape for path, shape in shapes.items() if path.startswith("block.")}
-    layer_bytes = sum(4 * math.prod(shape[1:]) for shape in blocks.values())
+    """What to write into each file, about as much as is held in memory at a time."""
     files: list[list[tuple[str, slice]]] = [[]]
     file_bytes = 0
     for path, shape in shapes.items():
-        for rows in parts(path, shape) if path not in blocks else ():
-            if file_bytes > layer_bytes:
+        for rows in parts(path, shape):
+            size = 4 * (rows.stop - rows.start) * math.prod(shape[1:])
+            if files[-1] and file_bytes + size > _FILE_BYTES:
                 files.append([])
                 file_bytes = 0
             files[-1].append((path, rows))
-            file_bytes += 4 * (rows.stop - rows.start) * math.prod(shape[1:])
-    layers = next(iter(blocks.values()))[0]
-    files += [[(path, slice(layer, layer + 1)) for path in blocks] for layer in range(layers)]
+            file_bytes += size
     return files
 
 
@@ -151,12 +160,8 @@ def _write_zeros(path: Path, shapes: Mapping[str, Shape]) -> list[Block]:
         for rows in parts(name.partition(".")[2], shape):
             cut = (rows.stop - rows.start, *shape[1:])
             most_bytes = max(most_bytes, 4 * math.prod(cut))
-            blocks.append(
-                Block(
-                    name=name, start=(rows.start, *(0,) * (len(shape) - 1)), shape=cut,
-                    file=path.name, offset=0, fingerprint=0,
-                )
-            )  # fmt: skip
+            of_rows = {"name": name, "start": _first(rows.start, shape), "shape": cut}
+            blocks.append(Block(file=path.name, offset=0, fingerprint=0, **of_rows))
     with path.open("xb") as file:
         file.truncate(most_bytes)
     return blocks

@@ -13,17 +13,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mtx.checkpoint.checkpoints import Checkpoints
-from mtx.checkpoint.manifest import read_document
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
-from mtx.conversion.check import Check, Comparison, Rounded, compare
+from mtx.conversion.check import Check, Comparison, compare
 from mtx.conversion.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
-from mtx.conversion.configs import model_type_of
+from mtx.conversion.configs import kind_of_model
 from mtx.conversion.huggingface import (
     CONFIG,
-    DTYPE_NAMES,
     Form,
     HuggingFaceModel,
     Report,
@@ -32,13 +30,16 @@ from mtx.conversion.huggingface import (
     write_json,
     write_model,
 )
+from mtx.conversion.safetensors import DTYPES, SHORT_NAMES, DtypeName
 from mtx.conversion.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
 from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.paths import user_path
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
 CONVERTED = "converted"  # in a checkpoint's extra: nothing has been trained since
+_RENAMED = {  # what a BERT is without, as checkpoints of formats 1 and 2 note it
+    "head": "head.masked", "pooler": "head.pooler", "binary": "head.binary"
+}  # fmt: skip
 COMPANIONS = "huggingface"  # the folder of a run for what Hugging Face has beside the tensors
 _COMPANION_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -91,21 +92,22 @@ def to_checkpoint(
     tokenizer: str | Tokenizer | None = None,
     dtype: DtypeName | None = None,
     run: RunConfig | None = None,
-    check: Check = "formulas",
+    check: Check = "auto",
     report: Report = _nothing,
 ) -> Converted:
     """A run directory `target`, whose checkpoint of step 0 has the parameters of the Hugging Face
     directory `source`. Training goes on from there, with moments of zero.
 
-    sequence: of the run, for a model whose parameters do not depend on it (Llama); by default all
-    that the model can take. tokenizer: a tokenizer.json, a folder that holds one, or "bytes"; by
+    sequence: of the run, for a model whose parameters do not depend on it; by default all that the
+    model can take. tokenizer: a tokenizer.json, a folder that holds one, or "bytes"; by
     default that of `source`. dtype: in which the run computes; by default that of the tensors.
     run: instead of these, the one that is to go on from there. Raises UserError where the source
     cannot be converted, the target is there already or cannot be written, and where the two sides
     differ.
     """
     source, target = user_path(source, "source"), user_path(target, "target")
-    with HuggingFaceModel(source) as theirs, new_directory(target) as place:
+    theirs = HuggingFaceModel(source)
+    with new_directory(target) as place:
         model = model_to_train(theirs, sequence, dtype) if run is None else run.model
         theirs.expect(canonical_shapes(model))
         if tokenizer is None or isinstance(tokenizer, str):
@@ -122,11 +124,8 @@ def to_checkpoint(
         write_checkpoint(step, run, theirs, documents=documents, report=report)
         _copy_companions(source, place / COMPANIONS)
         write_json(place / "run.json", to_dict(run))
-        comparison = None
-        if check != "none":
-            with Checkpoints(place).open(0) as store:
-                comparison = compare(model, SavedParameters(store), theirs, check=check)
-            _refuse_difference(comparison, source, target)
+        with Checkpoints(place).open(0) as store:
+            comparison = _compared(model, SavedParameters(store), theirs, check, target)
     return Converted(
         source=source, target=target, model=model, parameters=_count(theirs.shapes),
         comparison=comparison, notes=tuple(notes),
@@ -137,20 +136,28 @@ def model_to_train(
     theirs: HuggingFaceModel, sequence: int | None = None, dtype: DtypeName | None = None
 ) -> ModelConfig:
     """The model of a Hugging Face directory as a run of ours has it; see `to_checkpoint`."""
-    dtype = dtype or DTYPE_NAMES[theirs.form.dtype]
-    return replace(_with_sequence(theirs, sequence), compute_dtype=dtype)
+    model, dtype = theirs.model, dtype or DTYPES[theirs.form.dtype].name
+    if sequence not in (None, model.sequence):
+        if model.sequence_is_fixed:
+            raise UserError(
+                f"sequence={sequence}: a {theirs.config['model_type']} has a table of "
+                f"{model.sequence} positions; leave it out"
+            )
+        if not 1 <= sequence <= model.sequence:
+            raise UserError(f"sequence={sequence} must lie between 1 and {model.sequence}")
+    return replace(model, sequence=sequence or model.sequence, compute_dtype=dtype)
 
 
 def run_to_train(model: ModelConfig, tokenizer: str | None, eod: str, *, out: str) -> RunConfig:
     """A run that goes on from a trained model, with values that are sane for most: a low learning
     rate that falls to a tenth, 16 sequences a step. Its data are yet to be named."""
-    bert = model.family == "bert"
-    data = DataConfig(order="nsp" if bert else "sop", eod=eod)
+    masked = model.objective == "masked tokens"
+    data = DataConfig(order="nsp" if masked else "sop", eod=eod)
     data = data if tokenizer is None else replace(data, tokenizer=tokenizer)
     return RunConfig(
         model=model, data=data, global_batch=16, steps=1000, eval_every=100, save_every=250,
         optimizer=OptimizerConfig(
-            lr=2e-5, min_lr=2e-6, warmup_steps=100, b2=0.999 if bert else 0.95
+            lr=2e-5, min_lr=2e-6, warmup_steps=100, b2=0.999 if masked else 0.95
         ),
         out=out,
     )  # fmt: skip
@@ -163,7 +170,7 @@ def to_huggingface(
     step: int | None = None,
     dtype: DtypeName | None = None,
     most_file_gb: float = 5.0,
-    check: Check = "formulas",
+    check: Check = "auto",
     report: Report = _nothing,
 ) -> Converted:
     """A Hugging Face directory `target` with the parameters of a checkpoint of the run `source`.
@@ -176,31 +183,26 @@ def to_huggingface(
     checkpoints = Checkpoints(source)
     run, form = checkpoints.run(step), _form_of(checkpoints.extra(step))
     if dtype:
-        names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-        form = replace(form, dtype=names[dtype])
-    manifest = checkpoints.manifest(step)
-    document = read_document(checkpoints.directory / str(manifest.step), manifest, "tokenizer")
+        form = replace(form, dtype=SHORT_NAMES[dtype])
     companions = checkpoints.directory.parent / COMPANIONS
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
     with checkpoints.open(step) as store, new_directory(target) as place:
         ours = SavedParameters(store)
         ours.expect(canonical_shapes(run.model))
         _copy_companions(companions, place)
-        end = write_tokenizer(place, document)
-        if not base and run.model.family != "bert":
+        end = write_tokenizer(place, checkpoints.document("tokenizer", step))
+        if not base and run.model.causal:
             base = {name: end for name in ("bos_token_id", "eos_token_id")}
-            base["model_type"] = model_type_of(run.model)
+            base["model_type"] = kind_of_model(run.model).model_type
         write_model(
             place, run.model, ours, form=form, base=base, report=report,
             most_file_bytes=int(most_file_gb * 1e9),
         )  # fmt: skip
-        comparison = None
-        if check != "none":
-            with HuggingFaceModel(place) as theirs:
-                theirs.expect(ours.shapes)
-                comparison = compare(run.model, Rounded(ours, form.dtype), theirs, check=check)
-            _refuse_difference(comparison, source, target)
-    notes = [f"tensors are {DTYPE_NAMES[form.dtype]}"]
+        theirs = HuggingFaceModel(place)
+        theirs.expect(ours.shapes)
+        rounded = SavedParameters(store, dtype=DTYPES[form.dtype])
+        comparison = _compared(run.model, rounded, theirs, check, target)
+    notes = [f"tensors are {DTYPES[form.dtype].name}"]
     if not has_tokenizer(target):
         notes.append(f"{target} has no tokenizer: copy its files there")
     return Converted(
@@ -232,23 +234,9 @@ def _count(shapes: Mapping[str, Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _with_sequence(theirs: HuggingFaceModel, sequence: int | None) -> ModelConfig:
-    model = theirs.model
-    if sequence is None or sequence == model.sequence:
-        return model
-    if model.family != "llama":
-        raise UserError(
-            f"sequence={sequence}: a {theirs.config['model_type']} has a table of "
-            f"{model.sequence} positions; leave it out"
-        )
-    if not 1 <= sequence <= model.sequence:
-        raise UserError(f"sequence={sequence} must lie between 1 and {model.sequence}")
-    return replace(model, sequence=sequence)
-
-
 def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str]:
     """What training or evaluation of the converted model would otherwise be surprised by."""
-    notes, config = [], theirs.config
+    notes = list(theirs.notes)
     if tokenizer is None:
         notes.append(
             f"{theirs.directory} has no tokenizer, so the run has none either: to train on text or "
@@ -258,27 +246,28 @@ def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str
         notes.append(
             f"the model has no {' and no '.join(theirs.absent)}: begun anew, with random values"
         )
-    embedding = config.get("embd_pdrop", theirs.model.dropout)
-    if embedding != theirs.model.dropout:
-        notes.append(
-            f"embd_pdrop={embedding} is not kept: dropout={theirs.model.dropout}, which is its "
-            "resid_pdrop, holds for the embedding too"
-        )
     return notes
 
 
 def _form_of(extra: Mapping[str, Any]) -> Form:
     """What `to_checkpoint` has noted; training does not keep it."""
     noted = extra.get(CONVERTED, {})
-    return Form(**noted | {"absent": tuple(noted.get("absent", ()))})
+    absent = tuple(_RENAMED.get(part, part) for part in noted.get("absent", ()))
+    return Form(**noted | {"absent": absent})
 
 
-def _refuse_difference(comparison: Comparison, source: Path, target: Path) -> None:
+def _compared(
+    model: ModelConfig, ours: SavedParameters, theirs: HuggingFaceModel, check: Check, target: Path
+) -> Comparison | None:
+    if check == "none":
+        return None
+    comparison = compare(model, ours, theirs, check=check)
     if not comparison.agrees:
         raise UserError(
-            f"{source} and its conversion differ: {comparison}; {target} is not written. If the "
+            f"both sides of the conversion differ: {comparison}; {target} is not written. If the "
             "files are sound, this is a mistake in the conversion: report it with the config.json"
         )
+    return comparison
 
 
 def _copy_companions(source: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +22,11 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.snapshot import NUMBERS
 from mtx.checkpoint.store import Store
 from mtx.config import to_dict
-from mtx.conversion.safetensors import DTYPES, SafetensorsWriter
+from mtx.conversion.safetensors import DTYPES, SHORT_NAMES, DtypeName, write_safetensors
 from mtx.errors import UserError
 from mtx.paths import check_path
 
 Format = Literal["safetensors", "orbax"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of safetensors
 _ROWS_BYTES = 256 << 20  # of an array, in memory at a time
 
 
@@ -38,7 +36,7 @@ def export(
     *,
     step: int | None = None,
     format: Format = "safetensors",
-    dtype: Dtype = "float32",
+    dtype: DtypeName = "float32",
     optimizer: bool = False,
 ) -> int:
     """Makes the folder `out`, whole or not at all; the number of parameters in it.
@@ -88,13 +86,13 @@ def _is_of(name: str, *trees: str) -> bool:
 
 
 def _write_safetensors(
-    store: Store, folder: Path, names: list[str], dtype: Dtype, optimizer: bool
+    store: Store, folder: Path, names: list[str], dtype: DtypeName, optimizer: bool
 ) -> None:
     parameters = {n.removeprefix("params."): n for n in names if _is_of(n, "params")}
-    _write_tensors(store, folder / "model.safetensors", parameters, _NAMES[dtype])
+    _write_tensors(store, folder / "model.safetensors", parameters, SHORT_NAMES[dtype])
     if optimizer:
         moments = {name: name for name in names if not _is_of(name, "params", *NUMBERS)}
-        _write_tensors(store, folder / "optimizer.safetensors", moments, _NAMES["float32"])
+        _write_tensors(store, folder / "optimizer.safetensors", moments, SHORT_NAMES["float32"])
         numbers = {name: store.read(name).item() for name in NUMBERS}
         text = json.dumps(_nested(numbers.items()), indent=1) + "\n"
         (folder / "state.json").write_text(text, encoding="utf-8")
@@ -103,21 +101,24 @@ def _write_safetensors(
 def _write_tensors(store: Store, path: Path, names: dict[str, str], dtype: str) -> None:
     """One file; `names` are the checkpoint's by those in the file."""
     shapes = {name: store.catalog[source].shape for name, source in names.items()}
-    with SafetensorsWriter(path, shapes, dtype=dtype) as writer:
+
+    def values() -> Iterator[np.ndarray]:
         for name, shape in shapes.items():
             rows = max(1, _ROWS_BYTES // (4 * math.prod(shape[1:])))
             for row in range(0, shape[0], rows):
                 start = (row, *(0,) * (len(shape) - 1))
                 part = (min(rows, shape[0] - row), *shape[1:])
-                writer.write(name, store.read(names[name], start, part), row=row)
+                yield store.read(names[name], start, part)
+
+    write_safetensors(path, shapes, values(), dtype=dtype)
 
 
 def _write_orbax(
-    store: Store, folder: Path, names: list[str], dtype: Dtype, optimizer: bool
+    store: Store, folder: Path, names: list[str], dtype: DtypeName, optimizer: bool
 ) -> None:
     def read(name: str) -> np.ndarray:
         values = store.read(name)
-        return values.astype(DTYPES[_NAMES[dtype]]) if _is_of(name, "params") else values
+        return values.astype(DTYPES[SHORT_NAMES[dtype]]) if _is_of(name, "params") else values
 
     wanted = [name for name in names if optimizer or _is_of(name, "params")]
     # Without room, Orbax's threads would tell it in tracebacks.

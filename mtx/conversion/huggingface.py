@@ -1,12 +1,12 @@
 """A Hugging Face directory as our canonical arrays, and canonical arrays as such a directory.
 
 Both read and write a layer, or some rows of a table, at a time. Canonical arrays have paths such as
-"block.mlp.up.w" and "ends.tokens", blocks [L, ...].
+"embed.tokens" and, of the layers of a kind, "layers.block.mlp.up.w" [L, ...] (`mtx.huggingface`).
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ import numpy as np
 
 from mtx import files
 from mtx.config import ModelConfig
-from mtx.conversion.configs import KINDS, Json, Kind, config_of, kind_of, model_of, model_type_of
-from mtx.conversion.names import Names, Shape, Weight
-from mtx.conversion.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter
+from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_config
+from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
 from mtx.errors import UserError
+from mtx.huggingface import HuggingFace, Json, Names, Shape, is_of_layers
 
 CONFIG = "config.json"
 _ONE_FILE = "model.safetensors"
@@ -29,7 +29,6 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
 Report = Callable[[int, int], None]  # bytes done, bytes in all
-DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Form:
     """How a directory holds a model."""
 
     dtype: str = "F32"  # as safetensors names it
-    absent: tuple[str, ...] = ()  # parts of the ends that the model is without
+    absent: tuple[str, ...] = ()  # paths of parts that the model is without
     bare: bool = False  # names are without their common prefix
     architecture: str | None = None  # the class in transformers; None: that of a whole model
 
@@ -54,7 +53,7 @@ class Canonical(Protocol):
 def parts(path: str, shape: Shape) -> Iterator[slice]:
     """The rows to read at a time: a layer, PART_BYTES of a table, or all of what is neither."""
     rows = 1
-    if path.startswith("ends."):
+    if not is_of_layers(path):
         is_table = path.count(".") == 1
         rows = max(1, PART_BYTES // (4 * math.prod(shape[1:]))) if is_table else shape[0]
     for row in range(0, shape[0], rows):
@@ -64,35 +63,21 @@ def parts(path: str, shape: Shape) -> Iterator[slice]:
 class HuggingFaceModel:
     """A directory with config.json and safetensors, whole or in several files.
 
-    Use it as a context. Raises UserError where it is no such directory, where its model is none of
-    ours, and where a file is not whole; `expect` says whether the tensors are those of the model.
+    Raises UserError where it is no such directory, where its model is none of ours, and where a
+    file is not whole; `expect` says whether the tensors are those of the model.
     """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self.config = read_json(self.directory / CONFIG)
         where = str(self.directory / CONFIG)
-        self.kind: Kind = kind_of(self.config, where)
-        self.model: ModelConfig = model_of(self.config, where)
+        self.kind: HuggingFace = kind_of(self.config, where)
+        self.model, self.notes = read_config(self.config, where)
         self.names: Names = self.kind.names
         self.shapes: Mapping[str, Shape] = {}
-        self.absent: tuple[str, ...] = ()  # parts of the ends that it is without; from `expect`
-        self._files: list[SafetensorsFile] = []
-        try:
-            self._tensors = self._open()
-        except UserError:
-            self.close()
-            raise
-
-    def __enter__(self) -> HuggingFaceModel:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
+        self.absent: tuple[str, ...] = ()  # paths of parts that it is without; from `expect`
+        self._pattern = self.model.stack().pattern
+        self._tensors = self._open()
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -101,7 +86,6 @@ class HuggingFaceModel:
         found: dict[str, tuple[SafetensorsFile, str]] = {}
         for path in self._paths():
             file = SafetensorsFile(path)
-            self._files.append(file)
             for name in file.tensors:
                 short = self.names.short(name)
                 if short in found:
@@ -150,7 +134,7 @@ class HuggingFaceModel:
     @property
     def form(self) -> Form:
         """Of the widest dtype, where they differ. After `expect`."""
-        there = {file.tensors[name].dtype for file, name in self._tensors.values()}
+        there = {file.tensors[name][0] for file, name in self._tensors.values()}
         dtype = next((dtype for dtype in ("F32", "BF16", "F16") if dtype in there), "F32")
         prefixed = any(name.startswith(self.names.prefix) for _, name in self._tensors.values())
         known = self.config.get("architectures")
@@ -167,8 +151,9 @@ class HuggingFaceModel:
         have another shape; and where tied weights differ.
         """
         self.absent = tuple(part for part in self.names.optional if not self._has(part, shapes))
-        self.shapes = dict(shapes)
-        needed = self.names.tensors(self._present())
+        self.shapes, arrays = dict(shapes), self.names.arrays(shapes, self._pattern)
+        self._weights = {path: (weight, starts) for path, weight, starts in arrays}
+        needed = self.names.tensors(present(self.shapes, self.absent), self._pattern)
         for twin, main in self.names.twins.items():
             if twin in self._tensors and twin not in needed and main not in self._tensors:
                 self._tensors[main] = self._tensors.pop(twin)
@@ -200,26 +185,23 @@ class HuggingFaceModel:
             self._compare(twin, self.names.twins[twin])
 
     def _has(self, part: str, shapes: Mapping[str, Shape]) -> bool:
-        of_part = {path: s for path, s in shapes.items() if path.startswith(f"ends.{part}.")}
+        of_part = [path for path in shapes if path.startswith(f"{part}.")]
         if not of_part:
             return True
-        weights = {f"ends.{weight.leaf}": weight for weight in self.names.ends}
         twins = {main: twin for twin, main in self.names.twins.items()}
-        names = [name for path in of_part for name in weights[path].names]
+        weights = [weight for weight in self.names.shared if weight.leaf in of_part]
+        names = [name for weight in weights for name in weight.names]
         return any(name in self._tensors or twins.get(name) in self._tensors for name in names)
-
-    def _present(self) -> dict[str, Shape]:
-        return present(self.shapes, self.absent)
 
     def _shape(self, name: str) -> Shape:
         file, there = self._tensors[name]
-        return file.tensors[there].shape
+        return file.tensors[there][1]
 
     def _compare(self, twin: str, main: str) -> None:
         shape = self._shape(main)
         if self._shape(twin) == shape and all(
             np.array_equal(self._read(twin, rows), self._read(main, rows))
-            for rows in parts("ends.tokens", shape)
+            for rows in parts("embed.tokens", shape)
         ):
             return
         raise UserError(
@@ -233,34 +215,23 @@ class HuggingFaceModel:
         file, there = self._tensors[name]
         return file.read(there, rows)
 
-    def tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor by its short name, or some of its rows, float32."""
-        return self._read(name, rows).astype(np.float32)
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
     def read(self, path: str, rows: slice) -> np.ndarray:
         """Rows of a canonical array: layers, or rows of a table. What the model is without has
         the values of a new model: norms 1 and 0, biases 0, weights drawn anew."""
         shape = self.shapes[path]
         start, stop, _ = rows.indices(shape[0])
-        if path.removeprefix("ends.").startswith(tuple(f"{part}." for part in self.absent)):
+        if path.startswith(tuple(f"{part}." for part in self.absent)):
             return _new_values(path, shape, self.model.init_std)[start:stop]
         weight, starts = self._weights[path]
-        if path.startswith("ends."):
+        if not is_of_layers(path):
             if weight.form == "table":
-                return self.tensor(weight.names[0], rows)
+                return self._read(weight.names[0], rows).astype(np.float32)
             return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
         array = np.empty((stop - start, *shape[1:]), np.float32)
         for place, prefix in enumerate(starts[start:stop]):
             tensors = [self._read(prefix + name) for name in weight.names]
             array[place] = weight.to_ours(tensors, shape[1:])
         return array
-
-    @property
-    def _weights(self) -> dict[str, tuple[Weight, tuple[str, ...]]]:
-        return {path: (weight, starts) for path, weight, starts in self.names.arrays(self.shapes)}
 
 
 def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
@@ -273,8 +244,8 @@ def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
 
 
 def present(shapes: Mapping[str, Shape], absent: Iterable[str]) -> dict[str, Shape]:
-    """The shapes without those of some parts of the ends."""
-    starts = tuple(f"ends.{part}." for part in absent)
+    """The shapes without those of some parts."""
+    starts = tuple(f"{part}." for part in absent)
     return {path: shape for path, shape in shapes.items() if not path.startswith(starts)}
 
 
@@ -296,45 +267,34 @@ def write_model(
     base: a config.json whose other values are kept. Raises UserError for a value that float16
     cannot hold, OSError where the disk says so.
     """
-    names, shapes = KINDS[model_type_of(model)].names, present(source.shapes, form.absent)
+    names, pattern = kind_of_model(model).names, model.stack().pattern
     names = replace(names, prefix="") if form.bare else names
-    dtype = form.dtype
-    tensors = {names.full(name): shape for name, shape in names.tensors(shapes).items()}
+    shapes, dtype = present(source.shapes, form.absent), form.dtype
+    tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}
     files = _divide(tensors, DTYPES[dtype].itemsize, most_file_bytes)
-    done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
-    with contextlib.ExitStack() as stack:
-        writers: dict[str, SafetensorsWriter] = {}
-        for file, inside in files.items():
-            writer = stack.enter_context(SafetensorsWriter(directory / file, inside, dtype=dtype))
-            writers |= dict.fromkeys(inside, writer)
-        for path, weight, starts in names.arrays(shapes):
+    places = {name: file for file, inside in files.items() for name in inside}
+
+    def values() -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors, or rows of them, in the order of `tensors`."""
+        done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
+        for path, weight, starts in names.arrays(shapes, pattern):
             for rows in parts(path, shapes[path]):
                 array = source.read(path, rows)
-                is_block = path.startswith("block.")
-                row = 0 if is_block else rows.start
-                for name, tensor in _tensors_of(weight, starts[rows] if is_block else None, array):
-                    name = names.full(name)
-                    _refuse_overflow(name, tensor, dtype)
-                    writers[name].write(name, tensor, row=row)
+                of_layers = is_of_layers(path)
+                start, array = (starts[rows.start], array[0]) if of_layers else ("", array)
+                for name, tensor in zip(weight.names, weight.to_tensors(array), strict=True):
+                    _refuse_overflow(name := names.full(start + name), tensor, dtype)
+                    yield name, tensor
                 done += array.nbytes
                 report(done, total)
+
+    for file, group in itertools.groupby(values(), lambda value: places[value[0]]):
+        written = (tensor for _, tensor in group)
+        write_safetensors(directory / file, files[file], written, dtype=dtype)
     if len(files) > 1:
         size = sum(math.prod(shape) for shape in tensors.values()) * DTYPES[dtype].itemsize
-        places = {name: file for file, inside in files.items() for name in inside}
         write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
     write_json(directory / CONFIG, _whole_config(model, form, base))
-
-
-def _tensors_of(
-    weight: Weight, starts: Sequence[str] | None, array: np.ndarray
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors, by short name, of layers whose names start so, or of rows of an end's array."""
-    if starts is None:
-        yield from zip(weight.names, weight.to_tensors(array), strict=True)
-        return
-    for start, layer in zip(starts, array, strict=True):
-        for name, tensor in zip(weight.names, weight.to_tensors(layer), strict=True):
-            yield start + name, tensor
 
 
 def _divide(
@@ -373,10 +333,10 @@ def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
     kept = {name: value for name, value in base.items() if name not in dropped}
     if form.architecture:
         ours["architectures"] = [form.architecture]
-    if model.family == "llama":  # the run's sequence may be shorter than what the model can take
+    if not model.sequence_is_fixed:  # the run's may be shorter than what the model can take
         longest = kept.get("max_position_embeddings", 0)
         ours["max_position_embeddings"] = max(model.sequence, longest)
-    return kept | ours | {"torch_dtype": DTYPE_NAMES[form.dtype]}
+    return kept | ours | {"torch_dtype": DTYPES[form.dtype].name}
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from mtx.errors import UserError
 from mtx.evaluation.generate import Generator
 from mtx.evaluation.sampling import Sampling
 from mtx.evaluation.score import Row, continuation_row, evaluation_run, score_rows
+from mtx.plan.fit import fit_layout
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
-from mtx.train.fit import fit_layout
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mtx.families.llama import Llama
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, to_config, to_model
 from mtx.fields import require_above
-from mtx.sizes import Tokens, Width
+from mtx.huggingface import Fields, HuggingFace, Json
+from mtx.sizes import NotNegative, Tokens, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +19,15 @@ class Gemma2(Llama):
 
     family: str = "gemma2"
     norm_epsilon: float = 1e-6
-    head_dim: Width | None = 256
+    head_dim: Width = 256
     window: Tokens = 4096  # of every other layer, the first included: what a position sees
     score_scale: float = 256.0  # scores are products of queries and keys over its square root
-    score_cap: float | None = 50.0  # scores are cap tanh(score / cap); None: as they are
-    logit_cap: float | None = 30.0  # logits likewise
+    score_cap: NotNegative = 50.0  # scores are cap tanh(score / cap); 0: as they are
+    logit_cap: NotNegative = 30.0  # logits likewise
 
     def check(self) -> None:
         super().check()
         require_above(self, 0, "score_scale")
-        for name in ("score_cap", "logit_cap"):
-            if getattr(self, name) is not None:
-                require_above(self, 0, name)
 
     def norm(self):
         return replace(super().norm(), offset=1.0)
@@ -43,7 +41,7 @@ class Gemma2(Llama):
 
         def kind(window: int | None):
             scale = 1 / math.sqrt(self.score_scale)
-            scores = Scores(window=window, scale=scale, softcap=self.score_cap)
+            scores = Scores(window=window, scale=scale, softcap=self.score_cap or None)
             return replace(
                 self.kind(),
                 sublayers=(("attention", self.attention(scores=scores)), ("mlp", mlp)),
@@ -52,7 +50,7 @@ class Gemma2(Llama):
 
         edges = self.edges()
         edges["embedding"] = replace(edges["embedding"], scale=math.sqrt(self.hidden))
-        edges["head"] = replace(edges["head"], softcap=self.logit_cap)
+        edges["head"] = replace(edges["head"], softcap=self.logit_cap or None)
         kinds = {"window": kind(self.window), "full": kind(None)}
         pattern = tuple("full" if layer % 2 else "window" for layer in range(self.layers))
         if self.layers == 1:
@@ -61,3 +59,77 @@ class Gemma2(Llama):
 
 
 CONFIG = Gemma2
+
+# -- Hugging Face ----------------------------------------------------------------------------------
+
+_NORMS = {
+    "attention_norm.scale": "input_layernorm.weight",
+    "attention_post_norm.scale": "post_attention_layernorm.weight",
+    "mlp_norm.scale": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm.scale": "post_feedforward_layernorm.weight",
+}
+_CAPS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+
+
+def _to_model(fields: Fields) -> Json:
+    fields.require("hidden_activation", "gelu_pytorch_tanh", "gelu_new")
+    fields.require("use_bidirectional_attention", None, False)
+    model = to_model(fields)
+    fields.require("layer_types", None, _layer_types(fields.whole("num_hidden_layers")))
+    caps = {
+        ours: fields.number(theirs) if theirs in fields else 0.0 for ours, theirs in _CAPS.items()
+    }
+    scale = fields.number("query_pre_attn_scalar")
+    return model | caps | {"window": fields.whole("sliding_window"), "score_scale": scale}
+
+
+def _layer_types(layers: int) -> list[str]:
+    names = "sliding_attention", "full_attention"
+    return [names[layer % 2] for layer in range(layers)]
+
+
+def _to_config(model: Gemma2) -> Json:
+    scale = model.score_scale  # a whole number there
+    return to_config(model) | {
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": model.window, "layer_types": _layer_types(model.layers),
+        "query_pre_attn_scalar": int(scale) if scale == int(scale) else scale,
+        **{theirs: getattr(model, ours) or None for ours, theirs in _CAPS.items()},
+    }  # fmt: skip
+
+
+HUGGING_FACE = (
+    HuggingFace(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        defaults=DEFAULTS | {
+            "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
+            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+            "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+        },
+        fixed={"attention_bias": False},
+        fields=FIELDS,
+        to_model=_to_model,
+        to_config=_to_config,
+        names=names(norms=_NORMS),
+    ),
+)  # fmt: skip
+
+# -- presets ---------------------------------------------------------------------------------------
+
+# Sizes from the Gemma 2 report (arXiv 2408.00118, table 1) and the config.json of
+# huggingface.co/google/gemma-2-9b and -27b; rate and layout are ours, as of Llama 3.
+PRESETS = {
+    "gemma-2-9b": preset(
+        {"layers": 42, "hidden": 3584, "heads": 16, "kv_heads": 8, "head_dim": 256, "ffn": 14336,
+         "vocab": 256000, "sequence": 8192},
+        lr=3e-4, global_batch=512, data=16, pipe=1, tensor=8, virtual=1,
+    ),
+    "gemma-2-27b": preset(
+        {"layers": 46, "hidden": 4608, "heads": 32, "kv_heads": 16, "head_dim": 128, "ffn": 36864,
+         "vocab": 256000, "sequence": 8192, "score_scale": 144.0},
+        lr=1.5e-4, global_batch=512, data=16, pipe=2, tensor=8, virtual=1,
+    ),
+}  # fmt: skip

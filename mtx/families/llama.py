@@ -4,12 +4,15 @@ keys and values than of queries, no biases. Families that are built like it deri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from mtx.errors import UserError
 from mtx.families import ModelConfig, check_groups
 from mtx.fields import Between, require_above, require_choice
+from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight, ffn_field
 from mtx.sizes import Tokens, Width
 
 RotaryScaling = Literal["none", "linear", "llama3"]
@@ -103,3 +106,169 @@ class Llama(ModelConfig):
 
 
 CONFIG = Llama
+
+# -- Hugging Face ----------------------------------------------------------------------------------
+
+DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_dropout": 0.0,
+    "initializer_range": 0.02, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+FIELDS = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "sequence": "max_position_embeddings", "vocab": "vocab_size", "tied": "tie_word_embeddings",
+    "attention_dropout": "attention_dropout", "init_std": "initializer_range",
+    "norm_epsilon": "rms_norm_eps",
+}  # fmt: skip
+
+
+def to_model(fields: Fields) -> Json:
+    """The fields that all families like Llama have, but for those of the activation."""
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    size = fields.whole("head_dim") if "head_dim" in fields else None
+    groups = fields.whole("num_key_value_heads") if "num_key_value_heads" in fields else heads
+    return {
+        "head_dim": None if size is not None and size * heads == hidden else size,
+        "kv_heads": None if groups == heads else groups,
+        **ffn_field(fields, "intermediate_size", "hidden_size"), **_rotary(fields),
+    }  # fmt: skip
+
+
+def silu_to_model(fields: Fields) -> Json:
+    fields.require("hidden_act", "silu", "swish")
+    return to_model(fields)
+
+
+def _rotary(fields: Fields) -> Json:
+    """rope_parameters, as transformers 5 has it, or rope_theta and rope_scaling."""
+    fields.require("partial_rotary_factor", None, 1.0)
+    new = fields.table("rope_parameters")
+    scaling = new or fields.table("rope_scaling")
+    base = new.number("rope_theta") if new and "rope_theta" in new else fields.number("rope_theta")
+    if scaling is None:
+        return {"rotary_base": base}
+    scaling.require("partial_rotary_factor", None, 1.0)
+    name = "type" if "type" in scaling and "rope_type" not in scaling else "rope_type"
+    known = {"default": "none", "linear": "linear", "llama3": "llama3"}
+    kind = scaling.choice(name, known) if name in scaling else "none"
+    if kind == "none":
+        return {"rotary_base": base}
+    found = {
+        "rotary_base": base, "rotary_scaling": kind, "rotary_factor": scaling.number("factor")
+    }  # fmt: skip
+    if kind == "linear":
+        return found
+    return found | {
+        "rotary_low": scaling.number("low_freq_factor"),
+        "rotary_high": scaling.number("high_freq_factor"),
+        "rotary_original": scaling.whole("original_max_position_embeddings"),
+    }
+
+
+def to_config(model: Llama) -> Json:
+    """What `to_model` reads, of all families like Llama."""
+    rotary: Json = {"rope_type": "default"}
+    if model.rotary_scaling != "none":
+        rotary = {"rope_type": model.rotary_scaling, "factor": model.rotary_factor}
+    if model.rotary_scaling == "llama3":
+        rotary |= {
+            "low_freq_factor": model.rotary_low, "high_freq_factor": model.rotary_high,
+            "original_max_position_embeddings": model.rotary_original,
+        }  # fmt: skip
+    return {
+        "num_key_value_heads": model.groups, "head_dim": model.head_size,
+        "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
+        "rope_theta": model.rotary_base,
+        "rope_scaling": None if model.rotary_scaling == "none" else rotary,
+        "rope_parameters": {"rope_theta": model.rotary_base, **rotary},
+    }  # fmt: skip
+
+
+NORMS = {
+    "attention_norm.scale": "input_layernorm.weight",
+    "mlp_norm.scale": "post_attention_layernorm.weight",
+}
+
+
+def names(*others: Weight, norms: Mapping[str, str] = MappingProxyType(NORMS)) -> Names:
+    """The table of a family like Llama; others: what its layers have beside Llama's."""
+    return Names(
+        prefix="model.",
+        layer="layers.{}.",
+        heads=("lm_head.",),
+        shared=(
+            Weight("embed.tokens", ("embed_tokens.weight",), "table"),
+            Weight("head.norm.scale", ("norm.weight",)),
+            Weight("head.output", ("lm_head.weight",), "table"),
+        ),
+        layers=(
+            *(Weight(leaf, (name,)) for leaf, name in norms.items()),
+            Weight("attention.qkv.q", ("self_attn.q_proj.weight",), "linear"),
+            Weight(
+                "attention.qkv.kv", ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+                "linear", stack=1,
+            ),
+            *others,
+            Weight("attention.out.w", ("self_attn.o_proj.weight",), "linear", inputs=2),
+            Weight("mlp.up.w", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "linear", stack=1),
+            Weight("mlp.down.w", ("mlp.down_proj.weight",), "linear"),
+        ),
+        twins={"lm_head.weight": "embed_tokens.weight"},
+        ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    )  # fmt: skip
+
+
+HUGGING_FACE = (
+    HuggingFace(
+        model_type="llama", architecture="LlamaForCausalLM", defaults=DEFAULTS, fields=FIELDS,
+        to_model=silu_to_model, to_config=to_config, names=names(),
+        fixed={"attention_bias": False, "mlp_bias": False},
+    ),
+)  # fmt: skip
+
+# -- presets ---------------------------------------------------------------------------------------
+
+
+def preset(
+    model: Json, *, lr: float, global_batch: int, data: int, pipe: int, tensor: int, virtual: int
+) -> Json:
+    """A preset of a large model, attention's scores recomputed: it then fits 80 GiB everywhere, and
+    saves a fifth of the step beside recomputing all."""
+    layers = model["layers"]
+    missing = -layers % (pipe * virtual) // 2  # at each end, where the embedding and the head are
+    stages = (0,) * missing + (1,) * layers + (0,) * missing if missing else "even"
+    return {
+        "model": model,
+        "layout": {
+            "data": data, "pipe": pipe, "tensor": tensor, "virtual": virtual, "idle": "phases",
+            "recompute": "selective", "stage_layers": stages,
+        },
+        "optimizer": {"lr": lr, "min_lr": lr / 10, "warmup_steps": 2000},
+        "global_batch": global_batch, "steps": 500_000, "eval_every": 1000, "save_every": 1000,
+    }  # fmt: skip
+
+
+# Sizes and rates from Touvron et al. 2023 (arXiv 2307.09288) and the Llama 3 paper (arXiv
+# 2407.21783, tables 3 and 4); the layout of the 405B too, of the others it is ours.
+# name: layers, hidden, heads, kv heads, F, vocabulary, sequence, rotary base, lr, sequences a step,
+# data, pipe, tensor, virtual
+_SIZES = {
+    "llama-2-7b": (32, 4096, 32, 32, 11008, 32000, 4096, 1e4, 3e-4, 1024, 16, 1, 4, 1),
+    "llama-2-13b": (40, 5120, 40, 40, 13824, 32000, 4096, 1e4, 3e-4, 1024, 16, 1, 8, 1),
+    "llama-2-70b": (80, 8192, 64, 8, 28672, 32000, 4096, 1e4, 1.5e-4, 1024, 16, 4, 8, 4),
+    "llama-3-8b": (32, 4096, 32, 8, 14336, 128256, 8192, 5e5, 3e-4, 512, 16, 1, 4, 1),
+    "llama-3-70b": (80, 8192, 64, 8, 28672, 128256, 8192, 5e5, 1.5e-4, 1024, 16, 4, 8, 4),
+    "llama-3-405b": (126, 16384, 128, 8, 53248, 128256, 8192, 5e5, 8e-5, 2048, 128, 16, 8, 8),
+}
+PRESETS = {
+    name: preset(
+        {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": groups, "ffn": ffn,
+         "vocab": vocab, "sequence": sequence, "rotary_base": base, "tied": False},
+        lr=lr, global_batch=batch, data=data, pipe=pipe, tensor=tensor, virtual=virtual,
+    )
+    for name, (layers, hidden, heads, groups, ffn, vocab, sequence, base, lr, batch, data, pipe,
+               tensor, virtual) in _SIZES.items()
+}  # fmt: skip

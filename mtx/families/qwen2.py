@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from mtx.families.llama import Llama
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, silu_to_model, to_config
 from mtx.fields import Between
+from mtx.huggingface import Fields, HuggingFace, Json, Weight
 from mtx.sizes import Tokens
 
 
@@ -44,3 +45,75 @@ def windowed_after(model: Qwen2, full: int, **attention):
 
 
 CONFIG = Qwen2
+
+# -- Hugging Face ----------------------------------------------------------------------------------
+
+QWEN_DEFAULTS = DEFAULTS | {
+    "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+
+
+def windowed_to_model(fields: Fields) -> Json:
+    """Of Qwen2 and Qwen3: layers have a window from max_window_layers on, unless layer_types says
+    which."""
+    model = silu_to_model(fields)
+    window = None
+    if fields.get("use_sliding_window") and "sliding_window" in fields:
+        window = fields.whole("sliding_window")
+    full = layers = fields.whole("num_hidden_layers")
+    if window is not None:
+        full = min(full, fields.whole("max_window_layers", least=0))
+    types = fields.get("layer_types")
+    if types is not None:
+        if window is not None and isinstance(types, list):
+            full = types.count("full_attention")
+        if types != _layer_types(layers, full):
+            raise fields.refused(
+                "layer_types", f"{full} of 'full_attention' and then those with a window"
+            )
+    return model if full == layers else model | {"window": window, "full_layers": full}
+
+
+def _layer_types(layers: int, full: int) -> list[str]:
+    return ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+
+
+def windowed_to_config(model: Qwen2) -> Json:
+    full = model.layers if model.window is None else min(model.full_layers, model.layers)
+    return to_config(model) | {
+        "use_sliding_window": full < model.layers, "sliding_window": model.window,
+        "max_window_layers": full, "layer_types": _layer_types(model.layers, full),
+    }  # fmt: skip
+
+
+_BIASES = (
+    Weight("attention.qkv.q_bias", ("self_attn.q_proj.bias",)),
+    Weight("attention.qkv.kv_bias", ("self_attn.k_proj.bias", "self_attn.v_proj.bias"), stack=0),
+)
+HUGGING_FACE = (
+    HuggingFace(
+        model_type="qwen2", architecture="Qwen2ForCausalLM",
+        defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32}, fields=FIELDS,
+        to_model=windowed_to_model, to_config=windowed_to_config, names=names(*_BIASES),
+    ),
+)  # fmt: skip
+
+# -- presets ---------------------------------------------------------------------------------------
+
+# Sizes from the Qwen2.5 report (arXiv 2412.15115, table 1) and the config.json of
+# huggingface.co/Qwen/Qwen2.5-7B and -72B; the sequence is that of its first phase of training, rate
+# and layout are ours, as of Llama 2 and 3.
+_QWEN2_5 = {
+    "vocab": 152064, "sequence": 4096, "rotary_base": 1e6, "norm_epsilon": 1e-6, "tied": False
+}  # fmt: skip
+PRESETS = {
+    "qwen2.5-7b": preset(
+        {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "ffn": 18944, **_QWEN2_5},
+        lr=3e-4, global_batch=1024, data=16, pipe=1, tensor=4, virtual=1,
+    ),
+    "qwen2.5-72b": preset(
+        {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 29568, **_QWEN2_5},
+        lr=1.5e-4, global_batch=1024, data=16, pipe=4, tensor=8, virtual=4,
+    ),
+}  # fmt: skip

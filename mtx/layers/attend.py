@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mtx.layers.fused import described_attention
 from mtx.layers.kernels import AttentionKernel, query_blocks
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
@@ -50,7 +51,8 @@ def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: 
 
     The mask hides positions of another of `segments_BS`, and what `rules` hide. "cudnn": the fused
     kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs (`kernels.cudnn_takes`).
-    "blocked": `blocked_attention`, everywhere.
+    "blocked": `blocked_attention`, everywhere. "described":
+    the fused one to be traced, not run, anywhere.
     """
     if kernel == "blocked":
         return blocked_attention(projected, segments_BS, rules)
@@ -58,6 +60,8 @@ def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: 
     mask_B1ST = None
     if segments_BS is not None:
         mask_B1ST = (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
+    if kernel == "described":
+        return described_attention(q_BShK, k_BSgK, v_BSgK, mask_B1ST, rules.causal, rules.window)
     return jax.nn.dot_product_attention(
         q_BShK, k_BSgK, v_BSgK, mask=mask_B1ST, is_causal=rules.causal, scale=rules.scale,
         local_window_size=None if rules.window is None else (rules.window - 1, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-AttentionKernel = Literal["blocked", "cudnn"]
+AttentionKernel = Literal["blocked", "cudnn", "described"]
 
 
 def query_blocks(sequence: int) -> int:

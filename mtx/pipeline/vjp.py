@@ -92,10 +92,10 @@ class Cut:
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
         others = jax.tree.structure(shapes[1])
-        of_b, of_w = _divide(flat.jaxpr, weights)
+        of_b, of_w = divide(flat.jaxpr, weights)
         from_w = {var for eqn in of_w for var in eqn.outvars}
         dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
-        waits = _inputs(of_w, exclude=set(flat.jaxpr.constvars))
+        waits = inputs_of(of_w, exclude=set(flat.jaxpr.constvars))
         made_by_w = [var in from_w if not isinstance(var, Literal) else False for var in dweights]
         in_b = [var for var, waits_for_w in zip(dweights, made_by_w) if not waits_for_w]
         in_w = [var for var, waits_for_w in zip(dweights, made_by_w) if waits_for_w]
@@ -138,7 +138,7 @@ def _without_given(vjp):
 
 # -- equations -------------------------------------------------------------------------------------
 
-_NESTED = {  # primitives whose equations are taken out of them, and where they keep them
+NESTED = {  # primitives whose equations are taken out of them, and where they keep them
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
@@ -165,23 +165,23 @@ def _evaluate(jaxpr, constants, arguments) -> list:
 
     for eqn in jaxpr.eqns:
         inputs = [read(var) for var in eqn.invars]
-        inner = eqn.params.get(_NESTED.get(eqn.primitive.name, ""))
+        inner = eqn.params.get(NESTED.get(eqn.primitive.name, ""))
         if inner is not None:
             constants = inner.consts if isinstance(inner, ClosedJaxpr) else ()
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             outputs = _evaluate(body, constants, inputs)
         else:
-            known = {var: values[var] for var in _variables(eqn.invars)}
+            known = {var: values[var] for var in variables_of(eqn.invars)}
             outputs = _function(jaxpr, (), [eqn], known, eqn.outvars)(*known.values())
         values.update(zip(eqn.outvars, outputs))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _divide(jaxpr, weights: int) -> tuple[list, list]:
+def divide(jaxpr, weights: int) -> tuple[list, list]:
     """The equations of B and of W, each in their order; the first `weights` outputs are weight
     gradients."""
-    needed = _needed(jaxpr.eqns, jaxpr.outvars[weights:])
-    wanted = _needed(jaxpr.eqns, jaxpr.outvars)
+    needed = needed_of(jaxpr.eqns, jaxpr.outvars[weights:])
+    wanted = needed_of(jaxpr.eqns, jaxpr.outvars)
     later, made_later = set(), set()
     for i, eqn in enumerate(jaxpr.eqns):
         if i in wanted and i not in needed:
@@ -192,13 +192,13 @@ def _divide(jaxpr, weights: int) -> tuple[list, list]:
     # What only W uses moves there too, where that leaves less, or no more, to wait.
     free = set(jaxpr.constvars)
     outputs = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
-    waiting = set(_inputs([jaxpr.eqns[i] for i in sorted(later)], exclude=free))
+    waiting = set(inputs_of([jaxpr.eqns[i] for i in sorted(later)], exclude=free))
     for i in sorted(wanted - needed - later, reverse=True):
         eqn = jaxpr.eqns[i]
-        users = [j for j in wanted if set(eqn.outvars) & set(_variables(jaxpr.eqns[j].invars))]
+        users = [j for j in wanted if set(eqn.outvars) & set(variables_of(jaxpr.eqns[j].invars))]
         if not users or not set(users) <= later or set(eqn.outvars) & outputs:
             continue
-        inputs = {var for var in _variables(eqn.invars) if var not in free | waiting}
+        inputs = {var for var in variables_of(eqn.invars) if var not in free | waiting}
         if _bytes(inputs) <= _bytes(eqn.outvars):
             later.add(i)
             waiting = (waiting - set(eqn.outvars)) | inputs
@@ -206,24 +206,24 @@ def _divide(jaxpr, weights: int) -> tuple[list, list]:
     return now, [jaxpr.eqns[i] for i in sorted(later)]
 
 
-def _needed(eqns, outvars) -> set[int]:
+def needed_of(eqns, outvars) -> set[int]:
     """The indices of the equations that these outputs need."""
-    live, found = set(_variables(outvars)), set()
+    live, found = set(variables_of(outvars)), set()
     for i in range(len(eqns) - 1, -1, -1):
         if live & set(eqns[i].outvars):
             found.add(i)
-            live.update(_variables(eqns[i].invars))
+            live.update(variables_of(eqns[i].invars))
     return found
 
 
-def _variables(atoms) -> list:
+def variables_of(atoms) -> list:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def _inputs(eqns, *, exclude) -> list:
+def inputs_of(eqns, *, exclude) -> list:
     """The variables that these equations read and do not make, each once."""
     made = {var for eqn in eqns for var in eqn.outvars} | exclude
-    read = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+    read = dict.fromkeys(var for eqn in eqns for var in variables_of(eqn.invars))
     return [var for var in read if var not in made]
 
 

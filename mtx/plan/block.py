@@ -1,29 +1,38 @@
-"""Seconds of one block, of the embedding and of the head, for one microbatch on one device.
+"""Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
-A block is its matmuls (`mtx.plan.gemm`), its attention, what else reads and writes memory, and the
-collectives over `tensor`. The bytes are counted operation by operation below, in passes over an
-array: a pass is one read or one write of all its elements.
+A layer is its matmuls (`mtx.plan.gemm`), its attention, what its other kernels read and write, and
+its collectives over `tensor`: all of them read off its trace (`mtx.plan.cost`). What other software
+does besides is counted in passes over an array: a pass is one read or one write of all its
+elements.
 
 Letters: b microbatch · s sequence · h hidden · t tensor
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
 from mtx.config import ModelConfig, Recompute
-from mtx.plan.attention import attention_of
+from mtx.plan.attention import kernel_of
 from mtx.plan.calibration import Calibration
-from mtx.plan.families import Linear, ends_of, family_of, layer_of
+from mtx.plan.cost import (
+    HEAD,
+    ITEM_BYTES,
+    Cost,
+    Matmul,
+    Pass,
+    layer_cost,
+    module_of,
+    shared_cost,
+    total,
+)
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
 
 
 class Work(NamedTuple):
@@ -62,6 +71,9 @@ class Passes(NamedTuple):
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(*map(add, self, other))
+
+    def __mul__(self, times: float) -> Passes:
+        return Passes(*(part * times for part in self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +120,14 @@ class Shard:
         """Whether there is dropout where the model's config says `probability`."""
         return probability > 0 or self.calibration.software.dropout
 
+    def cost(self, kind: str) -> Cost:
+        """Of one layer. Its probabilities have no dropout here, which is priced with them."""
+        dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
+        return layer_cost(
+            replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
+            tensor=self.tensor, sequence_parallel=self.sequence_parallel, kernel="cudnn",
+        )  # fmt: skip
+
     def all_reduce_s(self) -> float:
         """Of b s h over `tensor`; a gather and a scatter with sequence parallelism take as long."""
         return all_reduce_s(
@@ -121,45 +141,57 @@ class Shard:
 
 
 @lru_cache(maxsize=16384)
-def block_work(shard: Shard, recompute: Recompute) -> Passes:
-    """One block. recompute: "selective" is the attention's scores again, "full" the block."""
-    linears = layer_of(shard.model).linears
-    weights = [linear.product(shard.tensor) for linear in linears]
-    attention_forward_s, attention_backward_s = _attention_s(shard)
-    passes_forward_s, passes_backward_s = _passes_s(shard)
+def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
+    """One layer. recompute: "selective" is the attention's scores again, "full" the layer."""
+    cost = shard.cost(kind)
+    weights = [each.shape(shard.microbatch) for each in cost.weights]
+    attention_forward_s, attention_backward_s = _attention_s(shard, cost)
     forward = Work(
-        matmul_s=sum(shard.product_s(shard.tokens, n, k) for k, n in weights),
+        matmul_s=sum(shard.product_s(m, n, k, batch) for batch, m, n, k in weights),
         attention_s=attention_forward_s,
-        elementwise_s=passes_forward_s,
-        tensor_comm_s=2 * shard.all_reduce_s(),
+        elementwise_s=_elementwise_s(shard, cost, "F"),
+        tensor_comm_s=_comm_s(shard, cost, "F"),
     )
-    inputs_s = [shard.product_s(shard.tokens, k, n) for k, n in weights]
-    weights_s = [shard.product_s(k, n, shard.tokens) for k, n in weights]
+    inputs_s = [shard.product_s(m, k, n, batch) for batch, m, n, k in weights]
+    weights_s = [shard.product_s(k, n, m, batch) for batch, m, n, k in weights]
     backward = Work(
         matmul_s=sum(inputs_s),
         attention_s=attention_backward_s,
-        elementwise_s=passes_backward_s,
-        # Those before attention and before the MLP, of column-parallel layers, can be hidden.
-        tensor_comm_s=_backward_comm_s(
-            shard, *(_by_part(linears, times_s) for times_s in (inputs_s, weights_s))
-        ),
+        elementwise_s=_elementwise_s(shard, cost, "B"),
+        tensor_comm_s=_comm_s(shard, cost, "BW")
+        - _hidden_s(shard, _columns_s(cost, inputs_s), _columns_s(cost, weights_s)),
     )
     if recompute == "full":
         backward += forward
     elif recompute == "selective":
         backward += Work(attention_s=attention_forward_s)
-    size = sum(k * n for k, n in weights)
+    size = sum(batch * k * n for batch, _, n, k in weights)
     weight = Work(matmul_s=sum(weights_s), elementwise_s=_accumulate_s(shard, size, len(weights)))
     return Passes(forward=forward, backward=backward, weight=weight)
 
 
-def _by_part(linears: Sequence[Linear], times_s: Sequence[float]) -> list[float]:
-    """Seconds of the column-parallel linears, those that read the same together."""
-    parts: dict[str, float] = {}
-    for linear, time_s in zip(linears, times_s, strict=True):
-        if linear.is_column:
-            parts[linear.reads.name] = parts.get(linear.reads.name, 0.0) + time_s
-    return list(parts.values())
+def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
+    """(products with weights, products of activations) of F, sublayer by sublayer."""
+    weights: list[Matmul] = []
+    between: list[Matmul] = []
+    for each in cost.matmuls:
+        if each.during == "F" and each.weight:
+            if weights and module_of(weights[0].weight) != module_of(each.weight):
+                yield weights, between
+                weights, between = [], []
+            weights.append(each)
+        elif each.during == "F":
+            between.append(each)
+    yield weights, between
+
+
+def _columns_s(cost: Cost, times_s: list[float]) -> list[float]:
+    """Seconds of each sublayer's column-parallel products: of all but its last one."""
+    columns_s, at = [], 0
+    for weights, _ in _sublayers(cost):
+        columns_s.append(sum(times_s[at : at + len(weights) - 1]))
+        at += len(weights)
+    return columns_s
 
 
 def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
@@ -170,44 +202,72 @@ def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
     return shard.memory_s(parameters * software.accumulate_bytes, kernels)
 
 
-def _backward_comm_s(shard: Shard, inputs_s: list[float], weights_s: list[float]) -> float:
-    """The collectives of a block's backward pass that its matmuls do not hide.
+def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
+    """Collectives over `tensor` of these passes, one after the other."""
+    machine = dict(hardware=shard.hardware, calibration=shard.calibration)
+    return sum(
+        (all_reduce_s if each.kind == "psum" else gather_s)(
+            each.bytes.at(shard.microbatch), shard.group, **machine
+        )
+        for each in cost.collectives
+        if each.during in during and each.axes == ("tensor",)
+    )
 
-    Without sequence parallelism an all-reduce of each column-parallel layer's input gradient; with
-    it a gather before each row-parallel one, a second gather of each column-parallel layer's input,
-    which was kept in shards, and a scatter of its gradient.
+
+def _hidden_s(shard: Shard, inputs_s: list[float], weights_s: list[float]) -> float:
+    """Of the collectives of a layer's backward pass, what its matmuls hide.
+
+    Those before a column-parallel layer: without sequence parallelism an all-reduce of its input's
+    gradient; with it a second all-gather of its input, which was kept in shards, and a
+    reduce-scatter of its gradient.
     """
     overlaps = shard.calibration.software.overlaps_tensor
     if not shard.sequence_parallel:
-        return sum(max(0.0, shard.all_reduce_s() - overlaps * under_s) for under_s in weights_s)
-    hidden = (max(0.0, shard.gather_s() - overlaps * s) for s in (*inputs_s, *weights_s))
-    return 2 * shard.gather_s() + sum(hidden)
+        return sum(min(shard.all_reduce_s(), overlaps * under_s) for under_s in weights_s)
+    return sum(min(shard.gather_s(), overlaps * s) for s in (*inputs_s, *weights_s))
 
 
-def _attention_s(shard: Shard) -> tuple[float, float]:
-    """(F, B) of the scores of b a / t heads.
+def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
+    """(F, B) of the products of activations, as those of queries and keys of b a / t heads.
 
     unfused: q k^T, softmax with scale and mask (`_softmax_passes`), dropout and the product with v,
     each through memory; all of the square. fused: no score leaves the kernel, which skips what the
     mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
     (`mtx.plan.attention`).
     """
-    model = shard.model
-    heads = shard.microbatch * model.heads / shard.tensor
-    sequence, size = model.sequence, model.head_size
-    kernel = attention_of(model, shard.hardware.backend).name
-    if shard.calibration.software.attention == "fused" and kernel == "cudnn":
-        rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
-        seen = 1 if model.causal else 2
-        product_s = seen * heads * sequence**2 * size / rate  # 2 s^2 size, half under the mask
-        launch_s = shard.calibration.kernel_s
-        return 2 * product_s + launch_s, 5 * product_s + 2 * launch_s
-    batch = max(1, round(heads))
-    scores_s = shard.product_s(sequence, sequence, size, batch)
-    values_s = shard.product_s(sequence, size, sequence, batch)
-    square_bytes = heads * sequence**2 * shard.item_bytes
+    model, rows = shard.model, shard.microbatch
+    kernel = kernel_of(model, shard.hardware.backend)
+    fused = shard.calibration.software.attention == "fused" and kernel == "cudnn"
+    rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
+    forward_s = backward_s = 0.0
+    apart = [each for each in cost.matmuls if not each.weight and not (fused and each.fused)]
+    for each in cost.matmuls:
+        if fused and each.fused:
+            product_s = each.seen * each.flops(rows) / rate
+            forward_s += product_s * (each.during == "F")
+            backward_s += product_s * (each.during == "B")
+    if fused and any(each.fused for each in cost.matmuls):
+        forward_s += shard.calibration.kernel_s
+        backward_s += 2 * shard.calibration.kernel_s
+    for each in apart:
+        if not each.fused:
+            batch, m, n, k = each.shape(rows)
+            product_s = each.times * shard.product_s(m, n, k, batch)
+            forward_s += product_s * (each.during == "F")
+            backward_s += product_s * (each.during == "B")
+    scores, *_ = [each for each in apart if each.fused and each.during == "F"] or [None]
+    if scores:
+        unfused_s = _unfused_s(shard, *scores.shape(rows))
+        forward_s, backward_s = forward_s + unfused_s[0], backward_s + unfused_s[1]
+    return forward_s, backward_s
+
+
+def _unfused_s(shard: Shard, batch: int, queries: int, keys: int, size: int) -> tuple[float, float]:
+    scores_s = shard.product_s(queries, keys, size, batch)
+    values_s = shard.product_s(queries, size, keys, batch)
+    square_bytes = batch * queries * keys * shard.item_bytes
     mask = 1 / shard.item_bytes  # a byte
-    drop = 2 + mask if shard.drops(model.attention_dropout) else 0.0
+    drop = 2 + mask if shard.drops(shard.model.attention_dropout) else 0.0
     forward, backward = _softmax_passes(shard)
     return (
         scores_s + values_s + shard.memory_s((forward + drop) * square_bytes, 2),
@@ -230,46 +290,21 @@ def _softmax_passes(shard: Shard) -> tuple[float, float]:
     return 4 * wide + around, 5 * wide + around
 
 
-def _passes_s(shard: Shard) -> tuple[float, float]:
-    """(F, B) of what else a block does, in passes over [tokens, width].
-
-    Over b s h, whole on every device unless sequence parallelism shards them:
-      F  two norms 2, two residual additions with bias 3 and dropout's mask
-      B  two norms 5 (their weights' gradients read again), two sums of gradients 3, two of
-         dropout 2 and mask, two gradients of biases 1 where there are any
-    Over what `tensor` cuts:
-      F  the MLP's activation reads what goes in, and writes; attention's output in another order 2;
-         rotary positions turn queries and keys 2
-      B  the activation reads and writes what went in, and reads a gradient; gradients of biases 1;
-         joining those of q, k and v 2; attention's 2; rotary positions 2
-    torch's operators read and write once more in F for the activation's bias, and, for each
-    residual addition, for its bias and its dropout.
-    """
-    model, family, layer = shard.model, family_of(shard.model), layer_of(shard.model)
-    mask = 1 / shard.item_bytes  # a byte
-    dropout = shard.drops(model.dropout)
-    biases = 1 if family.biases else 0
-    whole_forward = 2 * (2 + 3 + (mask if dropout else 0))
-    whole_backward = 2 * (5 + 3 + biases + (2 + mask if dropout else 0))
-
-    def width(name: str) -> int:
-        return layer.array(name).local_width(shard.tensor)
-
-    made = sum(linear.product(shard.tensor)[1] for linear in layer.linears if linear.is_column)
-    projected = made - width("up")
-    turned = width("q") + width("kv") // 2 if family.rotary else 0
-    split_forward = width("up") + width("active") + 2 * width("attended") + 2 * turned
-    split_backward = 2 * width("up") + width("active") + biases * made
-    split_backward += 2 * projected + 2 * width("attended") + 2 * turned
+def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:
+    """The kernels of a pass, as the trace has them fused. torch's operators read and write once
+    more: in F for the activation's bias and, for each residual addition, for its bias and its
+    dropout, in B for each sum of two gradients; and for attention's output in another order."""
+    (moved,) = (each for each in cost.moved if each.during == during)
+    rows = shard.microbatch
+    moved_bytes = total(moved.bytes, rows)
     if shard.calibration.software.operators == "torch":
-        whole_forward += 2 * (2 + 2)
-        split_forward += 2 * width("up")
-    whole_bytes = shard.hidden_bytes / (shard.tensor if shard.sequence_parallel else 1)
-    split_bytes = shard.tokens * shard.item_bytes
-    return (
-        shard.memory_s(whole_forward * whole_bytes + split_forward * split_bytes, 6),
-        shard.memory_s(whole_backward * whole_bytes + split_backward * split_bytes, 14),
-    )
+        stream = total(cost.stream, rows)
+        for weights, between in _sublayers(cost):
+            inner = weights[-1]
+            width_bytes = 2 * inner.m.at(rows) * inner.k.at(rows) * shard.item_bytes
+            moved_bytes += (4 if during == "F" else 2) * stream
+            moved_bytes += width_bytes if between or during == "F" else 0
+    return shard.memory_s(moved_bytes, round(moved.kernels))
 
 
 @lru_cache(maxsize=4096)
@@ -299,11 +334,12 @@ def head_work(shard: Shard, shards: int) -> Passes:
     """
     model = shard.model
     columns = model.padded_vocab(shards) // shards
-    tokens, hidden = shard.tokens, model.hidden
-    own = tokens // shard.tensor if shard.sequence_parallel else tokens
-    products = [(tokens, columns, hidden)]  # (tokens, outputs, inputs)
-    products += [(own, outputs, inputs) for inputs, outputs in ends_of(model).on_tokens]
-    loss_s = shard.memory_s(shard.calibration.software.loss_bytes * tokens * columns, 10)
+    cost = shared_cost(model, HEAD, tensor=shard.tensor, sequence_parallel=shard.sequence_parallel)
+    products = [  # (tokens, outputs, inputs), but of those on a sequence's first token alone
+        each.shape(shard.microbatch, columns)[1:] for each in cost.weights if each.m.number > 1
+    ]
+    loss_bytes = shard.calibration.software.loss_bytes * shard.tokens * columns
+    loss_s = shard.memory_s(loss_bytes, 10)
     norm_s = shard.memory_s(shard.hidden_bytes) * len(products)
     return Passes(
         forward=Work(

@@ -1,11 +1,11 @@
-"""FLOPs and parameters of a model in closed form, by three conventions that must not be mixed.
+"""FLOPs and parameters of a model, by three conventions of FLOPs that must not be mixed.
 
 `sc21_flops`             the paper's: full attention, every block forward twice (recomputation)
 `model_flops`            today's MFU: causal attention, no recomputation
 `hardware_matmul_flops`  what this program's matmuls execute, whatever it is good for
 
-All count matmuls only, 2 M N K each, for one step of `batch` sequences over the whole cluster.
-Formulas in docstrings are of a GPT; of what other families are made says `mtx.plan.families`.
+All count matmuls only, 2 M N K each, for one step of `batch` sequences over the whole cluster; what
+matmuls there are says the traced model (`mtx.plan.cost`).
 
 Letters as in the papers: B sequences · s sequence length · h hidden · l layers · V vocabulary ·
 f the feed-forward multiple (4 in the paper)
@@ -13,56 +13,63 @@ f the feed-forward multiple (4 in the paper)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from mtx.config import Idle, Layout, ModelConfig
-from mtx.plan.attention import Backend, attention_of
+from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import schedule_for
-from mtx.plan.families import ends_of, layer_of, parameters_by_part
+from mtx.plan.cost import (
+    HEAD,
+    Parameter,
+    layer_cost,
+    model_parameters,
+    module_of,
+    pattern_of,
+    shared_cost,
+)
 from mtx.schedules.partition import place_layers
 from mtx.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFlops:
-    """Matmul FLOPs of one forward pass, by part, all layers together."""
+    """Matmul FLOPs of one forward pass, all layers together."""
 
-    embedding: float  # a lookup: 0
-    attention_projections: float  # 8 B s h^2 a layer: q, k, v and the output
-    attention_scores: float  # 4 B s^2 h a layer (q k^T and its product with v), causal half of it
-    mlp: float  # 4 f B s h^2 a layer
+    layers: Mapping[str, float]  # products with weights, by sublayer; of a GPT 8 B s h^2 a layer in
+    # "attention" (q, k, v and the output) and 4 f B s h^2 in "mlp"
+    scores: float  # products of activations; 4 B s^2 h a layer, q k^T and that with v
     head: float  # 2 B s h V, and the layers before the logits
 
     @property
     def blocks(self) -> float:
-        return self.attention_projections + self.attention_scores + self.mlp
+        return sum(self.layers.values()) + self.scores
 
     @property
     def total(self) -> float:
-        return self.embedding + self.blocks + self.head
+        return self.blocks + self.head
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        """One after the other, as the model computes them; the embedding's lookup is none."""
+        return {**self.layers, "scores": self.scores, "head": self.head}
 
 
-def forward_flops(
-    model: ModelConfig, batch: int, *, causal: bool, vocab: int | None = None
-) -> ForwardFlops:
-    """One forward pass of `batch` sequences. causal: scores that the mask hides are not counted;
-    of no account in models that see both ways. `vocab`: rows of the head, where they are padded."""
-    tokens, layer, ends = batch * model.sequence, layer_of(model), ends_of(model)
-    scores = (2 if causal and model.causal else 4) * tokens * model.sequence * model.hidden
-    head = tokens * (model.hidden * (vocab or model.vocab) + _products(ends.on_tokens))
-    return ForwardFlops(
-        embedding=0.0,
-        attention_projections=float(2 * model.layers * tokens * layer.weights("attention")),
-        attention_scores=float(model.layers * scores),
-        mlp=float(2 * model.layers * tokens * layer.weights("mlp")),
-        head=float(2 * (head + batch * _products(ends.on_sequences))),
-    )
-
-
-def _products(products: Iterable[tuple[int, int]]) -> int:
-    return sum(inputs * outputs for inputs, outputs in products)
+def forward_flops(model: ModelConfig, batch: int, *, causal: bool) -> ForwardFlops:
+    """One forward pass of `batch` sequences. causal: scores that the mask hides are not counted."""
+    model = replace(model, dropout=0.0, attention_dropout=0.0)  # which is no matmul
+    layers: Counter = Counter()
+    scores = 0.0
+    for kind, count in Counter(pattern_of(model)).items():
+        for matmul in layer_cost(model, kind=kind, kernel="cudnn").matmuls:
+            flops = count * matmul.flops(batch) if matmul.during == "F" else 0.0
+            if matmul.weight:
+                layers[module_of(matmul.weight)] += flops
+            else:
+                scores += flops * (matmul.seen if causal else 1)
+    head = shared_cost(model, HEAD).flops("F", batch, model.vocab)
+    return ForwardFlops(layers=dict(layers), scores=scores, head=head)
 
 
 def sc21_flops(model: ModelConfig, batch: int) -> float:
@@ -90,64 +97,51 @@ def hardware_matmul_flops(
 ) -> float:
     """FLOPs of all matmuls that one step of our program executes, on all devices together.
 
-    Attention is what its kernel computes (see `attention_of`), the vocabulary is padded, and B
-    costs two forwards (attention: 4 or 5 matmuls for its 2) plus what it computes again:
-      recompute="selective"  attention, where its kernel's output is not kept
-      recompute="full"       the block, but for its last matmul, whose output nobody needs
-      stash="inputs"         the chunk; as recompute="full" where the chunk is one layer
-    With idle="phases" idle ops compute too: they are counted.
+    Attention is what its kernel computes, the vocabulary is padded, and B costs two forwards plus
+    what it computes again: with stash="inputs" the chunk, or where that is one layer what
+    recompute="full" does, whose output nobody needs. With idle="phases" idle ops compute
+    too: they are counted.
     """
     schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = place_layers(
-        model.layers, pipe=layout.pipe, virtual=layout.virtual, stage_layers=layout.stage_layers,
-        virtual_stages=schedule.virtual_stages,
+        pattern_of(model), pipe=layout.pipe, virtual=layout.virtual,
+        stage_layers=layout.stage_layers, virtual_stages=schedule.virtual_stages,
     )  # fmt: skip
-    one_layer_chunks = placement.even and placement.layer.shape[-1] == 1
-    per_layer = _layer_flops(model, layout, backend, one_layer_chunks, schedule.split)
-    useful = schedule.items * schedule.virtual
-    # Layers run per replica and item; an idle op runs the stage's first chunk.
-    idle_layers = int(placement.count[:, 0].sum())
-    blocks = sum(
-        flops * (schedule.items * model.layers + (ops - useful) * idle_layers)
-        for flops, ops in zip(per_layer, _executed_ops(layout.idle, schedule))
+    alone = placement.even and placement.layer.shape[-1] == 1
+    executed, useful = _executed_ops(layout.idle, schedule), schedule.items * schedule.virtual
+    flops = 0.0
+    for number, kind in enumerate(placement.kinds):
+        # Layers run per replica and item; an idle op runs the stage's first chunk.
+        layers, idle = (
+            int((placement.kind == number).sum()),
+            int((placement.kind[:, 0] == number).sum()),
+        )
+        for each, ops in zip(
+            _layer_flops(model, kind, layout, backend, alone, schedule.split), executed
+        ):
+            flops += each * (schedule.items * layers + (ops - useful) * idle)
+    head = shared_cost(
+        model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel
     )
-    return layout.data * blocks / layout.slices + _head_flops(model, layout, global_batch)
-
-
-def _head_flops(model: ModelConfig, layout: Layout, global_batch: int) -> float:
-    """Forward and backward (3 forwards), on all devices together.
-
-    Each device computes its part of the logits; what stands before them every stage computes, with
-    sequence parallelism each device on its tokens; what is of whole sequences every device does. Of
-    a single sequence that makes no matmul of a weight's gradient, but a product of two vectors.
-    """
-    ends, tokens = ends_of(model), global_batch * model.sequence
-    copies = layout.vocab_shards // (layout.tensor if layout.sequence_parallel else 1)
-    on_tokens = tokens * model.hidden * model.padded_vocab(layout.vocab_shards)
-    on_tokens += copies * tokens * _products(ends.on_tokens)
-    on_sequences = layout.vocab_shards * global_batch * _products(ends.on_sequences)
-    return 2.0 * (3 * on_tokens + (3 if layout.microbatch > 1 else 2) * on_sequences)
+    vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
+    flops += layout.pipe * schedule.microbatches * head.flops("FBW", layout.microbatch, vocab)
+    return layout.data * layout.tensor * flops
 
 
 def _layer_flops(
-    model: ModelConfig, layout: Layout, backend: Backend, one_layer_chunks: bool, split: bool
+    model: ModelConfig, kind: str, layout: Layout, backend: Backend, alone: bool, split: bool
 ) -> tuple[float, ...]:
-    """(F, B) or (F, B, W) of one layer and one microbatch, over all tensor shards."""
-    layer, tokens = layer_of(model), layout.microbatch * model.sequence
-    attention = attention_of(model, backend, layout.slices)
-    products = [layout.tensor * math.prod(each.product(layout.tensor)) for each in layer.linears]
-    linear = 2.0 * tokens * sum(products)
-    last = 0.0 if layer.needs_last else 2.0 * tokens * products[-1]
-    score = attention.square * 2 * tokens * model.sequence * model.hidden
-    forward = linear + 2 * score
-    backward = 2 * linear + attention.backward_matmuls * score
-    if layout.stash == "inputs" and not one_layer_chunks:
+    """(F, B) or (F, B, W) of one layer and one item on one device."""
+    inputs = layout.stash == "inputs"
+    cost = layer_cost(
+        model, kind=kind, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
+        recompute="full" if inputs and alone else layout.recompute,
+        kernel=kernel_of(model, backend, layout.slices), slices=layout.slices,
+    )  # fmt: skip
+    forward, backward, weight = (cost.flops(each, layout.microbatch) for each in "FBW")
+    if inputs and not alone:
         backward += forward
-    elif layout.stash == "inputs" or layout.recompute == "full":
-        backward += linear - last + attention.full_matmuls * score
-    if layout.recompute == "selective":
-        backward += attention.selective_matmuls * score
-    return (forward, backward - linear, linear) if split else (forward, backward)
+    return (forward, backward, weight) if split else (forward, backward + weight)
 
 
 def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
@@ -172,11 +166,37 @@ def sc21_parameters(model: ModelConfig) -> float:
 def parameters(model: ModelConfig) -> int:
     """The exact number of parameters, without the padding of the vocabulary.
 
-    Of a GPT, per layer (4 + 2f) h^2 + (9 + f) h: matrices, biases and two norms; at the ends the
-    token table (twice where untied), the positions, and the final norm's 2h, which the paper's
+    Of a GPT, per layer (4 + 2f) h^2 + (9 + f) h: matrices, biases and two norms; beside the layers
+    the token table (twice where untied), the positions, and the final norm's 2h, which the paper's
     formula lacks.
     """
     return sum(parameters_by_part(model).values())
+
+
+def parameters_by_part(model: ModelConfig) -> dict[str, int]:
+    """The exact numbers of parameters, without the padding of the vocabulary; a tied head has no
+    table of its own."""
+    every = model_parameters(model)
+    parts: Counter = Counter({"embedding": 0})
+    for each in every.shared:
+        parts[_part(each, every.shared)] += each.elements.at(1, model.vocab)
+    for kind, count in Counter(every.pattern).items():
+        for each in every.layers[kind]:
+            parts[_part(each, every.layers[kind])] += count * each.elements.number
+    parts["norms"] = parts.pop("norms")  # behind the others
+    return dict(parts)
+
+
+def _part(parameter: Parameter, among: tuple[Parameter, ...]) -> str:
+    """norms, that stand in the stream; embedding; head, or which head; or the sublayer."""
+    *modules, _ = parameter.path.split(".")
+    shared = modules[0] in ("embed", "head")
+    norms = {each.path.rpartition(".")[0] for each in among if each.role == "norm"}
+    if ".".join(modules) in norms and len(modules) == 1 + shared:
+        return "norms"
+    if modules[0] == "embed":
+        return "embedding"
+    return " ".join(reversed(modules[:2])) if shared else modules[0]
 
 
 def training_time_s(

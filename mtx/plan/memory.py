@@ -1,32 +1,37 @@
-"""Memory of one device in closed form: what the planner predicts before anything is compiled.
+"""Memory of one device: what the planner predicts before anything is compiled.
 
 Every device holds the same buffers, since all stages run one program; stages that need fewer still
 have them. Counted is the moment that needs the most: the backward pass of one layer, or the head,
 while gradients and stash are held. Not counted: the runtime's context, communication buffers,
 library workspaces and fragmentation, so leave a tenth of the device free.
 
-Activations are counted as in Korthikanti et al. 2022 (arXiv 2205.05198), section 4, where a layer
-keeps s b h (10 + 24/t + 5 a s/(h t)) bytes, all of it over t with sequence parallelism; what our
-blocks keep instead is in `layer_residual_bytes`. `experiments/memory_grid.py` prints how near all
-this comes to what XLA assigns.
-
-Letters as there: b microbatch · s sequence · h hidden · a heads · t tensor · f feed-forward
-multiple
+What a layer keeps is read off its trace (`mtx.plan.cost`), and how many of them are kept off the
+schedule. `experiments/memory_grid.py` prints how near all this comes to what XLA assigns.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.optimizers import optimizer_module
-from mtx.plan.attention import Attention, Backend, attention_of
-from mtx.plan.block import ITEM_BYTES
+from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import schedule_for
-from mtx.plan.families import Array, ends_of, family_of, layer_of
+from mtx.plan.cost import (
+    HEAD,
+    ITEM_BYTES,
+    Cost,
+    Parameter,
+    layer_cost,
+    model_parameters,
+    pattern_of,
+    shared_cost,
+    total,
+)  # fmt: skip
 from mtx.schedules.partition import place_layers
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
@@ -66,20 +71,23 @@ def predict_memory(
     """
     zero = layout.zero if zero is None else zero
     slots = _slots(layout, layout.microbatches(global_batch))
-    shards = 1 if zero == 0 else layout.data
-    parameters, gradients = _weights_bytes(model, layout, zero)
-    stash, waiting = _stash_bytes(model, layout, slots, backend)
-    working, head = _working_bytes(model, layout, backend), _head_bytes(model, layout)
+    device = _Device(model, layout, backend)
+    held = device.parameters
+    working, head = device.working_bytes(), device.head_bytes()
+    stash = slots.stash * device.stash_slot_bytes() + slots.caches * device.cache_bytes()
+    waiting = slots.weight_stash * device.deferred_bytes()
     if layout.idle == "skip" and conditionals_copy():
-        blocks = 4 * layout.virtual * _places(model, layout) * _layer_parameters(model, layout)
+        layers = 4 * layout.virtual * held.chunk
         forward = stash if layout.stash == "residuals" else 0
-        working = max(working + (waiting or blocks), forward, blocks)
+        working = max(working + (waiting or layers), forward, layers)
+    parameters, gradients = _weights_bytes(model, layout, held, zero)
+    shards = 1 if zero == 0 else layout.data
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=-(-_optimizer_bytes(model, layout, optimizer) // shards),
+        optimizer_bytes=-(-_optimizer_bytes(held, optimizer) // shards),
         stash_bytes=stash + waiting,
-        transfer_bytes=(2 + slots.rings) * _input_bytes(model, layout),
+        transfer_bytes=(2 + slots.rings) * device.stream_bytes(),
         activations_bytes=working,
         logits_bytes=max(0, head - working),
     )
@@ -95,117 +103,196 @@ def conditionals_copy() -> bool:
     return importlib.metadata.version("jax").startswith("0.10.")
 
 
-def _weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> tuple[int, int]:
-    """(parameters in the compute type, gradients in float32)"""
-    item, held = ITEM_BYTES[model.compute_dtype], parameters_per_device(model, layout)
-    if zero == 3:
-        chunk = _places(model, layout) * _layer_parameters(model, layout)
-        blocks = layout.virtual * chunk
-        ends, shard = held - blocks, -(-blocks // layout.data)
-        # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
-        # not yet scattered. Masters in the compute type are the shards themselves.
-        parameters = item * (ends + 2 * chunk) + (0 if item == 4 else item * shard)
-        return parameters, 4 * (ends + chunk + shard)
-    # Masters that are neither sharded nor of another type are the parameters themselves.
-    same = item == 4 and (layout.data == 1 or zero == 0)
-    return 0 if same else item * held, 4 * held
+# -- parameters ------------------------------------------------------------------------------------
 
 
-def _optimizer_bytes(model: ModelConfig, layout: Layout, optimizer: OptimizerConfig | None) -> int:
-    """Masters and the optimizer's arrays beside them, not yet sharded over `data`."""
-    optimizer = optimizer or OptimizerConfig()
-    held = parameters_per_device(model, layout)
-    matrices = sum(each.held(layout.tensor)[0] for each in layer_of(model).linears)
-    matrices *= layout.virtual * _places(model, layout)
-    states, of_rest = (
-        optimizer_module(name).STATES for name in (optimizer.name, optimizer.rest or optimizer.name)
+class Held(NamedTuple):
+    """Parameters of one device."""
+
+    total: int
+    chunk: int  # of the layers of one chunk, with the padding of uneven stages
+    matrices: int  # of all, those that the optimizer takes for matrices
+
+
+def parameters_held(model: ModelConfig, layout: Layout) -> Held:
+    """Padding of vocabulary and of uneven stages included."""
+    parameters = model_parameters(model, tensor=layout.tensor)
+
+    def count(these: tuple[Parameter, ...]) -> tuple[int, int]:
+        held = [_held(each, model, layout) for each in these]
+        return sum(held), sum(n for n, each in zip(held, these) if each.role == "matrix")
+
+    shared, shared_matrices = count(parameters.shared)
+    chunk = chunk_matrices = 0
+    for kind, places in _places(model, layout).items():
+        layer, matrices = count(parameters.layers[kind])
+        chunk += places * layer
+        chunk_matrices += places * matrices
+    return Held(
+        total=layout.virtual * chunk + shared,
+        chunk=chunk,
+        matrices=layout.virtual * chunk_matrices + shared_matrices,
     )
-    return 4 * (held + states * matrices + of_rest * (held - matrices))
 
 
 def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
-    """Parameters that one device holds, padding of vocabulary and of uneven stages included.
-
-    Of a layer, everything over `tensor` but the norms, the biases of row-parallel linears and heads
-    of keys and values that are fewer than `tensor`; of the ends, rows of the vocabulary over `pipe`
-    x `tensor`, all else on every device.
-    """
-    ends, shards = ends_of(model), layout.vocab_shards
-    rows = (ends.table + ends.output) * model.padded_vocab(shards) // shards
-    layers = layout.virtual * _places(model, layout) * _layer_parameters(model, layout)
-    return layers + rows + ends.everywhere
+    """Parameters that one device holds, padding of vocabulary and of uneven stages included."""
+    return parameters_held(model, layout).total
 
 
-def _layer_parameters(model: ModelConfig, layout: Layout) -> int:
-    return layer_of(model).parameters_held(layout.tensor)
+def _held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
+    whole = parameter.elements.at(1, model.padded_vocab(layout.vocab_shards))
+    for axis in parameter.axes:
+        whole //= layout.sizes[axis]
+    return whole
+
+
+def _weights_bytes(model: ModelConfig, layout: Layout, held: Held, zero: Zero) -> tuple[int, int]:
+    """(parameters in the compute type, gradients in float32)"""
+    item = ITEM_BYTES[model.compute_dtype]
+    if zero == 3:
+        layers = layout.virtual * held.chunk
+        shared, shard = held.total - layers, -(-layers // layout.data)
+        # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
+        # not yet scattered. Masters in the compute type are the shards themselves.
+        parameters = item * (shared + 2 * held.chunk) + (0 if item == 4 else item * shard)
+        return parameters, 4 * (shared + held.chunk + shard)
+    # Masters that are neither sharded nor of another type are the parameters themselves.
+    same = item == 4 and (layout.data == 1 or zero == 0)
+    return 0 if same else item * held.total, 4 * held.total
+
+
+def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None) -> int:
+    """Masters and the optimizer's arrays beside them, not yet sharded over `data`."""
+    optimizer = optimizer or OptimizerConfig()
+    states, of_rest = (
+        optimizer_module(name).STATES for name in (optimizer.name, optimizer.rest or optimizer.name)
+    )
+    rest = held.total - held.matrices
+    return 4 * (held.total + states * held.matrices + of_rest * rest)
+
+
+# -- activations -----------------------------------------------------------------------------------
 
 
 def layer_residual_bytes(
-    model: ModelConfig, layout: Layout, *, recompute: Recompute, backend: Backend = "cuda"
-) -> int:
-    """What one layer keeps of one microbatch, or slice of one, between its F and its B.
+    model: ModelConfig, layout: Layout, *, recompute: Recompute, backend: Backend = "cuda",
+    kind: str | None = None,
+) -> int:  # fmt: skip
+    """What one layer of a kind, or the first, keeps of one microbatch, or slice of one, for its B.
 
-    Those arrays of `mtx.plan.families.layer_of` that wait with this recomputation. Of a GPT, in
-    elements of the compute type, s b h each, and those that `tensor` shards only with sequence
-    parallelism in front:
-      none       4 + (4 + 2f)/t: the two norms' inputs and outputs; q, k, v, attention's output,
-                 GELU's input and output. In 16 bits and with two masks of dropout that is
-                 Korthikanti's 34 s b h; four float32 numbers a token are the norms' own
-      selective  2 + (4 + f)/t: what matmuls put out, from which the rest is quick to compute
-      full       1: the block's input
-    Attention adds a float32 a row and head; with dropout on its probabilities, where nothing is
-    recomputed, 8 a s^2 b / t bytes instead (two masks, softmax in float32, the probabilities in 16
-    bits), where Korthikanti's kernels keep 5.
+    Where nothing is recomputed, about what Korthikanti et al. 2022 (arXiv 2205.05198, section 4)
+    count, s b h (10 + 24/t) bytes in 16 bits with dropout, all of it over t with sequence
+    parallelism; with "selective" what matmuls give; with "full" the layer's input.
     """
-    layer, attention = layer_of(model), attention_of(model, backend)
-    item, tokens = ITEM_BYTES[model.compute_dtype], _tokens(model, layout)
-    again = {"attended"} if recompute == "selective" and not attention.output_survives else set()
-    kept = sum(
-        _array_bytes(array, model, layout)
-        for array in layer.arrays
-        if recompute in array.kept and array.name not in again
-    )
-    if family_of(model).rotary:  # int32 positions of a row, or the float32 frequencies of q and k
-        kept += 4 * (model.sequence // layout.slices if recompute == "none" else model.head_size)
-    rows = tokens * model.heads // layout.tensor
-    if recompute == "none":
-        shared = _sequence_shards(layout)
-        kept += 4 * layer.norm_numbers * tokens // shared + attention.row_bytes * rows
-        kept += attention.pair_bytes * tokens * model.sequence
-        if model.dropout:
-            kept += 2 * tokens * model.hidden // shared
-        if attention.name == "dropout":
-            kept += (attention.mask_bytes + attention.softmax_bytes + item) * rows * model.sequence
-    elif recompute == "selective" and attention.output_survives:
-        kept += attention.row_bytes * rows
-    return kept
+    device = _Device(model, layout, backend)
+    return total(device.cost(kind or pattern_of(model)[0], recompute).kept, layout.microbatch)
 
 
-def _array_bytes(array: Array, model: ModelConfig, layout: Layout) -> int:
-    """Of one microbatch, or slice of one, on one device."""
-    shards = _sequence_shards(layout) if array.over == "sequence" else array.parts(layout.tensor)
-    elements = _tokens(model, layout) * array.width
-    return elements * ITEM_BYTES[model.compute_dtype] // shards
+@dataclass(frozen=True)
+class _Device:
+    """What the layers of one device need, for one microbatch or slice of one."""
+
+    model: ModelConfig
+    layout: Layout
+    backend: Backend
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        return _places(self.model, self.layout)
+
+    @property
+    def parameters(self) -> Held:
+        return parameters_held(self.model, self.layout)
+
+    def cost(self, kind: str, recompute: Recompute | None = None) -> Cost:
+        model, layout = self.model, self.layout
+        return layer_cost(
+            model, kind=kind, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
+            recompute=recompute or layout.recompute, slices=layout.slices,
+            kernel=kernel_of(model, self.backend, layout.slices),
+        )  # fmt: skip
+
+    def _of_chunk(self, field: str, recompute: Recompute | None = None) -> int:
+        """Bytes of a cost's field, of all layers of a chunk."""
+        rows = self.layout.microbatch
+        return sum(
+            places * total(getattr(self.cost(kind, recompute), field), rows)
+            for kind, places in self.places.items()
+        )
+
+    def stash_slot_bytes(self) -> int:
+        """From F to B: residuals of each layer, or the chunk's input."""
+        return self.stream_bytes() if self.layout.stash == "inputs" else self._of_chunk("kept")
+
+    def cache_bytes(self) -> int:
+        """Keys and values of one microbatch, its slices together, or their gradients."""
+        return self._of_chunk("cache")
+
+    def deferred_bytes(self) -> int:
+        """From B to W."""
+        return self._of_chunk("deferred")
+
+    def stream_bytes(self) -> int:
+        """What goes from one layer to the next, and from stage to stage."""
+        kind = next(iter(self.places))
+        return total(self.cost(kind).stream, self.layout.microbatch)
+
+    def working_bytes(self) -> int:
+        """The backward pass of the layer that needs the most.
+
+        The gradient of its largest matrix, in the compute type and in float32 (in float32 of all
+        its matrices where the chunk is that one layer: without a loop XLA adds them up last); what
+        is computed again (with stash="inputs", of the whole chunk); four arrays of whole sequences,
+        which are gathered or about to be scattered; and scores with their gradients, two in float32
+        and one in the compute type, where no kernel keeps them to itself.
+        """
+        layout, item = self.layout, ITEM_BYTES[self.model.compute_dtype]
+        rows, shards = layout.microbatch, layout.tensor if layout.sequence_parallel else 1
+        alone = sum(self.places.values()) == 1
+        parameters = model_parameters(self.model, tensor=layout.tensor).layers
+        largest = 0
+        for kind in self.places:
+            matrices = [
+                _held(each, self.model, layout)
+                for each in parameters[kind]
+                if each.role == "matrix"
+            ]
+            working = item * max(matrices) + 4 * (sum if alone else max)(matrices)
+            working += 4 * shards * total(self.cost(kind).stream, rows)
+            working += (2 * 4 + item) * self.cost(kind).scores.at(rows)
+            every, kept = (total(self.cost(kind, way).kept, rows) for way in ("none", None))
+            largest = max(largest, working + every - kept)
+        return largest + (self._of_chunk("kept") if layout.stash == "inputs" else 0)
+
+    def head_bytes(self) -> int:
+        """Logits in float32, their gradient in the compute type, this device's part of both."""
+        model, layout = self.model, self.layout
+        head = shared_cost(
+            model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel
+        )
+        shards = layout.vocab_shards
+        vocab = model.padded_vocab(shards) // shards
+        logits = sum(
+            each.m.at(layout.microbatch) * each.n.at(1, vocab)
+            for each in head.matmuls
+            if each.during == "F" and each.n.vocab
+        )
+        return (4 + ITEM_BYTES[model.compute_dtype]) * logits // layout.slices
 
 
-def _tokens(model: ModelConfig, layout: Layout) -> int:
-    """Of a microbatch, or of a slice of one."""
-    return layout.microbatch * model.sequence // layout.slices
-
-
-def _sequence_shards(layout: Layout) -> int:
-    return layout.tensor if layout.sequence_parallel else 1
-
-
-def _places(model: ModelConfig, layout: Layout) -> int:
-    """Layers of a chunk, or places for them where stages are uneven."""
-    return _places_of(model.layers, layout.pipe, layout.virtual, layout.stage_layers)
+def _places(model: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Layers of a chunk by kind, or places for them where stages are uneven."""
+    return _places_of(pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers)
 
 
 @lru_cache(maxsize=4096)
-def _places_of(layers: int, pipe: int, virtual: int, stage_layers) -> int:
-    placement = place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
-    return placement.layer.shape[-1]
+def _places_of(pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers) -> dict[str, int]:
+    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
+
+
+# -- slots -----------------------------------------------------------------------------------------
 
 
 class _Slots(NamedTuple):
@@ -247,85 +334,3 @@ def _slots_of_table(name: str, pipe: int, virtual: int, slices: int, microbatche
         rings=sum(box.slots for box in (*boxes, table.outputs)),
         caches=sum(caches),
     )
-
-
-def _stash_bytes(
-    model: ModelConfig, layout: Layout, slots: _Slots, backend: Backend
-) -> tuple[int, int]:
-    """(rings from F to B, of residuals or chunk inputs, with the caches of sliced sequences; ring
-    from B to W)"""
-    layers = _places(model, layout)
-    slot = layers * layer_residual_bytes(model, layout, recompute=layout.recompute, backend=backend)
-    if layout.stash == "inputs":
-        slot = _input_bytes(model, layout)
-    stash = slots.stash * slot + slots.caches * layers * _cache_bytes(model, layout)
-    if not slots.weight_stash:
-        return stash, 0
-    waiting = _deferred_bytes(model, layout)
-    if attention_of(model, backend).name == "dropout" and layout.recompute == "selective":
-        scores = _tokens(model, layout) * model.heads // layout.tensor * model.sequence
-        waiting += ITEM_BYTES[model.compute_dtype] * scores
-    return stash, slots.weight_stash * layers * waiting
-
-
-def _cache_bytes(model: ModelConfig, layout: Layout) -> int:
-    """Keys and values of one microbatch, its slices together, in one layer."""
-    groups = model.groups // min(layout.tensor, model.groups)
-    width = 2 * groups * model.head_size
-    return ITEM_BYTES[model.compute_dtype] * layout.microbatch * model.sequence * width
-
-
-def _deferred_bytes(model: ModelConfig, layout: Layout) -> int:
-    """What waits for a layer's W: what its linears read, once where two read the same, and the
-    gradients of what they make; that of a row-parallel one is whole."""
-    linears = layer_of(model).linears
-    reads = {each.reads.name: each.reads for each in linears}
-    waiting = sum(_array_bytes(array, model, layout) for array in reads.values())
-    for linear in linears:
-        elements = _tokens(model, layout) * linear.makes.local_width(layout.tensor)
-        waiting += elements * ITEM_BYTES[model.compute_dtype]
-    return waiting
-
-
-def _input_bytes(model: ModelConfig, layout: Layout) -> int:
-    """x_BsD: one microbatch, or slice of one, between two layers."""
-    return _array_bytes(layer_of(model).array("x"), model, layout)
-
-
-def _working_bytes(model: ModelConfig, layout: Layout, backend: Backend) -> int:
-    """The backward pass of one layer.
-
-    The gradient of its largest matrix, in the compute type and in float32 (in float32 of all its
-    matrices where the chunk is that one layer: without a loop XLA adds them up last); what is
-    computed again (with stash="inputs", of the whole chunk); four arrays of whole sequences, which
-    are gathered or about to be scattered; and of attention's scores the part that stands at once.
-    """
-    item = ITEM_BYTES[model.compute_dtype]
-    places = _places(model, layout)
-    matrices = [each.held(layout.tensor)[0] for each in layer_of(model).linears]
-    added_up = sum(matrices) if places == 1 else max(matrices)
-    working = item * max(matrices) + 4 * added_up
-    working += 4 * item * _tokens(model, layout) * model.hidden
-    working += _scores_bytes(model, layout, attention_of(model, backend))
-    every, kept = (
-        layer_residual_bytes(model, layout, recompute=recompute, backend=backend)
-        for recompute in ("none", layout.recompute)
-    )
-    if layout.stash == "inputs":
-        working += places * kept
-    return working + every - kept
-
-
-def _scores_bytes(model: ModelConfig, layout: Layout, attention: Attention) -> int:
-    """Scores of the largest block of queries, or the whole square, and of their gradients: two in
-    float32 and one in the compute type. Fused kernels have none."""
-    item = ITEM_BYTES[model.compute_dtype]
-    square = _tokens(model, layout) * model.sequence * model.heads // layout.tensor
-    return int((2 * 4 + item) * attention.at_once * square)
-
-
-def _head_bytes(model: ModelConfig, layout: Layout) -> int:
-    """Logits in float32, their gradient in the compute type, this device's part of both."""
-    shards, tokens = layout.vocab_shards, _tokens(model, layout)
-    rows = model.padded_vocab(shards) // shards
-    return (4 + ITEM_BYTES[model.compute_dtype]) * tokens * rows

@@ -28,7 +28,7 @@ from mtx.plan.memory import Memory, predict_memory
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
-from mtx.plan.summary import parameters_by_part, plan_rows
+from mtx.plan.summary import plan_rows
 from mtx.plan.time import StepTime, predict_step
 from mtx.presets import brings_data
 
@@ -115,7 +115,7 @@ def _run_numbers(plan: Plan) -> dict:
         "microbatches": run.microbatches,
         "tokens_per_step": plan.tokens_per_step,
         "parameters": flops.parameters(run.model),
-        "parameters_by_part": parameters_by_part(run.model),
+        "parameters_by_part": flops.parameters_by_part(run.model),
     }
 
 
@@ -139,11 +139,9 @@ def _speed_numbers(plan: Plan) -> dict:
         "step_flops_sc21": flops.sc21_flops(run.model, run.global_batch),
         "step_flops_model": flops.model_flops(run.model, run.global_batch),
         "step_flops_hardware": executed,
-        "forward_flops_by_part": {
-            each.name: getattr(forward, each.name)
-            for forward in (flops.forward_flops(run.model, run.global_batch, causal=True),)
-            for each in fields(forward)
-        },
+        "forward_flops_by_part": flops.forward_flops(
+            run.model, run.global_batch, causal=True
+        ).by_part,
     }
 
 

@@ -19,7 +19,7 @@ from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.compare import PART_NAMES, seconds
 from mtx.plan.compiled import Compiled
-from mtx.plan.families import family_of, parameters_by_part
+from mtx.plan.cost import model_parameters
 from mtx.plan.hardware import hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
@@ -30,6 +30,7 @@ Source = Literal[
     "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
 ]
 _MIB = 2**20
+_PARTS, _FAMILIES = {"mlp": "MLP"}, {"bert": "BERT"}  # as they are written
 NOTHING = 1e-9  # of a step: what is less is the rounding of a sum
 _MOST_OPS = 500_000  # of a schedule's table that is made only to count its ticks
 
@@ -69,7 +70,8 @@ def plan_rows(
 def title(plan: PricedRun) -> str:
     model = plan.run.model
     return (
-        f"{family_of(model).title}, {_short(flops.parameters(model))} parameters, on "
+        f"{_FAMILIES.get(model.family, type(model).__name__)}, "
+        f"{_short(flops.parameters(model))} parameters, on "
         f"{plan.gpus:,} x {plan.hardware.name}"
     )
 
@@ -85,7 +87,10 @@ def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
     ]
     as_in_paper = model.ffn_hidden == 4 * model.hidden
     if not as_in_paper:
-        width = f"{model.ffn_hidden:,}{', gated' if family_of(model).gated else ''}"
+        layers = model_parameters(model).layers.values()
+        twice = 2 * model.hidden * model.ffn_hidden  # a matrix for the gate, and one beside it
+        gated = any(each.elements.number == twice for layer in layers for each in layer)
+        width = f"{model.ffn_hidden:,}{', gated' if gated else ''}"
         rows.append(Row("Model", "inside of the MLP", width, "given"))
     rows.append(Row("Model", "parameters, exactly", f"{flops.parameters(model):,}", "computed"))
     formula = "does not apply: it is of GPTs with f = 4 and a tied head"
@@ -101,12 +106,11 @@ def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
 def _parts(plan: PricedRun) -> list[Row]:
     """Parameters and the bytes of their weights, by part of the model."""
     model = plan.run.model
-    counts = parameters_by_part(model)
+    counts = flops.parameters_by_part(model)
     item = 4 if model.compute_dtype == "float32" else 2
-    names = {"mlp": "MLP"}
     return [
         Row(
-            "Parameters and their weights", names.get(part, part),
+            "Parameters and their weights", _PARTS.get(part, part),
             f"{_short(count)} ({count / sum(counts.values()):.1%}), {_size(item * count)}",
             "computed",
         )
@@ -242,12 +246,10 @@ def _work(plan: PricedRun) -> list[Row]:
         ("matmuls our program runs", executed),
     ]
     forward = flops.forward_flops(run.model, run.global_batch, causal=True)
-    parts = [
-        ("F of it, attention", forward.attention_projections + forward.attention_scores),
-        ("F of it, MLP", forward.mlp),
-        ("F of it, head", forward.head),
+    of_model = [
+        (f"F of it, {_PARTS.get(part, part)}", f"{value:.4e} ({value / forward.total:.1%})")
+        for part, value in forward.by_part.items()
     ]
-    of_model = [(name, f"{value:.4e} ({value / forward.total:.1%})") for name, value in parts]
     texts = [(name, f"{value:.4e}") for name, value in rows]
     texts[2:2] = of_model  # after the convention that they are parts of
     return [Row("FLOPs of a step", name, text, "computed") for name, text in texts]

@@ -10,15 +10,17 @@ Not counted: reading data, logging, and the first steps.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import add
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.plan.block import Passes, Shard, Work, block_work, embedding_work, head_work
+from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_of
-from mtx.plan.families import layer_of
+from mtx.plan.cost import model_parameters, pattern_of
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, pipeline_s
 from mtx.plan.memory import Zero
@@ -88,7 +90,7 @@ def predict_step(
     calibration = calibration or calibration_of(hardware, family=model.family)
     microbatches = layout.microbatches(global_batch)
     on = _on_stages(model, layout, hardware, scatter_gather, calibration)
-    shard, counts, block, (first, last, every) = on.shard, on.counts, on.block, on.outside
+    shard, (first, last, every) = on.shard, on.outside
     software, (stages, arrives_s) = calibration.software, on.times
     in_turn = software.pipeline == "asynchronous"
     exchanges = 2 * (layout.virtual - 1 / layout.pipe) if in_turn else layout.virtual
@@ -97,13 +99,13 @@ def predict_step(
         layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline,
         bound=bound,
     )  # fmt: skip
-    blocks = block.all * (model.layers * microbatches / layout.pipe)
+    blocks = on.layers.all * (microbatches / layout.pipe)
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
-    held = _parameters_held(model, layout, max(counts), calibration)
+    held = _parameters_held(model, layout, on.counts, calibration)
     if zero == 3:
         data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + outside.total_s, microbatches)
     else:
-        last_s = max(counts) * (block.backward.total_s + block.weight.total_s)
+        last_s = max(sum(seconds[1:]) for seconds in on.layers_s)
         data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
     updated = held / layout.data if zero else held
     return StepTime(
@@ -127,11 +129,27 @@ class _OnStages:
     """What the stages of a layout do for each microbatch."""
 
     shard: Shard
-    counts: tuple[int, ...]  # layers
-    block: Passes
+    counts: tuple[dict[str, int], ...]  # layers of each kind
+    work: dict[str, Passes]  # of a layer of each kind
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
     virtual: int
+
+    @property
+    def layers(self) -> Passes:
+        """All layers of the model."""
+        counts: Counter = sum(map(Counter, self.counts), Counter())
+        each = (self.work[kind] * count for kind, count in counts.items())
+        return sum(each, Passes())
+
+    @cached_property
+    def layers_s(self) -> list[Seconds]:
+        """F, B and W of the layers of each stage."""
+        of_counts = {
+            counts: sum((self.work[kind] * n for kind, n in counts), Passes()).seconds
+            for counts in {tuple(each.items()) for each in self.counts}
+        }
+        return [of_counts[tuple(each.items())] for each in self.counts]
 
     @property
     def times(self) -> tuple[list[Seconds], float]:
@@ -142,12 +160,8 @@ class _OnStages:
         The last stage is taken for the model's end; in schedules that come back in a V it is the
         first. The first stage has none before, the last none after.
         """
-        block, first, last, every = (passes.seconds for passes in (self.block, *self.outside))
-        of_count = {
-            count: tuple(count * part + more for part, more in zip(block, every, strict=True))
-            for count in set(self.counts)
-        }
-        stages = [of_count[count] for count in self.counts]
+        first, last, every = (passes.seconds for passes in self.outside)
+        stages = [_added(seconds, every) for seconds in self.layers_s]
         stages[0] = _added(stages[0], first)
         stages[-1] = _added(stages[-1], last)
         if self.shard.calibration.software.pipeline == "lockstep":
@@ -171,10 +185,12 @@ def _on_stages(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
     )  # fmt: skip
+    pattern = pattern_of(model)
+    recompute = "full" if layout.stash == "inputs" else layout.recompute
     return _OnStages(
         shard=shard,
-        counts=_stage_layers(model.layers, layout.pipe, layout.virtual, layout.stage_layers),
-        block=block_work(shard, "full" if layout.stash == "inputs" else layout.recompute),
+        counts=_stage_layers(pattern, layout.pipe, layout.virtual, layout.stage_layers),
+        work={kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)},
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
         virtual=layout.virtual,
@@ -203,10 +219,13 @@ def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
 
 @lru_cache(maxsize=4096)
 def _stage_layers(
-    layers: int, pipe: int, virtual: int, stage_layers: tuple[int, ...] | str
-) -> tuple[int, ...]:
-    placement = place_layers(layers, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
-    return tuple(int(count) for count in placement.count.sum(axis=1))
+    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers: tuple[int, ...] | str
+) -> tuple[dict[str, int], ...]:
+    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return tuple(
+        {kind: int((stage == number).sum()) for number, kind in enumerate(placement.kinds)}
+        for stage in placement.kind
+    )
 
 
 def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
@@ -228,19 +247,29 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
 
 
 def _parameters_held(
-    model: ModelConfig, layout: Layout, layers: int, calibration: Calibration
-) -> float:
+    model: ModelConfig, layout: Layout, counts: Sequence[Mapping[str, int]],
+    calibration: Calibration,
+) -> float:  # fmt: skip
     """Of the device that has most: matrices of so many layers, and its part of a token table."""
-    matrices = _matrices_held(model, layout.tensor)
+    each = _matrices_held(model, layout.tensor)
+    matrices = max(sum(each[kind] * n for kind, n in stage.items()) for stage in counts)
     everywhere = calibration.software.head == "all stages"
     shards = layout.vocab_shards if everywhere else layout.tensor
     tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
-    return layers * matrices + tables * model.padded_vocab(shards) / shards * model.hidden
+    return matrices + tables * model.padded_vocab(shards) / shards * model.hidden
 
 
 @lru_cache(maxsize=4096)
-def _matrices_held(model: ModelConfig, tensor: int) -> int:
-    return sum(linear.held(tensor)[0] for linear in layer_of(model).linears)
+def _matrices_held(model: ModelConfig, tensor: int) -> dict[str, int]:
+    """Of one layer of each kind."""
+    return {
+        kind: sum(
+            each.elements.number // (tensor if each.axes else 1)
+            for each in parameters
+            if each.role == "matrix"
+        )
+        for kind, parameters in model_parameters(model, tensor=tensor).layers.items()
+    }
 
 
 def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: float) -> float:

@@ -30,11 +30,11 @@ from mtx.launch.shared import require_shared
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.paths import check_path
+from mtx.plan.fit import refuse_if_too_large
 from mtx.plan.hardware import find_hardware
 from mtx.sharding.axes import BATCH
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
-from mtx.train.fit import refuse_if_too_large
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_roll_back
 from mtx.train.history import History
 from mtx.train.log import Log

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
 
 from mtx.launch.start import give_freed_memory_back
+from mtx.plan.fit import machine_bytes
 
 _HEAP_GROWTH = 3.5  # of a process that keeps what it frees, over its devices' temporary buffers
 
@@ -33,11 +33,6 @@ def device_memory(compiled: Any = None) -> dict:
         if known
     ]
     return found | ({"devices": devices} if devices else {})
-
-
-def machine_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def spare_memory(compiled: Any) -> bool:

@@ -32,8 +32,8 @@ from mtx.conversion.tokenizer import own_tokenizer
 from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
+from mtx.plan.fit import refuse_if_too_large, spread_layout
 from mtx.sharding.agree import agree
-from mtx.train.fit import refuse_if_too_large, spread_layout
 
 RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
@@ -137,11 +137,11 @@ class FromModel:
 
     def __init__(self, source: Path):
         self._source = source
-        with HuggingFaceModel(source) as theirs:
-            self._model = theirs.model
-            tokenizer, eod = own_tokenizer(theirs)
-            model = model_to_train(theirs)
-        if model.family == "llama":
+        theirs = HuggingFaceModel(source)
+        self._model = theirs.model
+        tokenizer, eod = own_tokenizer(theirs)
+        model = model_to_train(theirs)
+        if not model.sequence_is_fixed:
             model = replace(model, sequence=min(model.sequence, 2048))
         self._has_tokenizer = tokenizer is not None
         out = f"runs/{source.resolve().name}"
@@ -161,11 +161,11 @@ class FromModel:
         """UserError for another model than that of the directory."""
         ours, theirs = run.model, self._model
         free = {name: getattr(ours, name) for name in _FREE}
-        if ours.sequence > theirs.sequence or theirs.family != "llama":
+        if ours.sequence > theirs.sequence or theirs.sequence_is_fixed:
             free["sequence"] = theirs.sequence
         for name, value in vars(replace(theirs, **free)).items():
             if getattr(ours, name) != value:
-                least = "at most " if name == "sequence" and theirs.family == "llama" else ""
+                least = "at most " if name == "sequence" and not theirs.sequence_is_fixed else ""
                 raise UserError(
                     f"model.{name}={getattr(ours, name)} must be {least}{value}, as "
                     f"{self._source / CONFIG} has it"

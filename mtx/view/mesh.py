@@ -6,8 +6,9 @@ replica) * tensor + shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,18 +171,15 @@ def shape_text(layout: Layout) -> str:
 def _node_rows(layout: Layout, node: int, node_size: int) -> list[str]:
     """One row for each stage on the node: its replicas, and the devices that hold their shards."""
     ranks = range(node * node_size, min((node + 1) * node_size, layout.devices))
-    groups: dict[int, list[tuple[int, range]]] = {}  # of each stage: replica and its ranks here
-    first = ranks.start
-    while first < ranks.stop:
-        group = first // layout.tensor
-        here = range(first, min((group + 1) * layout.tensor, ranks.stop))
-        stage, replica = divmod(group, layout.replicas)
-        groups.setdefault(stage, []).append((replica, here))
-        first = here.stop
-    return [f"stage {stage}: {_replicas(layout, held)}" for stage, held in groups.items()]
+    rows = []
+    for stage, own in groupby(ranks, lambda rank: rank * layout.pipe // layout.devices):
+        held = [(group % layout.replicas, list(here))
+                for group, here in groupby(own, lambda rank: rank // layout.tensor)]  # fmt: skip
+        rows.append(f"stage {stage}: {_replicas(layout, held)}")
+    return rows
 
 
-def _replicas(layout: Layout, held: list[tuple[int, range]]) -> str:
+def _replicas(layout: Layout, held: list[tuple[int, list[int]]]) -> str:
     whole = all(len(here) == layout.tensor for _, here in held)
     if len(held) > _MOST_GROUPS and whole:
         (first, start), (last, stop) = held[0], held[-1]
@@ -198,7 +196,7 @@ def _replicas(layout: Layout, held: list[tuple[int, range]]) -> str:
     return "  ".join(texts)
 
 
-def _span(numbers: range) -> str:
+def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 2 else " ".join(map(str, numbers))
 
 

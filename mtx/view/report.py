@@ -113,57 +113,47 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
     ]
 
 
-def _known(numbers: dict, name: str, form: str, unit: str = "", without: str = _UNTOLD) -> str:
-    """A number that steps tell, with its unit; or why it is not known."""
+def _known(numbers: dict, name: str, form: str, without: str = _UNTOLD) -> str:
+    """A number that steps tell, in its form; or why it is not known."""
     if numbers[name] is not None:
-        return format(numbers[name], form) + unit
+        return form.format(numbers[name])
     return without if numbers["step_s"] is not None else "no step has finished yet"
 
 
 def _training(numbers: dict) -> list[tuple[str, str]]:
     every = numbers["run"].get("eval_every")
-    when = f"every {every:,} steps and at the end" if every else "at the end"
+    later = f"not yet: measured {f'every {every:,} steps and ' if every else ''}at the end"
     skipped, damaged = numbers["skipped_steps"], numbers["damaged_checkpoints"]
-    again = [count(numbers[name], noun)
-             for name, noun in (("lost_steps", "step"), ("rollbacks", "rollback"))]  # fmt: skip
-    restarts = count(numbers["sessions"] - 1, "restart")
-    untold = {
-        "loss": "not finite",
-        "held_out_loss": f"not yet: measured {when}",
-        "gradient_norm": "not finite: that step was skipped",
-    }
-
-    def last(name: str, form: str) -> str:
-        return _known(numbers, name, form, without=untold.get(name, "not finite"))
-
+    again = count(numbers["lost_steps"], "step")
+    why = (count(numbers["rollbacks"], "rollback"), count(numbers["sessions"] - 1, "restart"))
+    infinite = "not finite: that step was skipped"
     return [
         ("steps", f"{numbers['steps']:,} of {numbers['of']:,}"),
-        ("loss", last("loss", ".4f")),
-        ("held-out loss", last("held_out_loss", ".4f")),
-        ("learning rate", last("learning_rate", ".3g")),
-        ("gradient norm", last("gradient_norm", ".4g")),
+        ("loss", _known(numbers, "loss", "{:.4f}", "not finite")),
+        ("held-out loss", _known(numbers, "held_out_loss", "{:.4f}", later)),
+        ("learning rate", _known(numbers, "learning_rate", "{:.3g}", "not finite")),
+        ("gradient norm", _known(numbers, "gradient_norm", "{:.4g}", infinite)),
         ("skipped steps", f"{skipped:,}, their gradients were not finite" if skipped else "none"),
-        ("trained again", f"{again[0]}, after {again[1]} and {restarts}"),
+        ("trained again", f"{again}, after {why[0]} and {why[1]}"),
         ("checkpoints", f"{damaged:,} damaged, {numbers['failed_saves']:,} not saved"),
     ]
 
 
 def _speed(numbers: dict) -> list[tuple[str, str]]:
-    kind = numbers["device_kind"]
+    kind, flops = numbers["device_kind"], "{:.4g} TFLOP/s a device"
     unlisted = f"not known: no peak FLOP/s is listed for {kind}"
-
-    def gib(name: str, without: str) -> str:
-        value = numbers[name]
-        return without if value is None else f"{value / 2**30:.2f} GiB a device"
-
+    memory = []
+    for name, without in (("compiled", _UNTOLD), ("peak", f"{kind} devices do not tell")):
+        size = numbers[f"{name}_bytes"]
+        value = without if size is None else f"{size / 2**30:.2f} GiB a device"
+        memory.append((f"memory, {name}", value))
     return [
-        ("step", _known(numbers, "step_s", ".4g", " s, median")),
-        ("throughput", _known(numbers, "tokens_per_s", ",.0f", " tokens/s, median")),
-        ("SC'21 formula", _known(numbers, "tflops_sc21", ".4g", " TFLOP/s a device")),
-        ("model FLOPs", _known(numbers, "tflops_model", ".4g", " TFLOP/s a device")),
-        ("MFU", _known(numbers, "mfu", ".1%", without=unlisted)),
-        ("memory, compiled", gib("compiled_bytes", _UNTOLD)),
-        ("memory, peak", gib("peak_bytes", f"{kind} devices do not tell")),
+        ("step", _known(numbers, "step_s", "{:.4g} s, median")),
+        ("throughput", _known(numbers, "tokens_per_s", "{:,.0f} tokens/s, median")),
+        ("SC'21 formula", _known(numbers, "tflops_sc21", flops)),
+        ("model FLOPs", _known(numbers, "tflops_model", flops)),
+        ("MFU", _known(numbers, "mfu", "{:.1%}", unlisted)),
+        *memory,
     ]
 
 

@@ -1,4 +1,4 @@
-"""Converted models against transformers in torch: logits, losses, gradients, and loading.
+"""Converted models against transformers in torch: logits, losses, gradients, greedy texts, loading.
 
 The tests take small models. `python -m tests.peers.test_convert_transformers [NAME]` takes GPT-2,
 Llama 2 7B, Llama 3 8B and BERT-base with their real widths and few layers, and prints the largest
@@ -13,8 +13,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from errors import names
 
 torch = pytest.importorskip("torch", reason="torch is absent: conversions are not compared with it")
 transformers = pytest.importorskip(
@@ -22,9 +24,13 @@ transformers = pytest.importorskip(
 )
 from mtx.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from mtx.config import Layout  # noqa: E402
+from mtx.conversion import configs  # noqa: E402
 from mtx.conversion.checkpoint import canonical_shapes  # noqa: E402
 from mtx.conversion.convert import to_checkpoint, to_huggingface  # noqa: E402
 from mtx.conversion.huggingface import HuggingFaceModel  # noqa: E402
+from mtx.errors import UserError  # noqa: E402
+from mtx.evaluation.generate import Generator  # noqa: E402
+from mtx.evaluation.sampling import Sampling  # noqa: E402
 from mtx.step.trainer import Trainer  # noqa: E402
 
 V, S, G = 96, 24, 4
@@ -57,6 +63,29 @@ def bert(layers=2, hidden=32, heads=4, ffn=64, sequence=S, vocab=V, kind="Bert",
     return getattr(transformers, f"{kind}ForPreTraining")(config)
 
 
+def windowed(kind, vocab=97, **others):
+    """What is built like Llama, at odd sizes: heads of a size of their own, windows shorter than
+    the sequence."""
+    sizes = dict(
+        vocab_size=vocab, hidden_size=36, num_hidden_layers=5, num_attention_heads=12,
+        num_key_value_heads=2, head_dim=6, intermediate_size=44, max_position_embeddings=S,
+        sliding_window=7, pad_token_id=None, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes | others)
+    return getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+
+
+GEMMA2 = {"query_pre_attn_scalar": 17, "attn_logit_softcapping": 0.7}
+WINDOWED = {
+    "mistral": lambda **c: windowed("Mistral", **c),
+    "qwen2": lambda **c: windowed(
+        "Qwen2", use_sliding_window=True, max_window_layers=2, tie_word_embeddings=True, **c
+    ),
+    "qwen3": lambda **c: windowed("Qwen3", use_sliding_window=True, max_window_layers=3, **c),
+    "gemma2": lambda **c: windowed("Gemma2", final_logit_softcapping=0.9, **GEMMA2, **c),
+}
 SMALL = {
     "gpt2": gpt2,
     "gpt2, untied, erf": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
@@ -64,7 +93,17 @@ SMALL = {
     "llama 3, tied": lambda: llama(rope_parameters=LLAMA3, tie_word_embeddings=True),
     "bert": bert,
     "megatron-bert": lambda: bert(kind="MegatronBert", hidden_act="gelu_new"),
-}
+    "mistral, no window": lambda: windowed(
+        "Mistral", sliding_window=None, num_attention_heads=6, head_dim=None
+    ),
+    "qwen2, no window": lambda: windowed("Qwen2", num_key_value_heads=12),
+    "qwen3, windows alone": lambda: windowed("Qwen3", use_sliding_window=True, max_window_layers=0),
+    "gemma2, no caps": lambda: windowed(
+        "Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None,
+        tie_word_embeddings=False,
+    ),
+    **WINDOWED,
+}  # fmt: skip
 REAL = {
     "gpt2": lambda: gpt2(4, 768, 12, 128, 8192),
     "llama 2 7b": lambda: llama(2, 4096, 32, 32, 11008, 4096, 512),
@@ -74,16 +113,24 @@ REAL = {
     "bert-base": lambda: bert(4, 768, 12, 3072, 128, 8192),
 }
 LAYOUTS = [Layout(), Layout(data=2, pipe=2, tensor=2), Layout(pipe=2, tensor=4)]
+OF_FIVE_LAYERS = [
+    Layout(), Layout(pipe=2, virtual=2, tensor=2, stage_layers=(1, 2, 1, 1)),
+    Layout(tensor=4),  # with two heads of keys and values
+    Layout(data=2, pipe=2, stage_layers=(2, 3)),
+]  # fmt: skip
 
 
-def random_model(make):
-    """In float32 for evaluation, biases and norms moved away from 0 and 1."""
+def random_model(make, *, scale=1):
+    """In float32 for evaluation, biases and norms moved away from 0 and 1; scale: of the matrices
+    of layers."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.05 * torch.randn_like(parameter)
+            elif ".layers." in name:
+                parameter *= scale
     return model
 
 
@@ -135,9 +182,9 @@ def torch_gradients(model, directory):
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(directory, state_dict=gradients)
-    with HuggingFaceModel(directory) as theirs:
-        theirs.expect(canonical_shapes(theirs.model))
-        return {path: theirs.read(path, slice(None)) for path in theirs.shapes}
+    theirs = HuggingFaceModel(directory)
+    theirs.expect(canonical_shapes(theirs.model))
+    return {path: theirs.read(path, slice(None)) for path in theirs.shapes}
 
 
 def our_results(directory, batch, layout):
@@ -211,6 +258,7 @@ def differences(make, directory: Path, layouts, *, rows=G, size=None):
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_loss_and_gradients(tmp_path, name):
     layouts = LAYOUTS[:1] if "," in name else LAYOUTS[:2]
+    layouts = OF_FIVE_LAYERS if name in WINDOWED else layouts
     for layout, found in differences(SMALL[name], tmp_path, layouts):
         assert found["logits"] < 1e-5, layout
         assert found["loss"] < 1e-6, layout
@@ -237,6 +285,61 @@ def test_what_we_write_loads_without_a_word(tmp_path, name, caplog):
     assert [record.getMessage() for record in caplog.records if record.levelno > 20] == []
     for key, value in model.state_dict().items():
         assert torch.equal(read.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_greedy_texts_are_the_same(tmp_path, name):
+    """Of what we write, longer than the windows; on two layouts."""
+    model = random_model(lambda: WINDOWED[name](vocab=256), scale=12)
+    model.save_pretrained(tmp_path / "in")
+    to_checkpoint(tmp_path / "in", tmp_path / "run", tokenizer="bytes", check="none")
+    to_huggingface(tmp_path / "run", tmp_path / "out", check="none")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    )
+    prompts = ["To be", "or not "]
+    want = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt.encode())])
+        written = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=15,
+            pad_token_id=0,
+        )  # fmt: skip
+        want.append(written[0, ids.shape[1] :].tolist())
+    assert len(set(want[0])) > 3, "a text that says something"
+    checkpoints = Checkpoints(tmp_path / "run")
+    for layout in (Layout(), Layout(pipe=2, tensor=2, stage_layers=(3, 2))):
+        trainer = Trainer(replace(checkpoints.run(), layout=layout, global_batch=2))
+        generator = Generator(trainer, checkpoints.restore(trainer), checkpoints.tokenizer())
+        found = generator.complete(prompts, tokens=15, sampling=Sampling(temperature=0))
+        assert [completion.tokens for completion in found] == want, layout
+        jax.clear_caches()
+
+
+def test_a_mistake_in_a_table_is_found_by_the_logits(tmp_path, monkeypatch):
+    random_model(lambda: llama(groups=4)).save_pretrained(tmp_path / "in")
+    kind = configs.KINDS["llama"]
+    q, k = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
+    swapped = tuple(
+        replace(w, names=tuple({q: k, k: q}.get(name, name) for name in w.names))
+        for w in kind.names.layers
+    )
+    kind = replace(kind, names=replace(kind.names, layers=swapped))
+    monkeypatch.setitem(configs.KINDS, "llama", kind)
+    with pytest.raises(UserError) as error:
+        to_checkpoint(tmp_path / "in", tmp_path / "run", check="transformers")
+    assert names(error, "differ", "largest difference")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_transformers_cannot_run_is_one_line(tmp_path):
+    random_model(llama).save_pretrained(tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["use_cache"] = "perhaps"
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        to_checkpoint(tmp_path / "in", tmp_path / "run", check="transformers")
+    assert names(error, tmp_path / "in", "check='ours'")
 
 
 PARTS = {  # what of a whole model is saved

@@ -11,9 +11,9 @@ from errors import names
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan.fit import fit_layout, refuse_if_too_large, spread_layout
 from mtx.plan.memory import predict_memory
 from mtx.presets import preset
-from mtx.train.fit import fit_layout, refuse_if_too_large, spread_layout
 
 
 def gpus(count: int, gib: float | None, *, processes: int = 1) -> list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,6 @@ from mtx.plan.attention import Backend
 from mtx.plan.flops import parameters
 from mtx.plan.memory import predict_memory
 from mtx.presets import NAMES, preset
-from mtx.train.memory import machine_bytes
 
 _GIB = 2**30
 
@@ -155,3 +155,8 @@ def _divides(run: RunConfig, layout: Layout) -> bool:
         return layout.microbatches(run.global_batch) > 0
     except UserError:
         return False
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,21 @@
+"""A trained run that a command reads, and what its options change of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mtx.cli.options import Line, part
+from mtx.config import Layout, ModelConfig, RunConfig
+
+ComputedIn = part(ModelConfig, "compute_dtype")  # its checkpoints hold float32
+AnyLayout = part(Layout)
+
+
+def changed(run: RunConfig, line: Line[Any], devices: int) -> tuple[RunConfig, Layout]:
+    """`run` with the fields of its model that are given, and the layout to read it on: its own, or
+    a part of that where there are fewer devices, with the fields that are given."""
+    from mtx.plan.fit import fit_layout
+
+    layout = replace(fit_layout(run.layout, devices), **line.changes("layout"))
+    return replace(run, model=replace(run.model, **line.changes("model"))), layout

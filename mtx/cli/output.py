@@ -1,0 +1,117 @@
+"""What commands have in common on their other side: JSON or lines, tables, files, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mtx.errors import UserError, unknown_name
+
+Report = Callable[..., None]  # of (done, total), and of a text before the bar
+
+
+def say(numbers: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Prints what a command found: `numbers` for programs, or `lines` for people."""
+    print(json.dumps(numbers, indent=1) if as_json else "\n".join(lines))
+
+
+def facts(pairs: Mapping[str, Any], width: int = 11) -> list[str]:
+    """A line a name, with what is said of it; None is left out."""
+    return [f"{name:<{width}}{value}" for name, value in pairs.items() if value is not None]
+
+
+def table(rows: Sequence[Sequence[Any]], align: str) -> list[str]:
+    """Rows as lines, the columns as wide as they must be. align: < or > of each column."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, align, widths)).rstrip()
+        for row in cells
+    ]
+
+
+def run_action(
+    arguments: list[str], actions: Mapping[str, Callable[[list[str]], int | None]], *,
+    usage: str, about: Callable,
+) -> int | None:  # fmt: skip
+    """One of a command's actions: mtx data build ..."""
+    action, *rest = arguments or ["--help"]
+    if action in ("-h", "--help"):
+        print("\n".join([
+            about.__doc__.splitlines()[0], "", f"usage: {usage} [OPTIONS]", "",
+            *(f"  {name:<10}{each.__doc__.splitlines()[0]}" for name, each in actions.items()), "",
+            f"{' '.join(usage.split()[:2])} ACTION --help lists the options.",
+        ]))  # fmt: skip
+        return None
+    if action not in actions:
+        raise unknown_name("action", action, actions)
+    return actions[action](rest)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def required(value: str | None, option: str, what: str) -> str:
+    """The value of an option that cannot be left out."""
+    if value is None:
+        raise UserError(f"{option} is missing: it names {what}")
+    return value
+
+
+def check_writable(out: str | None) -> None:
+    """UserError before anything is computed where the file --out cannot be made."""
+    if out is None:
+        return
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise UserError(f"out={out} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"out={out} lies in a folder that does not exist; make it first")
+
+
+def check_picture(draw: str | None) -> None:
+    """UserError before anything is computed where --draw names no picture."""
+    if draw:
+        from mtx.view.picture import check_suffix
+
+        check_suffix(draw)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """All of it, or nothing."""
+    from mtx.files import replacing
+
+    with replacing(Path(path).expanduser()) as written:
+        written.write_text(text, encoding="utf-8")
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress(
+    unit: Literal["bytes", "rows", ""] = "", *, said: str = "", silent: bool = False
+) -> Iterator[Report]:
+    """A bar on stderr, where that is a terminal; it takes (done, total, text before the bar)."""
+    if silent or not sys.stderr.isatty():
+        yield lambda done, total, text="": None
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    counts = {
+        "bytes": (rich.DownloadColumn(), rich.TransferSpeedColumn()),
+        "rows": (rich.MofNCompleteColumn(),), "": (),
+    }[unit]  # fmt: skip
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *counts)
+    with rich.Progress(
+        *columns, rich.TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(said, total=None)
+        yield lambda done, total, text=said: bar.update(
+            task, completed=done, total=total, description=text
+        )

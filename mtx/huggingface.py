@@ -1,0 +1,232 @@
+"""What a family says of its models in Hugging Face's transformers: what a config.json means, and
+which tensors make up which arrays of ours.
+
+Here nothing is computed but transposes, reshapes and stacks, so that going there and back gives
+the same bits. Our arrays are named by path, as in a checkpoint: "embed.tokens", "head.norm.scale"
+and, of the layers of a kind, "layers.block.attention.out.w" [L, ...], in model order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from mtx.errors import UserError, shown
+from mtx.fields import checked
+from mtx.sizes import Interval, Step
+
+Json = dict[str, Any]
+Shape = tuple[int, ...]
+# vector: its numbers in one row. table: as it is. conv1d: [inputs, outputs], a layer of GPT-2.
+# linear: [outputs, inputs], a layer of torch.
+Form = Literal["vector", "table", "conv1d", "linear"]
+_MISSING = object()
+
+
+# -- config.json -----------------------------------------------------------------------------------
+
+
+class Fields:
+    """The values of a config.json, with the defaults of transformers, which does not write them.
+
+    What a config asks for and our models do not have is refused by the name that it has there.
+    """
+
+    def __init__(self, values: Json, defaults: Json, where: str):
+        self._values = defaults | values
+        self.where = where
+        self.notes: list[str] = []  # what is read in another way than it is written
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def whole(self, name: str, *, least: Literal[0, 1] = 1) -> int:
+        """A whole number."""
+        kind = Step if least else Interval
+        return checked(f"{self.where}: {name}", self._values.get(name), kind)
+
+    def number(self, name: str) -> float:
+        return float(checked(f"{self.where}: {name}", self._values.get(name), float))
+
+    def of_kind(self, kind: type, name: str) -> Any:
+        if kind is bool:
+            return bool(self._values.get(name))
+        return self.number(name) if kind is float else self.whole(name)
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """UserError where it has another value; one that is not there is none."""
+        value = self._values.get(name, _MISSING)
+        if value is not _MISSING and value not in allowed:
+            raise self.refused(name, " or ".join(map(repr, allowed)))
+
+    def refused(self, name: str, ours: str) -> UserError:
+        """The error for a value that our models do not have; they have `ours`."""
+        value = shown(self._values.get(name))
+        return UserError(f"{self.where}: {name}={value} must be {ours}: our models have no other")
+
+    def choice(self, name: str, choices: Mapping[str, str]) -> str:
+        value = self._values.get(name)
+        if not isinstance(value, str) or value not in choices:
+            raise self.refused(name, " or ".join(choices))
+        return choices[value]
+
+    def table(self, name: str) -> Fields | None:
+        """A table within it."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise UserError(f"{self.where}: {name}={shown(value)} must be a table")
+        return Fields(value, {}, f"{self.where}: {name}")
+
+
+def ffn_field(fields: Fields, name: str, hidden_name: str) -> Json:
+    """The size of an MLP as a config of ours has it: as a multiple of the hidden size, if it is."""
+    size, hidden = fields.whole(name), fields.whole(hidden_name)
+    return {"ffn": size} if size % hidden else {"ffn_multiple": size // hidden}
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One of our arrays and the tensors that it is made of."""
+
+    leaf: str  # its path; of layers, what follows "layers.<kind>."
+    names: tuple[str, ...]
+    form: Form = "vector"
+    inputs: int = 1  # how many of our leading dims are a layer's inputs
+    stack: int | None = None  # the dim of ours along which several tensors are stacked
+
+    def tensor_shape(self, shape: Shape) -> Shape:
+        """The shape of each tensor, from that of our array."""
+        if self.stack is not None:
+            shape = shape[: self.stack] + shape[self.stack + 1 :]
+        if self.form == "table":
+            return shape
+        if self.form == "vector":
+            return (math.prod(shape),)
+        sizes = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
+        return sizes if self.form == "conv1d" else sizes[::-1]
+
+    def to_ours(self, tensors: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+        """Our array, of that shape, float32."""
+        if self.form == "linear":
+            tensors = [tensor.T for tensor in tensors]
+        if self.stack is None:
+            return tensors[0].astype(np.float32).reshape(shape)
+        part = shape[: self.stack] + shape[self.stack + 1 :]
+        array = np.empty(shape, np.float32)
+        for place, tensor in enumerate(tensors):
+            array[(slice(None),) * self.stack + (place,)] = tensor.reshape(part)
+        return array
+
+    def to_tensors(self, array: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `to_ours`."""
+        parts = [array] if self.stack is None else np.moveaxis(array, self.stack, 0)
+        if self.form == "table":
+            return list(parts)
+        if self.form == "vector":
+            return [part.reshape(-1) for part in parts]
+        matrices = []
+        for part in parts:
+            matrix = part.reshape(math.prod(part.shape[: self.inputs]), -1)
+            matrices.append(matrix if self.form == "conv1d" else matrix.T)
+        return matrices
+
+
+def layer_of(leaf: str, name: str, form: Form, *, inputs: int = 1) -> tuple[Weight, Weight]:
+    """Weight and bias."""
+    return (
+        Weight(f"{leaf}.w", (f"{name}.weight",), form, inputs),
+        Weight(f"{leaf}.b", (f"{name}.bias",)),
+    )
+
+
+def norm_of(leaf: str, name: str) -> tuple[Weight, Weight]:
+    """Scale and bias of a layer norm."""
+    return Weight(f"{leaf}.scale", (f"{name}.weight",)), Weight(f"{leaf}.bias", (f"{name}.bias",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The tensors of a family, one table for all its kinds of layers."""
+
+    layer: str  # what stands before the names of a layer's tensors, with {} for its number
+    shared: tuple[Weight, ...]
+    layers: tuple[Weight, ...]
+    prefix: str  # before all names but those of `heads`; some files leave it out
+    heads: tuple[str, ...]
+    twins: Mapping[str, str] = field(default_factory=dict)
+    # with tied weights: tensors that, where they are there, are the same as another
+    spellings: Mapping[str, str] = field(default_factory=dict)  # older endings of names
+    ignored: str = r"(?!)"  # tensors that are no parameters, as a regular expression
+    optional: tuple[str, ...] = ()  # paths of parts that a model may be without
+
+    def short(self, name: str) -> str:
+        """A tensor's name without the prefix, in its newest spelling."""
+        name = name.removeprefix(self.prefix)
+        for old, new in self.spellings.items():
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+        return name
+
+    def full(self, name: str) -> str:
+        """The inverse of `short`."""
+        return name if name.startswith(self.heads) else self.prefix + name
+
+    def is_ignored(self, name: str) -> bool:
+        return re.fullmatch(self.ignored, name) is not None
+
+    def arrays(
+        self, shapes: Mapping[str, Shape], pattern: Sequence[str]
+    ) -> Iterator[tuple[str, Weight, tuple[str, ...]]]:
+        """Of each of our arrays: its path, its Weight, and what stands before the tensors' names:
+        nothing for shared ones, one text a layer for others. pattern: the kind of each layer."""
+        starts: dict[str, tuple[str, ...]] = {}
+        for layer, kind in enumerate(pattern):
+            starts[kind] = (*starts.get(kind, ()), self.layer.format(layer))
+        known = {weight.leaf: (weight, ("",)) for weight in self.shared}
+        for kind, names in starts.items():
+            known |= {f"layers.{kind}.{weight.leaf}": (weight, names) for weight in self.layers}
+        for path in shapes:
+            yield path, *known[path]
+
+    def tensors(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> dict[str, Shape]:
+        """The short names and shapes of all tensors of a model whose arrays have these shapes."""
+        found = {}
+        for path, weight, starts in self.arrays(shapes, pattern):
+            shape = shapes[path][1:] if is_of_layers(path) else shapes[path]
+            for start in starts:
+                for name in weight.names:
+                    found[start + name] = weight.tensor_shape(shape)
+        return found
+
+
+def is_of_layers(path: str) -> bool:
+    """Whether an array is [L, ...], of the layers of a kind."""
+    return path.startswith("layers.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace:
+    """What transformers calls a model type."""
+
+    model_type: str
+    architecture: str  # of a whole model
+    defaults: Json  # of config.json
+    names: Names
+    fields: Mapping[str, str]  # numbers of the family's config, and what they are called there
+    to_model: Callable[[Fields], Json]  # the other fields of the family's config
+    to_config: Callable[[Any], Json]  # and the other values of config.json
+    fixed: Json = field(default_factory=dict)  # values that config.json may have no others of
+    has: Callable[[Any], bool] = lambda model: True  # whether a model of the family is of this type

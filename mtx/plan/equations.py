@@ -1,0 +1,276 @@
+"""The equations of a traced function: without nesting, in passes, and what they compute and move.
+
+Of equations without use, and of the same equation twice, one that is needed counts: so does XLA.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+
+from mtx.layers import fused
+from mtx.pipeline.vjp import NESTED, divide, inputs_of, needed_of
+from mtx.plan.cost import Collective, Matmul, Moved, Pass, Size
+from mtx.plan.fusion import Kernels
+
+# Primes, beyond the factors of any model's numbers: so each array's size says how it grows.
+ROWS, VOCAB = 131_071, 8_191
+_COLLECTIVES = {  # and which of their parameters has the axes
+    "psum": "axes", "pmax": "axes", "pmin": "axes", "all_gather": "axis_name",
+    "reduce_scatter": "axis_name", "ppermute": "axis_name", "all_to_all": "axis_name",
+}  # fmt: skip
+_FUSED = (fused.FORWARD.name, fused.BACKWARD.name)
+_NESTING = ("cond", "scan")
+_OWN = frozenset(("dot_general", *_COLLECTIVES, *_FUSED, *_NESTING))
+Part = tuple[list, list]  # equations, and what they are for
+Tags = dict[Var, frozenset[str]]  # of what follows from parameters alone: which; of constants none
+
+
+def size_of(number: int) -> Size:
+    rows = vocab = 0
+    while number and number % ROWS == 0:
+        number, rows = number // ROWS, rows + 1
+    while number and number % VOCAB == 0:
+        number, vocab = number // VOCAB, vocab + 1
+    return Size(number, rows, vocab)
+
+
+def bytes_of(arrays: Iterable) -> tuple[Size, ...]:
+    """By how they grow."""
+    found: Counter = Counter()
+    for array in arrays:
+        number, *powers = size_of(array.size)
+        found[tuple(powers)] += number * array.dtype.itemsize
+    return tuple(Size(number, *powers) for powers, number in sorted(found.items()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Equations:
+    """A function without nested ones."""
+
+    constvars: list[Var]
+    invars: list[Var]
+    outvars: list[Any]
+    eqns: list
+
+    @classmethod
+    def of(cls, function, *arguments) -> Equations:
+        """Of shapes alone, given one after the other."""
+        closed = jax.make_jaxpr(function)(*arguments)
+        flat = cls(constvars=[], invars=list(closed.jaxpr.invars), outvars=[], eqns=[])
+        known = {var: var for var in flat.invars}
+        flat.outvars.extend(flat._inline(closed, known))
+        return flat
+
+    def _inline(self, jaxpr, known: dict) -> list:
+        """The values of a jaxpr's outputs, its equations added to these."""
+        body = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        for var in body.constvars:
+            known[var] = Var(var.aval)
+            self.constvars.append(known[var])
+
+        def read(atom):
+            return atom if isinstance(atom, Literal) else known[atom]
+
+        for eqn in body.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            if inner := eqn.params.get(NESTED.get(eqn.primitive.name, "")):
+                at = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                outputs = self._inline(inner, dict(zip(at.invars, inputs, strict=True)))
+            else:
+                outputs = [Var(var.aval) for var in eqn.outvars]
+                self.eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    @cached_property
+    def is_read(self) -> list[bool]:
+        """Whether an input is, by what the outputs need."""
+        needed = needed_of(self.eqns, self.outvars)
+        read = set(inputs_of([self.eqns[i] for i in sorted(needed)], exclude=set()))
+        return [var in read for var in self.invars]
+
+    def divided(self, weights: int) -> tuple[Part, Part, list[Var]]:
+        """B, W, and what waits between them; the first `weights` outputs are weight gradients."""
+        of_b, of_w = divide(self, weights)
+        made = {var for eqn in of_w for var in eqn.outvars}
+        waits = inputs_of(of_w, exclude=set(self.constvars))
+        outputs = [var for var in self.outvars if not isinstance(var, Literal)]
+        in_b = [var for var in outputs if var not in made]
+        return (of_b, in_b + waits), (of_w, [var for var in outputs if var in made]), waits
+
+    def tags(self, names: Mapping[int, str]) -> Tags:
+        """names: of parameters, by their place among the inputs."""
+        tags: Tags = dict.fromkeys(self.constvars, frozenset())
+        tags |= {self.invars[at]: frozenset({name}) for at, name in names.items()}
+        for eqn in self.eqns:
+            _follow(eqn, tags)
+        return tags
+
+    def made(self, names: Mapping[int, str]) -> dict[Var, str]:
+        """For each value the parameter whose gradient it becomes; outputs as in `divided`."""
+        made = {
+            self.outvars[at]: name
+            for at, name in names.items()
+            if not isinstance(self.outvars[at], Literal)
+        }
+        for eqn in reversed(self.eqns):
+            name = next((made[var] for var in eqn.outvars if var in made), None)
+            if name is not None:
+                for atom in eqn.invars:
+                    if not isinstance(atom, Literal):
+                        made.setdefault(atom, name)
+        return made
+
+
+def _follow(eqn, tags: Tags) -> None:
+    inputs = [frozenset() if isinstance(a, Literal) else tags.get(a) for a in eqn.invars]
+    if None not in inputs:
+        tags.update(dict.fromkeys(eqn.outvars, frozenset().union(*inputs)))
+
+
+class Reader:
+    """Adds up what passes compute and move."""
+
+    def __init__(self):
+        self.matmuls: list[Matmul] = []
+        self.collectives: list[Collective] = []
+        self.scores = Size(0)
+        self.kernels: Counter = Counter()
+        self.moved: Counter = Counter()
+
+    def add(
+        self, during: Pass, eqns: Sequence, outputs: Sequence, tags: Tags, *,
+        made: Mapping[Var, str] | None = None, times: float = 1,
+    ) -> None:  # fmt: skip
+        """made: of W, for each value the parameter whose gradient it becomes."""
+        eqns, same = _each_once(eqns)
+        for eqn in eqns:
+            name = eqn.primitive.name
+            if name == "dot_general":
+                self._matmul(during, eqn, tags, made or {}, times)
+            elif name in _FUSED:
+                self._fused(during, eqn, times)
+            elif name in _COLLECTIVES:
+                self._collective(during, eqn, times)
+            elif name in _NESTING:
+                self._within(during, eqn, tags, times)
+        outputs = [a if isinstance(a, Literal) else same.get(a, a) for a in outputs]
+        kernels = Kernels(eqns, outputs, tags, own=_OWN)
+        self.kernels[during] += times * len(kernels.groups)
+        for size in bytes_of(kernels.arrays):
+            self.moved[during, size.rows, size.vocab] += times * size.number
+
+    def _within(self, during: Pass, eqn, tags: Tags, times: float) -> None:
+        """Branches, all equally likely, and loops of known length."""
+        bodies, inputs = eqn.params.get("branches", ()), eqn.invars[1:]
+        share = times / max(1, len(bodies))
+        if eqn.primitive.name == "scan":
+            bodies, inputs = (eqn.params["jaxpr"],), eqn.invars
+            share = times * eqn.params["length"]
+        for body in bodies:
+            flat = Equations.of(jaxpr_as_fun(body), *body.in_avals)
+            names = {at: tags.get(a) for at, a in enumerate(inputs) if not isinstance(a, Literal)}
+            known = {at: min(tag) for at, tag in names.items() if tag}
+            needed = needed_of(flat.eqns, flat.outvars)
+            wanted = [flat.eqns[i] for i in sorted(needed)]
+            self.add(during, wanted, flat.outvars, flat.tags(known), times=share)
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Fields of a cost."""
+        moved = {during: [] for during in self.kernels}
+        for (during, *powers), number in self.moved.items():
+            moved[during].append(Size(number, *powers))
+        return {
+            "matmuls": tuple(self.matmuls), "collectives": tuple(self.collectives),
+            "scores": self.scores,
+            "moved": tuple(Moved(d, self.kernels[d], tuple(sizes)) for d, sizes in moved.items()),
+        }  # fmt: skip
+
+    def _matmul(self, during: Pass, eqn, tags: Tags, made: Mapping[Var, str], times) -> None:
+        (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+        (k_right, batch_right) = (each[1] for each in eqn.params["dimension_numbers"])
+        left, right = (atom.aval.shape for atom in eqn.invars)
+        names = [tags.get(a) for a in eqn.invars if not isinstance(a, Literal)]
+        weight = next((min(tag) for tag in names if tag), made.get(eqn.outvars[0], ""))
+        matmul = Matmul(
+            during, weight,
+            batch=_product(left[dim] for dim in batch),
+            m=_product(n for dim, n in enumerate(left) if dim not in (*contract, *batch)),
+            n=_product(n for dim, n in enumerate(right) if dim not in (*k_right, *batch_right)),
+            k=_product(left[dim] for dim in contract),
+            times=times,
+        )  # fmt: skip
+        self.matmuls.append(matmul)
+        if not weight:
+            self.scores = max(self.scores, size_of(int(np.prod(eqn.outvars[0].aval.shape))))
+
+    def _fused(self, during: Pass, eqn, times: float) -> None:
+        rows, queries, heads, size = eqn.invars[0].aval.shape
+        keys = eqn.invars[1].aval.shape[1]
+        batch, queries, keys, size = map(size_of, (rows * heads, queries, keys, size))
+        scores, output, of_keys = (
+            (queries, keys, size),
+            (queries, size, keys),
+            (keys, size, queries),
+        )
+        products = [scores, output]
+        if eqn.primitive is fused.BACKWARD:  # scores again, of the probabilities, of q, of k, of v
+            products = [scores, scores, output, of_keys, of_keys]
+        seen = 0.5 if eqn.params["causal"] else 1.0
+        if window := eqn.params["window"]:
+            share = min(1.0, window / eqn.invars[1].aval.shape[1])
+            seen = share * (1 - share / 2)
+        self.matmuls += [
+            Matmul(during, "", batch, *shape, times=times, seen=seen, fused=True)
+            for shape in products
+        ]
+
+    def _collective(self, during: Pass, eqn, times: float) -> None:
+        name = eqn.primitive.name
+        axes = eqn.params[_COLLECTIVES[name]]
+        axes = tuple(axes) if isinstance(axes, tuple) else (axes,)
+        for atoms in zip(eqn.invars, eqn.outvars, strict=True):
+            whole = max((atom.aval for atom in atoms), key=lambda aval: aval.size)
+            number, *powers = size_of(whole.size)
+            bytes_ = Size(number * whole.dtype.itemsize, *powers)
+            self.collectives.append(Collective(during, name, axes, bytes_, times))
+
+
+def _product(numbers: Iterable[int]) -> Size:
+    product = 1
+    for number in numbers:
+        product *= number
+    return size_of(product)
+
+
+def _each_once(eqns: Sequence) -> tuple[list, dict]:
+    """Without equations that compute what one before them has computed, and what stands for what
+    those made."""
+    found, same, kept = {}, {}, []
+    for eqn in eqns:
+        inputs = [a if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]
+        if eqn.primitive.name == "name":  # what a policy of recomputation calls by it
+            same[eqn.outvars[0]] = inputs[0]
+            continue
+        key = (
+            eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
+            tuple(str(a) if isinstance(a, Literal) else id(a) for a in inputs),
+        )  # fmt: skip
+        try:
+            first = found.setdefault(key, eqn)
+        except TypeError:  # parameters without a hash
+            first = eqn
+        if first is eqn:
+            kept.append(eqn.replace(invars=inputs))
+        else:
+            same.update(zip(eqn.outvars, first.outvars, strict=True))
+    return kept, same

@@ -1,0 +1,107 @@
+"""What a compiler's kernels read and write beside matmuls, collectives and attention, by one rule.
+
+Stored are the arguments and the results of a pass, what matmuls and the like read and make, and
+sums over rows. All else is computed where it is read, and again for each reader; so are sums along
+a row, stored or not. A kernel makes what is stored from what is stored; those that read the same
+are one, and so are sums over rows where one reads a part of what another does. A matmul, or a sum
+over rows, writes its result with what follows from it and from parameters alone, as with a bias.
+Reshaped, transposed or cut out an array is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from jax.extend.core import Literal
+
+_SAME = {
+    "reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "copy", "name",
+    "optimization_barrier",
+}  # fmt: skip
+
+
+class Kernels:
+    """The kernels of a pass; own: the names of equations that are no part of one."""
+
+    def __init__(self, eqns: Sequence, outputs: Sequence, tags, own: frozenset[str]):
+        self.made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+        self.own, self.tags = own, tags
+        self.uses = Counter(
+            self._array(a) for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)
+        )
+        apart = [eqn for eqn in eqns if eqn.primitive.name in own]
+        read = [a for eqn in apart for a in eqn.invars]
+        arrays = [self._array(a) for a in (*read, *outputs) if not isinstance(a, Literal)]
+        sums = [eqn.outvars[0] for eqn in eqns if _is_over_rows(eqn)]
+        made = [var for eqn in apart for var in eqn.outvars]
+        self.stored = set(arrays) | set(sums) | set(made)
+        self.groups: dict[frozenset, tuple[set, list]] = {}  # by the arrays that are read
+        for var in sorted(dict.fromkeys((*arrays, *sums)), key=self._inputs, reverse=True):
+            self._add(var)
+
+    def _inputs(self, var) -> int:
+        """How many arrays it is made from."""
+        eqn = self.made_by.get(var)
+        return 0 if eqn is None else len(self._reads(eqn))
+
+    def _array(self, var):
+        """The one that this is a view of."""
+        while (eqn := self.made_by.get(var)) is not None and eqn.primitive.name in _SAME:
+            at = eqn.outvars.index(var) if eqn.primitive.name == "optimization_barrier" else 0
+            if isinstance(eqn.invars[at], Literal):
+                return var
+            var = eqn.invars[at]
+        return var
+
+    def _add(self, var) -> None:
+        eqn = self.made_by.get(var)
+        if eqn is None or eqn.primitive.name in self.own:
+            return
+        reads = self._reads(eqn)
+        arrays = frozenset(a for a in reads if not self.tags.get(a))
+        if len(arrays) == 1:
+            (only,) = arrays
+            made = self.made_by.get(only)
+            ends = made and (made.primitive.name == "dot_general" or _is_over_rows(made))
+            if ends and self.uses[only] == 1 and only.aval.size == var.aval.size:
+                return  # written at once
+        if _is_over_rows(eqn):
+            for others, (_, made) in self.groups.items():
+                if arrays <= others and all(_is_over_rows(self.made_by[each]) for each in made):
+                    arrays = others
+        if reads:
+            read, made = self.groups.setdefault(arrays, (set(), []))
+            read.update(reads)
+            made.append(var)
+
+    def _reads(self, eqn) -> set:
+        """The stored arrays from which its result is computed."""
+        found, seen, waiting = set(), set(), list(eqn.invars)
+        while waiting:
+            atom = waiting.pop()
+            if isinstance(atom, Literal) or atom in seen:
+                continue
+            seen.add(atom)
+            array = self._array(atom)
+            made = self.made_by.get(array)
+            along = {array} if array.aval.shape[-1:] == (1,) else set()
+            if made is None or made.primitive.name in self.own or array in self.stored - along:
+                found.add(array)
+            else:
+                waiting.extend(made.invars)
+        return found
+
+    @property
+    def arrays(self) -> list:
+        """All that they read and write, each as often as it is."""
+        return [var.aval for read, made in self.groups.values() for var in (*read, *made)]
+
+
+def _is_over_rows(eqn) -> bool:
+    """Whether it is a sum over other dims than the last ones."""
+    axes = eqn.params.get("axes")
+    if not eqn.primitive.name.startswith("reduce_") or not axes:
+        return False
+    ndim = eqn.invars[0].aval.ndim
+    return sorted(axes) != list(range(ndim - len(axes), ndim))

@@ -1,0 +1,200 @@
+"""Layers, embedding and head traced for a device that is not there, and what their equations cost.
+
+A part is traced as the pipeline runs it (`mtx.pipeline.vjp`): F, and the backward pass cut into B
+and W. Nothing is computed and no device is asked for. The microbatch and the vocabulary have sizes
+that divide no other number, so that each array's size says how it grows (`mtx.plan.cost.Size`).
+
+Of equations without use, and of the same equation twice, one that is needed counts: so does XLA.
+
+Legend: B rows · S sequence (s: shard)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from mtx.config import Layout
+from mtx.layers.model import Model
+from mtx.pipeline.vjp import LayerVJP
+from mtx.plan.cost import (
+    EMBED,
+    HEAD,
+    PARAMETERS,
+    Cost,
+    Parameter,
+    Parameters,
+    Question,
+    Size,
+)
+from mtx.plan.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
+from mtx.sharding.axes import AXES, axes_of
+from mtx.sharding.mesh import Axes
+
+_PIPE = 2  # the vocabulary is sharded over stages too; on how many, nothing else depends
+Tree = Any
+
+
+def trace(question: Question) -> Cost | Parameters:
+    """What is asked for, of one device."""
+    traced = _Traced(question)
+    return traced.parameters() if question.part == PARAMETERS else traced.cost()
+
+
+class _Traced:
+    """A model for one device, with abstract arguments."""
+
+    def __init__(self, question: Question):
+        self.question = question
+        layout = Layout(
+            pipe=_PIPE, tensor=question.tensor, sequence_parallel=question.sequence_parallel
+        )
+        self.shards = layout.vocab_shards
+        self.sizes = dict.fromkeys(AXES, 1) | {"pipe": _PIPE, "tensor": question.tensor}
+        config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)
+        self.model = Model(
+            config, axes=Axes.of(layout), recompute=question.recompute,
+            kernel="described" if question.kernel == "cudnn" else "blocked",
+            vocab_shards=self.shards, slices=question.slices,
+        )  # fmt: skip
+        self.shapes = jax.eval_shape(
+            lambda: (
+                self.model.init_shared(0)
+                | {"layers": {kind: self.model.init_layer(kind, 0, 0) for kind in self.kinds}}
+            )
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.model.pattern))
+
+    def cost(self) -> Cost:
+        """Inside of a `shard_map` collectives know their axes."""
+        found = {}
+
+        def run():
+            found.update(self._read())
+            return jnp.zeros(())
+
+        mesh = AbstractMesh(
+            tuple(self.sizes.values()), AXES, axis_types=(AxisType.Manual,) * len(AXES)
+        )
+        out = PartitionSpec()
+        jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=out, check_vma=False))
+        return Cost(**found)
+
+    def parameters(self) -> Parameters:
+        shared = self._parameters("embed", "head")
+        layers = {kind: self._parameters("layers", kind) for kind in self.kinds}
+        return Parameters(tuple(self.model.pattern), shared, layers)
+
+    def _tree(self, of: Tree, *names: str) -> Tree:
+        """The embedding and the head, or the layers of a kind, of a tree like the parameters."""
+        return of["layers"][names[1]] if names[0] == "layers" else {n: of[n] for n in names}
+
+    def _parameters(self, *names: str) -> tuple[Parameter, ...]:
+        shapes, specs, roles = (
+            self._tree(tree, *names) for tree in (self.shapes, self.model.specs, self.model.roles)
+        )
+        leaves = zip(tree_leaves_with_path(shapes), _leaves(specs), _leaves(roles), strict=True)
+        found = []
+        for (path, leaf), spec, role in leaves:
+            number, rows, vocab = size_of(leaf.size)
+            elements = Size(number // self.shards**vocab, rows, vocab)
+            found.append(Parameter(_name(path), role, elements, axes_of(spec)))
+        return tuple(found)
+
+    def _local(self, *names: str) -> Tree:
+        """The parameters of one device, in the compute type."""
+        dtype = jnp.dtype(self.model.config.compute_dtype)
+
+        def cut(leaf, spec):
+            shape = list(leaf.shape)
+            for dim, entry in enumerate(spec):
+                shape[dim] //= math.prod(self.sizes[axis] for axis in axes_of([entry]))
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        shapes, specs = (self._tree(tree, *names) for tree in (self.shapes, self.model.specs))
+        return jax.tree.map(cut, shapes, specs)
+
+    def _batch(self) -> Tree:
+        """Arrays of one item: a microbatch, or a slice of its sequences."""
+        slices = self.question.slices
+
+        def cut(a):
+            shape = list(a.shape)
+            if len(shape) > 1:
+                shape[1] //= slices
+            return jax.ShapeDtypeStruct(shape, a.dtype)
+
+        batch = jax.tree.map(cut, self.model.batch_fields(ROWS))
+        return jax.eval_shape(lambda batch: self.model.weigh(batch, lambda x: x), batch)
+
+    def _read(self) -> dict[str, Any]:
+        model, part, batch = self.model, self.question.part, self._batch()
+        samples, key = jax.ShapeDtypeStruct((ROWS,), "int32"), jax.ShapeDtypeStruct((2,), "uint32")
+        context = jax.eval_shape(lambda *of: model.context(0, *of, 0), batch, samples, key)
+        shared = self._local("embed", "head")
+        stream = jax.eval_shape(model.embed, shared, batch, context)
+        if part == EMBED:
+            return _read_vjp(
+                lambda shared, _, batch, context: model.embed(shared, batch, context),
+                shared, stream, batch, context,
+            )  # fmt: skip
+        if part == HEAD:
+            return _read_vjp(model.loss, shared, stream, batch)
+        cache = ()
+        if self.question.slices > 1:
+            cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
+        layer = partial(model.layer, part)
+        found = _read_vjp(layer, self._local("layers", part), stream, context, *cache)
+        return found | {"cache": _bytes(cache)}
+
+
+def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
+    """Fields of a cost: of `function(params, stream, *given)` and of its backward pass."""
+    vjp = LayerVJP(function, params, stream, *given)
+    names = {at: _name(path) for at, (path, _) in enumerate(tree_leaves_with_path(params))}
+
+    def backward(residuals, params, given, dy):
+        dparams, dx, *others = vjp.backward(residuals, params, given, dy)
+        others = [d for d in jax.tree.leaves(others) if d.dtype != jax.dtypes.float0]
+        return dparams, (dx, others)
+
+    forward = Equations.of(vjp.forward, params, stream, *given)
+    both = Equations.of(backward, vjp.residuals, params, given, vjp.output)
+    of_b, of_w, deferred = both.divided(len(names))
+    read = Reader()
+    first = len(forward.outvars) - len(vjp.residuals)  # what B does not read nobody stores
+    kept = [at < first or both.is_read[at - first] for at in range(len(forward.outvars))]
+    outputs = [var for var, is_kept in zip(forward.outvars, kept, strict=True) if is_kept]
+    read.add("F", forward.eqns, outputs, forward.tags(names))
+    waiting = len(vjp.residuals)
+    tags = both.tags({at + waiting: name for at, name in names.items()})
+    read.add("B", *of_b, tags)
+    read.add("W", *of_w, tags, made=both.made(names))
+    residuals = zip(vjp.residuals, kept[first:], strict=True)
+    return read.found | {
+        "stream": _bytes(stream), "cache": (), "deferred": _bytes([var.aval for var in deferred]),
+        # A number alone is a constant of the program, which nobody keeps.
+        "kept": _bytes([a for a, is_kept in residuals if is_kept and a.ndim]),
+    }  # fmt: skip
+
+
+def _bytes(arrays: Tree) -> tuple[Size, ...]:
+    return bytes_of(jax.tree.leaves(arrays))
+
+
+def _name(path) -> str:
+    return keystr(path, simple=True, separator=".")
+
+
+def _leaves(tree: Tree) -> list:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

@@ -1,0 +1,33 @@
+"""Presets of published models: as many parameters as published, and a config.json of their own."""
+
+import math
+
+import pytest
+
+from mtx.conversion.checkpoint import canonical_shapes
+from mtx.conversion.configs import config_of, read_config
+from mtx.presets import NAMES, preset
+
+# As the models' pages on huggingface.co count them: tensors that are there, tied ones once.
+PARAMETERS = {
+    "llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496,
+    "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360, "qwen3-32b": 32_762_123_264,
+    "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_as_many_as_published(name):
+    shapes = canonical_shapes(preset(name).model)
+    assert sum(map(math.prod, shapes.values())) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_has_a_config_of_hugging_face(name):
+    model = preset(name).model
+    config = config_of(model)
+    again, notes = read_config(config, "config.json")
+    assert config_of(again) == config and not notes
+    assert canonical_shapes(again) == canonical_shapes(model)
