@@ -113,12 +113,15 @@ def test_json_lines_plain_and_packed_give_the_same(folder, tmp_path):
 
 
 def test_zst_is_read(folder, tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    frames = [zstandard.compress(lines({"text": f"{i} " * 9999}).encode()) for i in range(3)]
+    pyarrow = pytest.importorskip("pyarrow")
+    frames = [
+        pyarrow.compress(lines({"text": f"{i} " * 9999}).encode(), codec="zstd", asbytes=True)
+        for i in range(3)
+    ]
     root = folder({"a.jsonl.zst": b"".join(frames), "cut.jsonl.zst": frames[0][:-9]})
     expected = [f"{i} " * 9999 for i in range(3)]
     assert texts(build([root / "a.jsonl.zst"], tmp_path / "a")) == expected
-    assert "is cut short" in refusal([root / "cut.jsonl.zst"], tmp_path)
+    assert "cut.jsonl.zst" in refusal([root / "cut.jsonl.zst"], tmp_path)
 
 
 def test_parquet_is_read(folder, tmp_path):
@@ -142,11 +145,11 @@ def test_parquet_is_read(folder, tmp_path):
     assert f"cannot read {root}/broken.parquet" in refusal([root / "broken.parquet"], tmp_path)
 
 
-@pytest.mark.parametrize("module, name", [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet")])
-def test_a_package_that_is_missing_is_named(folder, tmp_path, monkeypatch, module, name):
-    monkeypatch.setitem(sys.modules, module, None)
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
+def test_a_package_that_is_missing_is_named(folder, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     message = refusal([folder({name: b"xxxx"}) / name], tmp_path)
-    assert module in message and "mtx[data]" in message
+    assert "pyarrow" in message and "mtx[data]" in message
 
 
 def test_a_text_file_is_a_document_or_its_lines_are(folder, tmp_path):
@@ -307,27 +310,27 @@ def test_bytes_that_are_no_text_are_named_with_their_offset(
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change",
     [
-        (lambda packed: packed[:-9], "is cut short"),
-        (lambda packed: packed[:20] + b"\xff\xff\xff" + packed[23:], "is damaged"),
-        (lambda packed: packed + b"rest", "is damaged"),
-        (lambda packed: b"not gzip", "is damaged"),
+        lambda packed: packed[:-9],
+        lambda packed: packed[:20] + b"\xff\xff\xff" + packed[23:],
+        lambda packed: packed + b"rest",
+        lambda packed: b"not gzip",
     ],
 )
-def test_damaged_gz_is_refused(folder, tmp_path, change, said):
+def test_damaged_gz_is_refused(folder, tmp_path, change):
     packed = gzip.compress(lines(*({"text": os.urandom(9).hex()} for _ in range(99))).encode())
     path = folder({"a.jsonl.gz": change(packed)}) / "a.jsonl.gz"
-    assert refusal([path], tmp_path).startswith(f"{path} {said}")
+    assert refusal([path], tmp_path).startswith(f"cannot read {path}: ")
 
 
 def test_inputs_that_hold_nothing_are_refused(folder, tmp_path):
     root = folder({"x.py": "", "empty.jsonl": "\n\n", "a.txt": ""})
     assert "there is nothing to write" in refusal([root], tmp_path)
-    assert "x.py is of no kind that can be read: .txt" in refusal([root / "x.py"], tmp_path)
+    assert "x.py must end in one of .txt" in refusal([root / "x.py"], tmp_path)
     assert "gone.txt" in refusal([root / "gone.txt"], tmp_path)
     (tmp_path / "none").mkdir()
-    assert "no files to read in" in refusal([tmp_path / "none"], tmp_path)
+    assert f"{tmp_path}/none holds no file" in refusal([tmp_path / "none"], tmp_path)
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_path):

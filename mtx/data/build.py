@@ -219,7 +219,7 @@ def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encode
         raise UserError(f"{chunk.file}{where}: {error}") from None
     end = [] if tokenizer.eod is None else [np.array([tokenizer.eod], np.int32)]
     dtype, text_bytes = token_type(tokenizer.vocab), _text_bytes(chunk)
-    if chunk.kind == "part" and recipe.level == "document":
+    if chunk.part and recipe.level == "document":
         tokens = np.concatenate([*encoded, *(end if chunk.ends else [])]).astype(dtype)
         return _Encoded(
             tokens=tokens, lengths=np.array([len(tokens)]), counts=np.array([1]),
@@ -250,6 +250,6 @@ def _sequences(text: Text, level: Level) -> list[str]:
 
 
 def _text_bytes(chunk: Chunk) -> int:
-    if chunk.kind == "texts":
-        return sum(len(_sequences(text, "document")[0].encode()) for text in chunk.data)
-    return len(chunk.data if isinstance(chunk.data, bytes) else chunk.data.encode())
+    if chunk.texts is None:
+        return len(chunk.data)
+    return sum(len(_sequences(text, "document")[0].encode()) for text in chunk.texts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.data.samples import shuffled
-from mtx.data.sources import TEXT_SUFFIXES, read_whole
+from mtx.data.sources import TEXT_SUFFIXES, files_below, read_whole
 from mtx.errors import UserError
 from mtx.paths import user_path
 
@@ -78,7 +78,7 @@ def text_files(paths: Sequence[str]) -> Iterator[Path]:
                 f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "
                 "files, folders or datasets that are there, or none to use Python's help topics"
             )
-        yield from _text_files(path) if path.is_dir() else [path]
+        yield from files_below(path, TEXT_SUFFIXES) if path.is_dir() else [path]
 
 
 def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
@@ -132,33 +132,6 @@ def _python_topics() -> Documents:
         texts=[kept[name] for name in sorted(kept)],
         source=f"{len(kept)} help topics of Python {platform.python_version()}",
     )
-
-
-def _text_files(folder: Path) -> Iterator[Path]:
-    found = others = 0
-    visited = set()  # real paths: a link to a parent must not be walked for ever
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable")
-
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        real = os.path.realpath(parent)
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
-            if name.lower().endswith(TEXT_SUFFIXES):
-                found += 1
-                yield Path(parent, name)
-            else:
-                others += 1
-    if not found:
-        raise UserError(
-            f"no text files in {folder}: none of {_plural(others, 'file')} ends in "
-            f"{', '.join(TEXT_SUFFIXES)}; name files with another suffix one by one"
-        )
 
 
 def _plural(count: int, noun: str) -> str:
