@@ -172,7 +172,7 @@ def test_files_come_in_the_order_of_their_names(folder):
 def test_empty_documents_are_left_out(folder, tmp_path):
     root = folder({"a.jsonl": lines({"text": ""}, {"text": "x"}, {"text": []}), "b.txt": ""})
     built = build_dataset([str(root)], str(tmp_path / "a"), Recipe(), processes=1)
-    assert (built.documents, built.empty, built.tokens) == (1, 3, 2)
+    assert (built.dataset.document_count, built.empty, len(built.dataset.tokens)) == (1, 3, 2)
     assert texts(IndexedDataset(tmp_path / "a")) == ["x"]
 
 
@@ -182,7 +182,7 @@ def test_sentences_are_sequences(folder, tmp_path):
         "b.txt": "One line\nand two.",
     })  # fmt: skip
     dataset = build([root], tmp_path / "a", level="sentence", eod="none", tokenizer="bytes")
-    read = [bytes(dataset.sequence(i).tolist()).decode() for i in range(len(dataset))]
+    read = [bytes(dataset.text(i, i + 1).tolist()).decode() for i in range(len(dataset))]
     assert read == [
         "It rained.",
         "Dr. Who left!",
@@ -237,8 +237,9 @@ def test_the_dataset_is_the_same_whatever_the_processes(folder, tmp_path, tokeni
     for suffix in (".bin", ".idx", ".json"):
         pair = [(tmp_path / f"{name}{suffix}").read_bytes() for name in ("one", "two")]
         assert pair[0] == pair[1]
-    assert (built.documents, built.empty, built.dtype) == (22, 1, np.uint16)
-    assert len(reports) > 10 and reports[-1].tokens == built.tokens == len(one.tokens)
+    two = built.dataset
+    assert (two.document_count, built.empty, two.dtype) == (22, 1, np.uint16)
+    assert len(reports) > 10 and reports[-1].tokens == len(two.tokens) == len(one.tokens)
     assert reports[-1].read_bytes == reports[-1].total_bytes
     model = tokenizers.Tokenizer.from_file(tokenizer)
     whole = model.encode("".join(topics[name] for name in names[20:40]))

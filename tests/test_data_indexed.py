@@ -88,7 +88,7 @@ def test_megatrons_file_is_read(example):
     dataset = IndexedDataset(example)
     assert (len(dataset), dataset.document_count, dataset.dtype) == (3, 2, np.uint16)
     assert dataset.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert [dataset.sequence(i).tolist() for i in range(3)] == [[1, 2, 3], [4, 5], [6]]
+    assert [dataset.text(i, i + 1).tolist() for i in range(3)] == [[1, 2, 3], [4, 5], [6]]
     assert [dataset.document(i).tolist() for i in range(2)] == [[1, 2, 3, 4, 5], [6]]
     assert dataset.documents.tolist() == [0, 2, 3] and dataset.modes is None
     assert dataset.identity is None
@@ -103,7 +103,7 @@ def test_any_dataset_is_written_as_the_table_says_and_read_back(tmp_path_factory
         assert file.read() == expected_index(documents, code=code, size=np.dtype(dtype).itemsize)
     dataset = IndexedDataset(prefix)
     sequences = [sequence for document in documents for sequence in document]
-    assert [dataset.sequence(i).tolist() for i in range(len(dataset))] == sequences
+    assert [dataset.text(i, i + 1).tolist() for i in range(len(dataset))] == sequences
     flat = [[token for part in document for token in part] for document in documents]
     assert [dataset.document(i).tolist() for i in range(dataset.document_count)] == flat
 
@@ -140,13 +140,13 @@ def test_a_sequence_can_be_written_in_parts(tmp_path):
         writer.add(np.array([4, 5]), [1, 1], [1, 1])
         writer.add(np.array([6]))
     dataset = IndexedDataset(tmp_path / "a")
-    assert [dataset.sequence(i).tolist() for i in range(3)] == [[1, 2, 3, 4], [5], [6]]
+    assert [dataset.text(i, i + 1).tolist() for i in range(3)] == [[1, 2, 3, 4], [5], [6]]
     assert dataset.documents.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_given_are_views_that_cannot_be_written(example):
     dataset = IndexedDataset(example)
-    for view in (dataset.sequence(1), dataset.document(0), dataset.tokens[2:]):
+    for view in (dataset.text(1, 2), dataset.document(0), dataset.tokens[2:]):
         assert np.shares_memory(view, dataset.tokens)
         with pytest.raises(ValueError):
             view[0] = 1
@@ -238,7 +238,7 @@ def test_a_fuzzed_index_is_refused_or_read_within_the_files(tmp_path_factory, da
     except UserError as error:
         assert "\n" not in str(error)
         return
-    read = [dataset.sequence(i) for i in range(len(dataset))]
+    read = [dataset.text(i, i + 1) for i in range(len(dataset))]
     assert b"".join(view.tobytes() for view in read) == BIN
     assert b"".join(dataset.document(i).tobytes() for i in range(dataset.document_count)) == BIN
 
@@ -263,7 +263,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(example):
     dataset = IndexedDataset(example)
     dataset.require_vocab(7)
     message = refusal(dataset.require_vocab, 5)
-    assert "token 5 at place 4 lies outside of the vocabulary of 5" in message
+    assert "holds token 5, outside of the vocabulary of 5" in message
 
 
 # --- the writer -----------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(example):
 def test_nothing_is_left_where_writing_fails(tmp_path):
     with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add(np.array([1, 2]))
-        assert [path.suffix for path in tmp_path.iterdir()] == [".bin"]  # under another name
+        assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
         assert not is_dataset(tmp_path / "a")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []

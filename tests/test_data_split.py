@@ -54,7 +54,7 @@ def test_cut_texts_are_given_to_the_parts_once_and_in_order(counts, part):
     found = [divide(counts, "7,2,1", name, by="tokens", serves=len) for name in PARTS]
     ends = np.zeros(len(counts), np.int64)
     for division in found:
-        first, end = division.within(counts)
+        first, end = division.spans(counts)
         np.testing.assert_array_equal(first, ends)
         np.testing.assert_array_equal(division.sizes(counts), end - first)
         ends = end
@@ -159,7 +159,7 @@ def test_a_book_of_sentences_is_cut_between_sentences(tmp_path):
         writer.add(np.arange(300), np.full(100, 3), np.array([100]))
     dataset, config = IndexedDataset(prefix), DataConfig(split="8,2")
     parts = [divide_documents(dataset, config, part) for part in PARTS[:2]]
-    assert [part.within(np.array([100])) for part in parts] == [(0, 80), (80, 100)]
+    assert [part.within(100) for part in parts] == [(0, 80), (80, 100)]
     nsp = DataConfig(split="8,2", order="nsp", split_by="documents")
     assert divide_documents(dataset, nsp, "valid").cut is None
 

@@ -40,7 +40,6 @@ class Corpus:
 
     @property
     def vocab(self) -> int:
-        """Every token is below it."""
         return self.tokenizer.vocab
 
     @property
@@ -61,23 +60,17 @@ class Corpus:
 
     def batch(self, consumed: int, rows: int, local: Sequence[int] | None = None) -> Batch:
         """The training batch after the first `consumed` samples; see `make_batch`."""
-        return self._make(self.train, consumed, rows, local=local)
+        return self.make(self.train, consumed, rows, local=local)
 
     def eval_batches(
         self, count: int, rows: int, local: Sequence[int] | None = None
     ) -> Iterator[Batch]:
-        """At most `count` held-out batches, always the same ones, each read when it is asked for.
-        Where what is held out ends sooner, there are fewer, the last filled up with rows of weight
-        0."""
+        """At most `count` held-out batches, always the same ones, each read when it is asked for;
+        where what is held out ends sooner, the last one is filled up with rows of weight 0."""
         last = min(count * rows, self.held_out.distinct)
         for first in range(0, last, rows):
             filled = min(rows, last - first)
-            yield self._make(self.held_out, first, rows, local=local, filled=filled)
-
-    def _make(self, source: SampleSource, consumed: int, rows: int, **wanted) -> Batch:
-        if self.packed:
-            wanted["packed_at"] = self.tokenizer.eod
-        return self.make(source, consumed, rows, **wanted)
+            yield self.make(self.held_out, first, rows, local=local, filled=filled)
 
 
 def make_batch(

@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 
 from mtx.config import DataConfig, ModelConfig, RunConfig
-from mtx.data.batches import Corpus, make_batch
-from mtx.data.bert import BertSamples, divide_documents, make_bert_batch
+from mtx.data.batches import Corpus
+from mtx.data.bert import BertSamples, batch_maker, divide_documents
 from mtx.data.blend import BlendedDataset, normalize_weights, read_blend
 from mtx.data.cache import CacheError
-from mtx.data.documents import text_files
+from mtx.data.documents import listed, text_files
 from mtx.data.gpt import divide_tokens, open_part
-from mtx.data.indexed import IndexedDataset, strip_suffix
+from mtx.data.indexed import IndexedDataset, is_dataset, strip_suffix
 from mtx.data.special_tokens import find_bert_vocab
 from mtx.data.text import load_text, named_tokenizer
 from mtx.data.tokenizer import Tokenizer
@@ -33,16 +33,15 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
     """
     config, (prefixes, weights) = run.data, _datasets_of(run.data)
-    if not prefixes:  # a dataset that is not there is no text either
-        corpus = load_text(config, sequence=run.model.sequence, bert=run.model.family == "bert")
-        only = ("split", "split_by", "cache")
-        _refuse(config, only, "is for datasets; text is held out by eval_fraction")
-        return corpus
-    wanted = {
-        "train": run.steps * run.global_batch if samples is None else samples,
-        "valid": run.eval_batches * run.global_batch,
-    }
-    return _open_datasets(run, prefixes, weights, wanted)
+    if prefixes:
+        samples = run.steps * run.global_batch if samples is None else samples
+        wanted = {"train": samples, "valid": run.eval_batches * run.global_batch}
+        return _open_datasets(run, prefixes, weights, wanted)
+    # A dataset that is not there is no text either.
+    corpus = load_text(config, sequence=run.model.sequence, bert=run.model.family == "bert")
+    only = ("split", "split_by", "cache")
+    _refuse(config, only, "is for datasets; text is held out by eval_fraction")
+    return corpus
 
 
 def check_data(run: RunConfig) -> None:
@@ -95,14 +94,12 @@ def _open_datasets(
             f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
             "an end-of-document token; use packed=False, or build it again with one"
         )
-    make = make_batch
+    vocab = find_bert_vocab(tokenizer) if run.model.family == "bert" else None
     open_one = functools.partial(
         open_part, datasets, weights, sequence=run.model.sequence, split=config.split,
         split_by=config.split_by, seed=config.seed, vocab=tokenizer.vocab, eod=tokenizer.eod,
     )  # fmt: skip
-    if run.model.family == "bert":
-        vocab = find_bert_vocab(tokenizer)
-        make = functools.partial(make_bert_batch, pad=vocab.special.pad)
+    if vocab is not None:
         open_one = functools.partial(_open_sentences, run, datasets, weights, vocab)
     cache, where = config.cache or default_cache(prefixes[0]), ""
 
@@ -120,7 +117,8 @@ def _open_datasets(
         where = f", indices in memory since {cache} cannot be written"
         train, held_out = open_parts(None)
     return Corpus(
-        tokenizer=tokenizer, train=train, held_out=held_out, make=make, packed=config.packed,
+        tokenizer=tokenizer, train=train, held_out=held_out, packed=config.packed,
+        make=batch_maker(tokenizer, vocab, packed=config.packed),
         source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
     )  # fmt: skip
 
@@ -148,7 +146,7 @@ def _tokenizer_of(run: RunConfig, datasets: list[IndexedDataset]) -> Tokenizer:
     config, bert = run.data, run.model.family == "bert"
     known = next((dataset for dataset in datasets if dataset.identity), None)
     try:
-        tokenizer = named_tokenizer(config, bert=bert, made=known)
+        tokenizer = named_tokenizer(config, bert=bert, made=known.identity if known else None)
     except UserError:
         if known and not bert and config.tokenizer != "bpe":
             # If it is another tokenizer, that is the matter.
@@ -177,16 +175,10 @@ def _refuse(config: DataConfig, names: tuple[str, ...], why: str) -> None:
             raise UserError(f"data {name}={value!r} {why}; leave it out")
 
 
-def _names_dataset(name: str) -> bool:
-    """Whether one of its files is there; that the other is too, the reader says."""
-    prefix = strip_suffix(name)
-    return any(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
-
-
 def _datasets_of(config: DataConfig) -> tuple[list[str], list[float] | None]:
     """The prefixes of datasets that are named, and their weights; none where text is."""
     prefixes, weights = read_blend(config.path)
-    found = [_names_dataset(prefix) for prefix in prefixes]
+    found = [is_dataset(prefix) for prefix in prefixes]
     if not any(found):
         if weights is not None:
             raise UserError(
@@ -208,8 +200,5 @@ def _described(prefixes: list[str], weights: list[float] | None) -> str:
         return f"dataset {prefixes[0]}"
     if weights is None:
         return f"{len(prefixes)} datasets, all samples"
-    shares = [
-        f"{share:.1%} {prefix}" for share, prefix in zip(normalize_weights(weights), prefixes)
-    ]
-    more = f" and {len(shares) - 3} more" if len(shares) > 3 else ""
-    return f"{len(prefixes)} datasets, {', '.join(shares[:3])}{more}"
+    pairs = zip(normalize_weights(weights), prefixes, strict=True)
+    return f"{len(prefixes)} datasets, {listed([f'{a:.1%} {b}' for a, b in pairs])}"

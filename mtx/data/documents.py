@@ -61,10 +61,11 @@ def read_documents(paths: Sequence[str]) -> Documents:
             raise UserError(f"{file} is empty; take it out of the data path")
     texts = [text for text in read.values() if text]
     empty = len(read) - len(texts)
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     if not texts:
-        raise UserError(f"all text files in {named} are empty ({empty}); name files that hold text")
-    source = f"{_plural(len(texts), 'file')} from {named}"
+        raise UserError(
+            f"all text files in {listed(paths)} are empty ({empty}); name files that hold text"
+        )
+    source = f"{_plural(len(texts), 'file')} from {listed(paths)}"
     return Documents(texts=texts, source=source + (f" ({empty} empty left out)" if empty else ""))
 
 
@@ -89,11 +90,10 @@ def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
     own sum. So one book, a giant among notes and a million notes are all split fairly: at least
     three quarters of the share is met. Identical text in two documents is not looked for.
     """
-    texts = [texts[index] for index in shuffled(len(texts), seed, 0, 1)]
     long = fraction * sum(map(len, texts)) / 4
     left = fraction * sum(len(text) for text in texts if len(text) <= long)
     train, held_out, held_whole = [], [], 0
-    for text in texts:
+    for text in (texts[index] for index in shuffled(len(texts), seed, 0, 1)):
         if len(text) > long:
             cut = len(text) - round(fraction * len(text))
         elif len(text) <= left:
@@ -132,6 +132,11 @@ def _python_topics() -> Documents:
         texts=[kept[name] for name in sorted(kept)],
         source=f"{len(kept)} help topics of Python {platform.python_version()}",
     )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _plural(count: int, noun: str) -> str:

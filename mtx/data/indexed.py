@@ -19,17 +19,17 @@ import json
 import mmap
 import os
 import struct
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.errors import UserError
-from mtx.files import read_json
+from mtx.files import Name, read_json
 from mtx.paths import check_path
 
 MAGIC = b"MMIDIDX\0\0"
@@ -56,7 +56,7 @@ class IndexedDataset:
     read through once, so that no later access can leave the files.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
+    def __init__(self, prefix: Name):
         self.prefix = strip_suffix(prefix)
         index = _map(f"{self.prefix}.idx")
         self.dtype, sequences, ends = self._header(index)
@@ -94,15 +94,13 @@ class IndexedDataset:
     def document_count(self) -> int:
         return len(self.documents) - 1
 
-    def sequence(self, index: int) -> np.ndarray:
-        """The tokens of sequence `index`, a view."""
-        start = int(self.offsets[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[index])]
+    def text(self, first: int, end: int) -> np.ndarray:
+        """The tokens of sequences `first` to before `end`, a view."""
+        return self.tokens[self.first_token(first) : self.first_token(end)]
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of all sequences of document `index`, a view."""
-        first, end = (self.first_token(int(self.documents[index + i])) for i in (0, 1))
-        return self.tokens[first:end]
+        return self.text(*self.documents[index : index + 2].tolist())
 
     def document_lengths(self) -> np.ndarray:
         """The tokens of each document, int64 [documents]."""
@@ -119,12 +117,7 @@ class IndexedDataset:
         """UserError unless every token lies in a vocabulary of this size. Reads all of .bin."""
         for start in range(0, len(self.tokens), 16 * _BLOCK):
             block = self.tokens[start : start + 16 * _BLOCK]
-            if block.min() < 0 or block.max() >= vocab:
-                place = start + int(np.flatnonzero((block < 0) | (block >= vocab))[0])
-                raise UserError(
-                    f"{self.prefix}.bin: token {self.tokens[place]} at place {place:,} lies "
-                    f"outside of the vocabulary of {vocab:,}; use the tokenizer that made it"
-                )
+            require_tokens(block, vocab, f"{self.prefix}.bin: block {start:,}")
 
     def require_tokenizer(self, identity: TokenizerIdentity) -> None:
         """UserError where the dataset says that another tokenizer made it."""
@@ -198,18 +191,14 @@ class IndexedWriter:
     Raises UserError where a dataset of that name exists, or a file cannot be written.
     """
 
-    def __init__(
-        self, prefix: str | os.PathLike, dtype, *, identity: TokenizerIdentity | None = None
-    ):
+    def __init__(self, prefix: Name, dtype, *, identity: TokenizerIdentity | None = None):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODES:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self._identity = identity
-        self._part = f"{self.prefix}.{uuid.uuid4().hex[:12]}.part"
         # Bytes of i32 and i64 arrays: what they hold grows by appending.
-        self._lengths, self._ends = bytearray(), bytearray(8)
-        self._modes = bytearray()
+        self._lengths, self._ends, self._modes = bytearray(), bytearray(8), bytearray()
         self._begun = 0  # tokens of the sequence that the next `add` goes on with
         self.tokens = 0  # written
 
@@ -223,10 +212,15 @@ class IndexedWriter:
 
     def __enter__(self) -> IndexedWriter:
         require_new(self.prefix)
-        with _file_errors(self.prefix):
-            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._data = open(f"{self._part}.bin", "xb")
+        with file_errors(self.prefix):
+            self._folder = Path(self.prefix).parent
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._part = TemporaryDirectory(prefix=".", suffix=".part", dir=self._folder)
+            self._data = open(self._written(".bin"), "xb")
         return self
+
+    def _written(self, suffix: str) -> Path:
+        return Path(self._part.name, f"data{suffix}")
 
     def add(self, tokens: np.ndarray, lengths=None, counts=None, *, modes=None) -> None:
         """Appends whole documents.
@@ -234,8 +228,8 @@ class IndexedWriter:
         tokens [n] of any integer type, lengths [sequences] of the sequences they make up (one
         where None), counts [documents] of sequences in each document (one document where None),
         modes int8 [sequences] in multimodal datasets. ValueError for tokens that the type cannot
-        hold and for lengths and counts that do not add up. Tokens that `begin` was given come
-        before the first sequence and are not counted in its length here.
+        hold and for lengths and counts that do not add up. What `begin` was given comes before the
+        first sequence, and is not counted in its length here.
         """
         tokens = np.asarray(tokens)
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths, np.int64)
@@ -272,39 +266,35 @@ class IndexedWriter:
                 raise ValueError(
                     f"tokens {tokens.min()} to {tokens.max()} do not go into {self.dtype}"
                 )
-        with _file_errors(self.prefix):
+        with file_errors(self.prefix):
             self._data.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.tokens += len(tokens)
 
     def __exit__(self, kind, error, trace) -> None:
-        with _file_errors(self.prefix):
-            try:
+        with file_errors(self.prefix), self._part:
+            with self._data:
                 if kind is None:
                     self._finish()
-            finally:
-                self._data.close()
-                for suffix in (".bin", ".json", ".idx"):
-                    with suppress(FileNotFoundError):
-                        os.unlink(self._part + suffix)
 
     def _finish(self) -> None:
         """The index comes last: without it there is no dataset."""
         if len(self._modes) not in (0, self.sequences) or self._begun:
             raise ValueError("a sequence has no end, or some have a mode and some have none")
-        suffixes = [".bin"]
         sync(self._data)
+        suffixes = [".bin", ".idx"]
         if self._identity:
-            with open(f"{self._part}.json", "xb") as file:
-                file.write(json.dumps({"tokenizer": asdict(self._identity)}, indent=1).encode())
+            said = json.dumps({"tokenizer": asdict(self._identity)}, indent=1)
+            with open(self._written(".json"), "xb") as file:
+                file.write(said.encode())
                 sync(file)
-            suffixes.append(".json")
-        with open(f"{self._part}.idx", "xb") as file:
+            suffixes.insert(1, ".json")
+        with open(self._written(".idx"), "xb") as file:
             self._write_index(file)
             sync(file)
         require_new(self.prefix)  # another may have come first
-        for suffix in [*suffixes, ".idx"]:
-            os.replace(self._part + suffix, self.prefix + suffix)
-        sync_folder(Path(self.prefix).parent)
+        for suffix in suffixes:
+            os.replace(self._written(suffix), self.prefix + suffix)
+        sync_folder(self._folder)
 
     def _write_index(self, file) -> None:
         code = _CODES[self.dtype]
@@ -320,15 +310,25 @@ class IndexedWriter:
         file.write(self._modes)
 
 
-def strip_suffix(prefix: str | os.PathLike) -> str:
+def require_tokens(tokens: np.ndarray, vocab: int, where: str) -> None:
+    """UserError, which begins with `where`, unless all `tokens` are of a vocabulary."""
+    if tokens.max() >= vocab or tokens.min() < 0:
+        wrong = tokens[(tokens >= vocab) | (tokens < 0)][0]
+        raise UserError(
+            f"{where} holds token {wrong}, outside of the vocabulary of {vocab:,}; use the "
+            "tokenizer that made the dataset"
+        )
+
+
+def strip_suffix(prefix: Name) -> str:
     """The prefix of a dataset, of which either file may be named instead."""
     name = os.path.expanduser(os.fspath(prefix))
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
-def is_dataset(prefix: str | os.PathLike) -> bool:
-    """Whether there are a .bin and an .idx of this prefix."""
-    return all(os.path.isfile(strip_suffix(prefix) + suffix) for suffix in (".bin", ".idx"))
+def is_dataset(prefix: Name) -> bool:
+    """Whether one of its files is there; that the other is too, the reader says."""
+    return any(os.path.isfile(strip_suffix(prefix) + suffix) for suffix in (".bin", ".idx"))
 
 
 def require_new(prefix: str) -> None:
@@ -344,18 +344,15 @@ def read_identity(prefix: str) -> TokenizerIdentity | None:
     if not os.path.lexists(f"{prefix}.json"):
         return None
     said = read_json(f"{prefix}.json")
-    kinds = {"name": str, "sha256": str, "vocab": int, "eod": int | None}
     with suppress(ValueError, KeyError, TypeError):
-        identity = TokenizerIdentity(**said["tokenizer"])
-        if all(isinstance(getattr(identity, f.name), kinds[f.name]) for f in fields(identity)):
-            return identity
+        return TokenizerIdentity(**said["tokenizer"])
     raise UserError(
         f"{prefix}.json does not name the tokenizer of {prefix}.bin (name, sha256, vocab, eod); "
         "remove it if it is something else"
     )
 
 
-def sync_folder(folder: str | os.PathLike) -> None:
+def sync_folder(folder: Name) -> None:
     """Makes renames in `folder` last."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -387,7 +384,7 @@ def _map(path: str) -> mmap.mmap | bytes:
 
 
 @contextmanager
-def _file_errors(prefix: str) -> Iterator[None]:
+def file_errors(prefix: Name) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -65,7 +65,7 @@ def first_of_last_epoch(
 ) -> int | None:
     """The number of samples before the last epoch, where that is shuffled by itself: where less
     than 80 % of it is wanted, it must not take the place of what earlier epochs hold."""
-    if epochs == 1:
+    if epochs == 1 or samples is None:
         return None
     before = ((epochs - 1) * tokens - 1) // sequence
     an_epoch = (tokens - 1) // sequence

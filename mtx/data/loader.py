@@ -23,10 +23,9 @@ def read_ahead(
 ) -> Iterator[Iterator[Batch]]:
     """The batches of `rows` samples after the first `consumed`, one after the other.
 
-    The same as those of `corpus.batch`, of which `ahead` are read by `threads` of this process
-    before they are asked for, by Grain. Other processes would read no faster, and would have to
-    send what they read: here a sample is a copy from a mapped file. There is no state to save
-    besides the number of consumed samples. Raises what `corpus.batch` raises.
+    Those of `corpus.batch`, of which `ahead` are read by `threads` of this process before they are
+    asked for, by Grain: other processes would read no faster, as a sample is a copy from a mapped
+    file, and would have to send it. Raises what `corpus.batch` raises.
     """
     import grain  # loads JAX, which this package does not need elsewhere
 

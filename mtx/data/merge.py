@@ -56,13 +56,13 @@ def split_dataset(
     sentences = bool((counts != 1).any())
     counts = counts if sentences else dataset.lengths
     parts = {
-        part: divide(counts, ratios, part, by=by, serves=len, parts=PARTS)
+        part: divide(counts, ratios, part, by=by, serves=lambda some: len(some) > 0, parts=PARTS)
         for part, share in zip(PARTS, split, strict=True)
         if share
     }
     for part, division in parts.items():
         require_new(f"{strip_suffix(out)}_{part}")
-        if not division.sizes(counts[division.first : division.end]).any():
+        if not division.sizes(counts).any():
             raise UserError(
                 f"{prefix} has {dataset.document_count:,} documents, of which {ratios!r} gives "
                 f"none to {part}; change the ratios"
@@ -86,7 +86,7 @@ def _copy_shares(
     eod = dataset.identity and dataset.identity.eod
     for first, end in itertools.pairwise(dataset.documents.tolist()):
         count = end - first if sentences else dataset.lengths[first]
-        low, high = (int(place) for place in division.within(count))
+        low, high = division.within(int(count))
         if low == high:
             continue
         rows = slice(first + low, first + high) if sentences else slice(first, end)
@@ -103,9 +103,5 @@ def _copy(dataset: IndexedDataset, writer: IndexedWriter, first: int, end: int) 
     """Documents `first` to before `end`."""
     ends = dataset.documents[first : end + 1]
     low, high = int(ends[0]), int(ends[-1])
-    writer.add(
-        dataset.tokens[dataset.first_token(low) : dataset.first_token(high)],
-        dataset.lengths[low:high],
-        np.diff(ends),
-        modes=None if dataset.modes is None else dataset.modes[low:high],
-    )
+    modes = None if dataset.modes is None else dataset.modes[low:high]
+    writer.add(dataset.text(low, high), dataset.lengths[low:high], np.diff(ends), modes=modes)

@@ -61,11 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def to_dict(self) -> dict:
         """See Tokenizer."""
-        identity = self.identity
-        return {
-            "kind": self.kind, "name": identity.name, "sha256": identity.sha256,
-            "eod": identity.eod, "file": base64.b64encode(self._data).decode(),
-        }  # fmt: skip
+        return super().to_dict() | {"file": base64.b64encode(self._data).decode()}
 
     @classmethod
     def from_dict(cls, values: dict) -> SentencePieceTokenizer:

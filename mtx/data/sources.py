@@ -160,7 +160,7 @@ def read_texts(
 def read_whole(path: Path) -> str:
     """A text file's one document, in memory; UserError as for `read_chunks`."""
     chunks = _part_chunks(path, re.compile(""), _CHUNK_BYTES * 8)
-    return "".join(part for chunk in chunks for part in texts_of(chunk, Reading()))
+    return "".join(text for chunk in chunks for text in chunk.texts or () if isinstance(text, str))
 
 
 def _field_of(line: str, field: str, where: str) -> Text:

@@ -36,12 +36,8 @@ class SubwordTokenizer(Tokenizer):
     kind = "subwords"
 
     def __init__(self, described: dict, *, name: str, eod: Eod, sha256: str | None = None):
-        """described: what a `tokenizer.json` holds. eod: see Eod; "auto" is the one of the usual
-        names that the vocabulary has.
-        sha256: of what decides the tokens, where that is not `described`.
-
-        Raises UserError for what is no tokenizer, and an end-of-document token that is not there.
-        """
+        """described: what a `tokenizer.json` holds. eod: see `find_eod`. sha256: of what decides
+        the tokens, where that is not `described`. Raises UserError for what is no tokenizer."""
         self.described = {**described, "truncation": None, "padding": None}
         try:
             self._model = tokenizers.Tokenizer.from_str(json.dumps(self.described))
@@ -60,7 +56,7 @@ class SubwordTokenizer(Tokenizer):
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See Tokenizer; UserError for a text that is too long and cannot be cut."""
         parts = [list(cut_text(text, self.cuts, _PART_CHARACTERS)) for text in texts]
-        ids: list[np.ndarray] = []
+        ids = []
         for batch in _batches(itertools.chain.from_iterable(parts)):
             if (length := max(map(len, batch))) > MOST_CHARACTERS:
                 raise UserError(
@@ -81,28 +77,21 @@ class SubwordTokenizer(Tokenizer):
 
     def to_dict(self) -> dict:
         """See Tokenizer."""
-        identity = self.identity
-        return {
-            "kind": self.kind, "name": identity.name, "sha256": identity.sha256,
-            "eod": identity.eod, "model": self.described,
-        }  # fmt: skip
+        return super().to_dict() | {"model": self.described}
 
     @classmethod
     def from_dict(cls, values: dict) -> SubwordTokenizer:
         """The inverse of `to_dict`."""
-        names = ("name", "eod", "sha256")
-        return cls(values["model"], **{name: values[name] for name in names})
+        return cls(values["model"], **{name: values[name] for name in ("name", "eod", "sha256")})
 
     def _find_cuts(self) -> re.Pattern | None:
         """The cuts of _CUTS that do not change the tokens of a probe. A tokenizer that marks the
         beginning of every text, as SentencePiece's do, has none."""
         kept = []
         for cut in _CUTS:
-            for probe in _CUT_PROBES:
-                whole, *parts = self.encode_all([probe, *re.split(cut, probe)])
-                if not np.array_equal(whole, np.concatenate(parts)):
-                    break
-            else:
+            cuttings = [[probe, *re.split(cut, probe)] for probe in _CUT_PROBES]
+            encoded = map(self.encode_all, cuttings)
+            if all(np.array_equal(whole, np.concatenate(parts)) for whole, *parts in encoded):
                 kept.append(cut)
         return re.compile("|".join(kept)) if kept else None
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from mtx.config import DataConfig
-from mtx.data.batches import Corpus, SampleSource, make_batch
-from mtx.data.bert import BertSamples, make_bert_batch
+from mtx.data.batches import Corpus, SampleSource
+from mtx.data.bert import BertSamples, batch_maker
 from mtx.data.build import split_sentences
 from mtx.data.documents import hold_out, read_documents
-from mtx.data.indexed import IndexedDataset, token_type
+from mtx.data.indexed import token_type
 from mtx.data.pairs import SentenceList
 from mtx.data.samples import Samples
 from mtx.data.special_tokens import find_bert_vocab, find_special_tokens
-from mtx.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from mtx.data.tokenizer import WORDPIECE, ByteTokenizer, Tokenizer, train_bpe, train_wordpiece
+from mtx.data.tokenizer_base import Eod, TokenizerIdentity
 from mtx.data.tokenizer_files import load_tokenizer
-from mtx.data.wordpiece import WORDPIECE, train_wordpiece
 from mtx.errors import UserError
 
 
@@ -38,42 +37,41 @@ def load_text(config: DataConfig, *, sequence: int, bert: bool = False) -> Corpu
         tokenizer = train(split.train, vocab=config.bpe_vocab)
     else:
         tokenizer = named_tokenizer(config, bert=bert)
-    more = f"give more text, raise eval_fraction={config.eval_fraction}"
-    if bert:
-        vocab = find_bert_vocab(tokenizer)
-
-        def samples(side: str, texts: Sequence[str], **_) -> SampleSource:
-            return BertSamples(
-                _encode(texts, tokenizer), vocab, sequence=sequence, config=config, name=side
-            )
-
-        make = functools.partial(make_bert_batch, pad=vocab.special.pad)
-    elif tokenizer.eod is None:
+    if tokenizer.eod is None and not bert:
         raise UserError(
             f"eod={config.eod!r} leaves documents of text without an end; use auto, or a token"
         )
-    else:
-        make = make_batch
+    vocab = find_bert_vocab(tokenizer) if bert else None
 
-        def samples(side: str, texts: Sequence[str], remedy: str, seed: int | None) -> SampleSource:
-            tokens = _join(texts, tokenizer)
-            _require_sample(side, tokens, sequence, remedy)
+    def samples(side: str, texts: Sequence[str], remedy: str, seed: int | None) -> SampleSource:
+        if vocab is not None:
+            sentences = _encode(texts, tokenizer)
+            return BertSamples(sentences, vocab, sequence=sequence, config=config, name=side)
+        tokens = _join(texts, tokenizer)
+        if len(tokens) > sequence:
             return Samples(tokens, sequence=sequence, seed=seed)
+        shorter = f" or use sequence={len(tokens) - 1} or less" if len(tokens) > 1 else ""
+        raise UserError(
+            f"{side} has {len(tokens)} tokens, but one sample needs sequence+1={sequence + 1}; "
+            f"give more text{remedy}{shorter}"
+        )
 
+    more = f", raise eval_fraction={config.eval_fraction}"
     return Corpus(
-        tokenizer=tokenizer, make=make, packed=config.packed,
-        train=samples("the training text", split.train, remedy="give more text", seed=config.seed),
-        held_out=samples("the held-out text", split.held_out, remedy=more, seed=None),
+        tokenizer=tokenizer, packed=config.packed,
+        make=batch_maker(tokenizer, vocab, packed=config.packed),
+        train=samples("the training text", split.train, "", config.seed),
+        held_out=samples("the held-out text", split.held_out, more, None),
         source=f"{documents.source}, {split.describe()}",
     )  # fmt: skip
 
 
 def named_tokenizer(
-    config: DataConfig, *, bert: bool, made: IndexedDataset | None = None
+    config: DataConfig, *, bert: bool, made: TokenizerIdentity | None = None
 ) -> Tokenizer:
-    """The tokenizer that `config` names, with the end-of-document token of the dataset `made`, or
-    else none for a BERT, where eod is "auto". UserError for one that is trained on the text, and
-    for a BERT's without special tokens."""
+    """The tokenizer that `config` names; where eod is "auto", with the end-of-document token of the
+    one that `made` the datasets, or else none for a BERT. UserError for one that is trained on the
+    text, and for a BERT's without special tokens."""
     if config.tokenizer == (WORDPIECE if bert else "bpe"):
         raise UserError(
             f"data tokenizer={config.tokenizer!r} is trained on text, and here is none (the data "
@@ -84,22 +82,13 @@ def named_tokenizer(
             f"tokenizer={config.tokenizer!r} has no [MASK] and the like, which a BERT needs; use "
             "its tokenizer.json or vocab.txt, or wordpiece, trained on the text"
         )
-    eod = config.eod
+    eod: Eod = config.eod
     if eod == "auto" and (made or bert):
-        eod = made and made.identity.eod
+        eod = made.eod if made else None
     tokenizer = load_tokenizer(config.tokenizer, eod=eod)
     if bert:
         find_special_tokens(tokenizer)
     return tokenizer
-
-
-def _require_sample(side: str, tokens: np.ndarray, sequence: int, remedy: str) -> None:
-    if len(tokens) <= sequence:
-        shorter = f" or use sequence={len(tokens) - 1} or less" if len(tokens) > 1 else ""
-        raise UserError(
-            f"{side} has {len(tokens)} tokens, but one sample needs sequence+1={sequence + 1}; "
-            f"{remedy}{shorter}"
-        )
 
 
 def _join(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:

@@ -32,16 +32,17 @@ class Record(NamedTuple):
     late_s: list[float]
 
 
-def gather(probes: Mapping[int, tuple], processes: int, after: int) -> Record | None:
+def gather(probes: Mapping[int, tuple | None], processes: int, after: int) -> Record | None:
     """The record of all processes' newest probes, once each has one beyond the step `after`.
 
     Where steps are shorter than heartbeats, those may be of steps that differ; the first counts.
     """
-    known = [Probe(*probe) for _, probe in sorted(probes.items()) if probe]
-    step = min((probe.step for probe in known), default=0)
+    known = [probe for _, probe in sorted(probes.items()) if probe]
+    step = min((probe[0] for probe in known), default=0)
     if len(known) < processes or step <= after:
         return None
-    return Record(step, *(list(values) for values in list(zip(*known))[1:]))
+    _, host_s, device_s, late_s = map(list, zip(*known, strict=True))
+    return Record(step, host_s, device_s, late_s)
 
 
 @dataclass(kw_only=True)
