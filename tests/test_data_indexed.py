@@ -182,7 +182,7 @@ def u64(number: int) -> bytes:
         (b"PK\3\4" + IDX[4:], "begins with b'PK"),
         (b"TNTIDX\0\0" + IDX[8:], "TNTIDX"),
         (IDX[:20], "ends inside its header, at 20 bytes"),
-        (damaged(9, u64(2)), "has version 2; only version 1"),
+        (damaged(9, u64(2)), "version 2"),
         (damaged(17, b"\6"), "type code 6"),
         (damaged(17, b"\x09"), "type code 9"),
         (damaged(18, u64(4)), "4 sequences and 3 document indices take 106: it is cut short"),
@@ -196,7 +196,7 @@ def u64(number: int) -> bytes:
         (damaged(70, u64(1)), "document indices do not rise from 0 to 3"),
         (damaged(78, u64(9)), "document indices do not rise from 0 to 3"),
         (damaged(86, u64(2)), "document indices do not rise from 0 to 3"),
-        (MAGIC + u64(1) + b"\x08" + u64(0) + u64(0), "has no document indices"),
+        (MAGIC + u64(1) + b"\x08" + u64(0) + u64(0), "0 document indices"),
         (damaged(17, b"\x04"), "sequence 1 of 2 tokens is said to begin at byte 6"),
     ],
 )  # fmt: skip

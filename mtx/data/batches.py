@@ -7,6 +7,7 @@ were consumed before it; that number is all the state there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,3 +130,32 @@ def pack_documents(tokens: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     return np.cumsum(begins, axis=1, dtype=np.int32), (places - starts).astype(np.int32)
+
+
+@contextmanager
+def read_ahead(
+    corpus: Corpus,
+    consumed: int,
+    rows: int,
+    *,
+    local: Sequence[int] | None = None,
+    threads: int = 2,
+    ahead: int = 4,
+) -> Iterator[Iterator[Batch]]:
+    """The batches of `rows` samples after the first `consumed`, one after the other.
+
+    Those of `corpus.batch`, of which `ahead` are read by `threads` of this process before they are
+    asked for, by Grain: other processes would read no faster, as a sample is a copy from a mapped
+    file, and would have to send it. Raises what `corpus.batch` raises.
+    """
+    import grain  # loads JAX, which this package does not need elsewhere
+
+    batches = grain.MapDataset.range(2**62 // rows).map(
+        lambda step: corpus.batch(consumed + int(step) * rows, rows, local)
+    )
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+    iterator = iter(batches.to_iter_dataset(options))
+    try:
+        yield iterator
+    finally:
+        iterator.close()

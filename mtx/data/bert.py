@@ -65,7 +65,6 @@ class BertSamples:
         return self._name
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> BertSample:
@@ -90,13 +89,10 @@ def make_bert_batch(
     filled: int | None = None,
     pad: int,
 ) -> Batch:
-    """The `rows` (B) samples after the first `consumed`.
-
-    tokens int32 [B, S], targets int32 [B, S], weights float32 [B, S] (1 where a token is to be
-    predicted), types int32 [B, S] (1 in the second text and at its end), segments int32 [B, S] (0
-    for padding, 1 for the rest) and order int32 [B].
-    local: the rows to read, where this process needs no others; filled: those that there are. The
-    others are padding, the token `pad`, with weight 0 and order -1.
+    """As `make_batch`: tokens int32 [B, S], targets int32 [B, S], weights float32 [B, S] (1 where a
+    token is to be predicted), types int32 [B, S] (1 in the second text and at its end), segments
+    int32 [B, S] (0 for padding, 1 for the rest) and order int32 [B]. Rows that are not read are
+    padding, the token `pad`, with weight 0 and order -1.
     """
     shape, wanted = (rows, source.sequence), rows_to_read(consumed, rows, local, filled)
     batch = {

@@ -1,23 +1,22 @@
 """Several corpora as one: which sample of which dataset each sample of a blend is.
 
 Megatron-LM's choice is greedy: the next sample is of the dataset that is furthest behind its share.
-Each choice depends on the one before, so a loop would take minutes for a long run. But the greedy
-walk forgets where it began: two walks that differ by a few samples soon make the same choices. So
-we start walks at many places at once from guessed counts, and keep the result only if each walk
-ends in the counts that the next one began with; then it is that of one long walk, bit for bit.
+One loop over the samples would take minutes for a long run. But two walks that differ by a few
+samples soon make the same choices: so we start walks at many places at once from guessed counts,
+and keep the result only if each walk ends in the counts that the next one began with; then it is
+that of one long walk, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from mtx.data.cache import cached_arrays
+from mtx.data.cache import Arrays, cached_arrays
 from mtx.data.indexed import is_dataset
 from mtx.data.samples import require_sample
 from mtx.errors import UserError
@@ -98,17 +97,19 @@ class BlendedDataset:
         self.part_tokens = sum(dataset.part_tokens for dataset in datasets)
         sizes, shares = [len(dataset) for dataset in datasets], []
         description: dict = {"kind": "Megatron-LM blend", "samples": samples}
-        if weights is None or samples is None:
+        if weights is None:
             description["sizes"] = sizes
-            build = functools.partial(blend_all, sizes)
         else:
             shares = shares_of(weights, datasets).tolist()
             description["weights"] = [share.hex() for share in shares]
+
+        def build() -> Arrays:
             # Shares are normalized a second time, as Megatron-LM does: it may change a last bit.
-            build = functools.partial(blend_by_weights, shares, samples)
-        names = ("dataset", "sample")
-        arrays = cached_arrays(cache, description, lambda: dict(zip(names, build(), strict=True)))
-        self._dataset, self._sample = (arrays[name] for name in names)
+            walked = blend_all(sizes) if samples is None else blend_by_weights(shares, samples)
+            return {"dataset": walked[0], "sample": walked[1]}
+
+        arrays = cached_arrays(cache, description, build)
+        self._dataset, self._sample = arrays["dataset"], arrays["sample"]
         self._all_endless = endless and not shares
         epochs = (int(size / share) for size, share in zip(sizes, shares))
         self.distinct = min([len(self), *epochs])  # samples before one is given twice
@@ -121,7 +122,6 @@ class BlendedDataset:
                 )
 
     def __len__(self) -> int:
-        """Samples; of one epoch, where it is endless and without weights."""
         return len(self._dataset)
 
     def __getitem__(self, index: int):
@@ -186,11 +186,7 @@ def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _advance(
-    counts: np.ndarray,
-    weights: np.ndarray,
-    sizes: np.ndarray | None,
-    first: np.ndarray,
-    steps: int,
+    counts: np.ndarray, weights: np.ndarray, sizes: np.ndarray | None, first: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Walks of `steps` steps from step `first` [walks] and `counts` [walks, datasets] on: the
     counts then (whole numbers in float64), and dataset and sample [walks, steps] of each step."""

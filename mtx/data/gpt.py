@@ -53,13 +53,10 @@ class GPTDataset:
         vocab: int | None = None,
         eod: int | None = None,
     ):
-        """cache: a folder for the index arrays, to be built once; None: built now, in memory.
-        vocab: every token that is given is checked to be below it. split_by: see `divide`. eod: the
-        token that takes the place of the last one where a document is cut; None: nothing does.
-
-        Raises UserError for a dataset that cannot be read, a part without a whole sample, and
-        options that cannot be.
-        """
+        """cache: see `cached_arrays`. vocab: every token that is given is checked to be below it.
+        split_by: see `divide`. eod: the token that takes the place of the last one where a document
+        is cut; None: nothing does. Raises UserError for a dataset that cannot be read, a part
+        without a whole sample, and options that cannot be."""
         checked("sequence", sequence, Tokens)
         if samples is not None:
             checked("samples", samples, _Samples)
@@ -89,7 +86,6 @@ class GPTDataset:
         return self.data.prefix
 
     def __len__(self) -> int:
-        """Samples; of one epoch, where it is endless."""
         return len(self.indices.shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:

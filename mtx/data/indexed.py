@@ -67,11 +67,10 @@ class IndexedDataset:
         place += 12 * sequences + 8 * ends
         multimodal = place < len(index)
         self.modes = np.frombuffer(index, "<i1", sequences, place) if multimodal else None
-        count = self._check_sequences()
+        wanted = self._check_sequences()
         self._check_documents()
         data = _map(f"{self.prefix}.bin")
-        if len(data) != count * self.dtype.itemsize:
-            wanted = count * self.dtype.itemsize
+        if len(data) != wanted:
             what = "it is cut short" if len(data) < wanted else "they do not belong together"
             raise UserError(
                 f"{self.prefix}.bin has {len(data):,} bytes, but {self.prefix}.idx describes "
@@ -140,23 +139,21 @@ class IndexedDataset:
         if len(index) < HEADER.size:
             raise UserError(f"{name} ends inside its header, at {len(index)} bytes; copy it again")
         _, version, code, sequences, ends = HEADER.unpack_from(index)
-        if version != 1:
-            raise UserError(f"{name} has version {version}; only version 1 is known")
-        if code not in TYPES:
-            known = ", ".join(f"{key} ({np.dtype(kind)})" for key, kind in TYPES.items())
-            raise UserError(f"{name} has type code {code}, but tokens are one of {known}")
+        if version != 1 or code not in TYPES:
+            raise UserError(
+                f"{name} has version {version} and type code {code}, but version 1 and codes "
+                f"{', '.join(map(str, TYPES))} are known"
+            )
         plain = HEADER.size + 12 * sequences + 8 * ends
-        if len(index) not in (plain, plain + sequences):
+        if len(index) not in (plain, plain + sequences) or not ends:
             raise UserError(
                 f"{name} has {len(index):,} bytes, but {sequences:,} sequences and {ends:,} "
                 f"document indices take {plain:,}: it is cut short or damaged; copy it again"
             )
-        if ends == 0:
-            raise UserError(f"{name} has no document indices, not even the first; build it again")
         return np.dtype(TYPES[code]), sequences, ends
 
     def _check_sequences(self) -> int:
-        """The number of tokens, once every sequence is known to begin where the last ended."""
+        """The bytes of .bin, once every sequence is known to begin where the last ended."""
         offset, size = 0, self.dtype.itemsize
         for start in range(0, len(self), _BLOCK):
             lengths = self.lengths[start : start + _BLOCK].astype(np.int64)
@@ -171,7 +168,7 @@ class IndexedDataset:
                     "ends; the index is damaged, copy it again"
                 )
             offset = int(ends[-1])
-        return offset // size
+        return offset
 
     def _check_documents(self) -> None:
         first, last = self.documents[0], self.documents[-1]

@@ -23,16 +23,16 @@ def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
         raise UserError("no datasets to merge; name their prefixes")
     first = datasets[0]
     for other in datasets[1:]:
-        for what, one, two in (
-            ("tokens of type", first.dtype, other.dtype),
-            ("modes", first.modes is not None, other.modes is not None),
-            ("a tokenizer's identity", first.identity is not None, other.identity is not None),
-        ):
-            if one != two:
-                raise UserError(
-                    f"{first.prefix} and {other.prefix} cannot be merged: {what} {one} and {two}; "
-                    "build one of them again"
-                )
+        kinds = [
+            f"{one.dtype}, {'modes' if one.modes is not None else 'no modes'}, "
+            f"{'a' if one.identity else 'no'} tokenizer's identity"
+            for one in (first, other)
+        ]
+        if kinds[0] != kinds[1]:
+            raise UserError(
+                f"{first.prefix} ({kinds[0]}) and {other.prefix} ({kinds[1]}) cannot be merged; "
+                "build one of them again"
+            )
         if first.identity:
             other.require_tokenizer(first.identity)
     with IndexedWriter(out, first.dtype, identity=first.identity) as writer:

@@ -117,7 +117,6 @@ class Pairs:
             )
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
         return len(self._spans["first"])
 
     def pair(self, index: int, rng: Rng) -> Pair:
@@ -152,7 +151,7 @@ class Pairs:
 
 
 def rng_of(seed: int, index: int) -> Rng:
-    """Those of sample `index`: another stream for every index."""
+    """The random numbers of sample `index`."""
     return Rng(seed, index, _SAMPLE)
 
 
@@ -206,16 +205,11 @@ def _build_spans(
 def _truncated(a, b, room: int, rng: Rng) -> tuple[np.ndarray, np.ndarray]:
     """`a` and `b` without what exceeds `room`: token by token, the longer one (`b` of equals) loses
     one at a random end."""
-    if len(a) + len(b) <= room:
-        return a, b
     left_a = min(len(a), max(room - room // 2, room - len(b)))
-    return _shortened(a, left_a, rng), _shortened(b, room - left_a, rng)
 
+    def shortened(text: np.ndarray, left: int) -> np.ndarray:
+        lost = max(len(text) - left, 0)
+        begin = int((rng.uniform(lost) < 0.5).sum()) if lost else 0
+        return text[begin : begin + left]
 
-def _shortened(text: np.ndarray, left: int, rng: Rng) -> np.ndarray:
-    """`left` tokens of `text`."""
-    lost = len(text) - left
-    if not lost:
-        return text
-    begin = int((rng.uniform(lost) < 0.5).sum())
-    return text[begin : begin + left]
+    return shortened(a, left_a), shortened(b, room - left_a)

@@ -49,14 +49,11 @@ def shuffled(count: int, *key: int) -> np.ndarray:
 def place_in_epoch(index: int, count: int, seed: int) -> int:
     """Where request `index` of an endless stream looks in an order of `count` things.
 
-    In the first epoch at its own place. Each later epoch goes through the order in strides of its
-    own, from a start of its own, and so once through all of it: the order is random already, and
-    this needs neither memory nor time when an epoch begins.
+    In the first epoch at its own place. Each later epoch goes through the order, which is random
+    already, in strides and from a start of its own: that needs neither memory nor time.
     """
     epoch, place = divmod(index, count)
-    if epoch == 0:
-        return place
-    start, stride = _strides(count, seed, epoch)
+    start, stride = _strides(count, seed, epoch) if epoch else (0, 1)
     return (start + place * stride) % count
 
 
@@ -91,7 +88,6 @@ class Samples:
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
-        """Samples in one epoch."""
         return len(self._samples)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -100,6 +96,5 @@ class Samples:
         return self._samples[self._order(epoch)[place]].astype(np.int32)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        if self._seed is None:
-            return np.arange(len(self))
-        return shuffled(len(self), self._seed, epoch)
+        count = len(self)
+        return np.arange(count) if self._seed is None else shuffled(count, self._seed, epoch)

@@ -169,8 +169,7 @@ def _field_of(line: str, field: str, where: str) -> Text:
         has = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
     text = record[field]
-    parts = text if isinstance(text, list) else [text]
-    for part in parts:
+    for part in text if isinstance(text, list) else [text]:
         if not isinstance(part, str):
             kind = type(part).__name__
             raise UserError(f"{where}: field {field!r} holds {kind}, not text or a list of texts")

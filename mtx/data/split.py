@@ -125,9 +125,8 @@ def foresee(lengths: np.ndarray) -> Foreseen:
     train, held_out = (part.sizes(lengths) for part in parts)
     return Foreseen(
         by="documents" if parts[0].cut is None else "tokens",
-        documents=int(np.count_nonzero(train)), tokens=int(train.sum(dtype=np.int64)),
-        held_out_documents=int(np.count_nonzero(held_out)),
-        held_out_tokens=int(held_out.sum(dtype=np.int64)),
+        documents=int(np.count_nonzero(train)), held_out_documents=int(np.count_nonzero(held_out)),
+        tokens=int(train.sum(dtype=np.int64)), held_out_tokens=int(held_out.sum(dtype=np.int64)),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tokenizers
@@ -57,7 +57,7 @@ class SubwordTokenizer(Tokenizer):
         """See Tokenizer; UserError for a text that is too long and cannot be cut."""
         parts = [list(cut_text(text, self.cuts, _PART_CHARACTERS)) for text in texts]
         ids = []
-        for batch in _batches(itertools.chain.from_iterable(parts)):
+        for batch in _batches([part for some in parts for part in some]):
             if (length := max(map(len, batch))) > MOST_CHARACTERS:
                 raise UserError(
                     f"a text of {length:,} characters cannot be cut for this tokenizer, which "
@@ -109,14 +109,9 @@ def cut_text(text: str, cuts: re.Pattern | None, size: int) -> Iterator[str]:
         start = end
 
 
-def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
-    """`parts` in lists of _BATCH_CHARACTERS or a little more."""
-    batch, total = [], 0
-    for part in parts:
-        batch.append(part)
-        total += len(part)
-        if total >= _BATCH_CHARACTERS:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+def _batches(parts: Sequence[str]) -> Iterator[list[str]]:
+    """`parts` in lists of about _BATCH_CHARACTERS."""
+    ends = itertools.accumulate(map(len, parts))
+    numbered = zip((end // _BATCH_CHARACTERS for end in ends), parts, strict=True)
+    for _, some in itertools.groupby(numbered, key=lambda pair: pair[0]):
+        yield [part for _, part in some]

@@ -26,11 +26,11 @@ class Exit(IntEnum):
 
 
 def leave_at_once() -> None:
-    """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. An exception
-    would be lost in a callback of the garbage collector, and JAX crashes where the interpreter ends
-    within a compilation. For the one process of a command: several tell each other.
+    """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. For the one
+    process of a command: several tell each other.
 
-    A thread does it: the handlers of the main thread would wait until the compiler returns.
+    A thread does it: handlers of the main thread would wait until the compiler returns, an
+    exception be lost in a callback of the garbage collector, and JAX crash within a compilation.
     """
     if threading.current_thread() is threading.main_thread():
         reading, writing = os.pipe()

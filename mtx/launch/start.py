@@ -85,8 +85,8 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Undoes `keep_freed_memory` for what is allocated from now on, for programs too large for it:
-    blocks of 1 MiB and more go back to the system when they are freed."""
+    """Undoes `keep_freed_memory` for what is allocated from now on: blocks of 1 MiB and more go
+    back to the system when they are freed."""
     if (libc := _glibc()) is not None:
         for option, value in ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 1 << 20)):
             libc.mallopt(option, value)
@@ -173,7 +173,8 @@ def _connect(cluster: Cluster, options: ClusterOptions) -> None:
             f"process {cluster.process} of {cluster.processes} on {socket.gethostname()} did not "
             f"meet the others at {cluster.coordinator} within {options.connect_s} s: {reason}"
         ) from error
-    if jax.config.read("jax_cpu_collectives_implementation") == "gloo":
+    options_of_jax: Any = jax.config  # whose type lacks some of its flags
+    if options_of_jax.jax_cpu_collectives_implementation == "gloo":
         _listen_only_at(_own_address(cluster.coordinator))
 
 

@@ -188,7 +188,10 @@ class _Supervisor:
             if now_s > forced_at_s:
                 self._end_by_force(*self.workers)
         failed += self._new_failures(failed, time.monotonic())
-        return min(failed, key=_innocence, default=None)
+        # Who had to be killed is at fault, rather than who says that it has lost another.
+        return min(
+            failed, default=None, key=lambda w: (not w.forced, w.process.returncode == Exit.LOST)
+        )
 
     def _new_failures(self, known: Sequence[_Worker], now_s: float) -> list[_Worker]:
         found = []
@@ -236,11 +239,6 @@ class _Supervisor:
         _print(f"[launch] {text}")
 
 
-def _innocence(worker: _Worker) -> int:
-    """0 for a process that had to be killed, 2 for one that says that it has lost another."""
-    return 0 if worker.forced else 2 if worker.process.returncode == Exit.LOST else 1
-
-
 def _signal(worker: _Worker, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         worker.process.send_signal(number)
@@ -281,9 +279,8 @@ def _start(command: Sequence[str], rank: int, variables: Mapping[str, str]) -> _
         gpus = variables[_GPUS].split(",")
         count = len(gpus) // int(variables["JAX_NUM_PROCESSES"])
         own[_GPUS] = ",".join(gpus[rank * count : (rank + 1) * count])
-    first = []
-    if sys.platform == "linux":
-        first = [sys.executable, "-I", "-S", "-c", _DIE_WITH_SUPERVISOR, str(os.getpid())]
+    first = [sys.executable, "-I", "-S", "-c", _DIE_WITH_SUPERVISOR, str(os.getpid())]
+    first = first if sys.platform == "linux" else []
     process = subprocess.Popen(
         [*first, *command], env={**os.environ, **variables, **own}, pass_fds=(write_fd,),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
