@@ -374,8 +374,9 @@ def test_what_does_not_match_is_not_merged(tmp_path):
         identity=TokenizerIdentity(name="x", sha256="0", vocab=9, eod=None),
     )  # fmt: skip
     out = str(tmp_path / "out")
-    assert "tokens of type uint16 and int32" in refusal(merge_datasets, [one, wide], out)
-    assert "identity False and True" in refusal(merge_datasets, [one, named], out)
+    message = refusal(merge_datasets, [one, wide], out)
+    assert "uint16" in message and "int32" in message
+    assert "no tokenizer's identity" in refusal(merge_datasets, [one, named], out)
     assert "was made with x" in refusal(merge_datasets, [named, other], out)
     assert "no datasets" in refusal(merge_datasets, [], out)
     assert not list(tmp_path.glob("out*"))
