@@ -141,9 +141,9 @@ def test_a_blend_cuts_those_that_are_too_few(write):
 
 def test_either_way_can_be_asked_for(write):
     prefix = write(*[20] * 10, 900)  # what Megatron-LM holds out is the book
-    assert load_data(run_of(prefix, split="9,1")).eval_tokens == 900
+    assert load_data(run_of(prefix, split="9,1")).held_out.part_tokens == 900
     data = load_data(run_of(prefix, split="9,1", split_by="tokens"))
-    assert data.eval_tokens == 110 and data.train_tokens == 990
+    assert data.held_out.part_tokens == 110 and data.train.part_tokens == 990
     book = write(2000, name="book")
     with pytest.raises(UserError) as error:
         load_data(run_of(book, split_by="documents"))
@@ -215,11 +215,12 @@ def test_a_book_and_notes_are_built_and_trained_on(books, capsys):
     run = run_of("corpus_text_document", sequence=64, tokenizer="tokenizer.json")
     check_data(run)
     data = load_data(run)
-    assert data.held_out.distinct >= 1 and 0.02 < data.eval_tokens / data.train_tokens < 0.04
+    trained, held_out = data.train.part_tokens, data.held_out.part_tokens
+    assert data.held_out.distinct >= 1 and 0.02 < held_out / trained < 0.04
     inspect = ["data", "inspect", "corpus_text_document", "--json"]
     assert main(inspect) == 0
     total = json.loads(capsys.readouterr().out)["tokens"]
-    assert 0 <= total - data.train_tokens - data.eval_tokens <= total // 500  # test: 1 of 1,000
+    assert 0 <= total - trained - held_out <= total // 500  # test: 1 of 1,000
 
 
 @pytest.mark.parametrize("path", ["my_book.txt", "notes", "."])
@@ -227,7 +228,8 @@ def test_text_files_need_no_dataset(books, path):
     run = run_of(path, sequence=64)
     check_data(run)
     data = load_data(run)
-    assert 0.04 < data.eval_tokens / (data.train_tokens + data.eval_tokens) < 0.06
+    trained, held_out = data.train.part_tokens, data.held_out.part_tokens
+    assert 0.04 < held_out / (trained + held_out) < 0.06
     assert "the tail of" in data.describe()
 
 

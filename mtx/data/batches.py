@@ -43,20 +43,13 @@ class Corpus:
     def vocab(self) -> int:
         return self.tokenizer.vocab
 
-    @property
-    def train_tokens(self) -> int:
-        return self.train.part_tokens
-
-    @property
-    def eval_tokens(self) -> int:
-        return self.held_out.part_tokens
-
     def describe(self) -> str:
         """One line: where from, how many tokens on each side, and the tokenizer."""
         packed = "; documents packed" if self.packed else ""
         return (
-            f"{self.source}; {self.train_tokens:,} tokens to train on, {self.eval_tokens:,} held "
-            f"out; {self.tokenizer.name} tokenizer, vocab {self.vocab:,}{packed}"
+            f"{self.source}; {self.train.part_tokens:,} tokens to train on, "
+            f"{self.held_out.part_tokens:,} held out; {self.tokenizer.name} tokenizer, vocab "
+            f"{self.vocab:,}{packed}"
         )
 
     def batch(self, consumed: int, rows: int, local: Sequence[int] | None = None) -> Batch:

@@ -31,11 +31,8 @@ class CacheError(UserError):
 
 def cached_arrays(folder: Name | None, description: dict, build: Callable[[], Arrays]) -> Arrays:
     """What `build` gives, from `folder` (read-only, memory-mapped) if it is there, and kept there
-    if it is not; folder None: built, and kept nowhere.
-
-    description: plain values that decide the arrays. Raises CacheError where the folder cannot be
-    written, and UserError where an entry is damaged.
-    """
+    if it is not; folder None: built, and kept nowhere. description: plain values that decide the
+    arrays. CacheError where the folder cannot be written, UserError where an entry is damaged."""
     if folder is None:
         return build()
     entry = user_path(folder) / hash_of(description)

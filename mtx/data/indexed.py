@@ -120,11 +120,10 @@ class IndexedDataset:
 
     def require_tokenizer(self, identity: TokenizerIdentity) -> None:
         """UserError where the dataset says that another tokenizer made it."""
-        made = self.identity
-        if made and not made.same_as(identity):
+        if self.identity and not self.identity.same_as(identity):
             raise UserError(
-                f"{self.prefix} was made with {made}, not with {identity}; use that tokenizer, or "
-                "build the dataset again"
+                f"{self.prefix} was made with {self.identity}, not with {identity}; use that "
+                "tokenizer, or build the dataset again"
             )
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
@@ -236,14 +235,11 @@ class IndexedWriter:
                 raise ValueError(f"{parts.tolist()[:8]} must add up to {whole}")
         if modes is not None and len(modes) != len(lengths):
             raise ValueError(f"{len(modes)} modes are not one for each of {len(lengths)} sequences")
-        if self._begun:
-            if not len(lengths):
-                raise ValueError("a sequence was begun and is to be ended")
-            lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
-        if lengths.size and lengths.max() > np.iinfo(np.int32).max:
-            raise UserError(
-                f"a sequence of {lengths.max():,} tokens is above the format's 2^31 - 1"
-            )
+        if self._begun and not len(lengths):
+            raise ValueError("a sequence was begun and is to be ended")
+        lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
+        if (longest := lengths.max(initial=0)) > np.iinfo(np.int32).max:
+            raise UserError(f"a sequence of {longest:,} tokens is above the format's 2^31 - 1")
         ends = self.sequences + np.cumsum(counts)
         self._write(tokens)
         self._begun = 0
@@ -258,11 +254,9 @@ class IndexedWriter:
 
     def _write(self, tokens: np.ndarray) -> None:
         if tokens.dtype.newbyteorder("<") != self.dtype and tokens.size:
-            least, most = np.iinfo(self.dtype).min, np.iinfo(self.dtype).max
-            if tokens.min() < least or tokens.max() > most:
-                raise ValueError(
-                    f"tokens {tokens.min()} to {tokens.max()} do not go into {self.dtype}"
-                )
+            low, high, kind = tokens.min(), tokens.max(), np.iinfo(self.dtype)
+            if low < kind.min or high > kind.max:
+                raise ValueError(f"tokens {low} to {high} do not go into {self.dtype}")
         with file_errors(self.prefix):
             self._data.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.tokens += len(tokens)

@@ -14,10 +14,8 @@ from mtx.errors import UserError
 
 
 def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
-    """Writes all documents of `prefixes`, in that order, as the dataset `out`.
-
-    Raises UserError where types, modes or tokenizers differ.
-    """
+    """Writes all documents of `prefixes`, in that order, as the dataset `out`. UserError where
+    types, modes or tokenizers differ."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise UserError("no datasets to merge; name their prefixes")

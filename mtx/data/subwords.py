@@ -72,11 +72,9 @@ class SubwordTokenizer(Tokenizer):
         return self._model.decode(ids.tolist(), skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
-        """See Tokenizer."""
         return self._model.get_vocab(with_added_tokens=True)
 
     def to_dict(self) -> dict:
-        """See Tokenizer."""
         return super().to_dict() | {"model": self.described}
 
     @classmethod
