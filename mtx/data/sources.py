@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import importlib
+import math
 import os
 import re
 import zlib
@@ -145,16 +146,14 @@ def read_texts(
     names: Sequence[str], reading: Reading, *, cuts: re.Pattern, most_bytes: int | None = None
 ) -> Iterator[str]:
     """The text of the files and folders in `names`, document by document, a long one in parts cut
-    at `cuts`; as much of it as is above `most_bytes` of UTF-8, where that is given."""
-    read = 0
+    at `cuts`; it ends where it comes to `most_bytes` of UTF-8."""
+    left = math.inf if most_bytes is None else most_bytes
     chunks = read_chunks(find_files(names), reading, cuts=cuts, most_characters=_CHUNK_BYTES * 8)
-    for chunk in chunks:
-        for text in texts_of(chunk, reading):
-            text = text if isinstance(text, str) else " ".join(text)
-            yield text
-            read += len(text.encode())
-            if most_bytes is not None and read >= most_bytes:
-                return
+    for text in (text for chunk in chunks for text in texts_of(chunk, reading)):
+        joined = text if isinstance(text, str) else " ".join(text)
+        yield joined
+        if (left := left - len(joined.encode())) <= 0:
+            return
 
 
 def read_whole(path: Path) -> str:
