@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 
 from mtx.cli.options import File, Flag, Line, part, read_line
 from mtx.cli.output import check_picture, facts, say, table, write_text
@@ -22,7 +23,7 @@ from mtx.schedules.search import WORTH_SAYING, Candidate, choose, search_schedul
 from mtx.schedules.shape import WEIGHT_SHARE, Shape, Times
 from mtx.schedules.simulate import Simulation, bubble_text, simulate
 from mtx.sizes import Sequences
-from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
+from mtx.view.schedule import timeline_in_colours
 
 _MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
@@ -214,18 +215,15 @@ def _print_timeline(run: Simulation, written: bool) -> None:
     of it, and its title elsewhere."""
     lockstep, terminal = run.model == "lockstep", sys.stdout.isatty()
     size = shutil.get_terminal_size((120, 40))
-    shown = run.schedule if lockstep else run
-    plain, coloured = (timeline_text, timeline_markup) if lockstep else (run_text, run_markup)
     width = None if lockstep and (written or not terminal) else size.columns
-    rows = plain(shown, width).splitlines()
+    text = timeline_in_colours(run.schedule if lockstep else run, width)
+    rows = text.plain.splitlines()
     if written and (len(rows) > size.lines or max(map(len, rows[1:-1])) > size.columns):
         print(rows[0])
     elif terminal:
-        from rich.console import Console
-
-        Console(highlight=False, soft_wrap=True).print(coloured(shown, width))
+        Console(highlight=False, soft_wrap=True).print(text)
     else:
-        print("\n".join(rows))
+        print(text.plain)
 
 
 def _facts(schedule: Schedule, runs: Runs, limit: float | None) -> dict[str, str]:

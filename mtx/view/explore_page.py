@@ -6,21 +6,17 @@ what was clicked.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator
 from html import escape
 
-import numpy as np
-
-from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compare import seconds
+from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.summary import title
 from mtx.view.explore import Look
 from mtx.view.explore_device import Held, numbers_text
-from mtx.view.html import bar, key, svg, table, tag
-from mtx.view.memory import memory_parts
+from mtx.view.html import key, svg, table, tag
+from mtx.view.memory import fill_bars
 from mtx.view.mesh import Device, link_rows, shape_text
 from mtx.view.mesh_picture import MeshMap
 from mtx.view.picture import (
@@ -29,10 +25,13 @@ from mtx.view.picture import (
     FAINT,
     INK,
     LIMIT,
+    Picture,
     ink,
+    new_figure,
+    split_figure,
     stage_colours,
 )
-from mtx.view.plan import time_parts
+from mtx.view.plan import fill_schedule, fill_time
 from mtx.view.spans import count
 
 _ALONE = 1024  # devices that are drawn one by one
@@ -40,8 +39,6 @@ _LABELLED = 128  # with their numbers in them
 _CELL_PIXELS = 84  # at most
 _WIDE, _HIGH = 10.0, 7.0  # of a cell, in the units of its picture
 _PER_ROW = 16  # of the devices of one cell
-_ROWS = 16  # of stages of a schedule, at most
-_PIXELS = 240  # height of a schedule, at most; and a row's is a tenth
 _TOY = 0.1  # GiB: below, MiB are shown
 # Of the groups of a device, by axis: a dot's colour, and where it is in a cell. Others: as data.
 _DOTS = {
@@ -59,25 +56,16 @@ box-sizing:border-box;max-width:100%%;overflow-wrap:anywhere}
 .mtx td,.mtx th{text-align:left;padding:1px 10px 1px 0;vertical-align:top;white-space:normal}
 .mtx td:first-child,.mtx .held td:nth-child(2),.mtx th{white-space:nowrap}
 .mtx th,.mtx small{color:%(faint)s;font-weight:400}.mtx [data-device]{cursor:pointer}
-.mtx .bar{display:flex;position:relative;height:26px;width:100%%;background:#f4f4f4}
-.mtx .bar>i{position:absolute;top:-3px;bottom:-3px;border-left:2px solid %(limit)s}
-.mtx .bar>span{overflow:hidden;font-size:11px;line-height:26px;text-align:center;white-space:nowrap}
 .mtx .key{display:inline-block;width:10px;height:10px;margin:0 5px 0 0}
-.mtx img{display:block;width:100%%;image-rendering:pixelated}
 """.strip()
-    % {"ink": INK, "faint": "#6a6a6a", "limit": LIMIT}
+    % {"ink": INK, "faint": "#6a6a6a"}
 )
 
 
 def page_html(look: Look) -> str:
     """Mesh, device, memory, time, schedule and communication of a layout, side by side where there
     is room."""
-    time = look.plan.time
-    left = [
-        *_mesh(look), *_memory(look), tag("h4", f"Time of a step: {seconds(time.step_s)}"),
-        bar(time_parts(look.plan), time.step_s, seconds), *_schedule(look),
-    ]  # fmt: skip
-    columns = tag("div", *left) + tag("div", *_device(look))
+    columns = tag("div", *_mesh(look), _pictures(look.plan)) + tag("div", *_device(look))
     return tag(
         "div", tag("style", _STYLE), _headline(look), tag("div", columns, class_="row"),
         *_communication(look), class_="mtx",
@@ -225,12 +213,26 @@ def _outline(
     )  # fmt: skip
 
 
-# --- device, memory, schedule, communication ------------------------------------------------------
+# --- pictures, device, communication --------------------------------------------------------------
+
+
+def _pictures(plan: Plan) -> str:
+    """Memory, time of a step, and schedule."""
+    figure = new_figure(7.5, 7.6)
+    memory, time, schedule = split_figure(figure, 2.1, 2.9, 2.6)
+    fill_bars(memory.add_subplot(), [plan])
+    fill_time(time.add_subplot(), plan)
+    fill_schedule(schedule.add_subplot(), plan, (6.6, 1.8))
+    return Picture(figure=figure).svg()
 
 
 def _device(look: Look) -> Iterator[str]:
     """A device's place, its groups, and what it holds of every parameter."""
-    device, node_size, held = look.device, look.plan.hardware.node_devices, look.held
+    device, node_size, held = (
+        look.device,
+        look.plan.hardware.node_devices,
+        look.held_by(look.device),
+    )
     yield tag("h4", f"{device}, in node {device.rank // node_size}")
     groups = {axis: device.group(axis) for axis in look.layout.sizes}
     yield table(
@@ -257,44 +259,6 @@ def _device(look: Look) -> Iterator[str]:
 def _nodes_text(ranks: range, node_size: int) -> str:
     nodes = sorted({rank // node_size for rank in ranks})
     return numbers_text(nodes) + (" (between nodes)" if len(nodes) > 1 else "")
-
-
-def _memory(look: Look) -> Iterator[str]:
-    used, device = look.plan.memory.total_bytes, look.plan.hardware
-    toy = used < 0.02 * device.memory_bytes
-    marks = [
-        (share * device.memory_bytes, f"{share:.0%} of {device.memory_gib:g} GiB")
-        for share in (MEMORY_AT_MOST, 1.0)
-        if not toy
-    ]
-    parts = [(name, gib * GIB, colour) for name, gib, colour in memory_parts(look.plan)]
-    yield tag("h4", f"Memory of a device: {_size(used)} of {device.memory_gib:g} GiB")
-    yield bar(parts, used if toy else max(used, device.memory_bytes), _size, marks=marks)
-
-
-def _schedule(look: Look) -> Iterator[str]:
-    from matplotlib.image import imsave
-
-    layout = look.layout
-    yield tag("h4", f"Schedule: bubble {look.plan.bubble_over_ideal:.2%} of ideal time")
-    if look.timeline is None:
-        yield tag("small", "the schedule is too long for a picture")
-        return
-    every = -(-layout.pipe // _ROWS)
-    drawn = look.timeline[::every]
-    stages, kinds = drawn.shape[:2]
-    high = min(_PIXELS // 10, _PIXELS // stages) // kinds
-    picture = np.repeat(drawn.reshape(stages * kinds, *drawn.shape[2:]), high, axis=0)
-    picture[:: high * kinds] = 1.0  # between stages
-    png = io.BytesIO()
-    imsave(png, picture, format="png")
-    data = base64.b64encode(png.getvalue()).decode()
-    yield f'<img src="data:image/png;base64,{data}" alt="schedule">'
-    rows = "a stage" if every == 1 else f"for every {every} stages"
-    yield tag(
-        "small", f"{layout.schedule}: a row {rows}, from p0; in each {', '.join(look.kinds)} below "
-        "each other, over time; grey: idle",
-    )  # fmt: skip
 
 
 def _communication(look: Look) -> Iterator[str]:
