@@ -82,22 +82,22 @@ def build_action(line: Line[BuildOptions]) -> None:
 
 
 def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool) -> None:
-    made = _dataset_numbers(built.dataset)
-    names = ("prefix", "documents", "sequences", "tokens", "dtype", "tokenizer")
-    numbers = {name: made[name] for name in names} | {
-        "empty_documents": built.empty, "text_bytes": built.text_bytes,
-        "elapsed_s": round(elapsed_s, 3), "split": vars(split),
+    made, identity = built.dataset, vars(built.dataset.identity)
+    documents, sequences, tokens = made.document_count, len(made), len(made.tokens)
+    numbers = {
+        "prefix": made.prefix, "documents": documents, "sequences": sequences, "tokens": tokens,
+        "dtype": str(made.dtype), "empty_documents": built.empty, "text_bytes": built.text_bytes,
+        "elapsed_s": round(elapsed_s, 3), "tokenizer": identity, "split": vars(split),
     }  # fmt: skip
     left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
     size = built.text_bytes / 1e6
-    sentences = f"{made['sequences']:,}" if made["sequences"] != made["documents"] else None
     lines = facts({
-        "wrote": f"{made['prefix']}.bin, .idx, .json",
-        "documents": f"{made['documents']:,}{left_out}",
-        "sentences": sentences,
-        "tokens": f"{made['tokens']:,}, {made['dtype']}",
+        "wrote": f"{made.prefix}.bin, .idx, .json",
+        "documents": f"{documents:,}{left_out}",
+        "sentences": f"{sequences:,}" if sequences != documents else None,
+        "tokens": f"{tokens:,}, {made.dtype}",
         "split": _split_text(split),
-        "tokenizer": f"{made['tokenizer']['name']}, vocabulary {made['tokenizer']['vocab']:,}",
+        "tokenizer": f"{identity['name']}, vocabulary {identity['vocab']:,}",
         "rate": f"{size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
     })  # fmt: skip
     say(numbers, lines, as_json=as_json)
