@@ -57,7 +57,6 @@ def build_action(line: Line[BuildOptions]) -> None:
     """
     options = line.options
     from mtx.data.build import Recipe, build_dataset
-    from mtx.data.indexed import IndexedDataset
     from mtx.data.sources import Reading
     from mtx.data.split import foresee
 
@@ -79,26 +78,26 @@ def build_action(line: Line[BuildOptions]) -> None:
             list(line.names), prefix, recipe, processes=options.processes, report=report
         )
     elapsed_s = time.perf_counter() - start
-    _print_built(built, foresee(IndexedDataset(prefix).document_lengths()), elapsed_s, options.json)
+    _print_built(built, foresee(built.dataset.document_lengths()), elapsed_s, options.json)
 
 
 def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool) -> None:
-    numbers = {
-        "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
-        "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
-        "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
-        "tokenizer": vars(built.identity), "split": vars(split),
+    made = _dataset_numbers(built.dataset)
+    names = ("prefix", "documents", "sequences", "tokens", "dtype", "tokenizer")
+    numbers = {name: made[name] for name in names} | {
+        "empty_documents": built.empty, "text_bytes": built.text_bytes,
+        "elapsed_s": round(elapsed_s, 3), "split": vars(split),
     }  # fmt: skip
     left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
     size = built.text_bytes / 1e6
-    sentences = built.sequences if built.sequences != built.documents else None
+    sentences = f"{made['sequences']:,}" if made["sequences"] != made["documents"] else None
     lines = facts({
-        "wrote": f"{built.prefix}.bin, .idx, .json",
-        "documents": f"{built.documents:,}{left_out}",
-        "sentences": sentences and f"{sentences:,}",
-        "tokens": f"{built.tokens:,}, {built.dtype}",
+        "wrote": f"{made['prefix']}.bin, .idx, .json",
+        "documents": f"{made['documents']:,}{left_out}",
+        "sentences": sentences,
+        "tokens": f"{made['tokens']:,}, {made['dtype']}",
         "split": _split_text(split),
-        "tokenizer": f"{built.identity.name}, vocabulary {built.identity.vocab:,}",
+        "tokenizer": f"{made['tokenizer']['name']}, vocabulary {made['tokenizer']['vocab']:,}",
         "rate": f"{size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
     })  # fmt: skip
     say(numbers, lines, as_json=as_json)
@@ -295,9 +294,8 @@ def tokenizer_action(line: Line[TokenizerOptions]) -> None:
     """
     options = line.options
     from mtx.data.sources import Reading, read_texts
-    from mtx.data.tokenizer import BETWEEN_WORDS, train_bpe
+    from mtx.data.tokenizer import BETWEEN_WORDS, train_bpe, train_wordpiece
     from mtx.data.tokenizer_files import require_new_file, write_tokenizer
-    from mtx.data.wordpiece import train_wordpiece
 
     require_new_file(options.out)
     reading = Reading(field=options.field, lines=options.lines)
