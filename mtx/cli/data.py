@@ -154,17 +154,9 @@ def inspect_action(line: Line[InspectOptions]) -> None:
 
 
 def _print_datasets(datasets: list[IndexedDataset], as_json: bool) -> None:
-    numbers, texts = [], []
-    for dataset in datasets:
-        made, count, lengths = dataset.identity, len(dataset), dataset.lengths
-        numbers.append({
-            "prefix": dataset.prefix, "documents": dataset.document_count, "sequences": count,
-            "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
-            "shortest": int(lengths.min()) if count else 0,
-            "longest": int(lengths.max(initial=0)), "multimodal": dataset.modes is not None,
-            "tokenizer": vars(made) if made else None,
-        })  # fmt: skip
-        now = numbers[-1]
+    numbers, texts = list(map(_dataset_numbers, datasets)), []
+    for dataset, now in zip(datasets, numbers, strict=True):
+        made, count = dataset.identity, now["sequences"]
         texts += ["", *facts({
             "dataset": dataset.prefix,
             "documents": f"{dataset.document_count:,}",
@@ -178,6 +170,17 @@ def _print_datasets(datasets: list[IndexedDataset], as_json: bool) -> None:
             "modes": "one a sequence" if dataset.modes is not None else None,
         })]  # fmt: skip
     say(numbers if len(numbers) > 1 else numbers[0], texts[1:], as_json=as_json)
+
+
+def _dataset_numbers(dataset: IndexedDataset) -> dict:
+    lengths, made = dataset.lengths, dataset.identity
+    return {
+        "prefix": dataset.prefix, "documents": dataset.document_count, "sequences": len(dataset),
+        "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
+        "shortest": int(lengths.min()) if len(lengths) else 0,
+        "longest": int(lengths.max(initial=0)), "multimodal": dataset.modes is not None,
+        "tokenizer": vars(made) if made else None,
+    }  # fmt: skip
 
 
 # --- merge and split ------------------------------------------------------------------------------

@@ -51,15 +51,12 @@ def draw_memory(
     if not plans:
         raise UserError("plans=[] must hold a plan to draw the memory of")
     waiting = _in_flight(plans[0]) if len(plans) == 1 else None
-    height = 1.9 + 0.5 * len(plans)
-    if waiting is None:
-        figure = picture.new_figure(9.0, height, path)
-        bars = figure.add_subplot()
-    else:
-        figure = picture.new_figure(9.0, height + 2.6, path)
-        bars, stages = figure.subplots(2, 1, height_ratios=(1, 2.4))
-        _fill_stages(stages, plans[0], waiting)
-    fill_bars(bars, plans, labels)
+    heights = (1.9 + 0.5 * len(plans), 3.1)[: 1 if waiting is None else 2]
+    figure = picture.new_figure(9.0, sum(heights), path)
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    if waiting is not None:
+        _fill_stages(axes[1], plans[0], waiting)
+    fill_bars(axes[0], plans, labels)
     return picture.save_figure(figure, path)
 
 
