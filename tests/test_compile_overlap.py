@@ -10,7 +10,7 @@ import pytest
 
 from mtx.compile.hlo import read_program
 from mtx.compile.hlo_work import moved_bytes
-from mtx.compile.overlap import Machine, exposure
+from mtx.compile.overlap import Machine, timeline
 from mtx.plan.calibration import calibration_of
 from mtx.plan.hardware import hardware
 
@@ -62,7 +62,7 @@ def replay(*lines, before="", branch=lambda conditional: (0.5, 0.5), trip_counts
     """{axes: (seconds, exposed)} of a program whose entry has these lines."""
     header = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
     text = header + before + computation("main", *PARTS, *lines, entry="ENTRY ")
-    rows = exposure(read_program(text), MACHINE, branch, trip_counts=trip_counts)
+    _, rows = timeline(read_program(text), MACHINE, branch, trip_counts=trip_counts)
     assert list(rows) == sorted(rows, key=lambda row: -row.exposed_s)
     return {
         row.axes: (pytest.approx(row.seconds, abs=1e-6), pytest.approx(row.exposed_s, abs=1e-6))

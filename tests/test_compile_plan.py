@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ from mtx.errors import UserError
 from mtx.plan.compiled import Compiled
 from mtx.plan.memory import parameters_per_device, predict_memory
 from mtx.schedules.makers import make
+from mtx.step import xla
 from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(
@@ -373,6 +375,18 @@ needs_gpu_compiler = pytest.mark.skipif(
 )
 
 
+def compiled_for_gpus(script: str, *flags: str) -> str:
+    """What a script prints that compiles for GPUs, in a process of its own."""
+    _, toolkit = plan_compiler._find_cuda()
+    flags = " ".join([f"--xla_gpu_cuda_data_dir={toolkit}", *flags])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @needs_gpu_compiler
 def test_a_gpu_that_is_not_there():
     model = ModelConfig(layers=8, hidden=1024, heads=16, sequence=1024, vocab=8000)
@@ -393,10 +407,41 @@ def test_a_gpu_that_is_not_there():
     assert traffic(compiled, "collective-permute", "pipe")[1] == sends * x_bytes
     estimate = {row.axes: row for row in compiled.overlap_estimate}
     assert {("tensor",), ("data",), ("pipe",)} <= estimate.keys()
-    assert all(0 <= row.exposed_s <= row.seconds for row in estimate.values())
-    # Some collectives over tensor stand beside matmuls, and none of the sends.
+    assert all(0 <= row.exposed_s <= row.seconds * (1 + 1e-9) for row in estimate.values())
+    # Some collectives over tensor stand beside matmuls, and the sends of ticks with F and B.
     assert 0 < estimate["tensor",].exposed_s < estimate["tensor",].seconds
-    assert estimate["pipe",].exposed_s > 0.8 * estimate["pipe",].seconds
+    steady = [p.stop - p.start for p in schedule.phases if p.forward and p.backward]
+    alone = 1 - 2 * sum(steady) / sends
+    assert estimate["pipe",].exposed_s <= (alone + 0.1) * estimate["pipe",].seconds
+    assert compiled.step_s > sum(row.exposed_s for row in estimate.values())
+
+
+STEP = """
+import jax
+from mtx.compile.compiler import find_compiler
+from mtx.compile.step import _mesh
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.step.trainer import Trainer
+model = ModelConfig(layers=8, hidden=1024, heads=8, sequence=1024, vocab=8000)
+layout = Layout(pipe=2, tensor=2, virtual=2, idle="phases", attention="blocked")
+run = RunConfig(model=model, layout=layout, global_batch=8)
+mesh = _mesh(run, "h100", find_compiler("h100", 4, kernel="blocked"))
+print(Trainer(run, mesh=mesh).compile_step(mesh).as_text())
+"""
+
+
+@needs_gpu_compiler
+@pytest.mark.skipif(xla.version() < xla.IN_PLACE, reason="of jax 0.12 on")
+def test_weights_are_read_and_gradients_added_where_they_lie():
+    """No kernel copies a weight of a layer out of its stack, and none but a matmul adds to the sum
+    of its gradients."""
+    text = compiled_for_gpus(STEP)
+    for dims in ("2048,1024", "1024,2048", "1024,3,4,128", "4,128,1024"):  # a device's part of each
+        copies = rf"= bf16\[1,1,{dims}\]\S* (copy\(|fusion\([^\n]*kind=kLoop)"
+        assert not re.search(copies, text), dims
+        adds = re.findall(rf"= \(?f32\[2,2,{dims}\][^\n]*? fusion\([^\n]*", text)
+        kinds = [re.search(r"kind=(\w+)", add)[1] for add in adds if "/pipeline/while/" in add]
+        assert len(kinds) >= 2 and set(kinds) == {"kCustom"}, (dims, kinds)
 
 
 FLOAT8 = """
@@ -416,12 +461,6 @@ print(jax.jit(product).lower(a, a).compile().as_text())
 
 @needs_gpu_compiler
 def test_float8_matmuls_are_cublas_own():
-    _, toolkit = plan_compiler._find_cuda()
-    flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_enable_triton_gemm=false"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-c", FLOAT8], env=environment, capture_output=True, text=True, check=True
-    )
-    program = read_program(done.stdout)
+    program = read_program(compiled_for_gpus(FLOAT8, "--xla_gpu_enable_triton_gemm=false"))
     assert program.custom_calls() == {"__cublas$lt$matmul$f8": 1}
     assert program.matmul_flops() == 2 * 256**3

@@ -330,7 +330,8 @@ REFUSED = [  # what the error names; where nothing is said, the field that is ch
     (gemma2, {"layer_types": [FULL, SLIDING, FULL]}, [SLIDING]),
     (gemma2, {"query_pre_attn_scalar": None}, []),
     (gemma2, {"attn_logit_softcapping": "50"}, []),
-    (gemma2, {"final_logit_softcapping": -1.0}, ["logit_cap=-1.0"]),
+    (gemma2, {"final_logit_softcapping": 0.0}, []),
+    (gemma2, {"head_dim": None}, []),
 ]
 
 

@@ -43,7 +43,7 @@ def continuation(log_probabilities):
     """(context, target) -> (ln p of the target, whether each of its tokens is the likeliest)."""
 
     def score(context, target):
-        ids = [*(context or [ByteTokenizer.eod]), *target][-(S + 1) :]
+        ids = [*(context or [ByteTokenizer().eod]), *target][-(S + 1) :]
         rows = [log_probabilities(ids[:end]) for end in range(len(ids) - len(target), len(ids))]
         return (
             sum(row[token] for row, token in zip(rows, target, strict=True)),
@@ -104,12 +104,13 @@ class Spelled(ByteTokenizer):
     """Bytes whose ids are exchanged, so that `text` is spelled by `ids`."""
 
     def __init__(self, text, ids):
+        super().__init__()
         left = [value for value in range(256) if value not in ids]
         fixed = dict(zip(text.encode(), ids, strict=True))
         self.ids = np.array([fixed[b] if b in fixed else left.pop() for b in range(256)], np.int32)
 
-    def encode(self, text):
-        return self.ids[super().encode(text)]
+    def encode_all(self, texts):
+        return [self.ids[ids] for ids in super().encode_all(texts)]
 
 
 def test_every_token_of_a_strict_end_must_be_found(sharded, log_probabilities):

@@ -140,7 +140,7 @@ def filled(pipeline, options, *, step_s=(12.3456, 11.0), losses=(4.0, 3.0)):
 def test_table_of_all_rows_fits_the_page(pipeline, virtual):
     options = pipeline.Options(virtual=virtual)
     rows = filled(pipeline, options)
-    assert len(rows) == (6 if virtual == 1 else 9)
+    assert len(rows) == (5 if virtual == 1 else 8)
     result = pipeline.result_of(rows, [0.5], options=options, model=MODEL, machine=MACHINE)
     lines = printed(pipeline, result)
     assert len(lines) == len(rows) + 3  # two of header, the title: no row is wrapped
@@ -163,7 +163,8 @@ def test_other_losses_are_found(pipeline, wrong):
     rows = filled(pipeline, pipeline.Options())
     assert pipeline.disagreement(rows) == ""
     rows[4].losses[1] = wrong
-    assert "step 1" in pipeline.disagreement(rows) and "v=2, phases" in pipeline.disagreement(rows)
+    assert "step 1" in pipeline.disagreement(rows)
+    assert repr(rows[4].pipeline.name) in pipeline.disagreement(rows)
 
 
 def test_speed_up_is_of_neighbours_in_time(bench):

@@ -218,4 +218,4 @@ def test_everything_fits_the_page(capsys):
         assert "…" not in "".join(lines) and "12.346" in lines[-1] and "1234.0" in lines[-1]
         notes = " ".join(bench_schedules.notes_of(result))
         assert ("all wait for the longest" in notes) == (cores == 16)
-        assert "1f1b is also the table of interleaved_1f1b, eager_1f1b" in notes
+        assert "1f1b is also the table of eager_1f1b, interleaved_1f1b" in notes

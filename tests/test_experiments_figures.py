@@ -34,7 +34,7 @@ def test_table_1_is_printed_whole(capsys):
         assert f"{run.published:g} {run.predicted():.1f} {run.error():+.1%} " in " ".join(
             row.split()
         )
-    assert "The largest error is -4.5%" in printed[-1]
+    assert "The largest error is -4.4%" in printed[-1]
 
 
 def test_parts_of_a_step_are_all_of_it():

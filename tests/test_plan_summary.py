@@ -216,6 +216,7 @@ COMPILED = Compiled(
         Traffic(kind="all-gather", axes=("tensor",), group=8, dtype="bf16", count=1024,
                 bytes=2**33),
     ),
+    step_s=2.5,
     overlap_estimate=(
         Exposure(axes=("tensor",), seconds=1.25, exposed_s=0.75),
         Exposure(axes=("pipe", "data"), seconds=0.004, exposed_s=0.0),

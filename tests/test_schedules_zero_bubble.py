@@ -1,5 +1,7 @@
 """Zero-bubble schedules: published bubbles, closed forms, memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from errors import names
@@ -79,7 +81,7 @@ def bubble(run):
 @pytest.mark.parametrize(("model", "microbatches", "measured", "rates"), ROWS, ids=ROW_IDS)
 def test_bubbles_are_the_published_ones(model, microbatches, measured, rates):
     shape = Shape(microbatches=microbatches, stages=8, times=to_times(*measured))
-    two_p = automatic(shape, memory_limit=16, weight_share=weight_share_of(model))
+    two_p = automatic(replace(shape, weight_share=weight_share_of(model)), 16)
     schedules = [zb_h1(shape), zb_h2(shape), two_p]
     found = [round(simulate(schedule, shape.times).zero_bubble_rate, 4) for schedule in schedules]
     assert found == list(rates)
@@ -90,7 +92,7 @@ def test_published_2p_rates_hold_up_to_half_a_stash_for_w(share):
     """They do not hang on the exact share of the models."""
     for _, microbatches, measured, rates in ROWS:
         shape = Shape(microbatches=microbatches, stages=8, times=to_times(*measured))
-        schedule = automatic(shape, memory_limit=16, weight_share=share)
+        schedule = automatic(replace(shape, weight_share=share), 16)
         assert round(simulate(schedule, shape.times).zero_bubble_rate, 4) == rates[2]
 
 
@@ -196,7 +198,7 @@ def test_automatic_keeps_to_its_memory(shape, limit, share, data):
         stage_factors=data.draw(st.none() | factors.map(tuple)),
     )  # fmt: skip
     shape = Shape(microbatches=shape.microbatches, stages=shape.stages, times=uneven)
-    schedule = automatic(shape, memory_limit=limit, weight_share=share)
+    schedule = automatic(replace(shape, weight_share=share), limit)
     run = simulate(schedule, uneven, weight_share=share)
     assert run.peak_memory.max() <= limit + 1e-9
 

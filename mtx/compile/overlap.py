@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mtx.compile.hlo import COLLECTIVES, Branch, Collective, Program, TripCounts
 from mtx.compile.hlo_text import Computation, Instruction
@@ -103,16 +104,25 @@ class _Placed:
         )
 
 
-def exposure(
+class Timeline(NamedTuple):
+    """One run of a program on one device."""
+
+    step_s: float  # what is computed and, in turn with it, what is exposed
+    exposures: tuple[Exposure, ...]  # the most exposed first
+
+
+def timeline(
     program: Program, machine: Machine, branch: Branch, *, trip_counts: TripCounts = None
-) -> tuple[Exposure, ...]:
-    """Seconds of collectives in one run of the program, and of those exposed, by the mesh axes that
-    they run over; the most exposed first.
+) -> Timeline:
+    """The program in the order of its schedule, with computations on one stream and collectives on
+    another for each kind of link: its seconds, those of collectives by the mesh axes that they run
+    over, and how many of them are exposed.
 
     branch, trip_counts: as in `Program.matmul_flops`; of a conditional, one weight per branch.
     """
     replay = _Replay(program=program, machine=machine, branch=branch, trip_counts=trip_counts)
     replay.run(program.entry, {}, share=1.0)
+    step_s = replay.clock
     for flight, share in tuple(replay.open.items()):  # none is known to lack a done
         replay.clock = flight.begun
         replay._wait(flight, share)
@@ -120,7 +130,7 @@ def exposure(
         Exposure(axes=axes, seconds=seconds, exposed_s=replay.exposed_s.get(axes, 0.0))
         for axes, seconds in replay.seconds.items()
     ]
-    return tuple(sorted(rows, key=lambda row: -row.exposed_s))
+    return Timeline(step_s, tuple(sorted(rows, key=lambda row: -row.exposed_s)))
 
 
 @dataclass(eq=False)
@@ -130,6 +140,8 @@ class _Flight:
     axes: tuple[str, ...]
     begun: float  # on the clock
     until: float
+    takes_s: float
+    before: _Flight | None  # which its links were still busy with
 
 
 _Flights = dict[tuple[int, ...], _Flight]  # where in a value, a tuple of tuples, they are carried
@@ -149,6 +161,7 @@ class _Replay:
     trip_counts: TripCounts
     clock: float = 0.0
     free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
+    last: dict[bool, _Flight] = field(default_factory=dict)  # what was sent last over each of them
     known: dict[Instruction, _Measured] = field(default_factory=dict)
     seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
     exposed_s: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -216,9 +229,13 @@ class _Replay:
         axes, takes_s, links = self.known[instruction]
         if not axes:
             return {}  # of one device
+        before = self.last.get(links) if self.free.get(links, 0.0) > self.clock else None
         self.free[links] = max(self.clock, self.free.get(links, 0.0)) + takes_s
         self.seconds[axes] = self.seconds.get(axes, 0.0) + share * takes_s
-        flight = _Flight(axes=axes, begun=self.clock, until=self.free[links])
+        flight = _Flight(
+            axes=axes, begun=self.clock, until=self.free[links], takes_s=takes_s, before=before
+        )
+        self.last[links] = flight
         self.open[flight] = share
         config = instruction.config
         if started and not config.get("collective_backend_config", config).get("is_sync"):
@@ -233,9 +250,13 @@ class _Replay:
 
     def _wait(self, flight: _Flight, share: float) -> None:
         waited_s = max(0.0, flight.until - self.clock)
-        self.exposed_s[flight.axes] = self.exposed_s.get(flight.axes, 0.0) + share * waited_s
         self.clock += waited_s
         self.open.pop(flight, None)
+        waiting: _Flight | None = flight  # for it, and for those that its links had to send before
+        while waiting is not None and waited_s > 0:
+            own_s = min(waited_s, waiting.takes_s) if waiting.before else waited_s
+            self.exposed_s[waiting.axes] = self.exposed_s.get(waiting.axes, 0.0) + share * own_s
+            waited_s, waiting = waited_s - own_s, waiting.before
 
     def _loop(self, loop: Instruction, flights: _Flights, share: float) -> _Flights:
         body, begun = loop.computation("body"), self.clock
@@ -244,7 +265,7 @@ class _Replay:
         if trips <= 1:
             self.clock = begun + trips * (self.clock - begun)
             return flights
-        begun = self.clock
+        begun, busy = self.clock, dict(self.free)
         flights = self.run(body, {0: flights}, share * (trips - 1))
         skipped_s = (trips - 2) * (self.clock - begun)  # the iterations after the second
         self.clock += skipped_s
@@ -252,8 +273,8 @@ class _Replay:
             flight.begun += skipped_s  # it is the last iteration's
             flight.until += skipped_s
             self.open[flight] = share
-        self.free = {
-            links: until + (skipped_s if until > begun else 0.0)
+        self.free = {  # of what the iteration has sent, later by those that are skipped
+            links: until + (skipped_s if until != busy.get(links) else 0.0)
             for links, until in self.free.items()
         }
         return flights

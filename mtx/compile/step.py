@@ -29,7 +29,7 @@ from mtx.compile.buffers import NameOf, largest_buffers
 from mtx.compile.compiler import Compiler, find_compiler
 from mtx.compile.hlo import Program, read_program
 from mtx.compile.hlo_text import Instruction, Shape
-from mtx.compile.overlap import Machine, exposure
+from mtx.compile.overlap import Machine, timeline
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
@@ -155,10 +155,10 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         compiled_run.model, compiled_run.layout, run.global_batch,
         backend="cuda" if compiler.attention == "cudnn" else "xla",
     )  # fmt: skip
-    overlap = ()
+    step_s, overlap = None, ()
     if compiler.backend == "gpu":
         machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
-        overlap = exposure(program, machine, busy, trip_counts=trips)
+        step_s, overlap = timeline(program, machine, busy, trip_counts=trips)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -173,6 +173,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         temp_bytes=temp,
         largest=_largest(dump, program, trainer),
         collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
+        step_s=step_s,
         overlap_estimate=overlap,
         matmul_flops=flops * run.layout.devices,
         formula_flops=formula,
@@ -253,8 +254,11 @@ def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
             taken = shares[where[1]]
             true_first = "true_computation=" in conditional.attributes
             return (taken, 1 - taken) if true_first else (1 - taken, taken)
-        if count == schedule.slices:  # attention, a branch for each slice: all run equally often
-            return (1 / count,) * count
+        if conditional.op_name.endswith("/chunk/cond") or count == schedule.slices:
+            return (1 / count,) * count  # of chunks, or of attention's slices: equally often
+        if count == len(trainer.placement.kinds):
+            layers = [trainer.placement.pattern.count(kind) for kind in trainer.placement.kinds]
+            return tuple(number / sum(layers) for number in layers)
         raise UserError(
             f"the conditional {conditional.op_name!r} is none of those that the step is known to "
             f"have ({', '.join(shares)}): how often it is taken is not known"

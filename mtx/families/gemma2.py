@@ -76,11 +76,14 @@ def _to_model(fields: Fields) -> Json:
     fields.require("use_bidirectional_attention", None, False)
     model = to_model(fields)
     fields.require("layer_types", None, _layer_types(fields.whole("num_hidden_layers")))
-    caps = {
-        ours: fields.number(theirs) if theirs in fields else 0.0 for ours, theirs in _CAPS.items()
-    }
-    scale = fields.number("query_pre_attn_scalar")
-    return model | caps | {"window": fields.whole("sliding_window"), "score_scale": scale}
+    for ours, theirs in _CAPS.items():
+        model[ours] = fields.number(theirs) if theirs in fields else 0.0
+        if theirs in fields and not model[ours] > 0:
+            raise fields.refused(theirs, "above 0, or null for none")
+    return model | {
+        "head_dim": fields.whole("head_dim"), "window": fields.whole("sliding_window"),
+        "score_scale": fields.number("query_pre_attn_scalar"),
+    }  # fmt: skip
 
 
 def _layer_types(layers: int) -> list[str]:

@@ -3,7 +3,7 @@
 Runs inside the step's `shard_map`. A tick is: receive, embed, F, send x, head and loss, B, gradient
 of the embedding, and W where the table splits it from B; the gradient is sent at the start of the
 next tick. So the send of a tick's F has its B to run beside, and that of its B has W and the next
-F; XLA:GPU (jax 0.12) starts both only where they are needed. A tick is written out in `run`, what
+F; XLA:GPU keeps them there with the options of `mtx.step.xla`. A tick is written out in `run`, what
 F, B and W do with a stage's layers in `stage`. Nothing here grows with the microbatches.
 
 What it knows of a model stands in `model`. Embedding and head are sharded over `pipe`, so all

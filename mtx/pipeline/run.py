@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -360,9 +361,25 @@ class Run:
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
     def _unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):
+        run = self._chunk_by_chunk(compute)
         if self.layout.idle == "skip":
-            return lax.cond(op.busy, compute, idle, *args)
-        return compute(*args)
+            return lax.cond(op.busy, run, idle, *args)
+        return run(*args)
+
+    def _chunk_by_chunk(self, compute: Callable) -> Callable:
+        """A branch for each chunk, whose offsets into weights and gradients then are constants:
+        XLA:GPU adds gradients in place at no others."""
+        gathered = self.weights.shards is not None  # a chunk at a time
+        if not self.axes.in_place or gathered or self.schedule.virtual == 1:
+            return compute
+
+        def run(op, *args):
+            chunks = range(self.schedule.virtual)
+            branches = [partial(compute, op._replace(held=chunk)) for chunk in chunks]
+            with jax.named_scope("chunk"):
+                return lax.switch(op.held, branches, *args)
+
+        return run
 
 
 def _float_zeros(a):

@@ -159,10 +159,10 @@ class Calibration:
 _A100 = Calibration(
     source="fitted to SC'21 by experiments/fit_time.py",
     software=SOFTWARE["megatron-2021"],
-    matmul_share=0.7725,
-    memory_share=0.7348,
-    network_share=0.771,
-    send_share=0.5711,
+    matmul_share=0.7704,
+    memory_share=0.7258,
+    network_share=0.7704,
+    send_share=0.5722,
 )
 FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
 

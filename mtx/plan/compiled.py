@@ -59,6 +59,7 @@ class Compiled:
     temp_bytes: int
     largest: tuple[Buffer, ...]  # the ten largest, largest first
     collectives: tuple[Traffic, ...]  # most bytes first
+    step_s: float | None  # by `mtx.compile.overlap`; None where no GPU was compiled for
     overlap_estimate: tuple[Exposure, ...]  # most exposed first; () where no GPU was compiled for
     matmul_flops: float  # of the whole cluster in one step, loops weighted by their trip counts
     formula_flops: float  # `hardware_matmul_flops` of the same program

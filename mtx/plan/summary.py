@@ -272,6 +272,11 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
                                           f"{_size(compiled.temp_bytes)}"),
         (section, "matmul FLOPs", f"{compiled.matmul_flops:.4e}, {ratio:.4f} of the formula's"),
     ]  # fmt: skip
+    if compiled.step_s is not None:
+        peak = plan.hardware.peak_flops(plan.run.model.compute_dtype) * compiled.devices
+        mfu = flops.model_flops(plan.run.model, plan.run.global_batch) / (compiled.step_s * peak)
+        said = f"{seconds(compiled.step_s)}, MFU {mfu:.1%}: its program on the plan's machine"
+        rows.append((section, "a step, by its timeline", said))
     for buffer in compiled.largest:
         rows.append(("Largest buffers", _size(buffer.bytes), f"{buffer.shape}: {buffer.what}"))
     for one in compiled.collectives:

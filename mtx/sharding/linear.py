@@ -49,20 +49,24 @@ def _input_gradient(dy, w, inputs: int):
     return lax.dot_general(dy, w, (contract, ((), ())))
 
 
-def _weight_gradient(x, dy):
-    """x[B, S, inputs...] and dy[B, S, outputs...] give w[inputs..., outputs...]."""
-    rows = ((0, 1), (0, 1)), ((), ())
-    if dy.size >= x.size:
-        return lax.dot_general(x, dy, rows)
+def _weight_gradient(x, dy, axes: Axes):
+    """x[B, S, inputs...] and dy[B, S, outputs...] give w[inputs..., outputs...] in float32, as it
+    is added up: rounded first, XLA:GPU could not have the matmul add it in place."""
+    product = partial(
+        lax.dot_general, dimension_numbers=(((0, 1), (0, 1)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    if dy.size >= x.size or axes.in_place:
+        return product(x, dy)
     # Matmuls on CPUs transpose their first operand: let it be the small one. The barrier keeps XLA
     # from swapping them back.
-    dw = lax.optimization_barrier(lax.dot_general(dy, x, rows))
+    dw = lax.optimization_barrier(product(dy, x))
     outputs = dy.ndim - 2
     return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(x, w, inputs: int = 1):
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul(x, w, inputs: int, axes: Axes):
     """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims.
 
     Keeps x and w as they are (a reshaped weight would be kept beside the weight), and gives the
@@ -71,13 +75,13 @@ def matmul(x, w, inputs: int = 1):
     return _product(x, w, inputs)
 
 
-def _matmul_forward(x, w, inputs):
+def _matmul_forward(x, w, inputs, axes):
     return _product(x, w, inputs), (x, w)
 
 
-def _matmul_backward(inputs, saved, dy):
+def _matmul_backward(inputs, axes, saved, dy):
     x, w = saved
-    return _input_gradient(dy, w, inputs), _weight_gradient(x, dy)
+    return _input_gradient(dy, w, inputs), _weight_gradient(x, dy, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -121,10 +125,12 @@ def _column_products_backward(repeats, axes, saved, dys):
         dx = lax.psum(dx, axes.tensor)
 
     def gradient(w, dim, dy):
-        dw = _weight_gradient(x, dy)
+        dw = _weight_gradient(x, dy, axes)
         if dim is None:
             return dw
-        dw = lax.dynamic_update_slice_in_dim(jnp.zeros_like(w), dw, _head(w, dim, axes), dim)
+        dw = lax.dynamic_update_slice_in_dim(
+            jnp.zeros(w.shape, dw.dtype), dw, _head(w, dim, axes), dim
+        )
         # With sequence parallelism the step sums over `tensor` what `tensor` does not shard.
         return dw if axes.sequence_parallel else lax.psum(dw, axes.tensor)
 
@@ -191,7 +197,7 @@ class RowLinear(nnx.Module):
 
     def __call__(self, x):
         """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
-        partial_BSD = matmul(x, self.w[...], self.w.ndim - 1)
+        partial_BSD = matmul(x, self.w[...], self.w.ndim - 1, self.axes)
         if self.axes.sequence_parallel:
             y = scatter_sequence(partial_BSD, self.axes.tensor)
         else:

@@ -40,6 +40,9 @@ class Axes:
     vocab: tuple[str, ...] = ()  # vocabulary, over `pipe` x `tensor` together
     pipe: str | None = None  # stages
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
+    # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): made in the
+    # weight's own order, at constant offsets of chunks. Else its small operand is first, for CPUs.
+    in_place: bool = False
 
     @classmethod
     def of(cls, layout: Sizes) -> Axes:

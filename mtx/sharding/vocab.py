@@ -141,14 +141,20 @@ def _losses_backward(vocab, axes, softcap, saved, dloss_BS):
     dx_BSD = factor_BS1 * lax.dot_general(
         error_BSv, table_vD, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
-    # x is the small operand: it is the one to transpose, and the barrier keeps XLA from undoing it.
     weighed_BSD = (factor_BS1 * x_BSD).astype(x_BSD.dtype)
-    dtable_Dv = lax.dot_general(weighed_BSD, error_BSv, (((0, 1), (0, 1)), ((), ())))
+    product = partial(
+        lax.dot_general, dimension_numbers=(((0, 1), (0, 1)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    if axes.in_place:
+        dtable_vD = product(error_BSv, weighed_BSD)
+    else:  # x is the small operand; the barrier keeps XLA from swapping them back
+        dtable_vD = lax.optimization_barrier(product(weighed_BSD, error_BSv)).T
     dbias_v = None
     if bias_v is not None:
         dbias_v = (factor_BS1 * error_BSv).sum(axis=(0, 1), dtype=jnp.float32).astype(bias_v.dtype)
     dx_BSD = dx_BSD.astype(x_BSD.dtype)
-    return dx_BSD, lax.optimization_barrier(dtable_Dv).T, dbias_v, None
+    return dx_BSD, dtable_vD, dbias_v, None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)

@@ -23,6 +23,7 @@ from mtx.schedules.partition import Placement, place_layers
 from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH
 from mtx.sharding.mesh import Axes, make_mesh
+from mtx.step import xla
 from mtx.step.forward import Forward
 from mtx.step.order import from_canonical, to_canonical
 from mtx.step.state import Metrics, States, TrainState
@@ -48,10 +49,21 @@ class Trainer:
         model = run.model
         layout, self.reason = resolve(run.layout, model, run.global_batch)
         self.run = run = replace(run, layout=layout)
-        self.axes = Axes.of(layout)
         self.schedule = schedule or schedule_for(layout, run.microbatches)
         check_shape(self.schedule, layout, run.microbatches)
         self._mesh = mesh
+
+    @cached_property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu": of the mesh that was given, or of this machine."""
+        devices = self._mesh.devices.flat if self._mesh else jax.devices()
+        return "gpu" if devices[0].platform in ("gpu", "cuda", "rocm") else devices[0].platform
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Those that local shards are written for."""
+        in_place = self.platform == "gpu" and xla.version() >= xla.IN_PLACE
+        return replace(Axes.of(self.run.layout), in_place=in_place)
 
     @cached_property
     def placement(self) -> Placement:
@@ -172,7 +184,8 @@ class Trainer:
         specs = self.states.specs
         metrics = Metrics(*(P() for _ in Metrics._fields))
         step = self.shard_map(self.step, (specs, _BATCH_SPEC), (specs, metrics))
-        return jax.jit(step, donate_argnums=0)
+        options = xla.options(self.platform) or None
+        return jax.jit(step, donate_argnums=0, compiler_options=options)
 
     def compile_step(self, mesh: Mesh | None = None):
         """The step, compiled for this trainer's mesh or another, from shapes alone: nothing is

@@ -33,6 +33,7 @@ from mtx.paths import check_path
 from mtx.plan.fit import refuse_if_too_large
 from mtx.plan.hardware import find_hardware
 from mtx.sharding.axes import BATCH
+from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 from mtx.train.guard import Faults, Guard, RollBack, refuse_to_roll_back
 from mtx.train.history import History
@@ -131,12 +132,7 @@ def _train(
             Log(out / "log.jsonl" if leader else None, trackers) as log,
             reading as batches,
         ):
-            if latest is None:
-                state = trainer.init()
-            else:
-                report.line(f"resumes    from step {start:,}: {checkpoints.directory / str(start)}")
-                report.lines(changes(checkpoints.run(latest), run))
-                state = trainer.with_checksums(checkpoints.restore(trainer, latest))
+            state = _first_state(trainer, checkpoints, latest, report)
             history.start_from(start)
             session = Session(
                 programs=programs,
@@ -159,6 +155,16 @@ def _train(
             )
             startup.mark("init" if latest is None else "restore")
             return session.run()
+
+
+def _first_state(
+    trainer: Trainer, checkpoints: Checkpoints, step: int | None, report: Report
+) -> TrainState:
+    if step is None:
+        return trainer.init()
+    report.line(f"resumes    from step {step:,}: {checkpoints.directory / str(step)}")
+    report.lines(changes(checkpoints.run(step), trainer.run))
+    return trainer.with_checksums(checkpoints.restore(trainer, step))
 
 
 def _checkpoints(run: RunConfig, report: Report, faults: Faults) -> tuple[Checkpoints, int | None]:

@@ -22,6 +22,7 @@ from mtx.launch.interrupt import StopRequests, stop_requests
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch
 from mtx.plan.flops import parameters
+from mtx.step import xla
 from mtx.step.state import Metrics, TrainState
 from mtx.step.trainer import Trainer
 from mtx.train.guard import Faults, RollBack
@@ -149,7 +150,13 @@ class Session:
         if is_new and training:
             compile_s = self.clock.seconds["compile"]
             self.report.line(f"compiled   in {compile_s:.1f} s")
-            self.log.write("compile", {"step": self.step, "seconds": compile_s})
+            options = xla.options(self.programs.trainer.platform)
+            self.log.write(
+                "compile", {"step": self.step, "seconds": compile_s, "xla_options": options}
+            )
+            if options:
+                said = ", ".join(f"{name}={value}" for name, value in options.items())
+                self.report.line(f"xla        {said}")
             compiled = self.programs.train_step.memory_analysis()
             spare_memory(compiled)
             memory = device_memory(compiled)

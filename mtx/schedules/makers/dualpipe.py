@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, is_even, slots_over_ideal
+from mtx.schedules.makers.vee import B0, B1, F0, F1, W0, W1, vee_maker
 from mtx.schedules.orders import Orders
 from mtx.schedules.schedule import Schedule, vee_placement
 from mtx.schedules.shape import Maker, Shape
@@ -48,25 +48,13 @@ def _orders(microbatches: int, stages: int) -> Orders:
     return Orders.from_kinds(lists, microbatches, chunks=2)
 
 
-def _bubble(shape: Shape) -> float | None:
-    if not is_even(shape.times) or shape.microbatches < 2 * shape.stages:
-        return None
-    return slots_over_ideal(shape.stages - 1, shape)
-
-
-def _in_flight(shape: Shape) -> np.ndarray:
-    p, m = shape.stages, shape.microbatches
-    return np.minimum(min(2 * p + 1, 2 * m), m + 1 + np.arange(p))
-
-
 MAKERS: dict[str, Maker] = {
-    "dualpipe_v": Maker(
-        make=dualpipe_v,
-        source="DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe)",
-        lockstep=False,
-        virtual=2,
-        default_virtual=2,
-        bubble_over_ideal=_bubble,
-        in_flight=_in_flight,
+    "dualpipe_v": vee_maker(
+        dualpipe_v,
+        "DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe)",
+        least=lambda p: 2 * p,
+        idle=lambda p, m: p - 1,
+        in_flight=lambda p, m: np.minimum(min(2 * p + 1, 2 * m), m + 1 + np.arange(p)),
+        times_matter=False,
     )
 }

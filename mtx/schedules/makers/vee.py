@@ -16,6 +16,7 @@ Kinds of op are numbered 2 * kind + chunk: F of chunk 1 is F1 = 1, W of chunk 0 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
@@ -305,74 +306,59 @@ class _Stage:
         return item, end
 
 
-def slots_over_ideal(slots: int, shape: Shape) -> float:
-    """Idle over ideal time, from idle slots: each microbatch fills PERIOD of them on each stage."""
-    return slots / (PERIOD * shape.microbatches)
+def vee_maker(
+    make: Callable[[Shape], Schedule],
+    source: str,
+    *,
+    idle: Callable[[int, int], int],
+    in_flight: Callable[[int, int], np.ndarray],
+    least: Callable[[int], int] = lambda p: 1,
+    times_matter: bool = True,
+) -> Maker:
+    """A maker for two chunks a stage, with closed forms for ops that all take one slot: idle slots,
+    from `least(p)` microbatches on, and chunks in flight; of (p, m). times_matter: to its order."""
+
+    def bubble_over_ideal(shape: Shape) -> float | None:
+        if not is_even(shape.times) or shape.microbatches < least(shape.stages):
+            return None
+        return idle(shape.stages, shape.microbatches) / (PERIOD * shape.microbatches)
+
+    def known_in_flight(shape: Shape) -> np.ndarray | None:
+        if times_matter and not is_even(shape.times):
+            return None
+        return in_flight(shape.stages, shape.microbatches)
+
+    return Maker(
+        make=make, source=source, lockstep=False, virtual=2, default_virtual=2,
+        bubble_over_ideal=bubble_over_ideal, in_flight=known_in_flight,
+    )  # fmt: skip
 
 
-def _zb_v_bubble(shape: Shape) -> float | None:
-    p, m = shape.stages, shape.microbatches
-    if not is_even(shape.times):
-        return None
-    return slots_over_ideal(max(p - 1, 4 * (p - 1) - 2 * (m - 1)), shape)
-
-
-def _zb_v_in_flight(shape: Shape) -> np.ndarray | None:
-    if not is_even(shape.times):
-        return None
-    p, m = shape.stages, shape.microbatches
-    return np.minimum(min(2 * p, 2 * m), m + 1 + np.arange(p))
-
-
-def _half_bubble(shape: Shape) -> float | None:
-    p = shape.stages
-    if not is_even(shape.times) or shape.microbatches < 2 * p:
-        return None
-    return slots_over_ideal(max(3 * p - 4 if p % 2 else 3 * p - 7, min(p - 1, 1)), shape)
-
-
-def _min_bubble(shape: Shape) -> float | None:
-    p = shape.stages
-    if not is_even(shape.times) or shape.microbatches < 2 * p:
-        return None
-    slots = {1: 0, 2: 1}.get(p, 4 * p - 5 if p % 3 else 4 * p - 7)
-    return slots_over_ideal(slots, shape)
-
-
-def _full(memory: int, shape: Shape) -> np.ndarray | None:
+def _full(memory: Callable[[int], int]) -> Callable[[int, int], np.ndarray | None]:
     """As many chunks in flight as memory allows, where there are enough microbatches for that."""
-    if not is_even(shape.times) or shape.microbatches < 2 * memory - 1:
-        return None
-    return np.full(shape.stages, 2 * memory)
+    return lambda p, m: np.full(p, 2 * memory(p)) if m >= 2 * memory(p) - 1 else None
 
 
 _QI_MEMORY = "Qi et al., NeurIPS'24 (arXiv 2405.15362)"
 MAKERS: dict[str, Maker] = {
-    "zb_v": Maker(
-        make=zb_v,
-        source="Qi et al., ICLR'24 (arXiv 2401.10241), section 6",
-        lockstep=False,
-        virtual=2,
-        default_virtual=2,
-        bubble_over_ideal=_zb_v_bubble,
-        in_flight=_zb_v_in_flight,
+    "zb_v": vee_maker(
+        zb_v,
+        "Qi et al., ICLR'24 (arXiv 2401.10241), section 6",
+        idle=lambda p, m: max(p - 1, 4 * (p - 1) - 2 * (m - 1)),
+        in_flight=lambda p, m: np.minimum(min(2 * p, 2 * m), m + 1 + np.arange(p)),
     ),
-    "v_half": Maker(
-        make=v_half,
-        source=_QI_MEMORY,
-        lockstep=False,
-        virtual=2,
-        default_virtual=2,
-        bubble_over_ideal=_half_bubble,
-        in_flight=lambda shape: _full(half_memory(shape.stages), shape),
+    "v_half": vee_maker(
+        v_half,
+        _QI_MEMORY,
+        least=lambda p: 2 * p,
+        idle=lambda p, m: max(3 * p - 4 if p % 2 else 3 * p - 7, min(p - 1, 1)),
+        in_flight=_full(half_memory),
     ),
-    "v_min": Maker(
-        make=v_min,
-        source=_QI_MEMORY,
-        lockstep=False,
-        virtual=2,
-        default_virtual=2,
-        bubble_over_ideal=_min_bubble,
-        in_flight=lambda shape: _full(min_memory(shape.stages), shape),
+    "v_min": vee_maker(
+        v_min,
+        _QI_MEMORY,
+        least=lambda p: 2 * p,
+        idle=lambda p, m: {1: 0, 2: 1}.get(p, 4 * p - 5 if p % 3 else 4 * p - 7),
+        in_flight=_full(min_memory),
     ),
 }

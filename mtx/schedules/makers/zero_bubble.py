@@ -32,8 +32,7 @@ def zb_h1(shape: Shape) -> Schedule:
     is idle for (p-1)(F + B - W + 4c), given 2c <= W <= F + 2c and m > p (at c = 0: m >= p).
     """
     stages = np.arange(shape.stages)
-    kinds = _handcrafted_kinds(shape.microbatches, warm_up=shape.stages - stages, delay=stages)
-    return Schedule.from_orders("zb_h1", Orders.from_kinds(kinds, shape.microbatches))
+    return _handcrafted("zb_h1", shape, shape.stages - stages, stages)
 
 
 def zb_h2(shape: Shape) -> Schedule:
@@ -46,31 +45,26 @@ def zb_h2(shape: Shape) -> Schedule:
     wait for all of them (section 4 of the paper).
     """
     stages = np.arange(shape.stages)
-    kinds = _handcrafted_kinds(
-        shape.microbatches, warm_up=2 * (shape.stages - stages) - 1, delay=2 * stages
-    )
-    return Schedule.from_orders("zb_h2", Orders.from_kinds(kinds, shape.microbatches))
+    return _handcrafted("zb_h2", shape, 2 * (shape.stages - stages) - 1, 2 * stages)
 
 
 def zb_1p(shape: Shape) -> Schedule:
     """ZB-1p (section 3.1): `automatic` in 1F1B's memory, p stashes a stage, or in memory_limit."""
-    limit = shape.memory_limit or shape.stages
-    return automatic(shape, memory_limit=limit, weight_share=shape.weight_share)
+    return automatic(shape, shape.memory_limit or shape.stages)
 
 
 def zb_2p(shape: Shape) -> Schedule:
     """ZB-2p (section 3.1): `automatic` in twice 1F1B's memory, 2p stashes a stage, or in
     memory_limit."""
-    limit = shape.memory_limit or 2 * shape.stages
-    return automatic(shape, memory_limit=limit, weight_share=shape.weight_share)
+    return automatic(shape, shape.memory_limit or 2 * shape.stages)
 
 
-def automatic(shape: Shape, *, memory_limit: float, weight_share: float) -> Schedule:
+def automatic(shape: Shape, memory_limit: float) -> Schedule:
     """The order that leaves the slowest stage idle for the least time, run asynchronously in
     shape.times: the paper's heuristic's, or ZB-H1 or ZB-H2 where they fit and are better.
 
-    memory_limit: stashes a stage, never exceeded; weight_share: the part of a stash that stays from
-    B to W. It decides what 2p stashes can buy: the last stage keeps back up to
+    memory_limit: stashes a stage, never exceeded. shape.weight_share, what stays of a stash from B
+    to W, decides what 2p stashes can buy: the last stage keeps back up to
     (p-1)(F + B + 2c) / W of them to end with the first one. The paper's models keep 0.37 (1.5B) and
     0.43 (6.2B): 32 s b h bytes a layer of 34 s b h + 5 a s^2 b, its table 1. With flash attention
     there is no second term, and it is 0.94.
@@ -80,20 +74,16 @@ def automatic(shape: Shape, *, memory_limit: float, weight_share: float) -> Sche
             f"memory_limit={memory_limit} is less than one microbatch's stash; give at least 1, "
             f"and about stages={shape.stages} for stages that are seldom idle"
         )
-    best, least = None, math.inf
+    best, least, share = None, math.inf, shape.weight_share
     for make in (zb_h1, zb_h2):
         schedule = make(shape)
-        run = simulate(schedule, shape.times, weight_share=weight_share)
+        run = simulate(schedule, shape.times, weight_share=share)
         if run.cost < least and run.peak_memory.max() <= memory_limit:
             best, least = schedule, run.cost
-    kinds = automatic_kinds(
-        shape, memory_limit=memory_limit, weight_share=weight_share, below=least
-    )
-    return (
-        Schedule.from_orders("automatic", Orders.from_kinds(kinds, shape.microbatches))
-        if kinds
-        else best
-    )
+    kinds = automatic_kinds(shape, memory_limit=memory_limit, weight_share=share, below=least)
+    if kinds is None:
+        return best
+    return Schedule.from_orders("automatic", Orders.from_kinds(kinds, shape.microbatches))
 
 
 def aligned_zb(shape: Shape) -> Schedule:
@@ -145,22 +135,15 @@ def _defers(shape: Shape) -> bool:
     return m * v >= (v + 1) * p - 2 and (v == 1 or m % p == 0)
 
 
-def _handcrafted_kinds(
-    microbatches: int, *, warm_up: np.ndarray, delay: np.ndarray
-) -> list[list[int]]:
+def _handcrafted(name: str, shape: Shape, warm_up: np.ndarray, delay: np.ndarray) -> Schedule:
     """Per stage: warm_up times F, then B, W from `delay` microbatches ago, and F in turn."""
-    kinds = []
+    kinds, microbatches = [], shape.microbatches
     for begun, behind in zip(warm_up.tolist(), delay.tolist(), strict=True):
         row = [F] * min(begun, microbatches)
         for microbatch in range(microbatches):
-            row.append(B)
-            if microbatch >= behind:
-                row.append(W)
-            if microbatch + begun < microbatches:
-                row.append(F)
-        row += [W] * min(behind, microbatches)
-        kinds.append(row)
-    return kinds
+            row += [B] + [W] * (microbatch >= behind) + [F] * (microbatch + begun < microbatches)
+        kinds.append(row + [W] * min(behind, microbatches))
+    return Schedule.from_orders(name, Orders.from_kinds(kinds, microbatches))
 
 
 def _h1_bubble(shape: Shape) -> float | None:

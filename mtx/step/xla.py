@@ -1,0 +1,58 @@
+"""XLA's options for the training step: the one place that sets any.
+
+Each stands with its reason and with the first JAX whose XLA takes it. Who names an option in
+XLA_FLAGS sets it: then it is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str
+    value: bool | int | str
+    since: tuple[int, int]  # of JAX
+    reason: str
+
+
+# A weight is read at an offset into its stack, and its gradient added there, by the matmul itself:
+# what it takes are float32 gradients in the weight's order, constant offsets of chunks, and these.
+IN_PLACE = (0, 12)
+GPU = (
+    Option(
+        "xla_gpu_enable_dynamic_slice_fusion", True, IN_PLACE,
+        "matmuls read weights and add gradients at an offset; XLA of jax 0.10 fails to compile it",
+    ),
+    Option(
+        "xla_gpu_enable_triton_gemm", False, IN_PLACE,
+        "the autotuner may take a Triton kernel, which wants a copy of the weight",
+    ),
+    Option(
+        "xla_disable_hlo_passes", "collective-permute-motion", (0, 10),
+        "the pass moves the send of a tick's F to the start of the next tick, where it is needed",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit", 4, (0, 10),
+        "a send may be in flight while the layers beside it gather and scatter",
+    ),
+)  # fmt: skip
+
+
+def version() -> tuple[int, ...]:
+    """Of JAX: (0, 12)."""
+    return tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def options(platform: str) -> dict[str, bool | int | str]:
+    """The options of a step that is compiled for "gpu"; for others there are none."""
+    given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {
+        option.name: option.value
+        for option in (GPU if platform == "gpu" else ())
+        if version() >= option.since and option.name not in given
+    }

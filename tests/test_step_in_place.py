@@ -1,0 +1,60 @@
+"""The step as it is compiled for GPUs, run on CPUs: weight gradients in their own order and a
+branch for each chunk; and which of XLA's options it is compiled with."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import pytest
+import reference
+
+import mtx
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.step import xla
+
+SIZES = dict(
+    layers=8, hidden=32, heads=4, sequence=16, vocab=61, ffn_multiple=2, vocab_multiple=8,
+    compute_dtype="float32",
+)  # fmt: skip
+GPT = ModelConfig(**SIZES)
+LLAMA = ModelConfig(family="llama", kv_heads=2, tied=False, **SIZES)
+
+
+class InPlace(mtx.Trainer):
+    """A trainer whose local shards are written for GPUs."""
+
+    @functools.cached_property
+    def axes(self):
+        return replace(super().axes, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (GPT, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (GPT, Layout(pipe=2, tensor=2, virtual=4, idle="phases", recompute="selective")),
+        (GPT, Layout(pipe=4, virtual=2, schedule="zb_v", stash="inputs")),
+        (LLAMA, Layout(pipe=2, tensor=4, virtual=2, schedule="deferred_zb")),
+        (LLAMA, Layout(data=2, pipe=2, virtual=2, zero=3, sequence_parallel=False)),
+    ],
+)
+def test_losses_and_gradients_stay(model, layout):
+    batch = reference.random_batch(model, 8)
+    run = RunConfig(model=model, layout=layout, global_batch=8)
+    found = [trainer.loss_and_gradients(trainer.init(), batch)
+             for trainer in (InPlace(run), mtx.Trainer(run))]  # fmt: skip
+    reference.assert_same(*found)
+
+
+def test_options_are_for_gpus_and_left_alone_where_they_are_given(monkeypatch):
+    assert xla.options("cpu") == xla.options("tpu") == {}
+    assert len({option.name for option in xla.GPU}) == len(xla.GPU)
+    known = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((2,), "float32"))
+    known.compile(compiler_options=xla.options("gpu"))  # a name that is not known raises
+    monkeypatch.setattr(xla, "version", lambda: (0, 9))
+    assert xla.options("gpu") == {}
+    monkeypatch.setattr(xla, "version", lambda: (0, 12))
+    assert xla.options("gpu") == {option.name: option.value for option in xla.GPU}
+    first, *others = xla.GPU
+    monkeypatch.setenv("XLA_FLAGS", f"--{first.name}=false --xla_dump_to=x")
+    assert xla.options("gpu") == {option.name: option.value for option in others}
