@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from mtx import families
 from mtx.config import DataConfig, RunConfig, from_dict
 from mtx.errors import UserError, unknown_name
-from mtx.families import family_module
+from mtx.families import presets_of
 
-_FAMILIES = {preset: name for name in families.NAMES for preset in family_module(name).PRESETS}
+_FAMILIES = {preset: name for name in families.NAMES for preset in presets_of(name)}
 NAMES = tuple(_FAMILIES)
 _ON_PYTHONS_TEXT = ("miniature", "miniature-bert", "bench-s")  # learn from what Python carries
 
@@ -19,7 +19,7 @@ def preset(name: str) -> RunConfig:
     if name not in _FAMILIES:
         raise unknown_name("preset", name, NAMES)
     family = _FAMILIES[name]
-    fields = family_module(family).PRESETS[name]
+    fields = presets_of(family)[name]
     return from_dict(RunConfig, fields | {"model": {"family": family, **fields["model"]}})
 
 

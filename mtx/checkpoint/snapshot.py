@@ -44,17 +44,13 @@ _COPYING, _READING = min(8, _CORES), min(16, 2 * _CORES)  # threads; those that 
 
 
 def odd_one_out(catalog: Catalog) -> str | None:
-    """The name of an array that can be of no state: every parameter has one or more arrays of the
-    optimizer, all with its name, shape and dtype, and the numbers are all there. None where all is
-    well."""
-    parts = {name: name.partition(".")[::2] for name in catalog if name not in NUMBERS}
-    kept = {path for tree, path in parts.values() if tree != "params"}
-    for name, (tree, path) in sorted(parts.items()):
+    """The name of an array that can be of no state: all arrays of the optimizer have the name,
+    shape and dtype of a parameter, and the numbers are all there. None where all is well."""
+    for name in sorted(catalog.keys() - set(NUMBERS)):
+        path = name.partition(".")[2]
         own, info = catalog.get(f"params.{path}"), catalog[name]
         if own is None or (own.shape, own.dtype) != (info.shape, info.dtype):
             return path or name
-        if tree == "params" and path not in kept:
-            return path
     return next((name for name in NUMBERS if name not in catalog), None)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from mtx import families
 from mtx.config import ModelConfig
 from mtx.errors import UserError, unknown_name
-from mtx.families import family_module
+from mtx.families import hugging_face_of
 from mtx.huggingface import Fields, HuggingFace, Json
 
-KINDS: dict[str, HuggingFace] = {
-    kind.model_type: kind for name in families.NAMES for kind in family_module(name).HUGGING_FACE
-}
-_FAMILIES = {
-    kind.model_type: name for name in families.NAMES for kind in family_module(name).HUGGING_FACE
-}
+_FOUND = [(name, kind) for name in families.NAMES for kind in hugging_face_of(name)]
+KINDS: dict[str, HuggingFace] = {kind.model_type: kind for _, kind in _FOUND}
+_FAMILIES = {kind.model_type: name for name, kind in _FOUND}
 
 
 def kind_of(config: Json, where: str) -> HuggingFace:
@@ -50,8 +47,14 @@ def model_of(config: Json, where: str) -> ModelConfig:
 
 
 def kind_of_model(model: ModelConfig) -> HuggingFace:
-    """What transformers calls one of our models."""
-    return next(kind for kind in family_module(model.family).HUGGING_FACE if kind.has(model))
+    """What transformers calls one of our models; UserError where it has none like it."""
+    for kind in hugging_face_of(model.family):
+        if kind.has(model):
+            return kind
+    raise UserError(
+        f"family={model.family!r} has no HUGGING_FACE for this model in its file, so it cannot be "
+        f"written for transformers; use one of {', '.join(dict.fromkeys(_FAMILIES.values()))}"
+    )
 
 
 def config_of(model: ModelConfig) -> Json:

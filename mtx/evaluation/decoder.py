@@ -143,7 +143,7 @@ def check_generates(model: ModelConfig) -> None:
     if not model.causal:
         raise UserError(
             f"family={model.family!r} does not predict the next token of a text, so it cannot "
-            "generate; use a model of family='gpt' or 'llama'"
+            "generate; use a model that does, as of family='gpt' or 'llama'"
         )
 
 

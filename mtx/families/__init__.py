@@ -3,6 +3,9 @@
 A file says
 
     CONFIG        the family's config: a `ModelConfig` with the fields that only it has
+
+and, where there are any,
+
     HUGGING_FACE  its models in transformers: config.json and names of tensors, there and back
     PRESETS       published models, by name: fields of a run, as a plan's file has them
 
@@ -25,6 +28,7 @@ from mtx.fields import Between, require_above, require_choice, settle_types
 from mtx.sizes import Ffn, Layers, Tokens, Vocab, Width
 
 if TYPE_CHECKING:
+    from mtx.huggingface import HuggingFace
     from mtx.layers.layer import Stack
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
@@ -37,6 +41,16 @@ def family_module(name: str) -> ModuleType:
     if not isinstance(name, str) or name not in NAMES:
         raise unknown_name("family", str(name), NAMES)
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def hugging_face_of(name: str) -> tuple[HuggingFace, ...]:
+    """What transformers calls the models of a family; () for one that it does not have."""
+    return getattr(family_module(name), "HUGGING_FACE", ())
+
+
+def presets_of(name: str) -> dict[str, Any]:
+    """The published models of a family."""
+    return getattr(family_module(name), "PRESETS", {})
 
 
 @dataclass(frozen=True, kw_only=True)

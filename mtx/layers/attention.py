@@ -185,11 +185,6 @@ class AttentionModule(nnx.Module):
         o_BbhK = sliced_attention(projected, cache_BSngK, context.part, slices, self.config.scores)
         return self.out(o_BbhK), own_BbngK
 
-    def empty_past(self, rows: int, length: int):
-        """[n, B, g, S, K], n = 2: keys and values."""
-        shape = 2, rows, self._local_groups, length, self.config.size
-        return jnp.zeros(shape, self.build.dtype)
-
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
         """The output, with the keys and values that `keep` holds of earlier positions."""
         projected, rules = self.project(x_BtD, context), self.config.scores
