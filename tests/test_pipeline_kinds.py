@@ -119,7 +119,8 @@ def test_texts_go_on_with_what_each_kind_keeps(pattern, layout):
 
     def forward(masters, tokens):
         step, (count, length) = trainer.step, tokens.shape
-        pipeline = replace(trainer.pipeline, schedule=forward_table(trainer.schedule.pieces, 2))
+        table = forward_table(trainer.schedule.virtual_stages, 2)
+        pipeline = replace(trainer.pipeline, schedule=table)
         params, found = step.gather(masters), []
         past = pipeline.empty_past(count, length)
         for start, stop in [(0, first), *((n, n + 1) for n in range(first, length))]:

@@ -22,9 +22,9 @@ from mtx.sizes import Interval, NotNegative, Seed, Sequences, Step
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What is watched for numbers that go wrong, and how often a run may go back because of it."""
+    """What is watched for numbers that go wrong, and how often a run may roll back for it."""
 
-    spike_nats: NotNegative = 0.0  # a loss this far above what is usual goes back; 0: off
+    spike_nats: NotNegative = 0.0  # a loss this far above what is usual rolls back; 0: off
     spike_window: Annotated[int, Between(1, 10_000)] = 50  # steps
     compare_every: Interval = 200  # steps between comparisons of what replicas hold; 0: never
     checksums: bool = False  # of masters and moments, from each step to the next

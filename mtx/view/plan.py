@@ -28,7 +28,7 @@ _TIME_COLOURS = {
     "matmul_s": FORWARD,
     "attention_s": "#7fb0e0",
     "elementwise_s": picture.BACKWARD,
-    "ends_s": SHADES[1][1],
+    "embedding_and_head_s": SHADES[1][1],
     "tensor_comm_s": COMMUNICATION,
     "pipeline_comm_s": "#a07cc5",
     "data_comm_s": picture.COMMUNICATION_LIGHT,
