@@ -193,13 +193,14 @@ class Names:
         """Of each of our arrays: its path, its Weight, and what stands before the tensors' names:
         nothing for shared ones, one text a layer for others. pattern: the kind of each layer."""
         starts: dict[str, tuple[str, ...]] = {}
+        known: dict[str, tuple[Weight, tuple[str, ...]]]
         for layer, kind in enumerate(pattern):
             starts[kind] = (*starts.get(kind, ()), self.layer.format(layer))
         known = {weight.leaf: (weight, ("",)) for weight in self.shared}
         for kind, names in starts.items():
             known |= {f"layers.{kind}.{weight.leaf}": (weight, names) for weight in self.layers}
         for path in shapes:
-            yield path, *known[path]
+            yield (path, *known[path])
 
     def tensors(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> dict[str, Shape]:
         """The short names and shapes of all tensors of a model whose arrays have these shapes."""

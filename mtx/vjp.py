@@ -79,7 +79,7 @@ class Cut:
     pure: an equation without a use is left out.
     """
 
-    deferred: Arrays  # shapes and dtypes of what waits
+    deferred: tuple[jax.ShapeDtypeStruct, ...]  # of what waits
     made_by_w: Tree  # bool, like the parameters: which gradients W makes
     _backward: Callable
     _weight: Callable

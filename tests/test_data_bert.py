@@ -18,12 +18,11 @@ from mtx.config import DataConfig, ModelConfig, RunConfig
 from mtx.data import load_data
 from mtx.data.bert import make_bert_batch
 from mtx.data.build import Recipe, build_dataset
+from mtx.data.corpus import load_text
 from mtx.data.indexed import IndexedDataset, IndexedWriter
 from mtx.data.special_tokens import NAMES, find_bert_vocab, find_special_tokens
-from mtx.data.text import load_text
-from mtx.data.tokenizer import ByteTokenizer, train_bpe
+from mtx.data.tokenizer import ByteTokenizer, train_bpe, train_wordpiece
 from mtx.data.tokenizer_files import load_tokenizer
-from mtx.data.wordpiece import train_wordpiece
 from mtx.errors import UserError
 
 WORDS = "the small house stands unfortunately beside another; greatest houses stand outside".split()
@@ -223,10 +222,10 @@ def test_mistakes_are_named(folder, tmp_path):
     assert names(error, "packed=True", "family='bert'")
     with pytest.raises(UserError) as error:
         RunConfig(data=DataConfig(mask_run=1))
-    assert names(error, "mask_run=1", "family='bert'", "'gpt'")
+    assert names(error, "mask_run=1", "'gpt'")
     with pytest.raises(UserError) as error:
         RunConfig(data=DataConfig(tokenizer="wordpiece"))
-    assert names(error, "tokenizer='wordpiece'", "family='bert'")
+    assert names(error, "tokenizer='wordpiece'", "'gpt'")
     with pytest.raises(UserError):
         find_special_tokens(ByteTokenizer())
 
@@ -262,7 +261,7 @@ def test_the_command_writes_the_same_wordpiece(folder, tmp_path, capsys):
 HASH = """
 import hashlib, sys
 from mtx.config import DataConfig
-from mtx.data.text import load_text
+from mtx.data.corpus import load_text
 config = DataConfig(path=(sys.argv[1],), tokenizer="wordpiece", bpe_vocab=300)
 corpus = load_text(config, sequence=32, bert=True)
 batch = corpus.batch(123, 32)

@@ -329,7 +329,7 @@ def test_samples_are_windows_of_the_stream_of_documents(corpus):
     prefix = corpus(sizes)
     dataset = GPTDataset(prefix, sequence=6, samples=14, seed=7, split="1")
     data, indices = IndexedDataset(prefix), dataset.indices
-    stream = np.concatenate([data.sequence(i) for i in indices.document])
+    stream = np.concatenate([data.text(i, i + 1) for i in indices.document])
     assert len(dataset) == (3 * 37 - 1) // 6 and len(stream) == 3 * 37
     for index in range(len(dataset)):
         sample = int(indices.shuffle[index])

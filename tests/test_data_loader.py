@@ -237,7 +237,7 @@ def test_a_corpus_of_datasets(write):
         f"dataset {prefix}.bin, split 8,2; 382 tokens to train on, 98 held out; bytes tokenizer, "
         "vocab 256"
     )
-    assert corpus.train_tokens + corpus.eval_tokens == 30 * 16
+    assert corpus.train.part_tokens + corpus.held_out.part_tokens == 30 * 16
     one, two = prefix, write("two", start=100)
     blended = load_data(run_of("3", one, "1", two))
     assert f"2 datasets, 75.0% {one}, 25.0% {two}, split 8,2; " in blended.describe()

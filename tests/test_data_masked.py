@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.data.masked import Masking, mask_words
-from mtx.data.rng import Rng
+from mtx.data.samples import Rng
 from mtx.data.special_tokens import BertVocab, SpecialTokens
 from mtx.errors import UserError
 

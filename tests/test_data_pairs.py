@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtx.data.pairs import Pairs, SentenceList, _truncated, rng_of
-from mtx.data.rng import Rng
+from mtx.data.samples import Rng
 from mtx.data.split import Division
 from mtx.errors import UserError
 
@@ -50,7 +50,7 @@ def slow_spans(sizes, *, room: int, least: int) -> list[tuple[int, int]]:
 
 
 def spans_of(pairs: Pairs) -> list[tuple[int, int]]:
-    return sorted(zip(pairs._spans.first.tolist(), pairs._spans.end.tolist(), strict=True))
+    return sorted(zip(pairs._spans["first"].tolist(), pairs._spans["end"].tolist(), strict=True))
 
 
 @given(corpora, st.integers(2, 40), st.sampled_from(["sop", "none"]))
@@ -73,11 +73,11 @@ def test_a_part_has_its_own_documents():
 
 def test_a_few_samples_have_a_shorter_room():
     pairs = pairs_of([[4] * 5000], room=61, short_fraction=0.1)
-    rooms = pairs._spans.room
+    rooms = pairs._spans["room"]
     short = rooms < 61
     assert 0.05 < short.mean() < 0.35  # a tenth by number, but they are shorter
     assert rooms.min() >= 2 and len(set(rooms[short].tolist())) > 15
-    first, end = pairs._spans.first, pairs._spans.end
+    first, end = pairs._spans["first"], pairs._spans["end"]
     assert ((end - first) * 4 < rooms + 2 * 4).all()
     assert np.array_equal(np.sort(np.concatenate([first, [5000]])), np.sort([0, *end]))
 

@@ -54,7 +54,7 @@ def test_cut_texts_are_given_to_the_parts_once_and_in_order(counts, part):
     found = [divide(counts, "7,2,1", name, by="tokens", serves=len) for name in PARTS]
     ends = np.zeros(len(counts), np.int64)
     for division in found:
-        first, end = division.within(counts)
+        first, end = division.spans(counts)
         np.testing.assert_array_equal(first, ends)
         np.testing.assert_array_equal(division.sizes(counts), end - first)
         ends = end
@@ -141,9 +141,9 @@ def test_a_blend_cuts_those_that_are_too_few(write):
 
 def test_either_way_can_be_asked_for(write):
     prefix = write(*[20] * 10, 900)  # what Megatron-LM holds out is the book
-    assert load_data(run_of(prefix, split="9,1")).eval_tokens == 900
+    assert load_data(run_of(prefix, split="9,1")).held_out.part_tokens == 900
     data = load_data(run_of(prefix, split="9,1", split_by="tokens"))
-    assert data.eval_tokens == 110 and data.train_tokens == 990
+    assert data.held_out.part_tokens == 110 and data.train.part_tokens == 990
     book = write(2000, name="book")
     with pytest.raises(UserError) as error:
         load_data(run_of(book, split_by="documents"))
@@ -159,7 +159,7 @@ def test_a_book_of_sentences_is_cut_between_sentences(tmp_path):
         writer.add(np.arange(300), np.full(100, 3), np.array([100]))
     dataset, config = IndexedDataset(prefix), DataConfig(split="8,2")
     parts = [divide_documents(dataset, config, part) for part in PARTS[:2]]
-    assert [part.within(np.array([100])) for part in parts] == [(0, 80), (80, 100)]
+    assert [part.within(100) for part in parts] == [(0, 80), (80, 100)]
     nsp = DataConfig(split="8,2", order="nsp", split_by="documents")
     assert divide_documents(dataset, nsp, "valid").cut is None
 
@@ -215,11 +215,12 @@ def test_a_book_and_notes_are_built_and_trained_on(books, capsys):
     run = run_of("corpus_text_document", sequence=64, tokenizer="tokenizer.json")
     check_data(run)
     data = load_data(run)
-    assert data.held_out.distinct >= 1 and 0.02 < data.eval_tokens / data.train_tokens < 0.04
+    trained, held_out = data.train.part_tokens, data.held_out.part_tokens
+    assert data.held_out.distinct >= 1 and 0.02 < held_out / trained < 0.04
     inspect = ["data", "inspect", "corpus_text_document", "--json"]
     assert main(inspect) == 0
     total = json.loads(capsys.readouterr().out)["tokens"]
-    assert 0 <= total - data.train_tokens - data.eval_tokens <= total // 500  # test: 1 of 1,000
+    assert 0 <= total - trained - held_out <= total // 500  # test: 1 of 1,000
 
 
 @pytest.mark.parametrize("path", ["my_book.txt", "notes", "."])
@@ -227,7 +228,8 @@ def test_text_files_need_no_dataset(books, path):
     run = run_of(path, sequence=64)
     check_data(run)
     data = load_data(run)
-    assert 0.04 < data.eval_tokens / (data.train_tokens + data.eval_tokens) < 0.06
+    trained, held_out = data.train.part_tokens, data.held_out.part_tokens
+    assert 0.04 < held_out / (trained + held_out) < 0.06
     assert "the tail of" in data.describe()
 
 

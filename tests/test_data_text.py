@@ -50,7 +50,7 @@ def test_tokens_and_counts_agree(notes, tokenizer):
     for batch in batches:
         assert batch["tokens"].max() < data.vocab and batch["tokens"].min() >= 0
         np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
-    assert (data.train_tokens, data.eval_tokens) == (
+    assert (data.train.part_tokens, data.held_out.part_tokens) == (
         len(data.train.tokens),
         len(data.held_out.tokens),
     )
@@ -59,7 +59,7 @@ def test_tokens_and_counts_agree(notes, tokenizer):
     for part in (
         f"200 files from {notes[0]}",
         "whole documents held out",
-        f"{data.train_tokens:,} tokens to train on, {data.eval_tokens:,} held out",
+        f"{data.train.part_tokens:,} tokens to train on, {data.held_out.part_tokens:,} held out",
         f"{tokenizer} tokenizer, vocab {data.vocab}",
     ):
         assert part in line
@@ -96,7 +96,7 @@ def test_eval_batches_are_the_same_every_time_and_never_repeat(notes):
 @both
 def test_the_default_text_is_enough_for_a_small_run(tokenizer):
     data = load_text(DataConfig(tokenizer=tokenizer), sequence=128)
-    assert data.train_tokens > {"bytes": 340_000, "bpe": 90_000}[tokenizer]
+    assert data.train.part_tokens > {"bytes": 340_000, "bpe": 90_000}[tokenizer]
     assert len(data.held_out) >= {"bytes": 128, "bpe": 32}[tokenizer]
     assert data.vocab == {"bytes": 256, "bpe": 2048}[tokenizer]
 

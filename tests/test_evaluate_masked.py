@@ -10,7 +10,7 @@ from errors import names
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.masked import Masking, mask_words
-from mtx.data.rng import Rng
+from mtx.data.samples import Rng
 from mtx.data.special_tokens import BertVocab, SpecialTokens
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError

@@ -18,13 +18,12 @@ from mtx.cli.train import TrainOptions
 from mtx.config import DataConfig, GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.conversion.configs import model_of
 from mtx.data.build import build_dataset
-from mtx.data.tokenizer import train_bpe
-from mtx.data.wordpiece import train_wordpiece
+from mtx.data.tokenizer import train_bpe, train_wordpiece
 from mtx.errors import UserError
 from mtx.fields import Between, settle_types
+from mtx.launch.judge import WatchOptions
 from mtx.launch.start import use_virtual_devices
 from mtx.launch.supervisor import LaunchOptions
-from mtx.launch.watch_options import WatchOptions
 from mtx.plan.search import search
 from mtx.schedules.makers import make
 from mtx.schedules.shape import Shape

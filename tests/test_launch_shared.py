@@ -102,10 +102,10 @@ def said(tmp_path_factory):
         for worker in workers:
             out, errors = worker.communicate(timeout=240)
             assert worker.returncode == Exit.MISTAKE, errors
-            # While it leaves, it may also be told that the other one has left.
-            lines = [line for line in errors.splitlines() if line.startswith("mtx: out=")]
+            # It says so itself, or is told by the other one, which has left before it.
+            lines = [line for line in errors.splitlines() if "out=" in line]
             assert lines and "Traceback" not in errors, errors
-            found.setdefault("restored", []).append(lines[0].removeprefix("mtx: "))
+            found.setdefault("restored", []).append("out=" + lines[0].partition("out=")[2])
             for name, text in map(json.loads, out.splitlines()):
                 found.setdefault(name, []).append(text)
     finally:

@@ -42,7 +42,7 @@ def test_a_taken_port_is_refused():
 
 
 def test_own_address_is_that_of_the_way_to_the_other():
-    assert _own_address("127.0.0.1", 80) == "127.0.0.1"
+    assert _own_address("127.0.0.1:80") == "127.0.0.1"
 
 
 # -- virtual devices -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from mtx.cli.data import data_command
 from mtx.cli.generate import generate_command
 from mtx.cli.train import train_command
 from mtx.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.data import load_data, loader
+from mtx.data import batches, load_data
 from mtx.data.subwords import SubwordTokenizer
 from mtx.errors import UserError
 from mtx.train import loop
@@ -62,10 +62,10 @@ def read(monkeypatch):
 
     @contextmanager
     def read_ahead(*arguments, **options):
-        with loader.read_ahead(*arguments, **options) as batches:
+        with batches.read_ahead(*arguments, **options) as ahead:
 
             def watched():
-                for batch in batches:
+                for batch in ahead:
                     assert batch["segments"].any() and batch["positions"].any()
                     rows.extend(batch["tokens"].tolist())
                     yield batch

@@ -18,8 +18,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.special_tokens import SpecialTokens
-from mtx.data.tokenizer import ByteTokenizer
-from mtx.data.wordpiece import train_wordpiece
+from mtx.data.tokenizer import ByteTokenizer, train_wordpiece
 from mtx.errors import UserError
 from mtx.evaluation.choice import Question
 from mtx.layers.bert import Classes, ClassifierHead

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Packages and files of mtx/ that are still to be mended: one that is clean has to leave this list.
 TO_MEND = {
-    "checkpoint", "cli", "compile", "config", "conversion", "data", "evaluation", "families",
-    "launch", "layers", "pipeline", "plan", "presets.py", "schedules", "sharding", "step", "train",
+    "checkpoint", "compile", "config", "conversion", "costs", "evaluation", "families", "layers",
+    "pipeline", "plan", "presets.py", "schedules", "sharding", "step", "train",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from mtx.errors import UserError
 from mtx.plan.plan import make_plan
 from mtx.presets import preset
-from mtx.view import plan as view_plan
+from mtx.view import spans
 from mtx.view.picture import Picture, new_figure
 from mtx.view.plan import draw_plan, draw_throughput, draw_time, fill_schedule, scaled_plans
 
@@ -53,7 +53,7 @@ def test_all_text_can_be_read_and_nothing_is_cut_at_an_edge(tmp_path):
 
 
 def test_a_schedule_that_is_too_long_is_left_out(monkeypatch):
-    monkeypatch.setattr(view_plan, "_MOST_OPS", 64 * 512 - 1)
+    monkeypatch.setattr(spans, "_MOST_OPS", 64 * 512 - 1)
     figure = draw_plan(TRILLION)
     assert not figure.findobj(AxesImage)
     said = [text.get_text() for text in figure.findobj(Text)]

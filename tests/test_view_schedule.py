@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 from errors import names
-from rich.text import Text
 
 from mtx.errors import UserError
 from mtx.files import replacing
@@ -21,10 +20,8 @@ from mtx.schedules.simulate import simulate
 from mtx.view.schedule import (
     draw_timeline,
     op_order,
-    run_markup,
-    run_text,
     show,
-    timeline_markup,
+    timeline_in_colours,
     timeline_text,
 )
 from mtx.view.spans import shares, waits
@@ -116,14 +113,11 @@ def test_text_keeps_to_the_width_and_says_what_it_leaves_out(width):
         assert full.startswith(head) and full.endswith(tail)
 
 
-def test_markup_is_the_text_in_colour():
-    marked = Text.from_markup(timeline_markup(FIGURE_4, 150))
-    assert marked.plain == timeline_text(FIGURE_4, 150)
+def test_colours_tell_ops_apart():
+    marked = timeline_in_colours(FIGURE_4, 150)
     styles = {marked.plain[span.start : span.end].strip(): span.style for span in marked.spans}
     colours = [str(styles[cell]) for cell in ("F0.0", "F0.1", "B5.0", "B5.1", "·")]
     assert len(set(colours)) == 5
-    run = simulate(SPLIT)
-    assert Text.from_markup(run_markup(run, 90)).plain == run_text(run, 90)
 
 
 # --- a simulation as text -------------------------------------------------------------------------
@@ -133,7 +127,7 @@ def test_a_run_as_text_has_a_time_axis():
     """1F1B, p=2, m=2, F=1, B=2, a send takes 1: four characters for each unit of time."""
     run = simulate(make("1f1b", microbatches=2, stages=2), Times(comm=1))
     assert run.makespan == 11
-    title, first, second, notation = run_text(run, len("stage 0 ") + 2 + 44).split("\n")
+    title, first, second, notation = timeline_text(run, len("stage 0 ") + 2 + 44).split("\n")
     assert title == (
         "1f1b: 2 stages, 2 microbatches; asynchronous: 11, bubble 83.33% of ideal time; "
         "a character is 0.25"
@@ -145,16 +139,16 @@ def test_a_run_as_text_has_a_time_axis():
 
 def test_a_crowded_run_as_text_shows_what_takes_the_most():
     run = simulate(make("gpipe", microbatches=60, stages=3))
-    title, *rows, notation = run_text(run, 80).split("\n")
+    title, *rows, notation = timeline_text(run, 80).split("\n")
     assert len(rows) == 3 and {len(row) for row in rows} == {80}
     for row in rows:
         assert re.fullmatch(r"stage \d \|·*F+[·#]*B+·*\|", row)
         assert row.count("B") == pytest.approx(2 * row.count("F"), abs=3)
     assert notation == "F, B: what takes the time; #: they take turns; ·: idle"
-    steady = run_text(simulate(make("1f1b", microbatches=80, stages=3)), 60).split("\n")
+    steady = timeline_text(simulate(make("1f1b", microbatches=80, stages=3)), 60).split("\n")
     assert re.fullmatch(r"stage 1 \|[F·#]{1,3}#{40,}[B·#]{1,3}\|", steady[2])
     with pytest.raises(UserError) as error:
-        run_text(run, 15)
+        timeline_text(run, 15)
     names(error, "width=15", len("stage 2 ") + 10)
 
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from mtx import __version__
 from mtx.cli.checkpoint import ACTIONS as CHECKPOINT_ACTIONS
 from mtx.cli.checkpoint import checkpoint_command
-from mtx.cli.completion import Command, completion_script
+from mtx.cli.completion import completion_script
 from mtx.cli.convert import convert_command
 from mtx.cli.data import ACTIONS as DATA_ACTIONS
 from mtx.cli.data import data_command
@@ -24,7 +24,7 @@ from mtx.cli.evaluate import evaluate_command
 from mtx.cli.finetune import finetune_command
 from mtx.cli.generate import generate_command
 from mtx.cli.launch import launch_command
-from mtx.cli.options import OwnFields, parse, read_line
+from mtx.cli.options import Command, Line, OwnFields, command, parse, summary
 from mtx.cli.plan import plan_command
 from mtx.cli.presets import presets_command
 from mtx.cli.process import exit_status, start_devices
@@ -47,14 +47,14 @@ class CompletionOptions:
     pass
 
 
-def completion_command(arguments: list[str]) -> None:
+@command("mtx completion SHELL", CompletionOptions)
+def completion_command(line: Line[CompletionOptions]) -> None:
     """Print what makes bash or zsh complete mtx: commands, options and their values.
 
     SHELL is bash or zsh. For good: mtx completion bash >
     ~/.local/share/bash-completion/completions/mtx, or, into a folder of zsh's fpath,
     mtx completion zsh > _mtx. For this shell alone: eval "$(mtx completion bash)".
     """
-    line = read_line(arguments, CompletionOptions(), "mtx completion SHELL", completion_command)
     print(completion_script(line.names[0], with_actions()))
 
 
@@ -127,7 +127,7 @@ def _version() -> str:
 
 
 def _overview() -> str:
-    rows = [(name, command.__doc__.splitlines()[0]) for name, command in COMMANDS.items()]
+    rows = [(name, summary(each)) for name, each in COMMANDS.items()]
     return "\n".join([
         "mtx: Megatron-LM's pipeline, tensor and data parallelism (SC'21), in JAX",
         "",
@@ -135,7 +135,7 @@ def _overview() -> str:
         "       mtx help [COMMAND]",
         "       mtx --version",
         "",
-        *(f"  {name:<12}{summary}" for name, summary in rows),
+        *(f"  {name:<12}{about}" for name, about in rows),
         "",
         "An option is a field of a run's config, by its path, in every command: --model.layers 8,",
         "--layout.pipe 4; --pipe, --tensor, --data, --virtual and --microbatch are the layout's.",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mtx.cli.options import Flag, Options, read_line
-from mtx.cli.output import facts, progress, required, run_action, say, table
+from rich.filesize import decimal
+
+from mtx.cli.options import Command, Flag, Line, command
+from mtx.cli.output import facts, progress, run_action, say, table
 from mtx.errors import UserError
 from mtx.sizes import Interval
 
@@ -32,14 +33,10 @@ def checkpoint_command(arguments: list[str]) -> int | None:
     return run_action(arguments, ACTIONS, usage=usage, about=checkpoint_command)
 
 
-def _open(
-    arguments: list[str], default: Options, about: Callable, usage: str
-) -> tuple[Checkpoints, Options]:
-    """The checkpoints of RUN_DIR, and the options of an action."""
-    line = read_line(arguments, default, f"mtx checkpoint {usage}", about)
+def _checkpoints(line: Line) -> Checkpoints:
     from mtx.checkpoint.checkpoints import Checkpoints
 
-    return Checkpoints(line.names[0]), line.options
+    return Checkpoints(line.names[0])
 
 
 # -- list ------------------------------------------------------------------------------------------
@@ -50,12 +47,13 @@ class ListOptions:
     json: Flag = False  # the same as JSON
 
 
-def list_action(arguments: list[str]) -> None:
+@command("mtx checkpoint list RUN_DIR", ListOptions)
+def list_action(line: Line[ListOptions]) -> None:
     """The steps that are saved: when, how large, complete or damaged.
 
     Checks the small files and that the large ones are there; `verify` reads these as well.
     """
-    checkpoints, options = _open(arguments, ListOptions(), list_action, "list RUN_DIR")
+    checkpoints, options = _checkpoints(line), line.options
     rows = [_row(checkpoints, step) for step in checkpoints.steps()]
     rows += [{"step": step, "state": "incomplete"} for step in checkpoints.incomplete()]
     for name in checkpoints.aside():
@@ -63,10 +61,10 @@ def list_action(arguments: list[str]) -> None:
     rows.sort(key=lambda row: row["step"])
     if not rows and not options.json:
         raise UserError(f"{checkpoints.directory} holds no checkpoint")
-    cells = [("step", "saved", "size", "processes", "state")]
+    cells: list[tuple] = [("step", "saved", "size", "processes", "state")]
     for row in rows:
         saved = _saved(row["unix_time"]) if "bytes" in row else ""
-        size = _bytes_text(row["bytes"]) if "bytes" in row else ""
+        size = decimal(row["bytes"]) if "bytes" in row else ""
         cells.append((f"{row['step']:,}", saved, size, row.get("processes", ""), row["state"]))
     say(rows, table(cells, "><>><"), as_json=options.json)
 
@@ -94,13 +92,14 @@ class InspectOptions:
     json: Flag = False  # the same as JSON
 
 
-def inspect_action(arguments: list[str]) -> None:
+@command("mtx checkpoint inspect RUN_DIR", InspectOptions)
+def inspect_action(line: Line[InspectOptions]) -> None:
     """What one holds: its config, tokenizer, held-out loss, and every array.
 
     Of an array: the shape without padding, its dtype, bytes and fingerprint, which is the same
     whatever the layout it was saved on. Layers are stacked in model order.
     """
-    checkpoints, options = _open(arguments, InspectOptions(), inspect_action, "inspect RUN_DIR")
+    checkpoints, options = _checkpoints(line), line.options
     from mtx.config import to_dict
 
     manifest = checkpoints.manifest(options.step)
@@ -132,7 +131,7 @@ def _inspected(numbers: dict, run: RunConfig, directory: Path) -> list[str]:
     if isinstance(held_out, dict) and type(held_out.get("loss")) is float:
         said["held_out"] = f"loss {held_out['loss']:.4f} at step {held_out.get('step')}"
     tokenizer = numbers["tokenizer"].values()
-    cells = [("array", "shape", "dtype", "bytes", "fingerprint")]
+    cells: list[tuple] = [("array", "shape", "dtype", "bytes", "fingerprint")]
     for name, array in numbers["arrays"].items():
         size, shape = f"{array['bytes']:,}", list(array["shape"])
         cells.append((name, shape, array["dtype"], size, array["fingerprint"]))
@@ -140,7 +139,7 @@ def _inspected(numbers: dict, run: RunConfig, directory: Path) -> list[str]:
         *facts({
             "checkpoint": directory,
             "saved": f"{_saved(numbers['unix_time'])} by {processes} "
-            f"process{'es' if processes > 1 else ''}, {_bytes_text(numbers['bytes'])}",
+            f"process{'es' if processes > 1 else ''}, {decimal(numbers['bytes'])}",
             "layout": f"data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}, "
             f"{layout.schedule}, v = {layout.virtual}",
             "model": f"{model.family}, {model.layers} layers, hidden {model.hidden:,}, "
@@ -165,12 +164,13 @@ class VerifyOptions:
     json: Flag = False  # the same as JSON
 
 
-def verify_action(arguments: list[str]) -> int:
+@command("mtx checkpoint verify RUN_DIR", VerifyOptions)
+def verify_action(line: Line[VerifyOptions]) -> int:
     """Read everything and compare it with its checksums; exit status 1 when damaged.
 
     Of a damaged checkpoint every file and every array that is not what was written is named.
     """
-    checkpoints, options = _open(arguments, VerifyOptions(), verify_action, "verify RUN_DIR")
+    checkpoints, options = _checkpoints(line), line.options
     steps = checkpoints.steps() if options.step is None else [options.step]
     if not steps:
         raise UserError(f"{checkpoints.directory} holds no complete checkpoint")
@@ -186,9 +186,7 @@ def verify_action(arguments: list[str]) -> int:
             if not damages:
                 size = checkpoints.manifest(step).size_bytes
                 rate = f"{size / 1e9 / elapsed_s:.1f} GB/s"
-                print(
-                    f"step {step:>10,}  sound    {_bytes_text(size)} in {elapsed_s:.1f} s, {rate}"
-                )
+                print(f"step {step:>10,}  sound    {decimal(size)} in {elapsed_s:.1f} s, {rate}")
     if options.json:
         say(found, [], as_json=True)
     return 1 if any(found.values()) else 0
@@ -234,7 +232,7 @@ def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    out: str | None = None  # the folder to make
+    out: str = ""  # the folder to make
     step: Interval | None = None  # the newest where not given
     # orbax: a folder that plain Orbax reads
     format: Literal["safetensors", "orbax"] = "safetensors"
@@ -243,7 +241,8 @@ class ExportOptions:
     json: Flag = False  # what was written, as JSON
 
 
-def export_action(arguments: list[str]) -> None:
+@command("mtx checkpoint export RUN_DIR --out FOLDER", ExportOptions)
+def export_action(line: Line[ExportOptions]) -> None:
     """Write the parameters, or all of the state, as safetensors or for Orbax alone.
 
     Names, shapes and the order of layers are the checkpoint's own, as `inspect` shows them; with
@@ -252,13 +251,11 @@ def export_action(arguments: list[str]) -> None:
     convert.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
-    usage = "export RUN_DIR --out FOLDER"
-    checkpoints, options = _open(arguments, ExportOptions(), export_action, usage)
-    out = required(options.out, "--out", "the folder to make")
+    options, out = line.options, line.options.out
     from mtx.conversion.export import export
 
     count = export(
-        checkpoints, Path(out), step=options.step, format=options.format,
+        _checkpoints(line), Path(out), step=options.step, format=options.format,
         dtype=options.dtype, optimizer=options.optimizer,
     )  # fmt: skip
     numbers = {
@@ -273,15 +270,7 @@ def _saved(unix_time: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))
 
 
-def _bytes_text(size_bytes: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:,.1f} TB"
-
-
-ACTIONS: dict[str, Callable[[list[str]], int | None]] = {
+ACTIONS: dict[str, Command] = {
     "list": list_action,
     "inspect": inspect_action,
     "verify": verify_action,

@@ -7,16 +7,15 @@ completing starts no Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mtx.cli.help import Option, options_of
-from mtx.cli.options import families, help_of, with_family
+from mtx.cli.options import Command, families, help_of, summary, with_family
 from mtx.config import ModelConfig, RunConfig
 from mtx.errors import unknown_name
 
-Command = Callable[[list[str]], int | None]
 _FILES = "@files"  # in a row's values: the names of files and folders
 
 
@@ -48,8 +47,7 @@ def rows(commands: Mapping[str, Command]) -> Iterator[Row]:
     """The whole table."""
     for command, run in commands.items():
         above, _, name = command.rpartition(" ")
-        summary = (run.__doc__ or "").splitlines()[0]
-        yield Row(above, f":{name}", "", "", summary)
+        yield Row(above, f":{name}", "", "", summary(run))
         if has_actions(command, commands):
             continue  # which have the options
         yield Row(command, "", "many", " ".join(_names(command)), "")

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from mtx.cli.options import Flag, Line, part, read_line
+from mtx.cli.options import Flag, Line, command, part
 from mtx.cli.output import facts, progress, say
 from mtx.config import DataConfig, ModelConfig, to_dict
 from mtx.errors import UserError
@@ -34,7 +34,8 @@ class ConvertOptions:
     data: object = field(default_factory=_DATA)
 
 
-def convert_command(arguments: list[str]) -> None:
+@command("mtx convert SOURCE TARGET", ConvertOptions)
+def convert_command(line: Line[ConvertOptions]) -> None:
     """Convert a model from Hugging Face's format, and back.
 
     The families are BERT, Gemma 2, GPT-2, Llama, Mistral, Qwen2 and Qwen3. SOURCE is a Hugging Face
@@ -44,7 +45,6 @@ def convert_command(arguments: list[str]) -> None:
     given. Nothing appears under TARGET before it is whole and its logits have been compared with
     those of SOURCE.
     """
-    line = read_line(arguments, ConvertOptions(), "mtx convert SOURCE TARGET", convert_command)
     options, (source, target) = line.options, line.names
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes next to nothing
     from mtx.conversion.convert import is_huggingface, to_checkpoint, to_huggingface

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from mtx.cli.options import Flag, part, read_line
-from mtx.cli.output import facts, progress, required, run_action, say
+from mtx.cli.options import Command, Flag, Line, command, part
+from mtx.cli.output import facts, progress, run_action, say
 from mtx.config import DataConfig, ModelConfig
 from mtx.config.data import SplitBy
 from mtx.errors import UserError
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mtx.data.split import Foreseen
 
 _Samples = Annotated[int, Between(1, 2**28)]  # a dozen bytes each, while they are placed
-_OUT = "what is to be written"
 
 
 def data_command(arguments: list[str]) -> None:
@@ -39,7 +37,7 @@ def data_command(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    out: str | None = None  # what the names begin with: OUT_text_document.bin, .idx and .json
+    out: str = ""  # what the names begin with: OUT_text_document.bin, .idx and .json
     tokenizer: str = "bytes"  # or a tokenizer.json, vocab.json, SentencePiece .model, or folder
     eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
     level: Literal["document", "sentence"] = "document"  # sentence: for BERT
@@ -50,17 +48,15 @@ class BuildOptions:
     json: Flag = False  # what was written, as JSON
 
 
-def build_action(arguments: list[str]) -> None:
+@command("mtx data build FILE... --out PREFIX", BuildOptions)
+def build_action(line: Line[BuildOptions]) -> None:
     """Tokenize text files, JSON lines (also .gz, .zst) and Parquet into a dataset.
 
     FILE... are files and folders: .txt, .md, .rst, .jsonl, .json, .parquet. Nothing appears under
     the dataset's name before all of it is written.
     """
-    usage = "mtx data build FILE... --out PREFIX"
-    line = read_line(arguments, BuildOptions(), usage, build_action)
     options = line.options
     from mtx.data.build import Recipe, build_dataset
-    from mtx.data.indexed import IndexedDataset
     from mtx.data.sources import Reading
     from mtx.data.split import foresee
 
@@ -70,7 +66,7 @@ def build_action(arguments: list[str]) -> None:
     recipe = Recipe(
         tokenizer=options.tokenizer, eod=options.eod, level=options.level, reading=reading
     )
-    prefix = f"{required(options.out, '--out', _OUT)}_{options.field}_{options.level}"
+    prefix = f"{options.out}_{options.field}_{options.level}"
     start = time.perf_counter()
     with progress() as bar:
 
@@ -82,26 +78,26 @@ def build_action(arguments: list[str]) -> None:
             list(line.names), prefix, recipe, processes=options.processes, report=report
         )
     elapsed_s = time.perf_counter() - start
-    _print_built(built, foresee(IndexedDataset(prefix).document_lengths()), elapsed_s, options.json)
+    _print_built(built, foresee(built.dataset.document_lengths()), elapsed_s, options.json)
 
 
 def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool) -> None:
+    made, identity = built.dataset, vars(built.dataset.identity)
+    documents, sequences, tokens = made.document_count, len(made), len(made.tokens)
     numbers = {
-        "prefix": built.prefix, "documents": built.documents, "sequences": built.sequences,
-        "tokens": built.tokens, "dtype": str(built.dtype), "empty_documents": built.empty,
-        "text_bytes": built.text_bytes, "elapsed_s": round(elapsed_s, 3),
-        "tokenizer": vars(built.identity), "split": vars(split),
+        "prefix": made.prefix, "documents": documents, "sequences": sequences, "tokens": tokens,
+        "dtype": str(made.dtype), "empty_documents": built.empty, "text_bytes": built.text_bytes,
+        "elapsed_s": round(elapsed_s, 3), "tokenizer": identity, "split": vars(split),
     }  # fmt: skip
     left_out = f", {built.empty:,} empty ones left out" if built.empty else ""
     size = built.text_bytes / 1e6
-    sentences = built.sequences if built.sequences != built.documents else None
     lines = facts({
-        "wrote": f"{built.prefix}.bin, .idx, .json",
-        "documents": f"{built.documents:,}{left_out}",
-        "sentences": sentences and f"{sentences:,}",
-        "tokens": f"{built.tokens:,}, {built.dtype}",
+        "wrote": f"{made.prefix}.bin, .idx, .json",
+        "documents": f"{documents:,}{left_out}",
+        "sentences": f"{sequences:,}" if sequences != documents else None,
+        "tokens": f"{tokens:,}, {made.dtype}",
         "split": _split_text(split),
-        "tokenizer": f"{built.identity.name}, vocabulary {built.identity.vocab:,}",
+        "tokenizer": f"{identity['name']}, vocabulary {identity['vocab']:,}",
         "rate": f"{size:,.1f} MB of text in {elapsed_s:,.1f} s: {size / elapsed_s:,.1f} MB/s",
     })  # fmt: skip
     say(numbers, lines, as_json=as_json)
@@ -130,12 +126,12 @@ class InspectOptions:
     json: Flag = False  # the same as JSON
 
 
-def inspect_action(arguments: list[str]) -> None:
+@command("mtx data inspect PREFIX", InspectOptions)
+def inspect_action(line: Line[InspectOptions]) -> None:
     """Check a dataset, and say what it holds.
 
     Every offset of the index is checked; with --vocab, every token as well.
     """
-    line = read_line(arguments, InspectOptions(), "mtx data inspect PREFIX", inspect_action)
     options = line.options
     from mtx.data.indexed import IndexedDataset
     from mtx.data.tokenizer_files import load_tokenizer
@@ -158,41 +154,33 @@ def inspect_action(arguments: list[str]) -> None:
 
 
 def _print_datasets(datasets: list[IndexedDataset], as_json: bool) -> None:
-    numbers = [_dataset_numbers(dataset) for dataset in datasets]
-    texts = ["\n\n".join(map(_dataset_text, datasets))]
-    say(numbers if len(numbers) > 1 else numbers[0], texts, as_json=as_json)
+    numbers, texts = list(map(_dataset_numbers, datasets)), []
+    for dataset, now in zip(datasets, numbers, strict=True):
+        made, count = dataset.identity, now["sequences"]
+        texts += ["", *facts({
+            "dataset": dataset.prefix,
+            "documents": f"{dataset.document_count:,}",
+            "sequences": f"{count:,} of {now['shortest']:,} to {now['longest']:,} tokens, "
+            f"{now['tokens'] / max(1, count):,.1f} on average",
+            "tokens": f"{now['tokens']:,}, {dataset.dtype}",
+            "tokenizer": f"{made.name}, vocabulary {made.vocab:,}, end of document {made.eod}, "
+            f"sha256 {made.sha256[:12]}"
+            if made
+            else "not named: the dataset was made elsewhere",
+            "modes": "one a sequence" if dataset.modes is not None else None,
+        })]  # fmt: skip
+    say(numbers if len(numbers) > 1 else numbers[0], texts[1:], as_json=as_json)
 
 
 def _dataset_numbers(dataset: IndexedDataset) -> dict:
     lengths, made = dataset.lengths, dataset.identity
     return {
-        "prefix": dataset.prefix, "documents": dataset.document_count,
-        "sequences": len(dataset), "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
+        "prefix": dataset.prefix, "documents": dataset.document_count, "sequences": len(dataset),
+        "tokens": len(dataset.tokens), "dtype": str(dataset.dtype),
         "shortest": int(lengths.min()) if len(lengths) else 0,
-        "longest": int(lengths.max()) if len(lengths) else 0,
-        "multimodal": dataset.modes is not None,
+        "longest": int(lengths.max(initial=0)), "multimodal": dataset.modes is not None,
         "tokenizer": vars(made) if made else None,
     }  # fmt: skip
-
-
-def _dataset_text(dataset: IndexedDataset) -> str:
-    numbers, made = _dataset_numbers(dataset), dataset.identity
-    least, most = numbers["shortest"], numbers["longest"]
-    mean = len(dataset.tokens) / max(1, len(dataset))
-    said = (
-        f"{made.name}, vocabulary {made.vocab:,}, end of document {made.eod}, "
-        f"sha256 {made.sha256[:12]}"
-        if made
-        else "not named: the dataset was made elsewhere"
-    )
-    return "\n".join(facts({
-        "dataset": dataset.prefix,
-        "documents": f"{dataset.document_count:,}",
-        "sequences": f"{len(dataset):,} of {least:,} to {most:,} tokens, {mean:,.1f} on average",
-        "tokens": f"{len(dataset.tokens):,}, {dataset.dtype}",
-        "tokenizer": said,
-        "modes": "one a sequence" if dataset.modes is not None else None,
-    }))  # fmt: skip
 
 
 # --- merge and split ------------------------------------------------------------------------------
@@ -200,21 +188,19 @@ def _dataset_text(dataset: IndexedDataset) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    out: str | None = None  # the prefix to write
+    out: str = ""  # the prefix to write
     json: Flag = False  # what was written, as JSON
 
 
-def merge_action(arguments: list[str]) -> None:
+@command("mtx data merge PREFIX... --out PREFIX", MergeOptions)
+def merge_action(line: Line[MergeOptions]) -> None:
     """Join datasets of one type and tokenizer, in the order that they are named.
 
     PREFIX... are datasets; documents stay whole and in their order.
     """
-    usage = "mtx data merge PREFIX... --out PREFIX"
-    line = read_line(arguments, MergeOptions(), usage, merge_action)
     from mtx.data.merge import merge_datasets
 
-    merged = merge_datasets(list(line.names), required(line.options.out, "--out", _OUT))
-    _print_datasets([merged], line.options.json)
+    _print_datasets([merge_datasets(list(line.names), line.options.out)], line.options.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +211,12 @@ class SplitOptions:
     json: Flag = False  # what was written, as JSON
 
 
-def split_action(arguments: list[str]) -> None:
+@command("mtx data split PREFIX", SplitOptions)
+def split_action(line: Line[SplitOptions]) -> None:
     """Cut a dataset's documents, in their order, into train, valid and test.
 
     Training cuts by itself (--data.split); this is for parts that are to be files.
     """
-    line = read_line(arguments, SplitOptions(), "mtx data split PREFIX", split_action)
     options, (prefix,) = line.options, line.names
     from mtx.data.indexed import strip_suffix
     from mtx.data.merge import split_dataset
@@ -252,14 +238,14 @@ class IndexOptions:
     data: object = field(default_factory=part(DataConfig, "split", "split_by", "seed", "cache"))
 
 
-def index_action(arguments: list[str]) -> None:
+@command("mtx data index PREFIX...", IndexOptions)
+def index_action(line: Line[IndexOptions]) -> None:
     """Build the sample indices of a run before it starts.
 
     PREFIX... are what the run names as data.path: one dataset, several, or weights and datasets in
     turns; --model.sequence and --data... are the run's. Processes that start with the same values
     then find the indices in the cache.
     """
-    line = read_line(arguments, IndexOptions(), "mtx data index PREFIX...", index_action)
     options, data = line.options, DataConfig(**line.changes("data"))
     sequence = line.changes("model").get("sequence")
     if sequence is None:
@@ -293,7 +279,7 @@ def index_action(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    out: str | None = None  # the tokenizer.json to write
+    out: str = ""  # the tokenizer.json to write
     kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's special tokens
     vocab: TrainedVocab = 32_000  # tokens, with 256 bytes and the end of document
     end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
@@ -303,21 +289,18 @@ class TokenizerOptions:
     json: Flag = False  # what was written, as JSON
 
 
-def tokenizer_action(arguments: list[str]) -> None:
+@command("mtx data tokenizer FILE... --out tokenizer.json", TokenizerOptions)
+def tokenizer_action(line: Line[TokenizerOptions]) -> None:
     """Train a byte-level BPE, or a WordPiece, on text, as a tokenizer.json.
 
     FILE... are files and folders as for build. The same text gives the same file.
     """
-    usage = "mtx data tokenizer FILE... --out tokenizer.json"
-    line = read_line(arguments, TokenizerOptions(), usage, tokenizer_action)
     options = line.options
     from mtx.data.sources import Reading, read_texts
-    from mtx.data.tokenizer import BETWEEN_WORDS, train_bpe
+    from mtx.data.tokenizer import BETWEEN_WORDS, train_bpe, train_wordpiece
     from mtx.data.tokenizer_files import require_new_file, write_tokenizer
-    from mtx.data.wordpiece import train_wordpiece
 
-    out = required(options.out, "--out", _OUT)
-    require_new_file(out)
+    require_new_file(options.out)
     reading = Reading(field=options.field, lines=options.lines)
     start = time.perf_counter()
     most_bytes = options.max_mb and options.max_mb * 10**6
@@ -331,7 +314,7 @@ def tokenizer_action(arguments: list[str]) -> None:
     else:
         tokenizer = train_bpe(Texts(), vocab=options.vocab, end=options.end)
         end = f"{tokenizer.eod} {options.end}"
-    path = write_tokenizer(tokenizer, out)
+    path = write_tokenizer(tokenizer, options.out)
     elapsed_s, sha256 = time.perf_counter() - start, tokenizer.identity.sha256
     numbers = {
         "path": str(path), "vocab": tokenizer.vocab, "end": end, "sha256": sha256,
@@ -344,7 +327,7 @@ def tokenizer_action(arguments: list[str]) -> None:
     say(numbers, facts(said), as_json=options.json)
 
 
-ACTIONS: dict[str, Callable[[list[str]], None]] = {
+ACTIONS: dict[str, Command] = {
     "build": build_action,
     "inspect": inspect_action,
     "merge": merge_action,

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from mtx.cli.finetune import encode, read_examples
 from mtx.cli.opened import AnyLayout, ComputedIn, changed
-from mtx.cli.options import File, Flag, read_line
-from mtx.cli.output import check_writable, facts, progress, say, write_text
+from mtx.cli.options import File, Flag, Line, command
+from mtx.cli.output import Report, check_writable, facts, progress, say, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout, RunConfig, to_dict
 from mtx.errors import UserError
@@ -47,15 +48,14 @@ class EvaluateOptions:
     layout: Layout = field(default_factory=AnyLayout)
 
 
-def evaluate_command(arguments: list[str]) -> None:
+@command("mtx evaluate RUN_DIR --task TASK --path FILE...", EvaluateOptions)
+def evaluate_command(line: Line[EvaluateOptions]) -> None:
     """Measure a trained model: perplexity, LAMBADA, multiple choice, masked tokens.
 
     RUN_DIR is the --out of a training run, or of mtx finetune. Its newest checkpoint is read on the
     layout that --layout... says, whatever the run's was; what is not given of it is the run's own,
     or a part of that where there are fewer devices.
     """
-    usage = "mtx evaluate RUN_DIR --task TASK --path FILE..."
-    line = read_line(arguments, EvaluateOptions(), usage, evaluate_command)
     options = line.options
     _check(options)
     start_devices(options.virtual_devices)
@@ -69,7 +69,7 @@ def evaluate_command(arguments: list[str]) -> None:
     trainer = _trainer(run, layout, options, finetuned_task(checkpoints, step))
     start_s = time.perf_counter()
     with progress("rows", said=options.task, silent=jax.process_index() != 0) as report:
-        evaluate = TASKS[options.task](options, trainer, checkpoints.tokenizer(step), report)
+        evaluate = _prepare(options, trainer, checkpoints.tokenizer(step), report)
         state = checkpoints.restore(trainer, step)
         scores = dataclasses.asdict(evaluate(state))
     if jax.process_index() != 0:
@@ -100,12 +100,6 @@ def _check(options: EvaluateOptions) -> None:
         value = getattr(options, name)
         if options.task != task and value != getattr(EvaluateOptions(), name):
             raise UserError(f"{name}={value} is for the task {task}, not {options.task}")
-    if not options.path:
-        raise UserError("--path is missing: it names the files to evaluate on")
-    if options.batch < 0:
-        raise UserError(
-            f"batch={options.batch} must be at least 0 (0: about as many as in training)"
-        )
     check_writable(options.out)
 
 
@@ -131,74 +125,44 @@ def _trainer(
 
 
 # --- tasks ----------------------------------------------------------------------------------------
-# Each reads its files and checks them, and returns what evaluates a state.
-
-Evaluate = Callable[["TrainState"], Any]
-Prepare = Callable[[EvaluateOptions, "Trainer", "Tokenizer", Callable[[int, int], None]], Evaluate]
 
 
-def _perplexity(options, trainer, tokenizer, report) -> Evaluate:
+def _prepare(
+    options: EvaluateOptions, trainer: Any, tokenizer: Tokenizer, report: Report
+) -> Callable[[TrainState], Any]:
+    """Reads the task's files and checks them; what it returns evaluates a state."""
+    path, task = options.path, options.task
+    if task == "classes" or (task == "race" and trainer.run.model.family == "bert"):
+        examples = encode(task, trainer.task, tokenizer, read_examples(task, path))
+        return lambda state: trainer.judge(state, examples, report=report)
+    if task == "race":
+        from mtx.evaluation.choice import choice, read_race
+
+        questions = read_race(path)
+        return lambda state: choice(trainer, state, tokenizer, questions, report=report)
+    if task == "lambada":
+        from mtx.evaluation.cloze import cloze, read_passages
+
+        texts, strict = read_passages(path), options.strict
+        return lambda state: cloze(trainer, state, tokenizer, texts, strict=strict, report=report)
     from mtx.data.documents import read_documents
+
+    texts = read_documents(path).texts
+    if task == "mlm":
+        from mtx.data.masked import Masking
+        from mtx.evaluation.masked import masked_perplexity
+
+        masking = Masking(fraction=options.mask_fraction, run=options.mask_run)
+        return lambda state: masked_perplexity(
+            trainer, state, tokenizer, texts, masking=masking, seed=options.seed, report=report
+        )
     from mtx.evaluation.perplexity import is_wikitext, perplexity
 
-    texts = read_documents(options.path).texts
     marked = any(map(is_wikitext, texts))
     wikitext = marked if options.wikitext == "auto" else options.wikitext == "yes"
     return lambda state: perplexity(
         trainer, state, tokenizer, texts, stride=options.stride, wikitext=wikitext, report=report
     )
-
-
-def _lambada(options, trainer, tokenizer, report) -> Evaluate:
-    from mtx.evaluation.cloze import cloze, read_passages
-
-    texts = read_passages(options.path)
-    return lambda state: cloze(
-        trainer, state, tokenizer, texts, strict=options.strict, report=report
-    )
-
-
-def _race(options, trainer, tokenizer, report) -> Evaluate:
-    from mtx.evaluation.choice import choice, read_race
-
-    questions = read_race(options.path)
-    if trainer.run.model.family == "bert":
-        from mtx.train.examples import encode_questions
-
-        return _judge(trainer, encode_questions(trainer.task, tokenizer, questions), report)
-    return lambda state: choice(trainer, state, tokenizer, questions, report=report)
-
-
-def _classes(options, trainer, tokenizer, report) -> Evaluate:
-    from mtx.train.examples import encode_labelled, read_labelled
-
-    examples = encode_labelled(trainer.task, tokenizer, read_labelled(options.path))
-    return _judge(trainer, examples, report)
-
-
-def _judge(trainer, examples: list, report) -> Evaluate:
-    return lambda state: trainer.judge(state, examples, report=report)
-
-
-def _mlm(options, trainer, tokenizer, report) -> Evaluate:
-    from mtx.data.documents import read_documents
-    from mtx.data.masked import Masking
-    from mtx.evaluation.masked import masked_perplexity
-
-    texts = read_documents(options.path).texts
-    masking = Masking(fraction=options.mask_fraction, run=options.mask_run)
-    return lambda state: masked_perplexity(
-        trainer, state, tokenizer, texts, masking=masking, seed=options.seed, report=report
-    )
-
-
-TASKS: dict[str, Prepare] = {
-    "perplexity": _perplexity,
-    "lambada": _lambada,
-    "race": _race,
-    "mlm": _mlm,
-    "classes": _classes,
-}
 
 
 # --- what is said ---------------------------------------------------------------------------------
@@ -212,20 +176,19 @@ def _lines(results: dict, trainer: Trainer) -> list[str]:
         f"{trainer.run.global_batch:,}, in {trainer.run.model.compute_dtype}",
     }
     for name, value in results.items():
-        if isinstance(value, bool):
-            rows[name] = "yes" if value else "no"
-        elif isinstance(value, int | float):
-            rows[name] = _number(name, value)
-        elif isinstance(value, str):
-            rows[name] = value
-        elif value is None and results.get("wikitext") is not False:
-            rows[name] = "undefined"
-    del rows["global_batch"]
-    rows = {name.replace("_", " "): value for name, value in rows.items()}
+        known = value is not None or results.get("wikitext") is not False
+        if known and name != "global_batch" and not isinstance(value, dict | list):
+            rows[name.replace("_", " ")] = _text(name, value)
     return facts(rows, max(map(len, rows)) + 2)
 
 
-def _number(name: str, value: float) -> str:
+def _text(name: str, value: bool | float | str | None) -> str:
+    if value is None:
+        return "undefined"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
     if isinstance(value, int):
         return f"{value:,}"
     if name.startswith(("accuracy", "chance")):

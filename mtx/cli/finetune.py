@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mtx.cli.opened import AnyLayout
-from mtx.cli.options import Flag, Line, part, read_line
+from mtx.cli.options import Flag, Line, command, part
 from mtx.cli.output import progress, say, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig, to_dict
@@ -17,6 +17,7 @@ from mtx.errors import UserError
 from mtx.sizes import Interval, Seed, Sequences, Step, VirtualDevices
 
 if TYPE_CHECKING:
+    from mtx.data import Tokenizer
     from mtx.train.examples import Task
 
 _MODEL = part(ModelConfig, "dropout")
@@ -41,7 +42,8 @@ class FinetuneOptions:
     layout: Layout = field(default_factory=AnyLayout)
 
 
-def finetune_command(arguments: list[str]) -> None:
+@command("mtx finetune RUN_DIR --task TASK --train FILE... --valid FILE...", FinetuneOptions)
+def finetune_command(line: Line[FinetuneOptions]) -> None:
     """Teach a pre-trained BERT to tell classes apart, or to choose among answers.
 
     RUN_DIR is the --out of a BERT's training run. A new head stands on its pooled output: for
@@ -50,13 +52,8 @@ def finetune_command(arguments: list[str]) -> None:
     layout the run's own. The model with the head, saved after each epoch, its accuracy and how it
     came about lie in --out.
     """
-    usage = "mtx finetune RUN_DIR --task TASK --train FILE... --valid FILE..."
-    line = read_line(arguments, FinetuneOptions(), usage, finetune_command)
     options, files = line.options, {"train": line.options.train, "valid": line.options.valid}
-    for option, given in files.items():
-        if not given:
-            raise UserError(f"--{option} is missing: it names files of examples")
-    records = {name: _read(options.task, given) for name, given in files.items()}
+    records = {name: read_examples(options.task, given) for name, given in files.items()}
     start_devices(options.virtual_devices)
     import jax
 
@@ -67,7 +64,9 @@ def finetune_command(arguments: list[str]) -> None:
     checkpoints, step = Checkpoints(line.names[0]), options.step
     pretrained, tokenizer = checkpoints.run(step), checkpoints.tokenizer(step)
     check_family(pretrained.model)
-    task, examples = _encode(options.task, records, tokenizer, pretrained.model.sequence)
+    kind, sequence = options.task, pretrained.model.sequence
+    task = _task(kind, tokenizer, records["train"], sequence)
+    examples = {name: encode(kind, task, tokenizer, some) for name, some in records.items()}
     run = _run(line, pretrained, task, len(examples["train"]))
     require_shared(Path(options.out))
     out = Checkpoints(Path(options.out) / "checkpoints", keep=1)
@@ -118,26 +117,25 @@ def _run(
     return replace(run, out=options.out)
 
 
-def _read(task: str, names: tuple[str, ...]) -> list:
+def read_examples(task: str, names: tuple[str, ...]) -> list:
     from mtx.evaluation.choice import read_race
     from mtx.train.examples import read_labelled
 
     return read_race(names) if task == "race" else read_labelled(names)
 
 
-def _encode(task: str, records: dict, tokenizer, sequence: int):
-    """(the task, examples to train on and to judge by)"""
-    from mtx.train import examples
+def encode(kind: str, task: Task, tokenizer: Tokenizer, records: list) -> list:
+    from mtx.train.examples import encode_labelled, encode_questions
 
-    train = records["train"]
-    if task == "race":
-        found = examples.multiple_choice(tokenizer, train, sequence=sequence)
-        encode = examples.encode_questions
-    else:
-        labels = examples.classes_of(train)
-        found = examples.classification(tokenizer, labels, sequence=sequence)
-        encode = examples.encode_labelled
-    return found, {name: encode(found, tokenizer, some) for name, some in records.items()}
+    return (encode_questions if kind == "race" else encode_labelled)(task, tokenizer, records)
+
+
+def _task(kind: str, tokenizer: Tokenizer, train: list, sequence: int) -> Task:
+    from mtx.train.examples import classes_of, classification, multiple_choice
+
+    if kind == "race":
+        return multiple_choice(tokenizer, train, sequence=sequence)
+    return classification(tokenizer, classes_of(train), sequence=sequence)
 
 
 def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> list[dict]:

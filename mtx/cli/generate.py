@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mtx.cli.opened import AnyLayout, ComputedIn, changed
-from mtx.cli.options import File, Flag, read_line
+from mtx.cli.options import File, Flag, Line, command
 from mtx.cli.output import check_writable, progress, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout
@@ -44,14 +44,14 @@ class GenerateOptions:
     layout: Layout = field(default_factory=AnyLayout)
 
 
-def generate_command(arguments: list[str]) -> None:
+@command("mtx generate RUN_DIR", GenerateOptions)
+def generate_command(line: Line[GenerateOptions]) -> None:
     """Let a trained model go on from a text.
 
     RUN_DIR is the --out of a training run. Its newest checkpoint is read on the layout that
     --layout... says, whatever the run's was; what is not given of it is the run's own, or a part of
     that where there are fewer devices. On a terminal, it says at the end how fast it was.
     """
-    line = read_line(arguments, GenerateOptions(), "mtx generate RUN_DIR", generate_command)
     options, step = line.options, line.options.step
     from mtx.evaluation.sampling import Sampling
 

@@ -34,8 +34,8 @@ def options_of(default: object) -> list[Option]:
     script = io.StringIO()
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
         tyro.cli(type(default), default=default, args=["--tyro-print-completion", "bash"])
-    spec = re.search(r"^COMPLETION_SPEC = (.*)$", script.getvalue(), re.MULTILINE)
-    return [_option(each, default) for each in ast.literal_eval(spec[1])["options"]]
+    (spec,) = re.findall(r"^COMPLETION_SPEC = (.*)$", script.getvalue(), re.MULTILINE)
+    return [_option(each, default) for each in ast.literal_eval(spec)["options"]]
 
 
 def _option(spec: dict, default: object) -> Option:
@@ -44,8 +44,8 @@ def _option(spec: dict, default: object) -> Option:
     switch = spec["type"] in ("flag", "boolean")
     said = " ".join(spec["description"].split())
     form, _, said = ("", "", said) if switch else said.partition(" \u2022 ")
-    about, value = re.fullmatch(r"(.*?)(?: ?\(default: ?(.*)\))?", said).groups()
-    if value in (None, "None", "") or (value == "False" and len(spec["flags"]) == 1):
+    ((about, value),) = re.findall(r"^(.*?)(?: ?\(default: ?(.*)\))?$", said)
+    if value in ("None", "", "''") or (value == "False" and len(spec["flags"]) == 1):
         value = ""
     if "--model.family" in spec["flags"]:
         form, about = "{" + ",".join(families()) + "}", "whose fields the model has"

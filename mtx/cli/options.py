@@ -26,6 +26,7 @@ from mtx.families import family_module
 from mtx.fields import settle_types
 
 Options = TypeVar("Options")
+Command = Callable[[list[str]], int | None]
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]  # --json, without a --no-json
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
@@ -68,7 +69,7 @@ def is_part(config: object) -> bool:
     return getattr(type(config), "__post_init__", None) is settle_types
 
 
-def with_family(run: Options, name: str) -> Options:
+def with_family(run: Any, name: str) -> Any:
     """`run` with its model in the family `name`: fields that both families have keep their values,
     the others are the new family's own. run: a RunConfig, or options that have a `model`."""
     before, config = run.model, family_module(name).CONFIG
@@ -87,7 +88,7 @@ def _names(config: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(config)}
 
 
-def spellings(options: object) -> dict[str, str]:
+def spellings(options: Any) -> dict[str, str]:
     """Every option, without its --, in each of its spellings: the path of its field."""
     found = {}
     for path, hint in _leaves(options):
@@ -98,7 +99,7 @@ def spellings(options: object) -> dict[str, str]:
     return {alias: path for alias, path in ALIASES.items() if path in found} | found
 
 
-def _leaves(options: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(options: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The path and the type of every field of `options` and the configs in it."""
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
@@ -126,12 +127,17 @@ class Help(SystemExit):
         self.default, self.usage, self.about, self.more = default, usage, about, more
 
 
-def help_of(command: Callable[[list[str]], Any]) -> Help:
+def help_of(command: Command) -> Help:
     try:
         command(["--help"])
     except Help as asked:
         return asked
-    raise TypeError(f"{command.__name__} reads no options")
+    raise TypeError(f"{command} reads no options")
+
+
+def summary(command: object) -> str:
+    """The first line of what a command says of itself."""
+    return (command.__doc__ or "").splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -156,15 +162,33 @@ class Line(Generic[Options]):
         }
 
 
+def command(
+    usage: str, options: type[Options], *, more: Callable[[], str] | None = None
+) -> Callable[[Callable[[Line[Options]], int | None]], Command]:
+    """Makes a command of a function of its Line. usage and errors as of `read_line`."""
+
+    def of_line(run: Callable[[Line[Options]], int | None]) -> Command:
+        @functools.wraps(run)
+        def of_arguments(arguments: list[str]) -> int | None:
+            return run(read_line(arguments, options(), usage, run, more=more))
+
+        return of_arguments
+
+    return of_line
+
+
 def read_line(
     arguments: list[str], default: Options, usage: str, about: Callable,
     *, more: Callable[[], str] | None = None,
 ) -> Line[Options]:  # fmt: skip
     """What `arguments` say. usage: "mtx convert SOURCE TARGET --out FILE": NAME stands there once,
-    NAME... at least once, [NAME] at most once. Errors as of `parse`."""
+    NAME... at least once, [NAME] at most once, and --out must be given. Errors as of `parse`."""
     names, rest = split_names(arguments)
     options = parse(rest, default, prog=usage, about=about, more=more)
     _check_names(names, usage.partition(" --")[0])
+    for option in re.findall(r" --([a-z-]+)", usage):
+        if not getattr(options, option.replace("-", "_")):
+            raise UserError(f"--{option} is missing; the usage is {usage}")
     given = frozenset(f"--{path}" for path in _given(rest, default))
     return Line(tuple(names), options, given)
 
@@ -192,7 +216,7 @@ def parse(
     """`default` with the fields that `arguments` name replaced. Raises Help for --help, which ends
     with what `more` returns; UserError for an option, a value or a choice that cannot be."""
     default = _of_family(arguments, default)
-    described = inspect.cleandoc((about or type(default)).__doc__)
+    described = inspect.getdoc(about or type(default)) or ""
     if "-h" in arguments or "--help" in arguments:
         raise Help(default, usage=prog, about=described, more=more)
     printed = io.StringIO()
@@ -214,7 +238,7 @@ def parse(
     return options
 
 
-def _of_family(arguments: list[str], default: Options) -> Options:
+def _of_family(arguments: list[str], default: Any) -> Any:
     """`default` with the fields of the family that --model.family names, if it does."""
     holder = getattr(default, "run", default)
     if not hasattr(getattr(holder, "model", None), "family"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mtx.cli.options import Command, summary
 from mtx.errors import UserError, unknown_name
 from mtx.files import replacing
 
@@ -36,15 +37,14 @@ def table(rows: Sequence[Sequence[Any]], align: str) -> list[str]:
 
 
 def run_action(
-    arguments: list[str], actions: Mapping[str, Callable[[list[str]], int | None]], *,
-    usage: str, about: Callable,
-) -> int | None:  # fmt: skip
+    arguments: list[str], actions: Mapping[str, Command], *, usage: str, about: Command
+) -> int | None:
     """One of a command's actions: mtx data build ..."""
     action, *rest = arguments or ["--help"]
     if action in ("-h", "--help"):
         print("\n".join([
-            about.__doc__.splitlines()[0], "", f"usage: {usage} [OPTIONS]", "",
-            *(f"  {name:<10}{each.__doc__.splitlines()[0]}" for name, each in actions.items()), "",
+            summary(about), "", f"usage: {usage} [OPTIONS]", "",
+            *(f"  {name:<10}{summary(each)}" for name, each in actions.items()), "",
             f"{' '.join(usage.split()[:2])} ACTION --help lists the options.",
         ]))  # fmt: skip
         return None
@@ -54,13 +54,6 @@ def run_action(
 
 
 # --- files ----------------------------------------------------------------------------------------
-
-
-def required(value: str | None, option: str, what: str) -> str:
-    """The value of an option that cannot be left out."""
-    if value is None:
-        raise UserError(f"{option} is missing: it names {what}")
-    return value
 
 
 def check_writable(out: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -13,6 +13,7 @@ from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with
 from mtx.cli.output import check_picture, say
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.fields import require_above
 from mtx.plan.candidates import Fixed
 from mtx.plan.compare import Change, changes, reasons
 from mtx.plan.hardware import load_hardware
@@ -29,7 +30,6 @@ _ZERO = tyro.conf.arg(
 _Layout = part(Layout, zero=Annotated[Literal[0, 1, 3], _ZERO])
 _Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 
-_MESH = ("data", "pipe", "tensor")
 _STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
 
 
@@ -65,14 +65,19 @@ def plan_command(arguments: list[str]) -> None:
     default = PlanOptions(model=part(type(base[0].model))())
     line = read_line(arguments, default, "mtx plan [PRESET]", plan_command)
     options = line.options
-    for name in ("tokens", "price"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise UserError(f"{name}={value} must be above 0")
+    given = [name for name in ("tokens", "price") if getattr(options, name) is not None]
+    require_above(options, 0, *given)
     check_picture(options.draw)
     plan, found = _plan(_Asked(line), *base)
     if options.compile:
-        plan = _compile(plan)
+        if plan.zero != plan.run.layout.zero:
+            raise UserError(
+                f"--compile compiles this program's step; layout.zero={plan.zero} is only priced: "
+                "use --layout.zero 1"
+            )
+        from mtx.compile.step import compile_plan
+
+        plan = replace(plan, compiled=compile_plan(plan.run, target=plan.hardware.name))
     if options.save:
         save_plan(plan, options.save)
     if options.draw:
@@ -90,10 +95,8 @@ class _Asked:
         self.sizes, self.layout = line.changes("model"), line.changes("layout")
         self.zero: int | None = self.layout.pop("zero", None)
         self.target = line.options.target
-
-    @property
-    def whole_mesh(self) -> bool:
-        return all(axis in self.layout for axis in _MESH)
+        sizes: list[Any] = [self.layout.get(axis) for axis in ("data", "pipe", "tensor")]
+        self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given
 
 
 def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
@@ -110,12 +113,13 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
     if file:
         asked.target = asked.target or file.target
         asked.zero = file.zero if asked.zero is None else asked.zero
-    model = _resized(run.model, asked.sizes)
-    resized = replace(run, model=model, layout=Layout(), global_batch=1)
-    if options.search or (options.gpus not in (None, run.layout.devices) and not asked.whole_mesh):
+    family = asked.sizes.get("family", run.model.family)
+    model = run.model if family == run.model.family else with_family(run, family).model
+    model = replace(model, **asked.sizes)
+    if options.search or (options.gpus not in (None, run.layout.devices) and not asked.mesh):
         return _search(model, asked, known=run)
     batch = options.global_batch or run.global_batch
-    run = replace(resized, layout=_changed(run.layout, asked), global_batch=batch)
+    run = replace(run, model=model, layout=_changed(run.layout, asked), global_batch=batch)
     plan = make_plan(
         run, target=asked.target or "a100-80gb", zero=asked.zero,
         scatter_gather=options.scatter_gather,
@@ -139,13 +143,6 @@ def _changed(layout: Layout, asked: _Asked) -> Layout:
 
 
 # --- sizes ----------------------------------------------------------------------------------------
-
-
-def _resized(model: ModelConfig, sizes: dict) -> ModelConfig:
-    """The model with the sizes that are given replaced."""
-    if sizes.get("family", model.family) != model.family:
-        model = with_family(RunConfig(model=model), sizes["family"]).model
-    return replace(model, **sizes)
 
 
 def _model_of(sizes: dict) -> ModelConfig:
@@ -181,8 +178,7 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
         given = options.global_batch or (known and known.global_batch)
         return given or _batch_for(gpus, model.sequence)
 
-    mesh = math.prod(asked.layout[axis] for axis in _MESH) if asked.whole_mesh else None
-    gpus = options.gpus or mesh or (known and known.layout.devices)
+    gpus = options.gpus or asked.mesh or (known and known.layout.devices)
     if not gpus:
         gpus = fewest_gpus(model, hardware=device, batch_of=batch_of, fixed=fixed)
         chosen.append(f"gpus={gpus}: the smallest power of two that holds it")
@@ -236,17 +232,6 @@ def _said_layout(found: Found, fixed: Fixed) -> str:
 
 
 # --- what is said ---------------------------------------------------------------------------------
-
-
-def _compile(plan: Plan) -> Plan:
-    if plan.zero != plan.run.layout.zero:
-        raise UserError(
-            f"--compile compiles this program's step; layout.zero={plan.zero} is only priced: use "
-            "--layout.zero 1"
-        )
-    from mtx.compile.step import compile_plan
-
-    return replace(plan, compiled=compile_plan(plan.run, target=plan.hardware.name))
 
 
 def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:

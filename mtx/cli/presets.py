@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtx.cli.options import Flag, read_line
+from mtx.cli.options import Flag, Line, command
 from mtx.cli.output import say, table
 from mtx.config import to_dict
 from mtx.presets import NAMES, preset
+
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,28 +17,28 @@ class PresetsOptions:
     json: Flag = False  # each preset's parameters and config, as JSON
 
 
-def presets_command(arguments: list[str]) -> None:
+@command("mtx presets", PresetsOptions)
+def presets_command(line: Line[PresetsOptions]) -> None:
     """List the presets."""
-    options = read_line(arguments, PresetsOptions(), "mtx presets", presets_command).options
     from mtx.plan.flops import parameters
 
-    runs = {name: preset(name) for name in NAMES}
-    counts = {name: parameters(run.model) for name, run in runs.items()}
-    numbers = {name: {"parameters": counts[name], **to_dict(run)} for name, run in runs.items()}
-    rows = [("preset", "parameters", "layers", "hidden", "heads", "sequence", "vocab",
-             "data x pipe x tensor", "virtual", "microbatch", "batch", "devices")]  # fmt: skip
-    for name, run in runs.items():
+    counts, numbers = {name: parameters(preset(name).model) for name in NAMES}, {}
+    rows: list[tuple] = [(
+        "preset", "parameters", "layers", "hidden", "heads", "sequence", "vocab",
+        "data x pipe x tensor", "virtual", "microbatch", "batch", "devices",
+    )]  # fmt: skip
+    for name, count in counts.items():
+        run = preset(name)
         model, layout = run.model, run.layout
+        numbers[name] = {"parameters": count, **to_dict(run)}
         rows.append((
-            name, _short(counts[name]), model.layers, model.hidden, model.heads, model.sequence,
+            name, _short(count), model.layers, model.hidden, model.heads, model.sequence,
             model.vocab, f"{layout.data} x {layout.pipe} x {layout.tensor}", layout.virtual,
             layout.microbatch, run.global_batch, layout.devices,
         ))  # fmt: skip
-    say(numbers, table(rows, "<" + ">" * 11), as_json=options.json)
+    say(numbers, table(rows, "<" + ">" * 11), as_json=line.options.json)
 
 
 def _short(count: int) -> str:
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= unit:
-            return f"{count / unit:.3g}{letter}"
-    return str(count)
+    unit, letter = next((each for each in _UNITS if count >= each[0]), (1, ""))
+    return f"{count / unit:.3g}{letter}"

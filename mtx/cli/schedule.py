@@ -6,11 +6,12 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args
 
 import tyro
+from rich.console import Console
 
-from mtx.cli.options import File, Flag, Line, part, read_line
+from mtx.cli.options import File, Flag, Line, command, part
 from mtx.cli.output import check_picture, facts, say, table, write_text
 from mtx.config import Layout
 from mtx.errors import UserError
@@ -20,15 +21,15 @@ from mtx.schedules.makers import MAKERS, make, maker
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.search import WORTH_SAYING, Candidate, choose, search_schedules
 from mtx.schedules.shape import WEIGHT_SHARE, Shape, Times
-from mtx.schedules.simulate import Simulation, bubble_text, simulate
+from mtx.schedules.simulate import Model, Simulation, bubble_text, simulate
 from mtx.sizes import Sequences
-from mtx.view.schedule import run_markup, run_text, timeline_markup, timeline_text
+from mtx.view.schedule import timeline_in_colours
 
 _MOST_PRINTED = 2**18  # cells of a timeline
 _STAGES, _MICROBATCHES = 4, 8  # where nothing is said
 FOR_COMPARISON = "made for a program per stage: here for comparison, and not for auto"
 _VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
-Runs = tuple[Simulation, Simulation]  # in lock-step, and asynchronous
+Runs = dict[str, Simulation]  # by the model of how it runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class ScheduleOptions:
     weight_share: float = WEIGHT_SHARE  # of a stash: what stays of it from B to W, where split
     # a second schedule, in the same picture and trace
     beside: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
-    model: Literal["lockstep", "asynchronous"] = "lockstep"  # of timeline, picture and trace
+    model: Model = "lockstep"  # of timeline, picture and trace
     csv: File = None  # the table in the notation of torch.distributed.pipelining; - for stdout
     text: File = None  # the table as text; - for stdout
     orders: Flag = False  # csv and text hold what a program per stage runs, instead of ticks
@@ -51,7 +52,21 @@ class ScheduleOptions:
     layout: object = field(default_factory=part(Layout, "pipe", "virtual", "slices"))
 
 
-def schedule_command(arguments: list[str]) -> None:
+def _names() -> str:
+    """Every schedule's name, with a line of its own and its source."""
+    lines, groups = [], {True: "schedules:", False: f"schedules {FOR_COMPARISON}:"}
+    for name, each in MAKERS.items():
+        if title := groups.pop(each.lockstep, None):
+            lines += ["", title]
+        first = " ".join((each.make.__doc__ or "").split("\n\n")[0].split())
+        about = textwrap.shorten(first, 100, placeholder=" ...")
+        needs = f"; virtual={each.virtual}" if each.virtual else ""
+        lines += [f"  {name:<18}{about}", f"  {'':<18}{each.source}{needs}"]
+    return "\n".join(lines)
+
+
+@command("mtx schedule [NAME|FILE|auto|compare]", ScheduleOptions, more=_names)
+def schedule_command(line: Line[ScheduleOptions]) -> None:
     """Show a pipeline schedule: what each stage does in every tick, its cost and its memory.
 
     NAME is one of those below; a .csv, .txt or .json file with a table; auto, for the best within
@@ -59,8 +74,6 @@ def schedule_command(arguments: list[str]) -> None:
     the layout, pipe is 4 where it is not given, virtual and slices what the schedule needs or
     prefers; mtx train --layout.schedule runs it.
     """
-    usage = "mtx schedule [NAME|FILE|auto|compare]"
-    line = read_line(arguments, ScheduleOptions(), usage, schedule_command, more=_names)
     asked, options = _Asked(line), line.options
     if line.name == "compare":
         _compare(asked)
@@ -68,22 +81,20 @@ def schedule_command(arguments: list[str]) -> None:
     _check_outputs(options)
     names = [line.name or "1f1b"] + ([options.beside] if options.beside else [])
     made = [asked.schedule(name) for name in names]
-    schedules = [schedule for schedule, _ in made]
-    written = _write(schedules, asked)
+    runs = [asked.runs(schedule) for schedule, _ in made]
+    written = _write([each[options.model] for each in runs], options)
     if "-" in (options.csv, options.text):
         return
-    runs = [asked.runs(schedule) for schedule in schedules]
     if options.json:
-        records = [_record(schedule, pair) for schedule, pair in zip(schedules, runs, strict=True)]
+        records = [_record(each) for each in runs]
         say(records if options.beside else records[0], [], as_json=True)
         return
-    for (schedule, notes), pair in zip(made, runs, strict=True):
+    for (schedule, notes), each in zip(made, runs, strict=True):
         if schedule.stages * schedule.ticks <= _MOST_PRINTED:
-            _print_timeline(pair[0 if options.model == "lockstep" else 1], bool(written))
+            _print_timeline(each[options.model], bool(written))
         else:
             print(f"{schedule.ticks:,} ticks are too many to print: --text FILE has them")
-        said = _facts(schedule, pair, options.memory_limit) | notes
-        print("\n".join(facts(said, _WIDTH)))
+        print("\n".join(facts(_facts(each, options.memory_limit) | notes, _WIDTH)))
     print("".join(f"{line}\n" for line in facts(written, _WIDTH)), end="")
 
 
@@ -123,6 +134,7 @@ class _Asked:
             return schedule, {}
         if name == "auto":
             best = choose(self.search(slices=(self.sizes["slices"] or 1,)))
+            assert best.schedule is not None, "no other is chosen"
             chosen = {"chosen": f"{best.label}: {best.reason}"}
             return best.schedule, self._published(best.schedule) | chosen
         schedule = make(
@@ -141,12 +153,12 @@ class _Asked:
         form = "" if bubble is None else f"; bubble in closed form {bubble:.2%}"
         return {"source": f"{known.source}{form}"}
 
-    def run(self, schedule: Schedule, model: str) -> Simulation:
-        share = self.options.weight_share
-        return simulate(schedule, self.times, model=model, weight_share=share)
-
     def runs(self, schedule: Schedule) -> Runs:
-        return self.run(schedule, "lockstep"), self.run(schedule, "asynchronous")
+        share = self.options.weight_share
+        return {
+            model: simulate(schedule, self.times, model=model, weight_share=share)
+            for model in get_args(Model)[::-1]
+        }
 
 
 def _times(text: str) -> Times:
@@ -169,17 +181,15 @@ def _check_outputs(options: ScheduleOptions) -> None:
         raise UserError("--orders says what --csv or --text hold: give one of them")
 
 
-def _write(schedules: list[Schedule], asked: _Asked) -> dict[str, str]:
+def _write(runs: list[Simulation], options: ScheduleOptions) -> dict[str, str]:
     """The files of all that was written."""
-    options, written = asked.options, {}
+    schedule, written = runs[0].schedule, {}
     for what, path, render in (("csv", options.csv, to_csv), ("text", options.text, to_text)):
         if path == "-":
-            print(render(schedules[0], orders=options.orders), end="")
+            print(render(schedule, orders=options.orders), end="")
         elif path:
-            write_text(path, render(schedules[0], orders=options.orders))
+            write_text(path, render(schedule, orders=options.orders))
             written[f"wrote {what}"] = path
-    if options.draw or options.trace:
-        runs = [asked.run(schedule, options.model) for schedule in schedules]
     if options.draw:
         from mtx.view.timeline import draw_timeline
 
@@ -197,15 +207,16 @@ def _write(schedules: list[Schedule], asked: _Asked) -> dict[str, str]:
 # --- one schedule ---------------------------------------------------------------------------------
 
 
-def _record(schedule: Schedule, runs: Runs) -> dict[str, Any]:
+def _record(runs: Runs) -> dict[str, Any]:
     """What --json gives of one schedule."""
-    sizes = ("stages", "microbatches", "virtual", "slices", "ticks", "slots")
+    schedule = runs["lockstep"].schedule
     record = {"schedule": schedule.name, "in_flight": schedule.in_flight.tolist()}
-    for run in runs:
-        record[run.model] = {
+    for model, run in runs.items():
+        record[model] = {
             "in_flight": run.in_flight.tolist(), "peak_memory": run.peak_memory.tolist(),
             **{key: getattr(run, key) for key in ("makespan", "ideal", "bubble_over_ideal")},
         }  # fmt: skip
+    sizes = ("stages", "microbatches", "virtual", "slices", "ticks", "slots")
     return record | {size: getattr(schedule, size) for size in sizes}
 
 
@@ -214,25 +225,24 @@ def _print_timeline(run: Simulation, written: bool) -> None:
     of it, and its title elsewhere."""
     lockstep, terminal = run.model == "lockstep", sys.stdout.isatty()
     size = shutil.get_terminal_size((120, 40))
-    shown = run.schedule if lockstep else run
-    plain, coloured = (timeline_text, timeline_markup) if lockstep else (run_text, run_markup)
     width = None if lockstep and (written or not terminal) else size.columns
-    rows = plain(shown, width).splitlines()
+    text = timeline_in_colours(run.schedule if lockstep else run, width)
+    rows = text.plain.splitlines()
     if written and (len(rows) > size.lines or max(map(len, rows[1:-1])) > size.columns):
         print(rows[0])
     elif terminal:
-        from rich.console import Console
-
-        Console(highlight=False, soft_wrap=True).print(coloured(shown, width))
+        Console(highlight=False, soft_wrap=True).print(text)
     else:
-        print("\n".join(rows))
+        print(text.plain)
 
 
-def _facts(schedule: Schedule, runs: Runs, limit: float | None) -> dict[str, str]:
-    lockstep, asynchronous = runs
+def _facts(runs: Runs, limit: float | None) -> dict[str, str]:
+    lockstep, asynchronous = runs["lockstep"], runs["asynchronous"]
+    schedule = lockstep.schedule
     stages = f"on stages 0 to {schedule.stages - 1}" if schedule.stages > 1 else "on stage 0"
     kinds = "F, one B and one W" if schedule.split else "F and one B"
-    waiting = f", and {schedule.weight_stash.slots} of what waits for W" if schedule.split else ""
+    split = schedule.weight_stash
+    waiting = f", and {split.slots} of what waits for W" if split else ""
     over = limit is not None and lockstep.peak_memory.max() > limit
     said = {
         "ticks": f"{schedule.ticks}, each at most one {kinds}",
@@ -276,13 +286,13 @@ def _compare(asked: _Asked) -> None:
     slices = sorted({each.default_slices for each in MAKERS.values() if each.sliced})
     slices = (asked.sizes["slices"],) if asked.sizes["slices"] else tuple(slices)
     found = asked.search(slices=slices)
-    made = [candidate for candidate in found if candidate.schedule is not None]
+    made = [(one, one.schedule) for one in found if one.schedule is not None]
     if options.json:
         say([
-            _record(one.schedule, asked.runs(one.schedule))
+            _record(asked.runs(schedule))
             | {key: getattr(one, key) for key in ("for_comparison", "memory", "fits", "reason")}
             | {"schedule": one.name}
-            for one in made
+            for one, schedule in made
         ], [], as_json=True)  # fmt: skip
         return
     print("\n".join(_table(made, asked.microbatches * asked.times.work)))
@@ -291,34 +301,20 @@ def _compare(asked: _Asked) -> None:
         print("\n".join(["\nnot for these numbers:", *refused]))
     best = choose(found)
     print(f"\nbest in lock-step: {best.label}: {best.reason}")
-    if any(candidate.for_comparison for candidate in made):
+    if any(one.for_comparison for one, _ in made):
         print(f"*: {FOR_COMPARISON}")
 
 
-def _table(made: list[Candidate], ideal: float) -> list[str]:
-    head = ("schedule", "ticks", "in flight", "slots", "stashes", "lock-step", "bubble",
-            "asynchronous", "bubble", "")  # fmt: skip
-    rows = [head]
-    for candidate in made:
-        schedule = candidate.schedule
+def _table(made: list[tuple[Candidate, Schedule]], ideal: float) -> list[str]:
+    rows: list[tuple] = [
+        ("schedule", "ticks", "in flight", "slots", "stashes", "lock-step", "bubble",
+         "asynchronous", "bubble", "")
+    ]  # fmt: skip
+    for one, schedule in made:
         rows.append((
-            candidate.label + " *" * candidate.for_comparison, schedule.ticks,
-            schedule.in_flight.max(), schedule.slots, f"{candidate.memory:.4g}",
-            f"{candidate.lockstep:.5g}",
-            f"{candidate.lockstep / ideal - 1:.2%}", f"{candidate.asynchronous:.5g}",
-            f"{candidate.asynchronous / ideal - 1:.2%}", candidate.reason,
+            one.label + " *" * one.for_comparison, schedule.ticks, schedule.in_flight.max(),
+            schedule.slots, f"{one.memory:.4g}", f"{one.lockstep:.5g}",
+            f"{one.lockstep / ideal - 1:.2%}", f"{one.asynchronous:.5g}",
+            f"{one.asynchronous / ideal - 1:.2%}", one.reason,
         ))  # fmt: skip
     return table(rows, "<>>>>>>>><")
-
-
-def _names() -> str:
-    """Every schedule's name, with a line of its own and its source."""
-    lines, groups = [], {True: "schedules:", False: f"schedules {FOR_COMPARISON}:"}
-    for name, each in MAKERS.items():
-        if title := groups.pop(each.lockstep, None):
-            lines += ["", title]
-        first = " ".join((each.make.__doc__ or "").split("\n\n")[0].split())
-        about = textwrap.shorten(first, 100, placeholder=" ...")
-        needs = f"; virtual={each.virtual}" if each.virtual else ""
-        lines += [f"  {name:<18}{about}", f"  {'':<18}{each.source}{needs}"]
-    return "\n".join(lines)

@@ -13,8 +13,8 @@ from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.launch.cluster import ClusterOptions
 from mtx.launch.exits import leave_at_once
+from mtx.launch.judge import WatchOptions
 from mtx.launch.startup import StartUp, use_compile_cache
-from mtx.launch.watch_options import WatchOptions
 from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import NAMES, preset, require_data
 from mtx.sizes import VirtualDevices

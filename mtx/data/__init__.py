@@ -1,16 +1,14 @@
 """Text and datasets to batches, with numpy alone: the floor of the project that knows no device.
 
-Reading order: `batches` (samples to batches, a pure function of the number consumed before),
-`documents` and `text` (text files in memory), `indexed`, `indices` and `gpt` (Megatron-LM's
-datasets and their samples), `pairs`, `masked` and `bert` (what a BERT trains on), `corpus` (any of
-these, by one config), `loader` (batches read ahead); of tokenizers, `tokenizer_base`, `tokenizer`,
-`subwords`, `sentencepiece` and `tokenizer_files`.
+Reading order: `batches` (samples to batches, a pure function of the number consumed before, read
+ahead), `documents` (text files in memory), `indexed`, `indices` and `gpt` (Megatron-LM's datasets
+and their samples), `pairs`, `masked` and `bert` (what a BERT trains on), `corpus` (any of these, by
+one config); of tokenizers, `tokenizer_base`, `tokenizer`, `subwords`, `sentencepiece` and
+`tokenizer_files`.
 """
 
-from mtx.data.batches import Corpus
-from mtx.data.corpus import load_data
-from mtx.data.loader import read_ahead
-from mtx.data.text import load_text
+from mtx.data.batches import Corpus, read_ahead
+from mtx.data.corpus import load_data, load_text
 from mtx.data.tokenizer import Tokenizer, tokenizer_from_dict
 
 __all__ = [

@@ -7,6 +7,7 @@ were consumed before it; that number is all the state there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,44 +41,30 @@ class Corpus:
 
     @property
     def vocab(self) -> int:
-        """Every token is below it."""
         return self.tokenizer.vocab
-
-    @property
-    def train_tokens(self) -> int:
-        return self.train.part_tokens
-
-    @property
-    def eval_tokens(self) -> int:
-        return self.held_out.part_tokens
 
     def describe(self) -> str:
         """One line: where from, how many tokens on each side, and the tokenizer."""
         packed = "; documents packed" if self.packed else ""
         return (
-            f"{self.source}; {self.train_tokens:,} tokens to train on, {self.eval_tokens:,} held "
-            f"out; {self.tokenizer.name} tokenizer, vocab {self.vocab:,}{packed}"
+            f"{self.source}; {self.train.part_tokens:,} tokens to train on, "
+            f"{self.held_out.part_tokens:,} held out; {self.tokenizer.name} tokenizer, vocab "
+            f"{self.vocab:,}{packed}"
         )
 
     def batch(self, consumed: int, rows: int, local: Sequence[int] | None = None) -> Batch:
         """The training batch after the first `consumed` samples; see `make_batch`."""
-        return self._make(self.train, consumed, rows, local=local)
+        return self.make(self.train, consumed, rows, local=local)
 
     def eval_batches(
         self, count: int, rows: int, local: Sequence[int] | None = None
     ) -> Iterator[Batch]:
-        """At most `count` held-out batches, always the same ones, each read when it is asked for.
-        Where what is held out ends sooner, there are fewer, the last filled up with rows of weight
-        0."""
+        """At most `count` held-out batches, always the same ones, each read when it is asked for;
+        where what is held out ends sooner, the last one is filled up with rows of weight 0."""
         last = min(count * rows, self.held_out.distinct)
         for first in range(0, last, rows):
             filled = min(rows, last - first)
-            yield self._make(self.held_out, first, rows, local=local, filled=filled)
-
-    def _make(self, source: SampleSource, consumed: int, rows: int, **wanted) -> Batch:
-        if self.packed:
-            wanted["packed_at"] = self.tokenizer.eod
-        return self.make(source, consumed, rows, **wanted)
+            yield self.make(self.held_out, first, rows, local=local, filled=filled)
 
 
 def make_batch(
@@ -136,3 +123,32 @@ def pack_documents(tokens: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     return np.cumsum(begins, axis=1, dtype=np.int32), (places - starts).astype(np.int32)
+
+
+@contextmanager
+def read_ahead(
+    corpus: Corpus,
+    consumed: int,
+    rows: int,
+    *,
+    local: Sequence[int] | None = None,
+    threads: int = 2,
+    ahead: int = 4,
+) -> Iterator[Iterator[Batch]]:
+    """The batches of `rows` samples after the first `consumed`, one after the other.
+
+    Those of `corpus.batch`, of which `ahead` are read by `threads` of this process before they are
+    asked for, by Grain: other processes would read no faster, as a sample is a copy from a mapped
+    file, and would have to send it. Raises what `corpus.batch` raises.
+    """
+    import grain  # loads JAX, which this package does not need elsewhere
+
+    batches = grain.MapDataset.range(2**62 // rows).map(
+        lambda step: corpus.batch(consumed + int(step) * rows, rows, local)
+    )
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+    iterator = iter(batches.to_iter_dataset(options))
+    try:
+        yield iterator
+    finally:
+        iterator.close()

@@ -5,19 +5,21 @@ B batch rows · S sequence. A sample is a pure function of the sentences, the se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mtx.config import DataConfig
-from mtx.data.batches import Batch, SampleSource, rows_to_read
-from mtx.data.gpt import require_tokens
-from mtx.data.indexed import IndexedDataset
+from mtx.data.batches import Batch, SampleSource, make_batch, rows_to_read
+from mtx.data.indexed import IndexedDataset, require_tokens
 from mtx.data.masked import Masking, mask_words
 from mtx.data.pairs import Pairs, Sentences, least_sentences, rng_of
 from mtx.data.special_tokens import BertVocab
 from mtx.data.split import Division, divide
+from mtx.data.tokenizer_base import Tokenizer
+from mtx.files import Name
 
 
 class BertSample(NamedTuple):
@@ -43,7 +45,7 @@ class BertSamples:
         sequence: int,
         config: DataConfig,
         part: Division | None = None,
-        cache: str | None = None,
+        cache: Name | None = None,
         name: str = "the text",
     ):
         """part: of the documents, by default all. Raises UserError as `Pairs` does."""
@@ -57,19 +59,13 @@ class BertSamples:
             room=sequence - special, order=config.order, short_fraction=config.short_fraction,
             seed=config.seed, cache=cache, name=name,
         )  # fmt: skip
-        self.part_tokens = self._pairs.tokens
+        self.part_tokens, self.distinct = self._pairs.tokens, len(self)
 
     def __str__(self) -> str:
         return self._name
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
         return len(self._pairs)
-
-    @property
-    def distinct(self) -> int:
-        """The samples before a pair is given twice."""
-        return len(self)
 
     def __getitem__(self, index: int) -> BertSample:
         """Sample `index`: the same pair as one epoch before, cut and masked in another way."""
@@ -93,13 +89,10 @@ def make_bert_batch(
     filled: int | None = None,
     pad: int,
 ) -> Batch:
-    """The `rows` (B) samples after the first `consumed`.
-
-    tokens int32 [B, S], targets int32 [B, S], weights float32 [B, S] (1 where a token is to be
-    predicted), types int32 [B, S] (1 in the second text and at its end), segments int32 [B, S] (0
-    for padding, 1 for the rest) and order int32 [B].
-    local: the rows to read, where this process needs no others; filled: those that there are. The
-    others are padding, the token `pad`, with weight 0 and order -1.
+    """As `make_batch`: tokens int32 [B, S], targets int32 [B, S], weights float32 [B, S] (1 where a
+    token is to be predicted), types int32 [B, S] (1 in the second text and at its end), segments
+    int32 [B, S] (0 for padding, 1 for the rest) and order int32 [B]. Rows that are not read are
+    padding, the token `pad`, with weight 0 and order -1.
     """
     shape, wanted = (rows, source.sequence), rows_to_read(consumed, rows, local, filled)
     batch = {
@@ -119,10 +112,19 @@ def make_bert_batch(
     return batch
 
 
+def batch_maker(
+    tokenizer: Tokenizer, vocab: BertVocab | None, *, packed: bool
+) -> Callable[..., Batch]:
+    """`make_bert_batch`, where there is a BERT's `vocab`, or else `make_batch`."""
+    if vocab is not None:
+        return functools.partial(make_bert_batch, pad=vocab.special.pad)
+    return functools.partial(make_batch, packed_at=tokenizer.eod if packed else None)
+
+
 def divide_documents(dataset: IndexedDataset, config: DataConfig, part: str) -> Division:
     """What a part has of the documents: whole ones where those make samples, or else sentences."""
     least, documents = least_sentences(config.order), 2 if config.order == "nsp" else 1
     return divide(
         np.diff(dataset.documents), config.split, part, by=config.split_by,
-        serves=lambda counts: np.count_nonzero(counts >= least) >= documents,
+        serves=lambda counts: int(np.count_nonzero(counts >= least)) >= documents,
     )  # fmt: skip

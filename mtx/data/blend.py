@@ -1,24 +1,26 @@
 """Several corpora as one: which sample of which dataset each sample of a blend is.
 
 Megatron-LM's choice is greedy: the next sample is of the dataset that is furthest behind its share.
-Each choice depends on the one before, so a loop would take minutes for a long run. But the greedy
-walk forgets where it began: two walks that differ by a few samples soon make the same choices. So
-we start walks at many places at once from guessed counts, and keep the result only if each walk
-ends in the counts that the next one began with; then it is that of one long walk, bit for bit.
+One loop over the samples would take minutes for a long run. But two walks that differ by a few
+samples soon make the same choices: so we start walks at many places at once from guessed counts,
+and keep the result only if each walk ends in the counts that the next one began with; then it is
+that of one long walk, bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from mtx.data.cache import cached_arrays
+from mtx.data.cache import Arrays, cached_arrays
 from mtx.data.indexed import is_dataset
 from mtx.data.samples import require_sample
 from mtx.errors import UserError
+from mtx.files import Name
 
 _WALK = 4096  # steps of a walk, at least
 _LEAD = 256  # steps that a walk takes before its first one that counts, and 64 a dataset
@@ -28,24 +30,19 @@ _MOST_WALKS = 8192
 def read_blend(names: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """(prefixes, weights) of "0.7 corpus 0.3 code", as Megatron-LM's users write it; without
     weights, all names are prefixes and the weights None."""
-    weights = [_weight(name) for name in names]
-    if all(weight is None for weight in weights):
+    weights = {}  # by place
+    for place, name in enumerate(names):
+        with contextlib.suppress(ValueError):
+            if not os.path.exists(name) and not is_dataset(name):
+                weights[place] = float(name)
+    if not weights:
         return list(names), None
-    if len(names) % 2 or None in weights[::2]:
+    if len(names) % 2 or not {*range(0, len(names), 2)} <= {*weights}:
         raise UserError(
             "weights and datasets must take turns, as in 0.7 corpus 0.3 code, and not "
             f"{_listed(names)}"
         )
-    return list(names[1::2]), weights[::2]
-
-
-def _weight(name: str) -> float | None:
-    if os.path.exists(name) or is_dataset(name):
-        return None
-    try:
-        return float(name)
-    except ValueError:
-        return None
+    return list(names[1::2]), [weights[place] for place in range(0, len(names), 2)]
 
 
 def normalize_weights(weights: Sequence[float]) -> np.ndarray:
@@ -90,7 +87,7 @@ class BlendedDataset:
         *,
         samples: int | None = None,
         endless: bool = True,
-        cache: str | os.PathLike | None = None,
+        cache: Name | None = None,
     ):
         """datasets: GPTDataset or BertSamples. Raises UserError for weights that are not above 0,
         or without samples."""
@@ -98,25 +95,24 @@ class BlendedDataset:
             raise UserError("a blend takes weights and samples together, or neither of them")
         self.datasets, self.sequence = datasets, datasets[0].sequence
         self.part_tokens = sum(dataset.part_tokens for dataset in datasets)
-        sizes = [len(dataset) for dataset in datasets]
-        description = {"kind": "Megatron-LM blend", "samples": None, "sizes": sizes}
-        shares = None if weights is None else shares_of(weights, datasets)
-        if shares is not None:
-            shares = shares.tolist()
-            description = {"kind": "Megatron-LM blend", "samples": samples}
+        sizes, shares = [len(dataset) for dataset in datasets], []
+        description: dict = {"kind": "Megatron-LM blend", "samples": samples}
+        if weights is None:
+            description["sizes"] = sizes
+        else:
+            shares = shares_of(weights, datasets).tolist()
             description["weights"] = [share.hex() for share in shares]
 
-        def build() -> dict[str, np.ndarray]:
+        def build() -> Arrays:
             # Shares are normalized a second time, as Megatron-LM does: it may change a last bit.
-            walked = blend_all(sizes) if shares is None else blend_by_weights(shares, samples)
-            return dict(zip(("dataset", "sample"), walked, strict=True))
+            walked = blend_all(sizes) if samples is None else blend_by_weights(shares, samples)
+            return {"dataset": walked[0], "sample": walked[1]}
 
         arrays = cached_arrays(cache, description, build)
         self._dataset, self._sample = arrays["dataset"], arrays["sample"]
-        self._all_endless, self.distinct = endless and shares is None, len(self)
-        if shares is not None:
-            epochs = (int(size / share) for size, share in zip(sizes, shares, strict=True))
-            self.distinct = min(len(self), *epochs)  # samples before one is given twice
+        self._all_endless = endless and not shares
+        epochs = (int(size / share) for size, share in zip(sizes, shares))
+        self.distinct = min([len(self), *epochs])  # samples before one is given twice
         taken = np.bincount(self._dataset, minlength=len(sizes))
         for dataset, count, size in zip(datasets, taken.tolist(), sizes, strict=True):
             if count > size and not endless:
@@ -126,7 +122,6 @@ class BlendedDataset:
                 )
 
     def __len__(self) -> int:
-        """Samples; of one epoch, where it is endless and without weights."""
         return len(self._dataset)
 
     def __getitem__(self, index: int):
@@ -153,7 +148,9 @@ def blend_all(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return _walk(normalize_weights(sizes), np.array(sizes, np.int64), total)
 
 
-def _walk(weights: np.ndarray, sizes: np.ndarray | None, samples: int):
+def _walk(
+    weights: np.ndarray, sizes: np.ndarray | None, samples: int
+) -> tuple[np.ndarray, np.ndarray]:
     if len(weights) > np.iinfo(np.int16).max:
         raise UserError(f"{len(weights):,} datasets are too many for a blend; merge some of them")
     walks = max(1, min(_MOST_WALKS, samples // _WALK))
@@ -174,10 +171,7 @@ def _walk(weights: np.ndarray, sizes: np.ndarray | None, samples: int):
         begin[open_walks] = end[open_walks - 1]
     left = samples - walks * steps
     _, *tail = _advance(end[-1:], weights, sizes, np.array([walks * steps]), left)
-    return tuple(
-        np.concatenate([whole.reshape(-1), rest.reshape(-1)])
-        for whole, rest in zip((dataset, sample), tail, strict=True)
-    )
+    return np.append(dataset, tail[0]), np.append(sample, tail[1])
 
 
 def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -192,11 +186,7 @@ def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _advance(
-    counts: np.ndarray,
-    weights: np.ndarray,
-    sizes: np.ndarray | None,
-    first: np.ndarray,
-    steps: int,
+    counts: np.ndarray, weights: np.ndarray, sizes: np.ndarray | None, first: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Walks of `steps` steps from step `first` [walks] and `counts` [walks, datasets] on: the
     counts then (whole numbers in float64), and dataset and sample [walks, steps] of each step."""

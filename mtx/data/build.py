@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from mtx.data.indexed import IndexedWriter, require_new, token_type
+from mtx.data.indexed import IndexedDataset, IndexedWriter, require_new, token_type
 from mtx.data.sources import Chunk, Reading, Text, find_files, read_chunks, texts_of
 from mtx.data.subwords import MOST_CHARACTERS
 from mtx.data.tokenizer import Tokenizer
@@ -48,17 +48,17 @@ class Recipe:
     level: Level = "document"  # a sequence is a document (GPT) or a sentence (BERT)
     reading: Reading = Reading()
 
+    def load(self) -> Tokenizer:
+        """BERT's documents have no end token unless one is asked for."""
+        bert = self.level == "sentence" and self.eod == "auto"
+        return load_tokenizer(self.tokenizer, eod="none" if bert else self.eod)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """What was written."""
 
-    prefix: str
-    identity: TokenizerIdentity
-    dtype: np.dtype
-    documents: int
-    sequences: int
-    tokens: int
+    dataset: IndexedDataset
     empty: int  # documents without a token, left out
     text_bytes: int  # unpacked
 
@@ -99,14 +99,17 @@ def build_dataset(
     in this process, None has one for each CPU. `report` is called after each chunk.
     Raises UserError for inputs that cannot be read or hold no text; then nothing is written.
     """
-    processes = checked("processes", _cpus() if processes is None else processes, Processes)
-    tokenizer = load_tokenizer(recipe.tokenizer, eod=_eod_of(recipe))
+    if processes is None:
+        affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        processes = len(affinity(0))
+    checked("processes", processes, Processes)
+    tokenizer = recipe.load()
     require_new(prefix)
     files = find_files(inputs)
     total, dtype = sum(os.path.getsize(file) for file in files), token_type(tokenizer.vocab)
     cuts = tokenizer.cuts if recipe.level == "document" else None
     chunks = read_chunks(files, recipe.reading, cuts=cuts, most_characters=MOST_CHARACTERS)
-    tokens = empty = text_bytes = read_bytes = 0
+    empty = text_bytes = read_bytes = 0
     begun = False  # whether a document has tokens in the chunks before
     with IndexedWriter(prefix, dtype, identity=tokenizer.identity) as writer:
         for chunk, encoded in _encode_all(chunks, recipe, tokenizer, processes):
@@ -120,23 +123,13 @@ def build_dataset(
             else:
                 empty += 1
             begun = not chunk.ends and (begun or len(encoded.tokens) > 0)
-            tokens = writer.tokens
             report(Progress(
-                read_bytes=read_bytes, total_bytes=total, text_bytes=text_bytes, tokens=tokens
+                read_bytes=read_bytes, total_bytes=total, text_bytes=text_bytes,
+                tokens=writer.tokens,
             ))  # fmt: skip
         if not writer.documents:
             raise UserError(f"no text in {', '.join(inputs[:3])}: there is nothing to write")
-    return Built(
-        prefix=prefix, identity=tokenizer.identity, dtype=dtype, documents=writer.documents,
-        sequences=writer.sequences, tokens=tokens, empty=empty, text_bytes=text_bytes,
-    )  # fmt: skip
-
-
-def _cpus() -> int:
-    """Those that this process may use, where the system says so."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return Built(dataset=IndexedDataset(prefix), empty=empty, text_bytes=text_bytes)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -151,11 +144,6 @@ def split_sentences(text: str) -> list[str]:
             sentences.append(text[start : end.end()])
             start = end.end()
     return [stripped for part in [*sentences, text[start:]] if (stripped := part.strip())]
-
-
-def _eod_of(recipe: Recipe) -> str:
-    """BERT's documents have no end token unless one is asked for."""
-    return "none" if recipe.level == "sentence" and recipe.eod == "auto" else recipe.eod
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -176,14 +164,13 @@ def _encode_all(
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            result = pool.submit(_encode_in_worker, chunk, recipe, tokenizer.identity)
-            waiting.append((chunk, result))
+            waiting.append(
+                (chunk, pool.submit(_encode_in_worker, chunk, recipe, tokenizer.identity))
+            )
             if len(waiting) >= _WAITING * processes:
                 chunk, result = waiting.popleft()
                 yield chunk, result.result()
-        while waiting:
-            chunk, result = waiting.popleft()
-            yield chunk, result.result()
+        yield from ((chunk, result.result()) for chunk, result in waiting)
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError(
             "a worker process was killed, perhaps for want of memory; use fewer processes"
@@ -198,16 +185,15 @@ def _start_worker() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _worker_tokenizer(name: str, eod: str, identity: TokenizerIdentity) -> Tokenizer:
-    tokenizer = load_tokenizer(name, eod=eod)
+def _worker_tokenizer(recipe: Recipe, identity: TokenizerIdentity) -> Tokenizer:
+    tokenizer = recipe.load()
     if tokenizer.identity != identity:
-        raise UserError(f"{name} changed while the dataset was built; build it again")
+        raise UserError(f"{recipe.tokenizer} changed while the dataset was built; build it again")
     return tokenizer
 
 
 def _encode_in_worker(chunk: Chunk, recipe: Recipe, identity: TokenizerIdentity) -> _Encoded:
-    tokenizer = _worker_tokenizer(recipe.tokenizer, _eod_of(recipe), identity)
-    return _encode_chunk(chunk, recipe, tokenizer)
+    return _encode_chunk(chunk, recipe, _worker_tokenizer(recipe, identity))
 
 
 def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encoded:
@@ -219,7 +205,7 @@ def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encode
         raise UserError(f"{chunk.file}{where}: {error}") from None
     end = [] if tokenizer.eod is None else [np.array([tokenizer.eod], np.int32)]
     dtype, text_bytes = token_type(tokenizer.vocab), _text_bytes(chunk)
-    if chunk.kind == "part" and recipe.level == "document":
+    if chunk.part and recipe.level == "document":
         tokens = np.concatenate([*encoded, *(end if chunk.ends else [])]).astype(dtype)
         return _Encoded(
             tokens=tokens, lengths=np.array([len(tokens)]), counts=np.array([1]),
@@ -235,12 +221,9 @@ def _encode_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> _Encode
             lengths[-1] += len(end)
             counts.append(len(kept))
     return _Encoded(
-        tokens=np.concatenate(parts).astype(dtype),
-        lengths=np.array(lengths, np.int64),
-        counts=np.array(counts, np.int64),
-        text_bytes=text_bytes,
-        empty=len(groups) - len(counts),
-    )
+        tokens=np.concatenate(parts).astype(dtype), lengths=np.array(lengths, np.int64),
+        counts=np.array(counts, np.int64), text_bytes=text_bytes, empty=len(groups) - len(counts),
+    )  # fmt: skip
 
 
 def _sequences(text: Text, level: Level) -> list[str]:
@@ -250,6 +233,6 @@ def _sequences(text: Text, level: Level) -> list[str]:
 
 
 def _text_bytes(chunk: Chunk) -> int:
-    if chunk.kind == "texts":
-        return sum(len(_sequences(text, "document")[0].encode()) for text in chunk.data)
-    return len(chunk.data if isinstance(chunk.data, bytes) else chunk.data.encode())
+    if chunk.texts is None:
+        return len(chunk.data)
+    return sum(len(_sequences(text, "document")[0].encode()) for text in chunk.texts)

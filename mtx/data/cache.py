@@ -7,19 +7,19 @@ to finish is kept, and on disks that are not shared each has its own.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from mtx.data.indexed import sync, sync_folder
 from mtx.errors import UserError
-from mtx.files import read_json
+from mtx.files import Name, read_json
 from mtx.paths import user_path
 
 Arrays = dict[str, np.ndarray]
@@ -29,15 +29,10 @@ class CacheError(UserError):
     """The folder cannot be written; without a folder it would go."""
 
 
-def cached_arrays(
-    folder: str | os.PathLike | None, description: dict, build: Callable[[], Arrays]
-) -> Arrays:
+def cached_arrays(folder: Name | None, description: dict, build: Callable[[], Arrays]) -> Arrays:
     """What `build` gives, from `folder` (read-only, memory-mapped) if it is there, and kept there
-    if it is not; folder None: built, and kept nowhere.
-
-    description: plain values that decide the arrays. Raises CacheError where the folder cannot be
-    written, and UserError where an entry is damaged.
-    """
+    if it is not; folder None: built, and kept nowhere. description: plain values that decide the
+    arrays. CacheError where the folder cannot be written, UserError where an entry is damaged."""
     if folder is None:
         return build()
     entry = user_path(folder) / hash_of(description)
@@ -58,14 +53,14 @@ def hash_of_array(array: np.ndarray) -> str:
 
 
 def hash_of(description: dict) -> str:
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _write(entry: Path, description: dict, arrays: Arrays) -> None:
-    written = entry.with_name(f".{entry.name}.{uuid.uuid4().hex[:12]}")
-    written.mkdir(parents=True)
-    try:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".", dir=entry.parent) as folder:
+        written = Path(folder, "entry")  # with the user's own permissions, which `folder` has not
+        written.mkdir()
         shapes = {name: [str(array.dtype), *array.shape] for name, array in arrays.items()}
         said = json.dumps({"description": description, "arrays": shapes}, indent=1)
         with open(written / "description.json", "xb") as file:
@@ -82,21 +77,15 @@ def _write(entry: Path, description: dict, arrays: Arrays) -> None:
             if not entry.exists():  # else another process was first, with the same arrays
                 raise
         sync_folder(entry.parent)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
 
 
 def _read(entry: Path, description: dict) -> Arrays:
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError):
         said = read_json(entry / "description.json")
-        arrays = {}
-        for name, (dtype, *shape) in said["arrays"].items():
-            array = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            if (str(array.dtype), array.shape) != (dtype, tuple(shape)):
-                raise ValueError(name)
-            arrays[name] = np.asarray(array)  # a plain array: its items are read faster
-        if said["description"] == json.loads(json.dumps(description)):
+        files = {name: entry / f"{name}.npy" for name in said["arrays"]}
+        # Plain arrays of what is mapped: their items are read faster.
+        arrays = {name: np.asarray(np.load(file, mmap_mode="r")) for name, file in files.items()}
+        shapes = {name: [str(array.dtype), *array.shape] for name, array in arrays.items()}
+        if said == {"description": json.loads(json.dumps(description)), "arrays": shapes}:
             return arrays
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
-        pass
     raise UserError(f"the index cache {entry} is damaged; remove that folder")

@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from mtx.config import DataConfig, ModelConfig, RunConfig
-from mtx.data.batches import Corpus, make_batch
-from mtx.data.bert import BertSamples, divide_documents, make_bert_batch
+from mtx.data.batches import Corpus, SampleSource
+from mtx.data.bert import BertSamples, batch_maker, divide_documents
 from mtx.data.blend import BlendedDataset, normalize_weights, read_blend
+from mtx.data.build import split_sentences
 from mtx.data.cache import CacheError
-from mtx.data.documents import text_files
+from mtx.data.documents import hold_out, listed, read_documents, text_files
 from mtx.data.gpt import divide_tokens, open_part
-from mtx.data.indexed import IndexedDataset, strip_suffix
-from mtx.data.special_tokens import find_bert_vocab
-from mtx.data.text import load_text, named_tokenizer
-from mtx.data.tokenizer import Tokenizer
+from mtx.data.indexed import IndexedDataset, is_dataset, strip_suffix, token_type
+from mtx.data.pairs import SentenceList
+from mtx.data.samples import Samples
+from mtx.data.special_tokens import find_bert_vocab, find_special_tokens
+from mtx.data.tokenizer import WORDPIECE, ByteTokenizer, Tokenizer, train_bpe, train_wordpiece
+from mtx.data.tokenizer_base import Eod, TokenizerIdentity
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 
@@ -33,16 +39,15 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
     """
     config, (prefixes, weights) = run.data, _datasets_of(run.data)
-    if not prefixes:  # a dataset that is not there is no text either
-        corpus = load_text(config, sequence=run.model.sequence, bert=run.model.family == "bert")
-        only = ("split", "split_by", "cache")
-        _refuse(config, only, "is for datasets; text is held out by eval_fraction")
-        return corpus
-    wanted = {
-        "train": run.steps * run.global_batch if samples is None else samples,
-        "valid": run.eval_batches * run.global_batch,
-    }
-    return _open_datasets(run, prefixes, weights, wanted)
+    if prefixes:
+        samples = run.steps * run.global_batch if samples is None else samples
+        wanted = {"train": samples, "valid": run.eval_batches * run.global_batch}
+        return _open_datasets(run, prefixes, weights, wanted)
+    # A dataset that is not there is no text either.
+    corpus = load_text(config, sequence=run.model.sequence, bert=run.model.family == "bert")
+    only = ("split", "split_by", "cache")
+    _refuse(config, only, "is for datasets; text is held out by eval_fraction")
+    return corpus
 
 
 def check_data(run: RunConfig) -> None:
@@ -83,6 +88,9 @@ def default_cache(prefix: str) -> Path:
     return Path(strip_suffix(prefix)).absolute().parent / _CACHE_NAME
 
 
+# --- datasets -------------------------------------------------------------------------------------
+
+
 def _open_datasets(
     run: RunConfig, prefixes: list[str], weights: list[float] | None, wanted: dict[str, int]
 ) -> Corpus:
@@ -95,14 +103,12 @@ def _open_datasets(
             f"packed=True needs to know where documents end, and {prefixes[0]} was made without "
             "an end-of-document token; use packed=False, or build it again with one"
         )
-    make = make_batch
+    vocab = find_bert_vocab(tokenizer) if run.model.family == "bert" else None
     open_one = functools.partial(
         open_part, datasets, weights, sequence=run.model.sequence, split=config.split,
         split_by=config.split_by, seed=config.seed, vocab=tokenizer.vocab, eod=tokenizer.eod,
     )  # fmt: skip
-    if run.model.family == "bert":
-        vocab = find_bert_vocab(tokenizer)
-        make = functools.partial(make_bert_batch, pad=vocab.special.pad)
+    if vocab is not None:
         open_one = functools.partial(_open_sentences, run, datasets, weights, vocab)
     cache, where = config.cache or default_cache(prefixes[0]), ""
 
@@ -120,7 +126,8 @@ def _open_datasets(
         where = f", indices in memory since {cache} cannot be written"
         train, held_out = open_parts(None)
     return Corpus(
-        tokenizer=tokenizer, train=train, held_out=held_out, make=make, packed=config.packed,
+        tokenizer=tokenizer, train=train, held_out=held_out, packed=config.packed,
+        make=batch_maker(tokenizer, vocab, packed=config.packed),
         source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
     )  # fmt: skip
 
@@ -148,7 +155,7 @@ def _tokenizer_of(run: RunConfig, datasets: list[IndexedDataset]) -> Tokenizer:
     config, bert = run.data, run.model.family == "bert"
     known = next((dataset for dataset in datasets if dataset.identity), None)
     try:
-        tokenizer = named_tokenizer(config, bert=bert, made=known)
+        tokenizer = named_tokenizer(config, bert=bert, made=known.identity if known else None)
     except UserError:
         if known and not bert and config.tokenizer != "bpe":
             # If it is another tokenizer, that is the matter.
@@ -177,16 +184,10 @@ def _refuse(config: DataConfig, names: tuple[str, ...], why: str) -> None:
             raise UserError(f"data {name}={value!r} {why}; leave it out")
 
 
-def _names_dataset(name: str) -> bool:
-    """Whether one of its files is there; that the other is too, the reader says."""
-    prefix = strip_suffix(name)
-    return any(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
-
-
 def _datasets_of(config: DataConfig) -> tuple[list[str], list[float] | None]:
     """The prefixes of datasets that are named, and their weights; none where text is."""
     prefixes, weights = read_blend(config.path)
-    found = [_names_dataset(prefix) for prefix in prefixes]
+    found = [is_dataset(prefix) for prefix in prefixes]
     if not any(found):
         if weights is not None:
             raise UserError(
@@ -208,8 +209,95 @@ def _described(prefixes: list[str], weights: list[float] | None) -> str:
         return f"dataset {prefixes[0]}"
     if weights is None:
         return f"{len(prefixes)} datasets, all samples"
-    shares = [
-        f"{share:.1%} {prefix}" for share, prefix in zip(normalize_weights(weights), prefixes)
-    ]
-    more = f" and {len(shares) - 3} more" if len(shares) > 3 else ""
-    return f"{len(prefixes)} datasets, {', '.join(shares[:3])}{more}"
+    pairs = zip(normalize_weights(weights), prefixes, strict=True)
+    return f"{len(prefixes)} datasets, {listed([f'{a:.1%} {b}' for a, b in pairs])}"
+
+
+# --- text in memory -------------------------------------------------------------------------------
+
+
+def load_text(config: DataConfig, *, sequence: int, bert: bool = False) -> Corpus:
+    """Reads, splits and tokenizes what `config` names, for samples of `sequence` tokens (S).
+
+    The split comes first: a vocabulary is trained on the training text alone. Each document is
+    followed by the tokenizer's end-of-document token, on both sides; a BERT's is cut into sentences
+    instead (see `split_sentences`).
+    Raises UserError for text that cannot be read (see `read_documents`), that has not one sample on
+    either side, and for a tokenizer without an end-of-document or, for a BERT, special tokens.
+    """
+    documents = read_documents(config.path)
+    split = hold_out(documents.texts, fraction=config.eval_fraction, seed=config.seed)
+    if config.tokenizer == (WORDPIECE if bert else "bpe"):
+        train = train_wordpiece if bert else train_bpe
+        tokenizer = train(split.train, vocab=config.bpe_vocab)
+    else:
+        tokenizer = named_tokenizer(config, bert=bert)
+    if tokenizer.eod is None and not bert:
+        raise UserError(
+            f"eod={config.eod!r} leaves documents of text without an end; use auto, or a token"
+        )
+    vocab = find_bert_vocab(tokenizer) if bert else None
+
+    def samples(side: str, texts: Sequence[str], remedy: str, seed: int | None) -> SampleSource:
+        if vocab is not None:
+            sentences = _encode(texts, tokenizer)
+            return BertSamples(sentences, vocab, sequence=sequence, config=config, name=side)
+        tokens = _join(texts, tokenizer)
+        if len(tokens) > sequence:
+            return Samples(tokens, sequence=sequence, seed=seed)
+        shorter = f" or use sequence={len(tokens) - 1} or less" if len(tokens) > 1 else ""
+        raise UserError(
+            f"{side} has {len(tokens)} tokens, but one sample needs sequence+1={sequence + 1}; "
+            f"give more text{remedy}{shorter}"
+        )
+
+    more = f", raise eval_fraction={config.eval_fraction}"
+    return Corpus(
+        tokenizer=tokenizer, packed=config.packed,
+        make=batch_maker(tokenizer, vocab, packed=config.packed),
+        train=samples("the training text", split.train, "", config.seed),
+        held_out=samples("the held-out text", split.held_out, more, None),
+        source=f"{documents.source}, {split.describe()}",
+    )  # fmt: skip
+
+
+def named_tokenizer(
+    config: DataConfig, *, bert: bool, made: TokenizerIdentity | None = None
+) -> Tokenizer:
+    """The tokenizer that `config` names; where eod is "auto", with the end-of-document token of the
+    one that `made` the datasets, or else none for a BERT. UserError for one that is trained on the
+    text, and for a BERT's without special tokens."""
+    if config.tokenizer == (WORDPIECE if bert else "bpe"):
+        raise UserError(
+            f"data tokenizer={config.tokenizer!r} is trained on text, and here is none (the data "
+            "path names datasets, perhaps); name the tokenizer that made them, or the model's own"
+        )
+    if bert and config.tokenizer in (ByteTokenizer.kind, "bpe"):
+        raise UserError(
+            f"tokenizer={config.tokenizer!r} has no [MASK] and the like, which a BERT needs; use "
+            "its tokenizer.json or vocab.txt, or wordpiece, trained on the text"
+        )
+    eod: Eod = config.eod
+    if eod == "auto" and (made or bert):
+        eod = made.eod if made else None
+    tokenizer = load_tokenizer(config.tokenizer, eod=eod)
+    if bert:
+        find_special_tokens(tokenizer)
+    return tokenizer
+
+
+def _join(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+    """One flat array, each text followed by end-of-document, in the narrowest type that fits."""
+    kind = np.min_scalar_type(tokenizer.vocab - 1)
+    parts = [np.empty(0, kind)]
+    for text in texts:
+        parts += [tokenizer.encode(text).astype(kind), np.array([tokenizer.eod], kind)]
+    return np.concatenate(parts)
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> SentenceList:
+    sentences = [split_sentences(text) for text in texts]
+    ids = iter(tokenizer.encode_all([one for some in sentences for one in some]))
+    encoded = [[next(ids) for _ in some] for some in sentences]
+    kept = [[one for one in some if len(one)] for some in encoded]
+    return SentenceList(kept, token_type(tokenizer.vocab))

@@ -11,15 +11,15 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mtx.data.samples import shuffled
-from mtx.data.sources import TEXT_SUFFIXES, read_whole
+from mtx.data.sources import TEXT_SUFFIXES, files_below, read_whole
 from mtx.errors import UserError
 from mtx.paths import user_path
 
 
-@dataclass(frozen=True, kw_only=True)
-class Documents:
+class Documents(NamedTuple):
     """Texts in an order that depends on names only, never on the file system's."""
 
     texts: list[str]
@@ -44,9 +44,8 @@ class Split:
 def read_documents(paths: Sequence[str]) -> Documents:
     """The documents in `paths` (files and folders), or Python's help topics if there are none.
 
-    A file that is named is taken whatever its suffix. In a folder every file with one of
-    TEXT_SUFFIXES is taken, recursively and through links, but for hidden names (".git") and
-    empty files. A file that is reached twice is read once: it must not be trained on and held out.
+    A file that is named is taken whatever its suffix, in a folder those of `files_below`, but for
+    empty ones. A file that is reached twice is read once: it must not be trained on and held out.
     Raises UserError for a path that is missing, unreadable, empty or not UTF-8 text.
     """
     if not paths:
@@ -54,18 +53,18 @@ def read_documents(paths: Sequence[str]) -> Documents:
     read: dict[str, str] = {}
     named = {Path(name).expanduser() for name in paths}
     for file in text_files(paths):
-        real = os.path.realpath(file)
-        if real not in read:
+        if (real := os.path.realpath(file)) not in read:
             read[real] = read_whole(file)
         if not read[real] and file in named:
             raise UserError(f"{file} is empty; take it out of the data path")
     texts = [text for text in read.values() if text]
     empty = len(read) - len(texts)
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     if not texts:
-        raise UserError(f"all text files in {named} are empty ({empty}); name files that hold text")
-    source = f"{_plural(len(texts), 'file')} from {named}"
-    return Documents(texts=texts, source=source + (f" ({empty} empty left out)" if empty else ""))
+        raise UserError(
+            f"all text files in {listed(paths)} are empty ({empty}); name files that hold text"
+        )
+    source = f"{_plural(len(texts), 'file')} from {listed(paths)}"
+    return Documents(texts, source + (f" ({empty} empty left out)" if empty else ""))
 
 
 def text_files(paths: Sequence[str]) -> Iterator[Path]:
@@ -78,7 +77,7 @@ def text_files(paths: Sequence[str]) -> Iterator[Path]:
                 f"data path {name!r} does not exist or cannot be reached (from {Path.cwd()}); name "
                 "files, folders or datasets that are there, or none to use Python's help topics"
             )
-        yield from _text_files(path) if path.is_dir() else [path]
+        yield from files_below(path, TEXT_SUFFIXES) if path.is_dir() else [path]
 
 
 def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
@@ -86,14 +85,13 @@ def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
 
     A long document, above a quarter of the held-out share, is cut: its last `fraction` is held
     out. The others are held out whole, in shuffled order, until they make up `fraction` of their
-    own sum. So one book, a giant among notes and a million notes are all split fairly: at least
-    three quarters of the share is met. Identical text in two documents is not looked for.
+    own sum: at least three quarters of the share is met, by one book as by a million notes.
+    Identical text in two documents is not looked for.
     """
-    texts = [texts[index] for index in shuffled(len(texts), seed, 0, 1)]
     long = fraction * sum(map(len, texts)) / 4
     left = fraction * sum(len(text) for text in texts if len(text) <= long)
     train, held_out, held_whole = [], [], 0
-    for text in texts:
+    for text in (texts[index] for index in shuffled(len(texts), seed, 0, 1)):
         if len(text) > long:
             cut = len(text) - round(fraction * len(text))
         elif len(text) <= left:
@@ -108,57 +106,28 @@ def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
 
 
 def _python_topics() -> Documents:
-    """Python's help topics, without those that are extracts of a longer one.
-
-    22 of the 79 topics repeat chapters of others ("try" stands in "compound"); were they kept,
-    what is held out would have been trained on. A topic stays if more than half of it is new.
-    """
+    """Python's help topics of which more than half is new: 22 of the 79 repeat chapters of others
+    ("try" stands in "compound"), and what is held out would have been trained on."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise UserError(
-            "this Python carries no pydoc_data.topics to use as text; name files or folders "
-            "of text in the data path"
+            "this Python carries no pydoc_data.topics to use as text; name files in the data path"
         ) from None
-    seen: set[str] = set()
-    kept = {}
+    seen, kept = set(), {}
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
         paragraphs = [" ".join(part.split()) for part in topics[name].split("\n\n")]
         new = sum(len(part) for part in paragraphs if part not in seen)
         if 2 * new > sum(map(len, paragraphs)):
             kept[name] = topics[name]
             seen.update(paragraphs)
-    return Documents(
-        texts=[kept[name] for name in sorted(kept)],
-        source=f"{len(kept)} help topics of Python {platform.python_version()}",
-    )
+    source = f"{len(kept)} help topics of Python {platform.python_version()}"
+    return Documents([kept[name] for name in sorted(kept)], source)
 
 
-def _text_files(folder: Path) -> Iterator[Path]:
-    found = others = 0
-    visited = set()  # real paths: a link to a parent must not be walked for ever
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable")
-
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        real = os.path.realpath(parent)
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
-            if name.lower().endswith(TEXT_SUFFIXES):
-                found += 1
-                yield Path(parent, name)
-            else:
-                others += 1
-    if not found:
-        raise UserError(
-            f"no text files in {folder}: none of {_plural(others, 'file')} ends in "
-            f"{', '.join(TEXT_SUFFIXES)}; name files with another suffix one by one"
-        )
+def listed(names: Sequence[str]) -> str:
+    """The first three, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _plural(count: int, noun: str) -> str:

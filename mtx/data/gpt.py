@@ -8,21 +8,23 @@ epoch is Megatron-LM's, and each one after it goes through the same samples in a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import numpy as np
 
 from mtx.data.blend import BlendedDataset, request_samples, shares_of
 from mtx.data.cache import cached_arrays, hash_of_array
-from mtx.data.indexed import IndexedDataset
+from mtx.data.indexed import IndexedDataset, require_tokens
 from mtx.data.indices import Indices, build_indices
 from mtx.data.samples import place_in_epoch, require_sample
 from mtx.data.split import DEFAULT_SPLIT, Division, SplitBy, divide
 from mtx.errors import UserError
 from mtx.fields import Between, checked
+from mtx.files import Name
 from mtx.sizes import DataSeed, Tokens
+
+_Samples: TypeAlias = Annotated[int, Between(1, 2**40)]
 
 
 class GPTDataset:
@@ -38,7 +40,7 @@ class GPTDataset:
 
     def __init__(
         self,
-        prefix: str | os.PathLike | IndexedDataset,
+        prefix: Name | IndexedDataset,
         *,
         sequence: int,
         seed: int = 0,
@@ -47,19 +49,17 @@ class GPTDataset:
         split: str = DEFAULT_SPLIT,
         split_by: SplitBy = "auto",
         part: str = "train",
-        cache: str | os.PathLike | None = None,
+        cache: Name | None = None,
         vocab: int | None = None,
         eod: int | None = None,
     ):
-        """cache: a folder for the index arrays, to be built once; None: built now, in memory.
-        vocab: every token that is given is checked to be below it. split_by: see `divide`. eod: the
-        token that takes the place of the last one where a document is cut; None: nothing does.
-
-        Raises UserError for a dataset that cannot be read, a part without a whole sample, and
-        options that cannot be.
-        """
+        """cache: see `cached_arrays`. vocab: every token that is given is checked to be below it.
+        split_by: see `divide`. eod: the token that takes the place of the last one where a document
+        is cut; None: nothing does. Raises UserError for a dataset that cannot be read, a part
+        without a whole sample, and options that cannot be."""
         checked("sequence", sequence, Tokens)
-        checked("samples", samples, Annotated[int, Between(1, 2**40)] | None)
+        if samples is not None:
+            checked("samples", samples, _Samples)
         checked("seed", seed, DataSeed)
         if endless and samples is not None:
             raise ValueError(f"an endless dataset has no samples={samples}")
@@ -70,8 +70,8 @@ class GPTDataset:
             self.data, part, split=split, by=split_by, sequence=sequence,
             least=None if samples is None else 1,
         )  # fmt: skip
-        first = self._division.first
-        lengths = self._division.sizes(self.data.lengths[first : self._division.end])
+        self.cut = self._division.cut is not None  # whether it has a share of each document
+        first, lengths = self._division.first, self._division.sizes(self.data.lengths)
         self.part_tokens = int(lengths.sum(dtype=np.int64))
         description = {
             "kind": "Megatron-LM GPT indices", "sequence": sequence, "samples": samples,
@@ -80,23 +80,13 @@ class GPTDataset:
         self.indices = Indices(**cached_arrays(cache, description, lambda: vars(build_indices(
             lengths, first=first, sequence=sequence, samples=samples, seed=seed
         ))))  # fmt: skip
-
-    @property
-    def cut(self) -> bool:
-        """Whether the part has a share of each document."""
-        return self._division.cut is not None
+        self.distinct = len(self)  # samples before one is given twice, where it is endless
 
     def __str__(self) -> str:
         return self.data.prefix
 
     def __len__(self) -> int:
-        """Samples; of one epoch, where it is endless."""
         return len(self.indices.shuffle)
-
-    @property
-    def distinct(self) -> int:
-        """The samples before one is given twice, where it is endless."""
-        return len(self)
 
     def __getitem__(self, index: int) -> np.ndarray:
         if self._endless and index >= len(self):
@@ -119,20 +109,18 @@ class GPTDataset:
 
     def _tokens_of(self, sequence: int) -> tuple[int, int]:
         """(first, end) of the tokens of a sequence that are the part's."""
-        first, length = self.data.first_token(sequence), int(self.data.lengths[sequence])
-        if not self.cut:
-            return first, first + length
-        low, high = self._division.within(length)
-        return first + int(low), first + int(high)
+        first = self.data.first_token(sequence)
+        low, high = self._division.within(int(self.data.lengths[sequence]))
+        return first + low, first + high
 
 
 def open_part(
-    datasets: Sequence[str | os.PathLike | IndexedDataset],
+    datasets: Sequence[Name | IndexedDataset],
     weights: Sequence[float] | None = None,
     *,
     samples: int | None = None,
     endless: bool = True,
-    cache: str | os.PathLike | None = None,
+    cache: Name | None = None,
     **options,
 ) -> GPTDataset | BlendedDataset:
     """One part of a dataset, or of a blend; `options` are those of GPTDataset.
@@ -170,10 +158,9 @@ def divide_tokens(
     least = sequence + 1 if least is None else least
     division = divide(
         data.lengths, split, part, by=by,
-        serves=lambda lengths: lengths.sum(dtype=np.int64) >= least,
+        serves=lambda lengths: int(lengths.sum(dtype=np.int64)) >= least,
     )  # fmt: skip
-    sizes = division.sizes(data.lengths[division.first : division.end])
-    tokens = int(sizes.sum(dtype=np.int64))
+    tokens = int(division.sizes(data.lengths).sum(dtype=np.int64))
     if tokens >= least:
         return division
     shorter = f"sequence={tokens - 1} or less, " if tokens > 1 else ""
@@ -183,13 +170,3 @@ def divide_tokens(
         f"{shorter}a split that gives it more, {'split_by=tokens, ' if by == 'documents' else ''}"
         "or more text"
     )
-
-
-def require_tokens(tokens: np.ndarray, vocab: int, where: str) -> None:
-    """UserError, which begins with `where`, unless all `tokens` are of a vocabulary."""
-    if tokens.max() >= vocab or tokens.min() < 0:
-        wrong = tokens[(tokens >= vocab) | (tokens < 0)][0]
-        raise UserError(
-            f"{where} holds token {wrong}, outside of the vocabulary of {vocab:,}; use the "
-            "tokenizer that made the dataset"
-        )

@@ -19,17 +19,17 @@ import json
 import mmap
 import os
 import struct
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.errors import UserError
-from mtx.files import read_json
+from mtx.files import Name, read_json
 from mtx.paths import check_path
 
 MAGIC = b"MMIDIDX\0\0"
@@ -56,7 +56,7 @@ class IndexedDataset:
     read through once, so that no later access can leave the files.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
+    def __init__(self, prefix: Name):
         self.prefix = strip_suffix(prefix)
         index = _map(f"{self.prefix}.idx")
         self.dtype, sequences, ends = self._header(index)
@@ -67,11 +67,10 @@ class IndexedDataset:
         place += 12 * sequences + 8 * ends
         multimodal = place < len(index)
         self.modes = np.frombuffer(index, "<i1", sequences, place) if multimodal else None
-        count = self._check_sequences()
+        wanted = self._check_sequences()
         self._check_documents()
         data = _map(f"{self.prefix}.bin")
-        if len(data) != count * self.dtype.itemsize:
-            wanted = count * self.dtype.itemsize
+        if len(data) != wanted:
             what = "it is cut short" if len(data) < wanted else "they do not belong together"
             raise UserError(
                 f"{self.prefix}.bin has {len(data):,} bytes, but {self.prefix}.idx describes "
@@ -94,15 +93,13 @@ class IndexedDataset:
     def document_count(self) -> int:
         return len(self.documents) - 1
 
-    def sequence(self, index: int) -> np.ndarray:
-        """The tokens of sequence `index`, a view."""
-        start = int(self.offsets[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[index])]
+    def text(self, first: int, end: int) -> np.ndarray:
+        """The tokens of sequences `first` to before `end`, a view."""
+        return self.tokens[self.first_token(first) : self.first_token(end)]
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of all sequences of document `index`, a view."""
-        first, end = (self.first_token(int(self.documents[index + i])) for i in (0, 1))
-        return self.tokens[first:end]
+        return self.text(*self.documents[index : index + 2].tolist())
 
     def document_lengths(self) -> np.ndarray:
         """The tokens of each document, int64 [documents]."""
@@ -119,20 +116,14 @@ class IndexedDataset:
         """UserError unless every token lies in a vocabulary of this size. Reads all of .bin."""
         for start in range(0, len(self.tokens), 16 * _BLOCK):
             block = self.tokens[start : start + 16 * _BLOCK]
-            if block.min() < 0 or block.max() >= vocab:
-                place = start + int(np.flatnonzero((block < 0) | (block >= vocab))[0])
-                raise UserError(
-                    f"{self.prefix}.bin: token {self.tokens[place]} at place {place:,} lies "
-                    f"outside of the vocabulary of {vocab:,}; use the tokenizer that made it"
-                )
+            require_tokens(block, vocab, f"{self.prefix}.bin: block {start:,}")
 
     def require_tokenizer(self, identity: TokenizerIdentity) -> None:
         """UserError where the dataset says that another tokenizer made it."""
-        made = self.identity
-        if made and not made.same_as(identity):
+        if self.identity and not self.identity.same_as(identity):
             raise UserError(
-                f"{self.prefix} was made with {made}, not with {identity}; use that tokenizer, or "
-                "build the dataset again"
+                f"{self.prefix} was made with {self.identity}, not with {identity}; use that "
+                "tokenizer, or build the dataset again"
             )
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
@@ -147,23 +138,21 @@ class IndexedDataset:
         if len(index) < HEADER.size:
             raise UserError(f"{name} ends inside its header, at {len(index)} bytes; copy it again")
         _, version, code, sequences, ends = HEADER.unpack_from(index)
-        if version != 1:
-            raise UserError(f"{name} has version {version}; only version 1 is known")
-        if code not in TYPES:
-            known = ", ".join(f"{key} ({np.dtype(kind)})" for key, kind in TYPES.items())
-            raise UserError(f"{name} has type code {code}, but tokens are one of {known}")
+        if version != 1 or code not in TYPES:
+            raise UserError(
+                f"{name} has version {version} and type code {code}, but version 1 and codes "
+                f"{', '.join(map(str, TYPES))} are known"
+            )
         plain = HEADER.size + 12 * sequences + 8 * ends
-        if len(index) not in (plain, plain + sequences):
+        if len(index) not in (plain, plain + sequences) or not ends:
             raise UserError(
                 f"{name} has {len(index):,} bytes, but {sequences:,} sequences and {ends:,} "
                 f"document indices take {plain:,}: it is cut short or damaged; copy it again"
             )
-        if ends == 0:
-            raise UserError(f"{name} has no document indices, not even the first; build it again")
         return np.dtype(TYPES[code]), sequences, ends
 
     def _check_sequences(self) -> int:
-        """The number of tokens, once every sequence is known to begin where the last ended."""
+        """The bytes of .bin, once every sequence is known to begin where the last ended."""
         offset, size = 0, self.dtype.itemsize
         for start in range(0, len(self), _BLOCK):
             lengths = self.lengths[start : start + _BLOCK].astype(np.int64)
@@ -178,7 +167,7 @@ class IndexedDataset:
                     "ends; the index is damaged, copy it again"
                 )
             offset = int(ends[-1])
-        return offset // size
+        return offset
 
     def _check_documents(self) -> None:
         first, last = self.documents[0], self.documents[-1]
@@ -198,18 +187,14 @@ class IndexedWriter:
     Raises UserError where a dataset of that name exists, or a file cannot be written.
     """
 
-    def __init__(
-        self, prefix: str | os.PathLike, dtype, *, identity: TokenizerIdentity | None = None
-    ):
+    def __init__(self, prefix: Name, dtype, *, identity: TokenizerIdentity | None = None):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODES:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self._identity = identity
-        self._part = f"{self.prefix}.{uuid.uuid4().hex[:12]}.part"
         # Bytes of i32 and i64 arrays: what they hold grows by appending.
-        self._lengths, self._ends = bytearray(), bytearray(8)
-        self._modes = bytearray()
+        self._lengths, self._ends, self._modes = bytearray(), bytearray(8), bytearray()
         self._begun = 0  # tokens of the sequence that the next `add` goes on with
         self.tokens = 0  # written
 
@@ -223,10 +208,15 @@ class IndexedWriter:
 
     def __enter__(self) -> IndexedWriter:
         require_new(self.prefix)
-        with _file_errors(self.prefix):
-            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._data = open(f"{self._part}.bin", "xb")
+        with file_errors(self.prefix):
+            self._folder = Path(self.prefix).parent
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._part = TemporaryDirectory(prefix=".", suffix=".part", dir=self._folder)
+            self._data = open(self._written(".bin"), "xb")
         return self
+
+    def _written(self, suffix: str) -> Path:
+        return Path(self._part.name, f"data{suffix}")
 
     def add(self, tokens: np.ndarray, lengths=None, counts=None, *, modes=None) -> None:
         """Appends whole documents.
@@ -234,8 +224,8 @@ class IndexedWriter:
         tokens [n] of any integer type, lengths [sequences] of the sequences they make up (one
         where None), counts [documents] of sequences in each document (one document where None),
         modes int8 [sequences] in multimodal datasets. ValueError for tokens that the type cannot
-        hold and for lengths and counts that do not add up. Tokens that `begin` was given come
-        before the first sequence and are not counted in its length here.
+        hold and for lengths and counts that do not add up. What `begin` was given comes before the
+        first sequence, and is not counted in its length here.
         """
         tokens = np.asarray(tokens)
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths, np.int64)
@@ -245,14 +235,11 @@ class IndexedWriter:
                 raise ValueError(f"{parts.tolist()[:8]} must add up to {whole}")
         if modes is not None and len(modes) != len(lengths):
             raise ValueError(f"{len(modes)} modes are not one for each of {len(lengths)} sequences")
-        if self._begun:
-            if not len(lengths):
-                raise ValueError("a sequence was begun and is to be ended")
-            lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
-        if lengths.size and lengths.max() > np.iinfo(np.int32).max:
-            raise UserError(
-                f"a sequence of {lengths.max():,} tokens is above the format's 2^31 - 1"
-            )
+        if self._begun and not len(lengths):
+            raise ValueError("a sequence was begun and is to be ended")
+        lengths = lengths + self._begun * (np.arange(len(lengths)) == 0)
+        if (longest := lengths.max(initial=0)) > np.iinfo(np.int32).max:
+            raise UserError(f"a sequence of {longest:,} tokens is above the format's 2^31 - 1")
         ends = self.sequences + np.cumsum(counts)
         self._write(tokens)
         self._begun = 0
@@ -267,44 +254,38 @@ class IndexedWriter:
 
     def _write(self, tokens: np.ndarray) -> None:
         if tokens.dtype.newbyteorder("<") != self.dtype and tokens.size:
-            least, most = np.iinfo(self.dtype).min, np.iinfo(self.dtype).max
-            if tokens.min() < least or tokens.max() > most:
-                raise ValueError(
-                    f"tokens {tokens.min()} to {tokens.max()} do not go into {self.dtype}"
-                )
-        with _file_errors(self.prefix):
+            low, high, kind = tokens.min(), tokens.max(), np.iinfo(self.dtype)
+            if low < kind.min or high > kind.max:
+                raise ValueError(f"tokens {low} to {high} do not go into {self.dtype}")
+        with file_errors(self.prefix):
             self._data.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.tokens += len(tokens)
 
     def __exit__(self, kind, error, trace) -> None:
-        with _file_errors(self.prefix):
-            try:
+        with file_errors(self.prefix), self._part:
+            with self._data:
                 if kind is None:
                     self._finish()
-            finally:
-                self._data.close()
-                for suffix in (".bin", ".json", ".idx"):
-                    with suppress(FileNotFoundError):
-                        os.unlink(self._part + suffix)
 
     def _finish(self) -> None:
         """The index comes last: without it there is no dataset."""
         if len(self._modes) not in (0, self.sequences) or self._begun:
             raise ValueError("a sequence has no end, or some have a mode and some have none")
-        suffixes = [".bin"]
         sync(self._data)
+        suffixes = [".bin", ".idx"]
         if self._identity:
-            with open(f"{self._part}.json", "xb") as file:
-                file.write(json.dumps({"tokenizer": asdict(self._identity)}, indent=1).encode())
+            said = json.dumps({"tokenizer": asdict(self._identity)}, indent=1)
+            with open(self._written(".json"), "xb") as file:
+                file.write(said.encode())
                 sync(file)
-            suffixes.append(".json")
-        with open(f"{self._part}.idx", "xb") as file:
+            suffixes.insert(1, ".json")
+        with open(self._written(".idx"), "xb") as file:
             self._write_index(file)
             sync(file)
         require_new(self.prefix)  # another may have come first
-        for suffix in [*suffixes, ".idx"]:
-            os.replace(self._part + suffix, self.prefix + suffix)
-        sync_folder(Path(self.prefix).parent)
+        for suffix in suffixes:
+            os.replace(self._written(suffix), self.prefix + suffix)
+        sync_folder(self._folder)
 
     def _write_index(self, file) -> None:
         code = _CODES[self.dtype]
@@ -320,15 +301,25 @@ class IndexedWriter:
         file.write(self._modes)
 
 
-def strip_suffix(prefix: str | os.PathLike) -> str:
+def require_tokens(tokens: np.ndarray, vocab: int, where: str) -> None:
+    """UserError, which begins with `where`, unless all `tokens` are of a vocabulary."""
+    if tokens.max() >= vocab or tokens.min() < 0:
+        wrong = tokens[(tokens >= vocab) | (tokens < 0)][0]
+        raise UserError(
+            f"{where} holds token {wrong}, outside of the vocabulary of {vocab:,}; use the "
+            "tokenizer that made the dataset"
+        )
+
+
+def strip_suffix(prefix: Name) -> str:
     """The prefix of a dataset, of which either file may be named instead."""
     name = os.path.expanduser(os.fspath(prefix))
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
-def is_dataset(prefix: str | os.PathLike) -> bool:
-    """Whether there are a .bin and an .idx of this prefix."""
-    return all(os.path.isfile(strip_suffix(prefix) + suffix) for suffix in (".bin", ".idx"))
+def is_dataset(prefix: Name) -> bool:
+    """Whether one of its files is there; that the other is too, the reader says."""
+    return any(os.path.isfile(strip_suffix(prefix) + suffix) for suffix in (".bin", ".idx"))
 
 
 def require_new(prefix: str) -> None:
@@ -344,18 +335,15 @@ def read_identity(prefix: str) -> TokenizerIdentity | None:
     if not os.path.lexists(f"{prefix}.json"):
         return None
     said = read_json(f"{prefix}.json")
-    kinds = {"name": str, "sha256": str, "vocab": int, "eod": int | None}
     with suppress(ValueError, KeyError, TypeError):
-        identity = TokenizerIdentity(**said["tokenizer"])
-        if all(isinstance(getattr(identity, f.name), kinds[f.name]) for f in fields(identity)):
-            return identity
+        return TokenizerIdentity(**said["tokenizer"])
     raise UserError(
         f"{prefix}.json does not name the tokenizer of {prefix}.bin (name, sha256, vocab, eod); "
         "remove it if it is something else"
     )
 
 
-def sync_folder(folder: str | os.PathLike) -> None:
+def sync_folder(folder: Name) -> None:
     """Makes renames in `folder` last."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -387,7 +375,7 @@ def _map(path: str) -> mmap.mmap | bytes:
 
 
 @contextmanager
-def _file_errors(prefix: str) -> Iterator[None]:
+def file_errors(prefix: Name) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -38,11 +38,8 @@ def count_epochs(tokens: int, *, sequence: int, samples: int | None) -> int:
 def build_indices(
     lengths: np.ndarray, *, first: int = 0, sequence: int, samples: int | None = None, seed: int
 ) -> Indices:
-    """The indices of sequences `first`, `first + 1`, ... with these `lengths` [sequences], int32.
-
-    samples None: one epoch. There are at least `samples` of them, and those of the last epoch to
-    its end. Raises ValueError where there are no tokens.
-    """
+    """The indices of sequences `first`, `first + 1`, ... with these `lengths` [sequences], of at
+    least `samples`, to the end of an epoch; None: of one. ValueError where there are no tokens."""
     lengths = np.array(lengths, np.int64)
     tokens = int(lengths.sum())
     if tokens == 0:
@@ -56,16 +53,18 @@ def build_indices(
     if first + len(lengths) > np.iinfo(document.dtype).max:
         document = document.astype(np.int64)
     document += first
-    shuffle = _shuffle_index(total if alone is None else alone, total, random)
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    shuffle = np.arange(total, dtype=dtype)
+    shuffle = _shuffle_parts(shuffle, total if alone is None else alone, random)
     return Indices(document=document, sample=sample, shuffle=shuffle)
 
 
 def first_of_last_epoch(
     tokens: int, *, epochs: int, sequence: int, samples: int | None
 ) -> int | None:
-    """The number of samples before the last epoch, where that is shuffled by itself: where less
-    than 80 % of it is wanted, it must not take the place of what earlier epochs hold."""
-    if epochs == 1:
+    """The number of samples before the last epoch, where that is shuffled by itself, since less
+    than 80 % of it is wanted."""
+    if epochs == 1 or samples is None:
         return None
     before = ((epochs - 1) * tokens - 1) // sequence
     an_epoch = (tokens - 1) // sequence
@@ -77,11 +76,7 @@ def _document_index(
 ) -> np.ndarray:
     """[epochs * count]: all epochs shuffled together, or with `split` the last one by itself."""
     index = np.tile(np.arange(count, dtype=np.int32), epochs)
-    cut = (epochs - 1) * count if split else 0
-    if split:
-        random.shuffle(index[:cut])
-    random.shuffle(index[cut:])
-    return index
+    return _shuffle_parts(index, (epochs - 1) * count if split else len(index), random)
 
 
 def _sample_index(
@@ -102,11 +97,8 @@ def _sample_index(
     return index
 
 
-def _shuffle_index(cut: int, total: int, random: np.random.RandomState) -> np.ndarray:
-    """range(total) with what lies before `cut` and what lies after it shuffled by themselves."""
-    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    index = np.arange(total, dtype=dtype)
-    random.shuffle(index[:cut])
-    if cut < total:
-        random.shuffle(index[cut:])
+def _shuffle_parts(index: np.ndarray, cut: int, random: np.random.RandomState) -> np.ndarray:
+    """What lies before `cut` and what lies after it, shuffled by themselves in place."""
+    for part in (index[:cut], index[cut:]) if cut < len(index) else (index,):
+        random.shuffle(part)
     return index

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtx.data.rng import Rng
+from mtx.data.samples import Rng
 from mtx.data.special_tokens import BertVocab
 from mtx.errors import UserError
 

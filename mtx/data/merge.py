@@ -14,25 +14,23 @@ from mtx.errors import UserError
 
 
 def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
-    """Writes all documents of `prefixes`, in that order, as the dataset `out`.
-
-    Raises UserError where types, modes or tokenizers differ.
-    """
+    """Writes all documents of `prefixes`, in that order, as the dataset `out`. UserError where
+    types, modes or tokenizers differ."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise UserError("no datasets to merge; name their prefixes")
     first = datasets[0]
     for other in datasets[1:]:
-        for what, one, two in (
-            ("tokens of type", first.dtype, other.dtype),
-            ("modes", first.modes is not None, other.modes is not None),
-            ("a tokenizer's identity", first.identity is not None, other.identity is not None),
-        ):
-            if one != two:
-                raise UserError(
-                    f"{first.prefix} and {other.prefix} cannot be merged: {what} {one} and {two}; "
-                    "build one of them again"
-                )
+        kinds = [
+            f"{one.dtype}, {'modes' if one.modes is not None else 'no modes'}, "
+            f"{'a' if one.identity else 'no'} tokenizer's identity"
+            for one in (first, other)
+        ]
+        if kinds[0] != kinds[1]:
+            raise UserError(
+                f"{first.prefix} ({kinds[0]}) and {other.prefix} ({kinds[1]}) cannot be merged; "
+                "build one of them again"
+            )
         if first.identity:
             other.require_tokenizer(first.identity)
     with IndexedWriter(out, first.dtype, identity=first.identity) as writer:
@@ -56,13 +54,13 @@ def split_dataset(
     sentences = bool((counts != 1).any())
     counts = counts if sentences else dataset.lengths
     parts = {
-        part: divide(counts, ratios, part, by=by, serves=len, parts=PARTS)
+        part: divide(counts, ratios, part, by=by, serves=lambda some: len(some) > 0, parts=PARTS)
         for part, share in zip(PARTS, split, strict=True)
         if share
     }
     for part, division in parts.items():
         require_new(f"{strip_suffix(out)}_{part}")
-        if not division.sizes(counts[division.first : division.end]).any():
+        if not division.sizes(counts).any():
             raise UserError(
                 f"{prefix} has {dataset.document_count:,} documents, of which {ratios!r} gives "
                 f"none to {part}; change the ratios"
@@ -86,7 +84,7 @@ def _copy_shares(
     eod = dataset.identity and dataset.identity.eod
     for first, end in itertools.pairwise(dataset.documents.tolist()):
         count = end - first if sentences else dataset.lengths[first]
-        low, high = (int(place) for place in division.within(count))
+        low, high = division.within(int(count))
         if low == high:
             continue
         rows = slice(first + low, first + high) if sentences else slice(first, end)
@@ -103,9 +101,5 @@ def _copy(dataset: IndexedDataset, writer: IndexedWriter, first: int, end: int) 
     """Documents `first` to before `end`."""
     ends = dataset.documents[first : end + 1]
     low, high = int(ends[0]), int(ends[-1])
-    writer.add(
-        dataset.tokens[dataset.first_token(low) : dataset.first_token(high)],
-        dataset.lengths[low:high],
-        np.diff(ends),
-        modes=None if dataset.modes is None else dataset.modes[low:high],
-    )
+    modes = None if dataset.modes is None else dataset.modes[low:high]
+    writer.add(dataset.text(low, high), dataset.lengths[low:high], np.diff(ends), modes=modes)

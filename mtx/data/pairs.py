@@ -13,18 +13,16 @@ What is too long loses tokens at random ends of the longer text.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mtx.config.data import Order
-from mtx.data.cache import cached_arrays, hash_of_array
-from mtx.data.rng import Rng
-from mtx.data.samples import place_in_epoch, shuffled
+from mtx.data.cache import Arrays, cached_arrays, hash_of_array
+from mtx.data.samples import Rng, place_in_epoch, shuffled
 from mtx.data.split import Division
 from mtx.errors import UserError
+from mtx.files import Name
 
 _SPANS, _SAMPLE = 2, 3  # what random numbers are for, in their keys
 
@@ -36,8 +34,9 @@ class Sentences(Protocol):
     lengths: np.ndarray  # int32 [sentences]
     documents: np.ndarray  # int64 [documents + 1], the sentences up to each document's end
 
-    def first_token(self, sequence: int) -> int:
-        """Where a sentence begins in `tokens`; for their number, the number of tokens."""
+    def text(self, first: int, end: int) -> np.ndarray:
+        """The tokens of sentences `first` to before `end`."""
+        ...
 
 
 class SentenceList:
@@ -50,8 +49,8 @@ class SentenceList:
         self.documents = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         self._begins = np.cumsum([0, *self.lengths], dtype=np.int64).tolist()
 
-    def first_token(self, sequence: int) -> int:
-        return self._begins[sequence]
+    def text(self, first: int, end: int) -> np.ndarray:
+        return self.tokens[self._begins[first] : self._begins[end]]
 
 
 class Pair(NamedTuple):
@@ -60,16 +59,6 @@ class Pair(NamedTuple):
     first: np.ndarray
     second: np.ndarray
     order: int  # 1: swapped, or of another document; 0: as they stood
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Spans:
-    """Sentences that make up a sample, int64 [samples] each, and the order they are visited in."""
-
-    first: np.ndarray
-    end: np.ndarray
-    room: np.ndarray  # tokens of both texts together, at most
-    visit: np.ndarray
 
 
 class Pairs:
@@ -85,7 +74,7 @@ class Pairs:
         order: Order = "sop",
         short_fraction: float = 0.1,
         seed: int = 0,
-        cache: str | os.PathLike | None = None,
+        cache: Name | None = None,
         name: str = "the text",
     ):
         """part: the documents, and which sentences of each. room: tokens of a pair, at most.
@@ -98,23 +87,23 @@ class Pairs:
             raise UserError(f"short_fraction={short_fraction} must lie between 0 and 1")
         self._source, self._order, self._seed = source, order, seed
         bounds = np.asarray(source.documents[part.first : part.end + 1], np.int64)
-        begin, stop = part.within(np.diff(bounds))
+        begin, stop = part.spans(np.diff(source.documents))
         self._begin, self._stop = bounds[:-1] + begin, bounds[:-1] + stop  # of each, in sentences
         least = least_sentences(order)
         lengths = source.lengths[bounds[0] : bounds[-1]]
         self.tokens = int(lengths.sum(dtype=np.int64))
         if part.cut is not None:
             places = zip(self._begin.tolist(), self._stop.tolist(), strict=True)
-            self.tokens = sum(source.first_token(b) - source.first_token(a) for a, b in places)
+            self.tokens = sum(len(source.text(*place)) for place in places)
 
         options = {"room": room, "least": least, "seed": seed, "short_fraction": short_fraction}
         description = options | {
             "kind": "spans of sentences", "lengths": hash_of_array(lengths),
             "documents": hash_of_array(np.stack([self._begin, self._stop])),
         }  # fmt: skip
-        self._spans = _Spans(**cached_arrays(cache, description, lambda: vars(_build_spans(
+        self._spans = cached_arrays(cache, description, lambda: _build_spans(
             lengths, self._begin, self._stop, base=int(bounds[0]), **options
-        ))))  # fmt: skip
+        ))  # fmt: skip
         self._full = np.flatnonzero(self._stop - self._begin)  # documents of at least one sentence
         if not len(self):
             raise UserError(
@@ -128,29 +117,23 @@ class Pairs:
             )
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
-        return len(self._spans.first)
+        return len(self._spans["first"])
 
     def pair(self, index: int, rng: Rng) -> Pair:
         """The pair of request `index`; what is left to chance follows from `rng`."""
-        span = self._spans.visit[place_in_epoch(index, len(self), self._seed)]
-        spans = self._spans
-        first, end, room = (int(a[span]) for a in (spans.first, spans.end, spans.room))
+        span = self._spans["visit"][place_in_epoch(index, len(self), self._seed)]
+        first, end, room = (int(self._spans[name][span]) for name in ("first", "end", "room"))
         if self._order == "none":
-            return Pair(*_truncated(self._text(first, end), self._text(end, end), room, rng), -1)
+            whole, nothing = self._source.text(first, end), self._source.text(end, end)
+            return Pair(*_truncated(whole, nothing, room, rng), -1)
         cut = first + 1 + rng.below(end - first - 1)
-        a, b = self._text(first, cut), self._text(cut, end)
+        a, b = self._source.text(first, cut), self._source.text(cut, end)
         changed = rng.uniform(1)[0] < 0.5
         if changed and self._order == "sop":
             a, b = b, a
         elif changed:
             b = self._elsewhere(first, room - len(a), rng)
         return Pair(*_truncated(a, b, room, rng), int(changed))
-
-    def _text(self, first: int, end: int) -> np.ndarray:
-        """The tokens of sentences `first` to `end`."""
-        begin, stop = self._source.first_token(first), self._source.first_token(end)
-        return self._source.tokens[begin:stop]
 
     def _elsewhere(self, sentence: int, wanted: int, rng: Rng) -> np.ndarray:
         """About `wanted` tokens of another document than this sentence's, at least a sentence."""
@@ -164,11 +147,11 @@ class Pairs:
         while end < stop and (end == first or tokens < wanted):
             tokens += int(self._source.lengths[end])
             end += 1
-        return self._text(first, end)
+        return self._source.text(first, end)
 
 
 def rng_of(seed: int, index: int) -> Rng:
-    """Those of sample `index`: another stream for every index."""
+    """The random numbers of sample `index`."""
     return Rng(seed, index, _SAMPLE)
 
 
@@ -187,9 +170,10 @@ def _build_spans(
     least: int,
     short_fraction: float,
     seed: int,
-) -> _Spans:
-    """The spans of sentences `begin` to `stop` [documents] of each document; `lengths` are those of
-    all sentences from `base` on.
+) -> Arrays:
+    """The sentences that make up each sample, of sentences `begin` to `stop` [documents] of each
+    document; `lengths` are those of all sentences from `base` on. int64 [samples] each: the `first`
+    and the `end`, the `room` for tokens of both texts, and the order in which to `visit` them.
 
     All documents advance at once, a sample each. A span has `least` sentences or more, and takes
     the last ones of its document with it if they are fewer than that.
@@ -215,22 +199,17 @@ def _build_spans(
     by_place = np.flatnonzero(used)[np.argsort(first[used], kind="stable")]
     first, end, rooms = (a[by_place] for a in (first + base, end + base, rooms))
     visit = shuffled(len(first), seed, _SPANS)
-    return _Spans(first=first, end=end, room=rooms, visit=visit)
+    return {"first": first, "end": end, "room": rooms, "visit": visit}
 
 
 def _truncated(a, b, room: int, rng: Rng) -> tuple[np.ndarray, np.ndarray]:
     """`a` and `b` without what exceeds `room`: token by token, the longer one (`b` of equals) loses
     one at a random end."""
-    if len(a) + len(b) <= room:
-        return a, b
     left_a = min(len(a), max(room - room // 2, room - len(b)))
-    return _shortened(a, left_a, rng), _shortened(b, room - left_a, rng)
 
+    def shortened(text: np.ndarray, left: int) -> np.ndarray:
+        lost = max(len(text) - left, 0)
+        begin = int((rng.uniform(lost) < 0.5).sum()) if lost else 0
+        return text[begin : begin + left]
 
-def _shortened(text: np.ndarray, left: int, rng: Rng) -> np.ndarray:
-    """`left` tokens of `text`."""
-    lost = len(text) - left
-    if not lost:
-        return text
-    begin = int((rng.uniform(lost) < 0.5).sum())
-    return text[begin : begin + left]
+    return shortened(a, left_a), shortened(b, room - left_a)

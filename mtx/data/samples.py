@@ -1,4 +1,4 @@
-"""The orders in which samples are visited, and the samples of a text in memory.
+"""Random numbers and orders that no numpy version changes, and the samples of a text in memory.
 
 S sequence. Sample i of a text is tokens[i*S : i*S + S + 1]: neighbours share one token, so that
 every token but the first is a target exactly once (Megatron-LM's way). What remains after the last
@@ -13,28 +13,47 @@ import math
 import numpy as np
 
 
-def shuffled(count: int, *key: int) -> np.ndarray:
-    """A permutation of range(count), int64 [count], that depends on `count` and `key` only.
+class Rng:
+    """A stream of random numbers of its own for each key.
 
-    It sorts raw bits, whose stream numpy guarantees; `Generator.permutation` may change between
-    numpy versions, and a resumed run or a second host must see the same order.
-    Keys that differ only in trailing zeros are the same key.
+    From PCG64's raw output, which numpy guarantees; what `Generator` makes of it may change between
+    versions, and a resumed run or a second host must get the same.
     """
-    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    return np.argsort(raw, kind="stable")
+
+    def __init__(self, *key: int):
+        self._bits = _bits(*key, 1)  # 1: no key of `shuffled`, which ends otherwise
+
+    def uniform(self, count: int) -> np.ndarray:
+        """float64 [count] in [0, 1)."""
+        return (self._bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
+
+    def below(self, bound: int) -> int:
+        """A whole number in [0, bound)."""
+        return self._bits.random_raw() % bound
+
+    def permutation(self, count: int) -> np.ndarray:
+        """Of range(count), int64 [count]."""
+        return np.argsort(self._bits.random_raw(count), kind="stable")
+
+
+def _bits(*key: int) -> np.random.PCG64:
+    """Keys that differ only in trailing zeros are the same key."""
+    return np.random.PCG64(np.random.SeedSequence(key))
+
+
+def shuffled(count: int, *key: int) -> np.ndarray:
+    """A permutation of range(count), int64 [count], that depends on `count` and `key` only."""
+    return np.argsort(_bits(*key).random_raw(count), kind="stable")
 
 
 def place_in_epoch(index: int, count: int, seed: int) -> int:
     """Where request `index` of an endless stream looks in an order of `count` things.
 
-    In the first epoch at its own place. Each later epoch goes through the order in strides of its
-    own, from a start of its own, and so once through all of it: the order is random already, and
-    this needs neither memory nor time when an epoch begins.
+    In the first epoch at its own place. Each later epoch goes through the order, which is random
+    already, in strides and from a start of its own: that needs neither memory nor time.
     """
     epoch, place = divmod(index, count)
-    if epoch == 0:
-        return place
-    start, stride = _strides(count, seed, epoch)
+    start, stride = _strides(count, seed, epoch) if epoch else (0, 1)
     return (start + place * stride) % count
 
 
@@ -48,8 +67,7 @@ def require_sample(index: int, count: int, what: str) -> int:
 @functools.lru_cache(maxsize=4096)
 def _strides(count: int, seed: int, epoch: int) -> tuple[int, int]:
     """A start and a stride that visits all of range(count)."""
-    raw = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(2).tolist()
-    start, stride = (one % count for one in raw)
+    start, stride = (one % count for one in _bits(seed, epoch).random_raw(2).tolist())
     while math.gcd(stride, count) != 1:
         stride += 1
     return start, stride
@@ -65,21 +83,12 @@ class Samples:
         self.tokens, self.sequence = tokens, sequence
         self._samples = windows[::sequence]  # [samples, S + 1], a view
         self._seed = seed
+        self.part_tokens, self.distinct = len(tokens), len(self)
         # The running epoch and the next, which a batch may straddle.
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
-        """Samples in one epoch."""
         return len(self._samples)
-
-    @property
-    def distinct(self) -> int:
-        """The samples before one is given twice."""
-        return len(self)
-
-    @property
-    def part_tokens(self) -> int:
-        return len(self.tokens)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` of an endless stream, int32 [S + 1]: each epoch in its own order."""
@@ -87,6 +96,5 @@ class Samples:
         return self._samples[self._order(epoch)[place]].astype(np.int32)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        if self._seed is None:
-            return np.arange(len(self))
-        return shuffled(len(self), self._seed, epoch)
+        count = len(self)
+        return np.arange(count) if self._seed is None else shuffled(count, self._seed, epoch)

@@ -24,11 +24,9 @@ class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, data: bytes, *, name: str, eod: Eod, sha256: str | None = None):
-        """data: the content of a `.model`. eod "auto" is its end-of-sequence token.
-        sha256: of the file that the model was read from, where that is not `data`.
-
-        Raises UserError for what is no such model, and where the library is not installed.
-        """
+        """data: the content of a `.model`. eod "auto" is its end-of-sequence token. sha256: of the
+        file that the model was read from, where that is not `data`. Raises UserError for what is no
+        such model, and where the library is not installed."""
         library, messages = _library()
         self._data, self._processor = data, library.SentencePieceProcessor()
         try:
@@ -49,23 +47,16 @@ class SentencePieceTokenizer(Tokenizer):
         self.cuts = _CUTS if _encodes_words(model) else None
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See Tokenizer."""
         return [np.array(self._processor.encode(text), np.int32) for text in texts]
 
     def _decode(self, ids: np.ndarray) -> str:
         return self._processor.decode(ids[ids < self._processor.vocab_size()].tolist())
 
     def vocabulary(self) -> dict[str, int]:
-        """See Tokenizer."""
         return self._vocabulary
 
     def to_dict(self) -> dict:
-        """See Tokenizer."""
-        identity = self.identity
-        return {
-            "kind": self.kind, "name": identity.name, "sha256": identity.sha256,
-            "eod": identity.eod, "file": base64.b64encode(self._data).decode(),
-        }  # fmt: skip
+        return super().to_dict() | {"file": base64.b64encode(self._data).decode()}
 
     @classmethod
     def from_dict(cls, values: dict) -> SentencePieceTokenizer:

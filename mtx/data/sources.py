@@ -6,28 +6,29 @@ A chunk is what one worker encodes at a time. JSON lines and texts may be compre
 from __future__ import annotations
 
 import codecs
+import gzip
 import importlib
+import math
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Literal
+from typing import Any
 
 from mtx.errors import UserError
-from mtx.files import files_in, open_file, parse_json
+from mtx.files import open_file, parse_json
 from mtx.paths import user_path
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 _PACKED_SUFFIXES = (".gz", ".zst")
-_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES)
+_JSON = tuple(plain + packed for plain in JSON_SUFFIXES for packed in ("", *_PACKED_SUFFIXES))
+_TEXT = tuple(plain + packed for plain in TEXT_SUFFIXES for packed in ("", *_PACKED_SUFFIXES))
+_SUFFIXES = (*_TEXT, *_JSON, *PARQUET_SUFFIXES)
 _CHUNK_BYTES = 2**19
-# Read at once. What is packed may grow 1,000-fold (gz) and 40,000-fold (zst) when it is unpacked.
-_READ_BYTES = {".gz": 2**16, ".zst": 2**11}
 _BYTE_ORDER_MARK = "\ufeff"
 
 Text = str | list[str]  # a document, or its sentences
@@ -38,10 +39,11 @@ class Chunk:
     """A part of one file, as it was read."""
 
     file: str
-    kind: Literal["json", "lines", "part", "texts"]
-    data: bytes | str | list[Text]  # lines: bytes; a part of a document: str
-    line: int = 0  # of lines: the number of the first, from 1
+    texts: list[Text] | None = None  # documents, or one part of one; None: `data` has them
+    part: bool = False  # whether `texts` is a part of a document
     ends: bool = True  # of a part: whether the document ends with it
+    data: bytes = b""  # lines
+    line: int = 0  # of lines: the number of the first, from 1
     read_bytes: int = 0  # read from the file for this chunk, packed as they are
 
 
@@ -57,28 +59,49 @@ class Reading:
 def find_files(names: Sequence[str]) -> list[Path]:
     """The files that are named and those in the folders that are, in the order of their names.
 
-    Raises UserError where there are none, or one is of no kind that can be read.
+    Raises UserError for what is not there, is of no kind that can be read, or has no such file.
     """
     files = []
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = ((file, file.relative_to(path)) for file in files_in(path))
-            files += [
-                f for f, below in inside if _kind(f) and not re.search(r"(^|/)\.", str(below))
-            ]
+            files += sorted(files_below(path, _SUFFIXES))
             continue
         if not path.is_file():
             raise UserError(f"{name} must be a file or a folder (from {Path.cwd()})")
-        if not _kind(path):
+        if not path.name.lower().endswith(_SUFFIXES):
             raise UserError(
-                f"{name} is of no kind that can be read: {', '.join(_SUFFIXES)}, these with "
-                f"{' or '.join(_PACKED_SUFFIXES)}, or {PARQUET_SUFFIXES[0]}"
+                f"{name} must end in one of {', '.join(_SUFFIXES)}; these kinds can be read"
             )
         files.append(path)
-    if not files:
-        raise UserError(f"no files to read in {', '.join(names) or 'nothing'}; name files of text")
     return files
+
+
+def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    """The files with one of these suffixes, recursively and through links, but for hidden names;
+    those of a folder before those of folders in it, each in the order of their names.
+
+    Raises UserError where there are none, or a folder cannot be listed.
+    """
+    found, visited = False, set()  # real paths: a link to a parent must not be walked for ever
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable")
+
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        if (real := os.path.realpath(parent)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            if name.lower().endswith(suffixes):
+                found = True
+                yield Path(parent, name)
+    if not found:
+        raise UserError(
+            f"{folder} holds no file that ends in {', '.join(suffixes)}; name files that do"
+        )
 
 
 def read_chunks(
@@ -90,21 +113,18 @@ def read_chunks(
     `reading.most_line_bytes`, and for a document that cannot be cut below `most_characters`.
     """
     for path in files:
-        kind = _kind(path)
-        if kind == "parquet":
+        if path.name.lower().endswith(PARQUET_SUFFIXES):
             yield from _parquet_chunks(path, reading)
-        elif kind == "text" and not reading.lines:
-            yield from _part_chunks(path, cuts, most_characters)
+        elif reading.lines or path.name.lower().endswith(_JSON):
+            yield from _line_chunks(path, reading)
         else:
-            yield from _line_chunks(path, "json" if kind == "json" else "lines", reading)
+            yield from _part_chunks(path, cuts, most_characters)
 
 
 def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
     """The documents of a chunk, or the one part of a document."""
-    if chunk.kind == "texts":
-        return chunk.data
-    if chunk.kind == "part":
-        return [chunk.data]
+    if chunk.texts is not None:
+        return chunk.texts
     try:
         text = chunk.data.decode()
     except UnicodeDecodeError as error:
@@ -116,35 +136,30 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
         ) from None
     if chunk.line == 1:
         text = text.removeprefix(_BYTE_ORDER_MARK)
-    lines = enumerate(text.split("\n"), chunk.line)
-    if chunk.kind == "lines":
-        return [line.removesuffix("\r") for _, line in lines if line.strip()]
-    return [
-        _field_of(line, reading.field, f"{chunk.file}, line {number}")
-        for number, line in lines
-        if line.strip()
-    ]
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), chunk.line) if line.strip()]
+    if not chunk.file.lower().endswith(_JSON):
+        return [line.removesuffix("\r") for _, line in lines]
+    return [_field_of(line, reading.field, f"{chunk.file}, line {n}") for n, line in lines]
 
 
 def read_texts(
     names: Sequence[str], reading: Reading, *, cuts: re.Pattern, most_bytes: int | None = None
 ) -> Iterator[str]:
     """The text of the files and folders in `names`, document by document, a long one in parts cut
-    at `cuts`; as much of it as is above `most_bytes` of UTF-8, where that is given."""
-    read = 0
+    at `cuts`; it ends where it comes to `most_bytes` of UTF-8."""
+    left = math.inf if most_bytes is None else most_bytes
     chunks = read_chunks(find_files(names), reading, cuts=cuts, most_characters=_CHUNK_BYTES * 8)
-    for chunk in chunks:
-        for text in texts_of(chunk, reading):
-            text = text if isinstance(text, str) else " ".join(text)
-            yield text
-            read += len(text.encode())
-            if most_bytes is not None and read >= most_bytes:
-                return
+    for text in (text for chunk in chunks for text in texts_of(chunk, reading)):
+        joined = text if isinstance(text, str) else " ".join(text)
+        yield joined
+        if (left := left - len(joined.encode())) <= 0:
+            return
 
 
 def read_whole(path: Path) -> str:
     """A text file's one document, in memory; UserError as for `read_chunks`."""
-    return "".join(chunk.data for chunk in _part_chunks(path, re.compile(""), _CHUNK_BYTES * 8))
+    chunks = _part_chunks(path, re.compile(""), _CHUNK_BYTES * 8)
+    return "".join(text for chunk in chunks for text in chunk.texts or () if isinstance(text, str))
 
 
 def _field_of(line: str, field: str, where: str) -> Text:
@@ -153,8 +168,7 @@ def _field_of(line: str, field: str, where: str) -> Text:
         has = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
     text = record[field]
-    parts = text if isinstance(text, list) else [text]
-    for part in parts:
+    for part in text if isinstance(text, list) else [text]:
         if not isinstance(part, str):
             kind = type(part).__name__
             raise UserError(f"{where}: field {field!r} holds {kind}, not text or a list of texts")
@@ -168,21 +182,11 @@ def _field_of(line: str, field: str, where: str) -> Text:
     return text
 
 
-def _kind(path: Path) -> Literal["text", "json", "parquet"] | None:
-    name = path.name.lower()
-    if name.endswith(PARQUET_SUFFIXES):
-        return "parquet"
-    name = next((name.removesuffix(s) for s in _PACKED_SUFFIXES if name.endswith(s)), name)
-    if name.endswith(JSON_SUFFIXES):
-        return "json"
-    return "text" if name.endswith(TEXT_SUFFIXES) else None
-
-
-def _line_chunks(path: Path, kind: Literal["json", "lines"], reading: Reading) -> Iterator[Chunk]:
+def _line_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
     line, read, rest = 1, 0, []  # rest: blocks since the last line's end
 
     def chunk(data: bytes) -> Chunk:
-        return Chunk(file=str(path), kind=kind, data=data, line=line, read_bytes=read)
+        return Chunk(file=str(path), data=data, line=line, read_bytes=read)
 
     for block, size in _blocks(path):
         read += size
@@ -220,7 +224,7 @@ def _part_chunks(path: Path, cuts: re.Pattern | None, most: int) -> Iterator[Chu
             text, first = text.removeprefix(_BYTE_ORDER_MARK), False
         while len(text) > _CHUNK_BYTES and (cut := cuts and cuts.search(text, _CHUNK_BYTES)):
             part, text = text[: cut.start()], text[cut.start() :]
-            yield Chunk(file=str(path), kind="part", data=part, ends=False, read_bytes=read)
+            yield Chunk(file=str(path), texts=[part], part=True, ends=False, read_bytes=read)
             read = 0
         if len(text) > most:
             raise UserError(
@@ -228,7 +232,7 @@ def _part_chunks(path: Path, cuts: re.Pattern | None, most: int) -> Iterator[Chu
                 "tokenizer; make it several files, or read its lines as documents"
             )
     text += _decode(decoder, b"", path, place)
-    yield Chunk(file=str(path), kind="part", data=text, read_bytes=read)
+    yield Chunk(file=str(path), texts=[text], part=True, read_bytes=read)
 
 
 def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, place: int) -> str:
@@ -244,40 +248,19 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, place:
 
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     """(block, bytes read from the file for it): the file's content, unpacked."""
-    suffix = path.suffix.lower()
+    suffix, read = path.suffix.lower(), 0
     with open_file(path) as file:
-        blocks = iter(lambda: file.read(_READ_BYTES.get(suffix, _CHUNK_BYTES)), b"")
+        stream = file
         if suffix == ".gz":
-            yield from _unpacked(path, blocks, lambda: zlib.decompressobj(wbits=31))
+            stream = gzip.GzipFile(fileobj=file)
         elif suffix == ".zst":
-            zstandard = _library("zstandard", ".zst")
-            yield from _unpacked(path, blocks, zstandard.ZstdDecompressor().decompressobj)
-        else:
-            yield from ((block, len(block)) for block in blocks)
-
-
-def _unpacked(path: Path, blocks: Iterator[bytes], start) -> Iterator[tuple[bytes, int]]:
-    """What `start`'s objects make of the blocks: one after the other, as files can be appended."""
-    unpacker, begun, read, waiting = start(), False, 0, bytearray()
-    for block in blocks:
-        read, left = read + len(block), block
-        while left:
-            try:
-                waiting += unpacker.decompress(left)
-            except Exception as error:  # zlib.error, ZstdError
-                raise UserError(f"{path} is damaged: {error}; copy it again") from None
-            begun, left = True, b""
-            if unpacker.eof:
-                left, begun = unpacker.unused_data.lstrip(b"\0"), False  # zeros: padding of tapes
-                unpacker = start()
-        while len(waiting) >= _CHUNK_BYTES:
-            yield bytes(waiting[:_CHUNK_BYTES]), read
-            del waiting[:_CHUNK_BYTES]
-            read = 0
-    if begun:
-        raise UserError(f"{path} is cut short: its packed data do not end; copy it again")
-    if waiting or read:
-        yield bytes(waiting), read
+            stream = _library("pyarrow", ".zst").input_stream(file, compression="zstd")
+        try:
+            while block := stream.read(_CHUNK_BYTES):
+                before, read = read, file.tell()
+                yield block, read - before
+        except (EOFError, zlib.error) as error:
+            raise UserError(f"cannot read {path}: {error}; copy it again") from None
 
 
 def _parquet_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
@@ -293,21 +276,22 @@ def _parquet_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
             if not (pyarrow.types.is_string(inner) or pyarrow.types.is_large_string(inner)):
                 raise UserError(f"{path}: column {field!r} holds {kind}, not text or lists of text")
             rows = max(1, file.metadata.num_rows)
-            texts, read, length = [], 0, 0
+            texts: list[Text] = []
+            read = length = 0
             for batch in file.iter_batches(batch_size=64, columns=[field]):
                 some = [text for text in batch.column(0).to_pylist() if text is not None]
                 texts += some
                 length += batch.nbytes
                 read += size * batch.num_rows // rows
                 if length >= _CHUNK_BYTES:
-                    yield Chunk(file=str(path), kind="texts", data=texts, read_bytes=read)
+                    yield Chunk(file=str(path), texts=texts, read_bytes=read)
                     texts, read, length = [], 0, 0
-            yield Chunk(file=str(path), kind="texts", data=texts, read_bytes=read)
+            yield Chunk(file=str(path), texts=texts, read_bytes=read)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
 
 
-def _library(name: str, what: str) -> ModuleType:
+def _library(name: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -23,7 +23,7 @@ class SpecialTokens(NamedTuple):
     pad: int
 
 
-NAMES = SpecialTokens("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+NAMES = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")  # of `SpecialTokens`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,8 +47,7 @@ class BertVocab:
 def find_special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """The special tokens of a tokenizer. Raises UserError where it has not all of them."""
     known = tokenizer.vocabulary()
-    missing = [name for name in NAMES if name not in known]
-    if missing:
+    if missing := [name for name in NAMES if name not in known]:
         raise UserError(
             f"the tokenizer {tokenizer.name} has no {' and no '.join(missing)}, which a BERT "
             "needs; use a BERT's tokenizer.json, or wordpiece, which is trained on the text"

@@ -49,17 +49,24 @@ class Division:
     end: int
     cut: tuple[float, float] | None = None  # of each, from this share of it to that; None: all
 
-    def within(self, counts):
-        """(first, end): which of the things in a text are the part's, where there are `counts` of
-        them; int64, of an array an array for each."""
+    def within(self, count: int) -> tuple[int, int]:
+        """(first, end): which of the `count` things in a text are the part's."""
+        if self.cut is None:
+            return 0, count
+        low, high = self.cut
+        return round(low * count), round(high * count)
+
+    def spans(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`within` of each of the part's texts, int64, where `counts` are those of all texts."""
         low, high = self.cut or (0.0, 1.0)
+        counts = counts[self.first : self.end]
         return np.rint(low * counts).astype(np.int64), np.rint(high * counts).astype(np.int64)
 
     def sizes(self, counts: np.ndarray) -> np.ndarray:
         """How many they are, in each of the part's texts."""
         if self.cut is None:
-            return counts
-        first, end = self.within(counts)
+            return counts[self.first : self.end]
+        first, end = self.spans(counts)
         return end - first
 
 
@@ -112,15 +119,14 @@ def foresee(lengths: np.ndarray) -> Foreseen:
     """For documents of these `lengths` in tokens, and samples that are not longer than what is held
     out: where they are, each document is cut."""
     parts = [
-        divide(lengths, DEFAULT_SPLIT, part, serves=lambda some: some.sum(dtype=np.int64) > 1)
+        divide(lengths, DEFAULT_SPLIT, part, serves=lambda some: int(some.sum(dtype=np.int64)) > 1)
         for part in PARTS[:2]
     ]
-    train, held_out = (part.sizes(lengths[part.first : part.end]) for part in parts)
+    train, held_out = (part.sizes(lengths) for part in parts)
     return Foreseen(
         by="documents" if parts[0].cut is None else "tokens",
-        documents=int(np.count_nonzero(train)), tokens=int(train.sum(dtype=np.int64)),
-        held_out_documents=int(np.count_nonzero(held_out)),
-        held_out_tokens=int(held_out.sum(dtype=np.int64)),
+        documents=int(np.count_nonzero(train)), held_out_documents=int(np.count_nonzero(held_out)),
+        tokens=int(train.sum(dtype=np.int64)), held_out_tokens=int(held_out.sum(dtype=np.int64)),
     )  # fmt: skip
 
 

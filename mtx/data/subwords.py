@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tokenizers
@@ -36,12 +36,8 @@ class SubwordTokenizer(Tokenizer):
     kind = "subwords"
 
     def __init__(self, described: dict, *, name: str, eod: Eod, sha256: str | None = None):
-        """described: what a `tokenizer.json` holds. eod: see Eod; "auto" is the one of the usual
-        names that the vocabulary has.
-        sha256: of what decides the tokens, where that is not `described`.
-
-        Raises UserError for what is no tokenizer, and an end-of-document token that is not there.
-        """
+        """described: what a `tokenizer.json` holds. eod: see `find_eod`. sha256: of what decides
+        the tokens, where that is not `described`. Raises UserError for what is no tokenizer."""
         self.described = {**described, "truncation": None, "padding": None}
         try:
             self._model = tokenizers.Tokenizer.from_str(json.dumps(self.described))
@@ -60,8 +56,8 @@ class SubwordTokenizer(Tokenizer):
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See Tokenizer; UserError for a text that is too long and cannot be cut."""
         parts = [list(cut_text(text, self.cuts, _PART_CHARACTERS)) for text in texts]
-        ids: list[np.ndarray] = []
-        for batch in _batches(itertools.chain.from_iterable(parts)):
+        ids = []
+        for batch in _batches([part for some in parts for part in some]):
             if (length := max(map(len, batch))) > MOST_CHARACTERS:
                 raise UserError(
                     f"a text of {length:,} characters cannot be cut for this tokenizer, which "
@@ -76,33 +72,24 @@ class SubwordTokenizer(Tokenizer):
         return self._model.decode(ids.tolist(), skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
-        """See Tokenizer."""
         return self._model.get_vocab(with_added_tokens=True)
 
     def to_dict(self) -> dict:
-        """See Tokenizer."""
-        identity = self.identity
-        return {
-            "kind": self.kind, "name": identity.name, "sha256": identity.sha256,
-            "eod": identity.eod, "model": self.described,
-        }  # fmt: skip
+        return super().to_dict() | {"model": self.described}
 
     @classmethod
     def from_dict(cls, values: dict) -> SubwordTokenizer:
         """The inverse of `to_dict`."""
-        names = ("name", "eod", "sha256")
-        return cls(values["model"], **{name: values[name] for name in names})
+        return cls(values["model"], **{name: values[name] for name in ("name", "eod", "sha256")})
 
     def _find_cuts(self) -> re.Pattern | None:
         """The cuts of _CUTS that do not change the tokens of a probe. A tokenizer that marks the
         beginning of every text, as SentencePiece's do, has none."""
         kept = []
         for cut in _CUTS:
-            for probe in _CUT_PROBES:
-                whole, *parts = self.encode_all([probe, *re.split(cut, probe)])
-                if not np.array_equal(whole, np.concatenate(parts)):
-                    break
-            else:
+            cuttings = [[probe, *re.split(cut, probe)] for probe in _CUT_PROBES]
+            encoded = map(self.encode_all, cuttings)
+            if all(np.array_equal(whole, np.concatenate(parts)) for whole, *parts in encoded):
                 kept.append(cut)
         return re.compile("|".join(kept)) if kept else None
 
@@ -120,14 +107,9 @@ def cut_text(text: str, cuts: re.Pattern | None, size: int) -> Iterator[str]:
         start = end
 
 
-def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
-    """`parts` in lists of _BATCH_CHARACTERS or a little more."""
-    batch, total = [], 0
-    for part in parts:
-        batch.append(part)
-        total += len(part)
-        if total >= _BATCH_CHARACTERS:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+def _batches(parts: Sequence[str]) -> Iterator[list[str]]:
+    """`parts` in lists of about _BATCH_CHARACTERS."""
+    ends = itertools.accumulate(map(len, parts))
+    numbered = zip((end // _BATCH_CHARACTERS for end in ends), parts, strict=True)
+    for _, some in itertools.groupby(numbered, key=lambda pair: pair[0]):
+        yield [part for _, part in some]

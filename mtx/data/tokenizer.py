@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes as they are, or subwords; and BPE trained on one's own text.
+"""Bytes as token ids, and BPE and BERT's WordPiece trained on one's own text.
 
 No text encodes to the end-of-document token of bytes and of a BPE trained here: only the joining of
 documents writes it.
@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mtx.data.sentencepiece import SentencePieceTokenizer
+from mtx.data.special_tokens import BERT_TOKENS
 from mtx.data.subwords import SubwordTokenizer, cut_text
 from mtx.data.tokenizer_base import Tokenizer, TokenizerIdentity, hash_of
 from mtx.errors import UserError, unknown_name
 from mtx.fields import checked
-from mtx.sizes import TrainedBytes
+from mtx.sizes import TrainedBytes, TrainedVocab
 
 END_OF_TEXT = "<|endoftext|>"
+WORDPIECE = "wordpiece"  # its name, as DataConfig.tokenizer
+_MOST_CHARACTERS = 1000  # in WordPiece's vocabulary; others are unknown, as in BERT's own
 _BLOCK_CHARACTERS = 2**16
 # No word of GPT-2's pattern starts left of such a place and ends right of it, and cutting there
 # changes no word: of a run of blanks, the last one opens a word of its own or the next word.
@@ -54,12 +58,10 @@ class ByteTokenizer(Tokenizer):
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
     def to_dict(self) -> dict:
-        """See Tokenizer."""
         return {"kind": self.kind, "eod": self.eod}
 
     @classmethod
     def from_dict(cls, values: dict) -> ByteTokenizer:
-        """The inverse of `to_dict`."""
         return cls(eod=values.get("eod", 0))
 
 
@@ -74,10 +76,9 @@ def train_bpe(texts: Iterable[str], *, vocab: int, end: str | None = None) -> Su
     checked("vocab", vocab, TrainedBytes)
     model = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
+    )  # fmt: skip
     model.train_from_iterator(blocks(texts), trainer)
     eod = model.get_vocab_size()
     if end is not None:
@@ -91,6 +92,45 @@ def byte_level(model: models.BPE, *, prefix: bool = False) -> tokenizers.Tokeniz
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def train_wordpiece(texts: Iterable[str], *, vocab: int) -> SubwordTokenizer:
+    """A lower-case WordPiece of at most `vocab` tokens, BERT's special tokens first among them.
+
+    `texts` are gone through twice. As `train_bpe` in what else holds.
+    """
+    checked("vocab", vocab, TrainedVocab)
+    trained = bert_model(models.WordPiece(unk_token="[UNK]"), lower=True)
+    counts = Counter()
+    for block in blocks(texts):
+        counts.update(trained.normalizer.normalize_str(block))
+    found = sorted((-count, a) for a, count in counts.items() if not a.isspace())
+    alphabet = sorted(a for _, a in found[: min(_MOST_CHARACTERS, vocab // 4)])
+    # The trainer numbers "##a" when it comes upon it, in an order that changes from run to run. It
+    # keeps the numbers of special tokens: all that decides the order stands among these.
+    first = [*BERT_TOKENS, *alphabet, *(f"##{a}" for a in alphabet if _goes_on(a, trained))]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab, special_tokens=first, limit_alphabet=len(alphabet), show_progress=False
+    )
+    trained.train_from_iterator(blocks(texts), trainer)
+    model = bert_model(models.WordPiece(trained.get_vocab(), unk_token="[UNK]"), lower=True)
+    model.add_special_tokens(list(BERT_TOKENS))
+    return SubwordTokenizer(json.loads(model.to_str()), name=WORDPIECE, eod="none")
+
+
+def bert_model(model: models.WordPiece, *, lower: bool) -> tokenizers.Tokenizer:
+    """`model` with BERT's way of cutting text into words."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _goes_on(character: str, tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether a word can go on with it: punctuation and Chinese are words of their own."""
+    text = tokenizer.normalizer.normalize_str(f"a{character}")
+    return len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) == 1
 
 
 def tokenizer_from_dict(values: dict) -> Tokenizer:
@@ -109,8 +149,7 @@ def tokenizer_from_dict(values: dict) -> Tokenizer:
 def blocks(texts: Iterable[str]) -> Iterator[str]:
     """The texts in blocks of which a tokenizer learns what it would of the whole.
 
-    `tokenizers` takes about 150 bytes a character for the text it has at hand (measured: 1.2 GB
-    for 9.3 MB), so a large file cannot be given to it whole.
+    `tokenizers` takes about 150 bytes a character, so a large file cannot be given to it whole.
     """
     for text in texts:
         yield from cut_text(text, BETWEEN_WORDS, _BLOCK_CHARACTERS)

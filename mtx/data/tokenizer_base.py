@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.fields import settle_types
 
 # An end-of-document token: its number, which may be the first beyond the vocabulary; its name in
 # the vocabulary, or else its number in digits; "auto"; None or "none" where there is to be none.
@@ -22,10 +23,13 @@ _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eod>", "<|eod|>",
 class TokenizerIdentity:
     """Which tokenizer made the tokens. Two are the same where `sha256` and `eod` are."""
 
-    name: str  # for people
+    name: str  # for people: "bytes", "bpe", or the name of a file
     sha256: str  # of what decides the tokens
     vocab: int  # every token is below it
     eod: int | None  # the end-of-document token, where one was written
+
+    def __post_init__(self):
+        settle_types(self)
 
     def __str__(self) -> str:
         end = "no end-of-document token" if self.eod is None else f"end-of-document {self.eod}"
@@ -39,23 +43,20 @@ class TokenizerIdentity:
 class Tokenizer:
     """Text to token ids and back."""
 
-    kind: str  # in what `to_dict` gives
+    kind: str
     identity: TokenizerIdentity
     cuts: re.Pattern | None  # its empty matches are where a text may be cut; None: nowhere
 
     @property
     def name(self) -> str:
-        """For people: "bytes", "bpe", or the name of a file."""
         return self.identity.name
 
     @property
     def vocab(self) -> int:
-        """Number of ids, the end-of-document token included: every id is below it."""
         return self.identity.vocab
 
     @property
     def eod(self) -> int | None:
-        """The end-of-document token, where there is one."""
         return self.identity.eod
 
     def encode(self, text: str) -> np.ndarray:
@@ -67,14 +68,14 @@ class Tokenizer:
         """The ids of each text. UserError for a text that cannot be encoded."""
         raise NotImplementedError
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`: end-of-document tokens vanish, broken UTF-8 becomes U+FFFD.
         ValueError for an id outside of the vocabulary."""
-        ids = np.asarray(ids, np.int64).reshape(-1)
-        wrong = ids[(ids < 0) | (ids >= self.vocab)]
+        given = np.asarray(ids, np.int64).reshape(-1)
+        wrong = given[(given < 0) | (given >= self.vocab)]
         if wrong.size:
             raise ValueError(f"token {wrong[0]} lies outside the vocabulary of {self.vocab}")
-        return self._decode(ids if self.eod is None else ids[ids != self.eod])
+        return self._decode(given if self.eod is None else given[given != self.eod])
 
     def _decode(self, ids: np.ndarray) -> str:
         raise NotImplementedError
@@ -85,7 +86,8 @@ class Tokenizer:
 
     def to_dict(self) -> dict:
         """Plain values for JSON, from which `tokenizer_from_dict` makes the same tokenizer."""
-        raise NotImplementedError
+        one = self.identity
+        return {"kind": self.kind, "name": one.name, "sha256": one.sha256, "eod": one.eod}
 
 
 def find_eod(known: dict[str, int], *, name: str, eod: Eod) -> int | None:
@@ -94,9 +96,8 @@ def find_eod(known: dict[str, int], *, name: str, eod: Eod) -> int | None:
         return None
     next_id = max(known.values(), default=-1) + 1
     if eod == "auto":
-        for usual in _EOD_NAMES:
-            if usual in known:
-                return known[usual]
+        if usual := [known[name] for name in _EOD_NAMES if name in known]:
+            return usual[0]
         raise UserError(
             f"{name} has none of the usual end-of-document tokens ({', '.join(_EOD_NAMES)}); name "
             f"its own with eod, a number such as {next_id}, or none"

@@ -6,21 +6,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
-from contextlib import suppress
 from pathlib import Path
 
 import tokenizers
 from tokenizers import models
 
+from mtx.data.indexed import file_errors
 from mtx.data.sentencepiece import SentencePieceTokenizer
 from mtx.data.special_tokens import BERT_TOKENS
 from mtx.data.subwords import SubwordTokenizer
-from mtx.data.tokenizer import END_OF_TEXT, ByteTokenizer, byte_level
+from mtx.data.tokenizer import END_OF_TEXT, ByteTokenizer, bert_model, byte_level
 from mtx.data.tokenizer_base import Eod, Tokenizer
-from mtx.data.wordpiece import bert_model
 from mtx.errors import UserError
-from mtx.files import read_bytes, read_json, read_text
+from mtx.files import read_bytes, read_json, read_text, replacing
 from mtx.paths import user_path
 
 # What a folder may hold, the first of them that is there.
@@ -28,10 +26,6 @@ _IN_FOLDERS = (
     "tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.txt",
 )  # fmt: skip
-_FORMS = (
-    "bytes, a tokenizer.json, a vocab.json beside its merges.txt, a SentencePiece .model, a "
-    "vocab.txt, or a folder that holds one of these"
-)
 _WHAT = "the tokenizer"  # that cannot be read
 
 
@@ -68,33 +62,30 @@ def require_new_file(path: str | os.PathLike) -> Path:
 
 
 def write_tokenizer(tokenizer: SubwordTokenizer, path: str | os.PathLike) -> Path:
-    """Writes a `tokenizer.json`, which appears when it is whole. UserError where it cannot, or
-    where the file exists."""
+    """Writes a `tokenizer.json`, which appears when it is whole; UserError where that cannot be,
+    or the file exists."""
     path = require_new_file(path)
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     text = json.dumps(tokenizer.described, ensure_ascii=False, indent=1)
-    try:
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            part.unlink()
+    with replacing(path) as written:
+        written.write_text(text, encoding="utf-8")
     return path
 
 
 def _find(path: Path) -> Path:
     if path.is_dir():
-        for name in _IN_FOLDERS:
-            if (path / name).is_file():
-                return path / name
+        if found := [path / name for name in _IN_FOLDERS if (path / name).is_file()]:
+            return found[0]
         raise UserError(
             f"the folder {path} holds no tokenizer: none of {', '.join(_IN_FOLDERS)} is there"
         )
     if not path.is_file():
-        raise UserError(f"cannot read the tokenizer {path}: there is no such file; name {_FORMS}")
+        raise UserError(
+            f"cannot read the tokenizer {path}: there is no such file; name bytes, a "
+            "tokenizer.json, a vocab.json beside its merges.txt, a SentencePiece .model, a "
+            "vocab.txt, or a folder that holds one of these"
+        )
     return path
 
 
@@ -149,9 +140,6 @@ def _subwords(model: tokenizers.Tokenizer, path: Path, eod: Eod, content: list) 
     return SubwordTokenizer(described, name=path.name, eod=_end(path, eod), sha256=digest)
 
 
-# --- what stands beside ---------------------------------------------------------------------------
-
-
 def _end(path: Path, eod: Eod) -> Eod:
     """`eod`, where "auto" is the end-of-sequence token that the files beside `path` name."""
     return (_end_name(_config(path)) or eod) if eod == "auto" else eod
@@ -165,10 +153,6 @@ def _end_name(config: dict) -> str | None:
 
 def _config(path: Path) -> dict:
     """Hugging Face's settings of a tokenizer, where they stand beside it."""
-    merged: dict = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        beside = path.with_name(name)
-        if beside.is_file():
-            read = read_json(beside)
-            merged |= read if isinstance(read, dict) else {}
-    return merged
+    beside = map(path.with_name, ("special_tokens_map.json", "tokenizer_config.json"))
+    read = [read_json(file) for file in beside if file.is_file()]
+    return {name: one for said in read if isinstance(said, dict) for name, one in said.items()}

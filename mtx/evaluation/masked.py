@@ -14,7 +14,7 @@ import numpy as np
 from mtx.data import Tokenizer
 from mtx.data.bert import BertSample, make_bert_batch
 from mtx.data.masked import Masking, mask_words
-from mtx.data.rng import Rng
+from mtx.data.samples import Rng
 from mtx.data.special_tokens import BertVocab, find_bert_vocab
 from mtx.errors import UserError
 from mtx.evaluation.score import Report, score_batch

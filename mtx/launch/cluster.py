@@ -35,6 +35,14 @@ class ClusterOptions:
                 f"cluster.process={self.process} go together; set all three, or none"
             )
 
+    def cluster(self) -> Cluster | None:
+        if self.coordinator is None or self.processes is None or self.process is None:
+            return None
+        return Cluster(
+            launcher="options", coordinator=self.coordinator, processes=self.processes,
+            process=self.process, local_gpus=self.local_devices,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -66,11 +74,11 @@ def find_cluster(
     5. Open MPI, inside of `mpirun`
 
     JAX_COORDINATOR_ADDRESS alone overrides the address that 4 and 5 find, which is loopback where
-    all processes are on one host. A process that shares
-    its node takes its part of the node's GPUs, unless the launcher has bound it to some, or
-    JAX_LOCAL_DEVICE_IDS names them. Raises UserError where a launcher contradicts itself.
+    all processes are on one host. A process that shares its node takes its part of the node's GPUs,
+    unless the launcher has bound it to some, or JAX_LOCAL_DEVICE_IDS names them. Raises UserError
+    where a launcher contradicts itself.
     """
-    cluster = _read_options(options) if options else None
+    cluster = options.cluster() if options else None
     for needed, read in _LAUNCHERS:
         if cluster is None and all(name in environment for name in needed):
             cluster = read(environment)
@@ -95,15 +103,6 @@ def find_cluster(
     return cluster if cluster.processes > 1 else None
 
 
-def _read_options(options: ClusterOptions) -> Cluster | None:
-    if options.coordinator is None:
-        return None
-    return Cluster(
-        launcher="options", coordinator=options.coordinator, processes=options.processes,
-        process=options.process, local_gpus=options.local_devices,
-    )  # fmt: skip
-
-
 def _read_jax(environment: Mapping[str, str], index: str = "JAX_PROCESS_ID") -> Cluster:
     return Cluster(
         launcher=environment.get("MTX_LAUNCHER", "JAX_* variables"),
@@ -124,8 +123,7 @@ def _read_torchrun(environment: Mapping[str, str]) -> Cluster:
         launcher="torchrun", coordinator=f"{environment['MASTER_ADDR']}:{port}",
         processes=_integer(environment, "WORLD_SIZE"), process=_integer(environment, "RANK"),
         local_gpus=_part_of_node(
-            environment, process=_integer(environment, "LOCAL_RANK", 0),
-            processes=_integer(environment, "LOCAL_WORLD_SIZE", 1),
+            environment, "LOCAL_RANK", _integer(environment, "LOCAL_WORLD_SIZE", 1)
         ),
     )  # fmt: skip
 
@@ -133,46 +131,39 @@ def _read_torchrun(environment: Mapping[str, str]) -> Cluster:
 def _read_slurm(environment: Mapping[str, str]) -> Cluster:
     """SLURM's variables of a step: a batch script has some of them without being one."""
     job = _integer(environment, "SLURM_JOB_ID") + _integer(environment, "SLURM_STEP_ID", 0)
-    host = _first_host(environment["SLURM_STEP_NODELIST"])
+    # The first of a compressed list: node[007-015,020]-ib,other -> node007-ib
+    nodes = environment["SLURM_STEP_NODELIST"]
+    host = re.sub(r"\[(\w*)[^\]]*\]", r"\1", nodes).partition(",")[0]
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         host = _LOOPBACK
+    # Tasks of each node: "2(x3),1" is three nodes of two tasks, then one of one.
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    counts = [
+        int(count) for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        for _ in range(int(nodes or 1))
+    ]  # fmt: skip
+    node = min(_integer(environment, "SLURM_NODEID", 0), len(counts) - 1)
     return Cluster(
         launcher="SLURM", coordinator=_coordinator(environment, host, job),
         processes=_integer(environment, "SLURM_STEP_NUM_TASKS"),
         process=_integer(environment, "SLURM_PROCID"),
         local_gpus=_part_of_node(
-            environment, process=_integer(environment, "SLURM_LOCALID", 0),
-            processes=_tasks_of_node(environment),
+            environment, "SLURM_LOCALID", counts[node],
             gpus=_integer(environment, "SLURM_GPUS_ON_NODE", 0) or None,
         ),
     )  # fmt: skip
 
 
-def _first_host(nodes: str) -> str:
-    """The first of SLURM's compressed list: node[007-015,020]-ib,other -> node007-ib"""
-    prefix, first, suffix = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes).groups()
-    return prefix + (first or "") + (suffix or "")
-
-
-def _tasks_of_node(environment: Mapping[str, str]) -> int:
-    """Of SLURM's "2(x3),1": three nodes of two tasks, then one of one."""
-    counts = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, nodes = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part).groups()
-        counts += [int(count)] * int(nodes or 1)
-    node = _integer(environment, "SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else counts[-1]
-
-
 def _read_open_mpi(environment: Mapping[str, str]) -> Cluster:
     processes = _integer(environment, "OMPI_COMM_WORLD_SIZE")
+    local = _integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or ...;tcp6://[fe80::b9b,2620::2]:43370
     uri = re.match(
         r"(?P<job>\d+)\.\d+;(?:tcp://(?P<v4>[^,:]+)|tcp6://\[(?P<v6>[^,\]]+))",
         environment.get("OMPI_MCA_orte_hnp_uri", ""),
     )
     host = uri and (uri["v4"] or f"[{uri['v6']}]")
-    if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment["OMPI_COMM_WORLD_SIZE"]:
+    if local == processes:
         host = _LOOPBACK
     if host is None and "JAX_COORDINATOR_ADDRESS" not in environment and processes > 1:
         raise UserError(
@@ -183,22 +174,16 @@ def _read_open_mpi(environment: Mapping[str, str]) -> Cluster:
         launcher="Open MPI", processes=processes,
         coordinator=_coordinator(environment, host, int(uri["job"]) >> 12 if uri else 0),
         process=_integer(environment, "OMPI_COMM_WORLD_RANK"),
-        local_gpus=_part_of_node(
-            environment, process=_integer(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
-            processes=_integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
-        ),
+        local_gpus=_part_of_node(environment, "OMPI_COMM_WORLD_LOCAL_RANK", local),
     )  # fmt: skip
 
 
 _JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LAUNCHERS = (  # the variables that each sets, in the order in which they are asked
     (_JAX_VARIABLES, _read_jax),
-    (("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX"), _read_kubernetes),
+    ((*_JAX_VARIABLES[:2], "JOB_COMPLETION_INDEX"), _read_kubernetes),
     (("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"), _read_torchrun),
-    (
-        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        _read_slurm,
-    ),
+    (("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), _read_slurm),
     (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _read_open_mpi),
 )
 
@@ -209,16 +194,17 @@ def _coordinator(environment: Mapping[str, str], host: str | None, job: int) -> 
 
 
 def _part_of_node(
-    environment: Mapping[str, str], *, process: int, processes: int, gpus: int | None = None
+    environment: Mapping[str, str], local: str, processes: int, gpus: int | None = None
 ) -> tuple[int, ...] | None:
-    """The GPUs of one of the `processes` on a node that has `gpus` of them, where that is known.
+    """The GPUs of the process that the variable `local` numbers, of the `processes` on a node that
+    has `gpus` of them, where that is known.
 
     None, which is all that it sees, for a process that has the node for itself or was bound to
     some of its GPUs.
     """
     names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     named = [environment[name].split(",") for name in names if environment.get(name)]
-    visible = len(named[0]) if named else gpus
+    visible, process = len(named[0]) if named else gpus, _integer(environment, local, 0)
     if processes == 1 or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
     if visible is None:
@@ -229,7 +215,7 @@ def _part_of_node(
     return tuple(range(process * each, (process + 1) * each))
 
 
-def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     text = environment.get(name, default)
     try:
         return int(text)

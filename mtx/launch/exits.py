@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
+from collections.abc import Callable
 from enum import IntEnum
 
 
@@ -24,11 +26,11 @@ class Exit(IntEnum):
 
 
 def leave_at_once() -> None:
-    """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. An exception
-    would be lost in a callback of the garbage collector, and JAX crashes where the interpreter ends
-    within a compilation. For the one process of a command: several tell each other.
+    """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. For the one
+    process of a command: several tell each other.
 
-    A thread does it: the handlers of the main thread would wait until the compiler returns.
+    A thread does it: handlers of the main thread would wait until the compiler returns, an
+    exception be lost in a callback of the garbage collector, and JAX crash within a compilation.
     """
     if threading.current_thread() is threading.main_thread():
         reading, writing = os.pipe()
@@ -59,6 +61,22 @@ def _leave(reading: int) -> None:
     if told:
         os.write(2, b"\nmtx: interrupted before the first step; nothing is lost\n")
         os._exit(Exit.INTERRUPTED if told[0] == signal.SIGINT else Exit.PREEMPTED)
+
+
+def on_abort(handle: Callable[[], None] | None) -> object:
+    """Has `handle` called on SIGABRT, which is how C++ ends a process, in the thread that aborts;
+    None: the usual effect. What is returned must be kept.
+
+    Python's own handlers run later in the main thread, and after abort(3) there is no later.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    if handle is None:
+        libc.signal(signal.SIGABRT, None)
+        return None
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: handle())
+    libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    return handler
 
 
 class LostProcess(Exception):

@@ -7,10 +7,26 @@ clock that is set changes nothing.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from mtx.fields import settle_types
 from mtx.launch.exits import Exit
+from mtx.sizes import Interval, Patience
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What counts as dead, and what as hung; in seconds."""
+
+    heartbeat_s: Patience = 10.0  # without a sign of life, a process is lost
+    hang_s: Patience = 300.0  # without a finished step, once there was one, the run hangs
+    pause_s: Patience = 1800.0  # the same while it starts, compiles, evaluates or saves
+    probe_every: Interval = 50  # steps between measurements of each process's own speed; 0: never
+
+    def __post_init__(self):
+        settle_types(self, prefix="watch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +39,8 @@ class Identity:
     stages: tuple[int, ...] = ()  # pipeline stages of its devices; empty before they are known
 
     def describe(self) -> str:
-        stages = ""
-        if self.stages:
-            numbers = ",".join(map(str, self.stages))
-            stages = f", stage{'s' if len(self.stages) > 1 else ''} {numbers}"
+        plural = "s" if len(self.stages) > 1 else ""
+        stages = f", stage{plural} {','.join(map(str, self.stages))}" if self.stages else ""
         return f"process {self.process} (host {self.host}, pid {self.pid}{stages})"
 
 
@@ -94,15 +108,15 @@ class Judge:
     processes: int = 0  # that are to begin, within `begin_s` of each other
     begin_s: float = 300.0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)  # count, since when
-    _broken_s: float | None = None  # when a process first said that a connection had broken
+    _broken_s: float = math.inf  # when a process first said that a connection had broken
     _last_s: float | None = None
     _first_s: float | None = None
 
     def see(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> Verdict | None:
         """`heartbeats`: the last of each process that ever had one."""
-        away_s = 0.0 if self._last_s is None else now_s - self._last_s
-        self._last_s = now_s
-        self._first_s = now_s if self._first_s is None else self._first_s
+        if self._last_s is None or self._first_s is None:
+            self._first_s = self._last_s = now_s
+        away_s, self._last_s = now_s - self._last_s, now_s
         if away_s > self.suspect_s / 2:  # it was this process that did not run: look again
             self._seen = {p: (count, now_s) for p, (count, _) in self._seen.items()}
         for process, heartbeat in heartbeats.items():
@@ -110,13 +124,12 @@ class Judge:
                 self._seen[process] = heartbeat.count, now_s
         running = {p: one for p, one in heartbeats.items() if one.phase != "done"}
         broken = [one for one in running.values() if one.error]
-        if broken and self._broken_s is None:
-            self._broken_s = now_s
+        if broken:
+            self._broken_s = min(self._broken_s, now_s)
         absent = [p for p in range(self.processes) if p not in heartbeats]
         if absent and now_s - self._first_s > self.begin_s:
             numbers = ", ".join(map(str, absent))
-            within = f"within {self.begin_s:.0f} s of the first"
-            text = f"no sign of life from process {numbers} {within}"
+            text = f"no sign of life from process {numbers} within {self.begin_s:.0f} s"
             return Verdict(text=text, exit=Exit.LOST, culprits=tuple(absent))
         return self._lost(running, broken, now_s) or _hung(running)
 

@@ -26,7 +26,7 @@ def require_shared(folder: Path) -> None:
     share, or one of them cannot write there. Nothing is left of what was made to find that out."""
     if jax.process_count() == 1:
         return
-    made = []  # by process 0, to be removed
+    process, made = jax.process_index(), []  # by process 0, to be removed
 
     def make(_) -> str:
         place = folder / f".shared.{uuid.uuid4().hex}"
@@ -37,37 +37,35 @@ def require_shared(folder: Path) -> None:
             raise _cannot_be_written(folder, 0, error) from error
         return place.name
 
+    def answer() -> str:
+        """What is wrong for this process, if anything; else it leaves its number in `place`."""
+        if process == 0:
+            return ""
+        if not _appears(place):
+            return str(_not_shared(folder, process, "process 0"))
+        try:
+            (place / str(process)).touch()
+        except OSError as error:
+            return str(_cannot_be_written(folder, process, error))
+        return ""
+
     def judge(all_said: Sequence[str]) -> str:
         if failures := list(filter(None, all_said)):
             raise UserError(failures[0])
-        for process in range(1, jax.process_count()):
-            if not _appears(place / str(process)):
-                raise _not_shared(folder, 0, f"process {process}")
+        for other in range(1, jax.process_count()):
+            if not _appears(place / str(other)):
+                raise _not_shared(folder, 0, f"process {other}")
         return ""
 
     try:
         place = folder / agree("shared_place", "", make, timeout_s=_ANSWER_S)
-        agree("shared", _answer(folder, place), judge, timeout_s=_ANSWER_S + _SEEN_S)
+        agree("shared", answer(), judge, timeout_s=_ANSWER_S + _SEEN_S)
     finally:
         if made:
             shutil.rmtree(made[0], ignore_errors=True)
         for path in made[1:]:
             with contextlib.suppress(OSError):
                 path.rmdir()
-
-
-def _answer(folder: Path, place: Path) -> str:
-    """What is wrong for this process, if anything; otherwise it leaves its number in `place`."""
-    process = jax.process_index()
-    if process == 0:
-        return ""
-    if not _appears(place):
-        return str(_not_shared(folder, process, "process 0"))
-    try:
-        (place / str(process)).touch()
-    except OSError as error:
-        return str(_cannot_be_written(folder, process, error))
-    return ""
 
 
 def _appears(path: Path) -> bool:

@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from mtx.errors import UserError
 from mtx.fields import Between, checked
@@ -47,9 +47,8 @@ def use_virtual_devices(count: int) -> None:
     # The size of XLA's thread pools. A collective blocks a thread of each device, and never two,
     # since a device's collectives run in order: with no more threads than devices, those that wait
     # can keep those that are waited for from running, and the program hangs. The rest compute, one
-    # for each core: an operation is cut up among all threads, and smaller pieces take longer. With
-    # 8 threads in place of 6, for four devices on two cores, a step of bench-s took 1 % less to
-    # 25 % longer in six pairs of runs, 11 % longer at the median.
+    # for each core: with 8 threads in place of 6, for four devices on two cores, a step of bench-s
+    # took 11 % longer at the median of six pairs.
     os.environ.setdefault("NPROC", str(count + usable_cores()))
     if "jax" in sys.modules and not _started_jax():
         import jax  # it has read this variable already, when it was imported
@@ -62,35 +61,32 @@ def keep_freed_memory() -> None:
     """Has the C library keep what is freed, in one heap of huge pages, for the next that asks;
     glibc on Linux only.
 
-    XLA's CPU client frees a step's temporary buffers at its end. glibc gives blocks of that size
-    back to the system, and the next step pays a page fault for every 4 KiB that it writes: with
-    bench-s on four devices, 0.25 s of the system's time a step and 7 % of all CPU time. In pages of
-    2 MiB, which are looked up more quickly, a step took 4 to 19 % less again, in three pairs. The
-    heap is larger than four devices' bench-s: what it grows by later is of small pages.
+    XLA's CPU client frees a step's temporary buffers at its end, and glibc gives blocks of that
+    size back to the system: the next step pays a page fault for every 4 KiB (bench-s on four
+    devices: 7 % of all CPU time; pages of 2 MiB saved another 4 to 19 % of a step). The heap is
+    larger than four devices' bench-s: what it grows by later is of small pages.
 
     It costs memory: glibc 2.36 seldom puts an aligned block where one of its size has been, and
-    within some ten steps the heap grows to 3.5 times the temporary buffers of all devices (bench-s
-    with 560 and 1,580 MB of them). See `give_freed_memory_back`.
+    within some ten steps the heap grows to 3.5 times the temporary buffers of all devices. See
+    `give_freed_memory_back`.
     """
     if (libc := _glibc()) is None:
         return
     for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
         libc.mallopt(option, value)
-    sbrk, madvise = libc.sbrk, libc.madvise
-    sbrk.restype = libc.malloc.restype = ctypes.c_void_p
-    end = sbrk(0)
-    size = _HEAP_BYTES
+    libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+    end, size = libc.sbrk(0), _HEAP_BYTES
     while size and not (block := libc.malloc(ctypes.c_size_t(size))):
         size //= 2
     libc.free(ctypes.c_void_p(block))
     first = -(-end // _HUGE_PAGE) * _HUGE_PAGE
-    if (size := sbrk(0) - first) > 0:
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _HUGE)
+    if (size := libc.sbrk(0) - first) > 0:
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _HUGE)
 
 
 def give_freed_memory_back() -> None:
-    """Undoes `keep_freed_memory` for what is allocated from now on, for programs too large for it:
-    blocks of 1 MiB and more go back to the system when they are freed."""
+    """Undoes `keep_freed_memory` for what is allocated from now on: blocks of 1 MiB and more go
+    back to the system when they are freed."""
     if (libc := _glibc()) is not None:
         for option, value in ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 1 << 20)):
             libc.mallopt(option, value)
@@ -156,7 +152,6 @@ def join_cluster(options: ClusterOptions | None = None) -> str | None:
 def _connect(cluster: Cluster, options: ClusterOptions) -> None:
     import jax
 
-    host, _, port = cluster.coordinator.rpartition(":")
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", cluster.coordinator)
     if cluster.process == 0:
         _refuse_taken_port(bind)
@@ -178,18 +173,23 @@ def _connect(cluster: Cluster, options: ClusterOptions) -> None:
             f"process {cluster.process} of {cluster.processes} on {socket.gethostname()} did not "
             f"meet the others at {cluster.coordinator} within {options.connect_s} s: {reason}"
         ) from error
-    if jax.config.jax_cpu_collectives_implementation == "gloo":
-        _listen_only_at(_own_address(host, int(port)))
+    options_of_jax: Any = jax.config  # whose type lacks some of its flags
+    if options_of_jax.jax_cpu_collectives_implementation == "gloo":
+        _listen_only_at(_own_address(cluster.coordinator))
+
+
+def _socket(address: str, kind: socket.SocketKind) -> tuple[socket.socket, Any]:
+    """A socket for a host:port, and what to bind or to connect it to."""
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=kind)[0]
+    return socket.socket(*found[:3]), found[4]
 
 
 def _refuse_taken_port(address: str) -> None:
     """UserError where process 0 cannot listen at `address`; the C++ service would abort."""
-    host, _, port = address.rpartition(":")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as listener:
+        listener, place = _socket(address, socket.SOCK_STREAM)
+        with listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(place)
     except OSError as error:
@@ -200,13 +200,11 @@ def _refuse_taken_port(address: str) -> None:
         ) from error
 
 
-def _own_address(host: str, port: int) -> str | None:
+def _own_address(coordinator: str) -> str | None:
     """This host's address on the way to another; loopback where that is this host itself."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        probe, place = _socket(coordinator, socket.SOCK_DGRAM)
+        with probe:
             probe.connect(place)  # of a datagram socket: nothing is sent
             return probe.getsockname()[0]
     except OSError:
@@ -221,7 +219,7 @@ def _listen_only_at(address: str | None) -> None:
     JAX (0.10 to 0.12) has the argument and no public way to it.
     """
     from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     collectives = _jax.make_gloo_tcp_collectives(
         distributed_client=distributed.global_state.client, hostname=address

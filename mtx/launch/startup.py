@@ -62,14 +62,13 @@ def process_age_s() -> float:
 
 
 def use_compile_cache(directory: str) -> Path | None:
-    """Has XLA keep what it compiles in `directory`, for the next process that compiles the same.
+    """Has XLA keep what it compiles in `directory`, which is returned, for the next process that
+    compiles the same. To be called before anything is compiled.
 
     "auto" is JAX_COMPILATION_CACHE_DIR, or else mtx/compiled in the user's cache; "none" turns it
-    off. To be called before anything is compiled. The directory is the user's alone: who can write
-    there can have their code run. Returns it. Raises UserError where it cannot be written.
-
-    It is off, too, where several processes compute on CPUs: there only process 0 finds what was
-    kept, and would wait for the others, who compile, longer than gloo's first meeting lasts (30 s).
+    off. It is the user's alone: who can write there can have their code run. UserError where it
+    cannot be written. It is off, too, where several processes compute on CPUs: only process 0 finds
+    what was kept, and gloo's first meeting (30 s) would end before the others have compiled.
     """
     import jax
 

@@ -32,16 +32,17 @@ class Record(NamedTuple):
     late_s: list[float]
 
 
-def gather(probes: Mapping[int, tuple], processes: int, after: int) -> Record | None:
+def gather(probes: Mapping[int, tuple | None], processes: int, after: int) -> Record | None:
     """The record of all processes' newest probes, once each has one beyond the step `after`.
 
     Where steps are shorter than heartbeats, those may be of steps that differ; the first counts.
     """
-    known = [Probe(*probe) for _, probe in sorted(probes.items()) if probe]
-    step = min((probe.step for probe in known), default=0)
+    known = [probe for _, probe in sorted(probes.items()) if probe]
+    step = min((probe[0] for probe in known), default=0)
     if len(known) < processes or step <= after:
         return None
-    return Record(step, *(list(values) for values in list(zip(*known))[1:]))
+    _, host_s, device_s, late_s = map(list, zip(*known, strict=True))
+    return Record(step, host_s, device_s, late_s)
 
 
 @dataclass(kw_only=True)
@@ -72,19 +73,15 @@ def slow_processes(record: Record, *, step_s: float) -> dict[int, str]:
             (values[process], statistics.median(values[:process] + values[process + 1 :]))
             for values in record[1:]
         )
-        found = []
-        if device_s[0] > 1.5 * device_s[1]:
-            ratio = device_s[0] / max(device_s[1], 1e-9)
-            found.append(f"its matrix product takes {ratio:.1f} times as long as the others'")
-        if host_s[0] - host_s[1] > 0.2 * step_s:
-            found.append(
-                f"it spends {host_s[0]:.3f} s of a step outside of its devices, the others "
-                f"{host_s[1]:.3f} s"
-            )
-        if late_s[0] - late_s[1] > 0.2:
-            found.append(f"it stands still for {late_s[0]:.0%} of the time")
-        if found:
-            reasons[process] = ", ".join(found)
+        ratio = device_s[0] / max(device_s[1], 1e-9)
+        found = {
+            f"its matrix product takes {ratio:.1f} times as long as the others'": ratio > 1.5,
+            f"it spends {host_s[0]:.3f} s of a step outside of its devices, the others "
+            f"{host_s[1]:.3f} s": host_s[0] - host_s[1] > 0.2 * step_s,
+            f"it stands still for {late_s[0]:.0%} of the time": late_s[0] - late_s[1] > 0.2,
+        }
+        if any(found.values()):
+            reasons[process] = ", ".join(reason for reason, holds in found.items() if holds)
     return reasons
 
 

@@ -12,16 +12,17 @@ import itertools
 import json
 import math
 import os
-import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from mtx.errors import UserError
 from mtx.fields import settle_types
@@ -85,8 +86,7 @@ class _Worker:
 
     rank: int
     process: subprocess.Popen
-    status_fd: int
-    partial: dict[int, bytes] = field(default_factory=dict)  # by file descriptor: an unended line
+    readers: list[threading.Thread] = field(default_factory=list)  # of its pipes
     heard_s: float = 0.0  # when it last spoke through its status pipe; 0: it never has
     step: int = 0
     stages: tuple[int, ...] = ()
@@ -133,7 +133,10 @@ class _Supervisor:
                 f"starts all again in {wait_s:g} s, restart {failures} of at most "
                 f"{self.options.max_restarts} in a row"
             )
-            if not self._wait(wait_s):
+            end_s = time.monotonic() + wait_s
+            while not self.requested and time.monotonic() < end_s:
+                time.sleep(min(_TICK_S, wait_s))
+            if self.requested:
                 return self._final(statuses)
         raise AssertionError("counting has no end")
 
@@ -147,13 +150,6 @@ class _Supervisor:
             self._say("stopped as asked, without a new checkpoint")
         return Exit.PREEMPTED
 
-    def _wait(self, seconds: float) -> bool:
-        """False where a signal came."""
-        end_s = time.monotonic() + seconds
-        while not self.requested and time.monotonic() < end_s:
-            time.sleep(min(_TICK_S, seconds))
-        return not self.requested
-
     # -- one attempt ------------------------------------------------------------------------------
 
     def _attempt(self, attempt: int) -> _Worker | None:
@@ -164,30 +160,25 @@ class _Supervisor:
         )
         variables = _cluster_variables(self.options)
         self.workers = []
-        with selectors.DefaultSelector() as selector:
-            for rank in range(self.options.processes):
-                worker = _start(self.command, rank, variables)
-                self.workers.append(worker)
-                for descriptor in (worker.process.stdout.fileno(), worker.status_fd):
-                    os.set_blocking(descriptor, False)
-                    selector.register(descriptor, selectors.EVENT_READ, worker)
-            cause = self._follow(selector)
-            self._drain(selector)
+        for rank in range(self.options.processes):
+            self.workers.append(_start(self.command, rank, variables))
+        cause = self._follow()
         self.end_all()
         return cause
 
-    def _follow(self, selector: selectors.BaseSelector) -> _Worker | None:
+    def _follow(self) -> _Worker | None:
         """Until the last process has ended; returns the one at fault, if one failed."""
         failed: list[_Worker] = []
         forced_at_s, passed_on = math.inf, 0
         while any(worker.process.poll() is None for worker in self.workers):
-            self._read(selector, _TICK_S)
+            time.sleep(_TICK_S)
             now_s = time.monotonic()
             if self.requests > passed_on:
                 passed_on = self.requests
                 number = signal.SIGTERM if passed_on == 1 else signal.SIGKILL
                 self._say(f"passes on {signal.Signals(self.requested).name} as {number.name}")
-                self._signal_all(number)
+                for worker in self.workers:
+                    _signal(worker, number)
             failed += self._new_failures(failed, now_s)
             if failed and forced_at_s == math.inf:
                 # Who left because of another knew which: those that are still there are no help.
@@ -197,7 +188,10 @@ class _Supervisor:
             if now_s > forced_at_s:
                 self._end_by_force(*self.workers)
         failed += self._new_failures(failed, time.monotonic())
-        return min(failed, key=_innocence, default=None)
+        # Who had to be killed is at fault, rather than who says that it has lost another.
+        return min(
+            failed, default=None, key=lambda w: (not w.forced, w.process.returncode == Exit.LOST)
+        )
 
     def _new_failures(self, known: Sequence[_Worker], now_s: float) -> list[_Worker]:
         found = []
@@ -219,30 +213,18 @@ class _Supervisor:
         return found
 
     def _end_by_force(self, *workers: _Worker) -> None:
-        """Ends those that do not end by themselves, and shows where they were."""
+        """Ends those that do not end by themselves, once they have had time to write the stacks of
+        their threads, also where they were stopped."""
         for worker in workers:
             if worker.process.poll() is None:
                 self._say(f"{worker.describe()} is {_state(worker.process.pid)}, and is killed")
-                self._show_stack(worker)
+                if worker.heard_s:
+                    _signal(worker, signal.SIGUSR1)
+                    _signal(worker, signal.SIGCONT)
+                    time.sleep(0.5)
                 worker.forced = True
                 worker.process.kill()
                 worker.process.wait()
-
-    def _show_stack(self, worker: _Worker) -> None:
-        """Has it write the stacks of its threads, also where it has been stopped; and reads on for
-        as long as that may take."""
-        for number in (signal.SIGUSR1, signal.SIGCONT) if worker.heard_s else ():
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.send_signal(number)
-        end_s = time.monotonic() + (0.5 if worker.heard_s else 0.0)
-        while time.monotonic() < end_s:
-            self._read_worker(worker, worker.process.stdout.fileno())
-            time.sleep(_TICK_S / 2)
-
-    def _signal_all(self, number: int) -> None:
-        for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.send_signal(number)
 
     def end_all(self) -> None:
         """No process of this run is left, nor a child of one."""
@@ -250,44 +232,36 @@ class _Supervisor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.wait()
-            worker.process.stdout.close()
-            with contextlib.suppress(OSError):
-                os.close(worker.status_fd)
+            for reader in worker.readers:  # what the last ones have left in their pipes
+                reader.join(_TICK_S * 10)
 
-    # -- what the processes say -------------------------------------------------------------------
+    def _say(self, text: str) -> None:
+        _print(f"[launch] {text}")
 
-    def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> bool:
-        """Prints what has come; whether something has."""
-        events = selector.select(timeout_s)
-        if not selector.get_map():
-            time.sleep(timeout_s)
-        for key, _ in events:
-            if not self._read_worker(key.data, key.fd):
-                selector.unregister(key.fd)
-        return bool(events)
 
-    def _drain(self, selector: selectors.BaseSelector) -> None:
-        """What the last ones have left in their pipes."""
-        while selector.get_map() and self._read(selector, 0):
-            pass
+def _signal(worker: _Worker, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        worker.process.send_signal(number)
 
-    def _read_worker(self, worker: _Worker, descriptor: int) -> bool:
-        """False at the pipe's end."""
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return True
-        lines = (worker.partial.pop(descriptor, b"") + data).split(b"\n")
-        if lines[-1] and data:
-            worker.partial[descriptor] = lines[-1]
-        for line in lines[:-1] if data else filter(None, lines):
-            if descriptor == worker.status_fd:
-                self._take_status(worker, line)
-            else:
-                _print(f"[{worker.rank}] {line.decode(errors='replace')}")
-        return bool(data)
 
-    def _take_status(self, worker: _Worker, line: bytes) -> None:
+# -- what the processes say ------------------------------------------------------------------------
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError, OSError):
+        sys.stdout.write(f"{line}\n")  # whole, as several threads do
+        sys.stdout.flush()
+
+
+def _read_output(worker: _Worker, pipe: IO[bytes]) -> None:
+    for line in pipe:
+        text = line.decode(errors="replace").removesuffix("\n")
+        _print(f"[{worker.rank}] {text}")
+    pipe.close()
+
+
+def _read_status(worker: _Worker, pipe: IO[bytes]) -> None:
+    for line in pipe:
         with contextlib.suppress(ValueError):
             status = json.loads(line)
             done = status.get("phase") == "done"  # it ends, in its own time, and says no more
@@ -295,19 +269,7 @@ class _Supervisor:
             worker.step = status.get("step", worker.step)
             worker.stages = tuple(status.get("stages", worker.stages))
             worker.start = status.get("start", worker.start)
-
-    def _say(self, text: str) -> None:
-        _print(f"[launch] {text}")
-
-
-def _innocence(worker: _Worker) -> int:
-    """0 for a process that had to be killed, 2 for one that says that it has lost another."""
-    return 0 if worker.forced else 2 if worker.process.returncode == Exit.LOST else 1
-
-
-def _print(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError, OSError):
-        print(line, flush=True)
+    pipe.close()
 
 
 def _start(command: Sequence[str], rank: int, variables: Mapping[str, str]) -> _Worker:
@@ -317,16 +279,19 @@ def _start(command: Sequence[str], rank: int, variables: Mapping[str, str]) -> _
         gpus = variables[_GPUS].split(",")
         count = len(gpus) // int(variables["JAX_NUM_PROCESSES"])
         own[_GPUS] = ",".join(gpus[rank * count : (rank + 1) * count])
-    first = []
-    if sys.platform == "linux":
-        first = [sys.executable, "-I", "-S", "-c", _DIE_WITH_SUPERVISOR, str(os.getpid())]
+    first = [sys.executable, "-I", "-S", "-c", _DIE_WITH_SUPERVISOR, str(os.getpid())]
+    first = first if sys.platform == "linux" else []
     process = subprocess.Popen(
-        [*first, *command], env=dict(os.environ) | variables | own, pass_fds=(write_fd,),
+        [*first, *command], env={**os.environ, **variables, **own}, pass_fds=(write_fd,),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C in a terminal is for the supervisor alone
     )  # fmt: skip
     os.close(write_fd)
-    return _Worker(rank=rank, process=process, status_fd=read_fd)
+    worker = _Worker(rank=rank, process=process)
+    for read, pipe in ((_read_output, process.stdout), (_read_status, open(read_fd, "rb"))):
+        worker.readers.append(threading.Thread(target=read, args=(worker, pipe), daemon=True))
+        worker.readers[-1].start()
+    return worker
 
 
 def _cluster_variables(options: LaunchOptions) -> dict[str, str]:

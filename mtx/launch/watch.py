@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,12 +32,10 @@ from jax._src import distributed  # the coordination service's client has no pub
 from jax.sharding import Mesh
 
 from mtx.errors import UserError
-from mtx.launch.abort import on_abort
-from mtx.launch.exits import Exit
-from mtx.launch.judge import Heartbeat, Identity, Judge, Verdict, patience
+from mtx.launch.exits import Exit, on_abort
+from mtx.launch.judge import Heartbeat, Identity, Judge, Verdict, WatchOptions, patience
 from mtx.launch.status import StatusPipe
 from mtx.launch.stragglers import Probe, Record, Stragglers, gather, make_device_probe
-from mtx.launch.watch_options import WatchOptions
 
 _TICK_S = 0.1
 _HEARTBEAT, _VERDICT, _ENDED = "mtx/heartbeat/", "mtx/verdict", "mtx/ended/"
@@ -84,7 +83,7 @@ class Watch:
         self._ended, self._ended_key = threading.Event(), f"{_ENDED}{next(_watches)}"
         self._leaving = threading.Lock()
         self._status = StatusPipe.inherited()
-        self._client = distributed.global_state.client if self._several else None
+        self._client: Any = distributed.global_state.client if self._several else None
         self._answered_s = time.monotonic()  # when the coordination service last did
 
     # -- what the run says ------------------------------------------------------------------------
@@ -369,7 +368,7 @@ class Watch:
                 "processes for lost"
             )
             self._leave(Verdict(text=text, exit=Exit.LOST))
-        host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+        host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
         except OSError as error:

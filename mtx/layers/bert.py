@@ -22,7 +22,6 @@ from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import reduce_from
 from mtx.sharding.linear import matmul
-from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
 from mtx.sharding.random import dropout_rows, key_data
 from mtx.sharding.vocab import VOCAB, vocab_logits, vocab_losses, vocab_scores
@@ -70,7 +69,7 @@ class Dense(nnx.Module):
         self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
 
     def __call__(self, x_BSD):
-        return matmul(x_BSD, self.w[...], 1, Axes()) + self.b[...]
+        return matmul(x_BSD, self.w[...]) + self.b[...]
 
 
 class MaskedHead(Dense):

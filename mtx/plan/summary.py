@@ -27,8 +27,9 @@ from mtx.plan.published import Throughput, bubble, published_throughput, publish
 from mtx.schedules.simulate import bubble_text
 
 Source = Literal[
-    "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published"
-]
+    "given", "chosen", "computed", "predicted", "compiled", "published", "computed from published",
+    "",  # of a run: measured
+]  # fmt: skip
 _MIB = 2**20
 _PARTS, _FAMILIES = {"mlp": "MLP"}, {"bert": "BERT"}  # as they are written
 NOTHING = 1e-9  # of a step: what is less is the rounding of a sum

@@ -66,7 +66,7 @@ def _weight_gradient(x, dy, axes: Axes):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def matmul(x, w, inputs: int, axes: Axes):
+def matmul(x, w, inputs: int = 1, axes: Axes = Axes()):  # noqa: B008 (frozen)
     """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims.
 
     Keeps x and w as they are (a reshaped weight would be kept beside the weight), and gives the

@@ -8,29 +8,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-import numpy as np
 
 from mtx.config import Layout, RunConfig
-from mtx.plan.choose import schedule_for
-from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
-from mtx.plan.summary import title
-from mtx.schedules.orders import KINDS
 from mtx.sharding.axes import MESH
 from mtx.view.explore_device import Held, Holdings
-from mtx.view.memory import fill_bars
-from mtx.view.mesh import Device, fill_mesh
-from mtx.view.picture import IDLE, Picture, figure_title, new_figure, rgb, shade, split_figure
-from mtx.view.plan import fill_time
-from mtx.view.spans import runs_of, shares
+from mtx.view.mesh import Device
+from mtx.view.picture import Picture
+from mtx.view.plan import draw_plan
 
 CHOICES = ("data", "pipe", "tensor", "virtual", "microbatch")  # fields of the layout with a slider
 _BATCHES = 4  # doublings and halvings of the run's own that the slider has
 _MOST_SHARDS = 64
-_MOST_OPS = 120_000  # of a schedule that is drawn
-_BINS = 720  # of time, in the picture of a schedule
 _SENT = {"layers": "pipeline_comm_s", "batch": "data_comm_s", "weights": "tensor_comm_s"}
 
 
@@ -51,48 +40,12 @@ class Look:
         time = self.plan.time
         return {axis.name: getattr(time, _SENT.get(axis.splits, ""), 0.0) for axis in MESH}
 
-    @property
-    def held(self) -> list[Held]:
-        """What the device holds of each parameter."""
-        return self.held_by(self.device)
-
     def held_by(self, device: Device) -> list[Held]:
-        """The same of another one."""
+        """What a device holds of each parameter."""
         return _holdings(self.plan.run).of(device)
 
-    @cached_property
-    def timeline(self) -> np.ndarray | None:
-        """float [P, kinds, N, 3]: what each stage does over time, as colours: of each kind of op
-        a band, full where the stage does it as much as it ever does, light where it idles. None
-        where the schedule is too long to be drawn."""
-        layout, microbatches = self.layout, self.plan.run.microbatches
-        if layout.pipe * layout.virtual * microbatches > _MOST_OPS:
-            return None
-        (run,) = runs_of(schedule_for(layout, microbatches))
-        edges = np.linspace(run.start.min(), run.end.max(), _BINS + 1)
-        kinds = len(run.schedule.halves)
-        taken = shares(run, edges)[..., :kinds].swapaxes(1, 2)  # [P, kinds, N]
-        usual = np.nanmedian(np.where(taken > 0.01, taken, np.nan), axis=2, keepdims=True)
-        colours = np.stack([rgb(shade(kind)) for kind in range(kinds)])
-        full = np.clip(taken / usual, 0, 1)[..., None]
-        return full * colours[:, None] + (1 - full) * rgb(IDLE)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Of the timeline's bands."""
-        return tuple(KINDS[: self.timeline.shape[1]]) if self.timeline is not None else ()
-
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        plan, figure = self.plan, new_figure(9.5, 9.6)
-        figure_title(
-            figure, f"{title(plan)}: {seconds(plan.time.step_s)} a step, "
-            f"bubble {plan.bubble_over_ideal:.2%} of ideal time",
-        )  # fmt: skip
-        mesh, memory, time = split_figure(figure, 4.4, 2.2, 3.0)
-        fill_mesh(mesh, self.layout, plan.hardware)
-        fill_bars(memory.add_subplot(), [plan])
-        fill_time(time.add_subplot(), plan)
-        return Picture(figure=figure)._repr_png_()
+        return Picture(figure=draw_plan(self.plan))._repr_png_()
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path
@@ -18,7 +16,6 @@ from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path
 from mtx.config import RunConfig
 from mtx.schedules.makers import MAKERS
 from mtx.schedules.partition import EMPTY
-from mtx.sharding.optimizer import DataShard
 from mtx.step.trainer import Trainer
 from mtx.view.mesh import Device
 
@@ -133,14 +130,6 @@ def local_slices(
     return tuple(slices)
 
 
-class _Leaf(NamedTuple):
-    name: str
-    shape: tuple[int, ...]  # global, layers stacked
-    spec: PartitionSpec
-    shard: DataShard
-    stacked: int  # leading dims that say which layer
-
-
 class Holdings:
     """What the devices of a run hold, by their coordinates."""
 
@@ -153,18 +142,6 @@ class Holdings:
         self._trainer = Trainer(replace(run, layout=layout, global_batch=batch))
         self.layout = self._trainer.run.layout
 
-    @cached_property
-    def _leaves(self) -> list[_Leaf]:
-        states, leaves = self._trainer.states, []
-        for (path, leaf), spec, shard in zip(
-            tree_leaves_with_path(states.param_shapes), tree_leaves(states.param_specs),
-            tree_leaves(states.shards), strict=True,
-        ):  # fmt: skip
-            name = keystr(path, simple=True, separator=".")
-            stacked = _STACKED if name.startswith("layers.") else 0
-            leaves.append(_Leaf(name, leaf.shape, spec, shard, stacked))
-        return leaves
-
     def layers(self, name: str, part: Sequence[slice]) -> tuple[int, ...] | None:
         """The layers in a part [P, C, N_kind] of a parameter's stack, in its order; padding holds
         none. None of what is not stacked."""
@@ -176,18 +153,21 @@ class Holdings:
 
     def of(self, device: Device) -> list[Held]:
         """What `device` holds of each parameter."""
-        sizes, at, held = self.layout.sizes, device.at, []
-        for name, shape, spec, shard, stack in self._leaves:
+        sizes, at, held, states = self.layout.sizes, device.at, [], self._trainer.states
+        for (path, leaf), spec, shard in zip(
+            tree_leaves_with_path(states.param_shapes), tree_leaves(states.param_specs),
+            tree_leaves(states.shards), strict=True,
+        ):  # fmt: skip
+            name, shape = keystr(path, simple=True, separator="."), leaf.shape
+            stack = _STACKED if name.startswith("layers.") else 0
             padded = [shard.padded if n == shard.dim else size for n, size in enumerate(shape)]
             part = local_slices(shape, spec, at, sizes)
             master = local_slices(padded, shard.spec, at, sizes)
-            held.append(
-                Held(
-                    name=name, dims=dims_of(name, len(shape) - stack), shape=shape[stack:],
-                    part=part, master=master, layers=self.layers(name, part[:stack]),
-                    master_layers=self.layers(name, master[:stack]),
-                )
-            )  # fmt: skip
+            held += [Held(
+                name=name, dims=dims_of(name, len(shape) - stack), shape=shape[stack:],
+                part=part, master=master, layers=self.layers(name, part[:stack]),
+                master_layers=self.layers(name, master[:stack]),
+            )]  # fmt: skip
         return held
 
 

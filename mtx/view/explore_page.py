@@ -6,21 +6,18 @@ what was clicked.
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
-import numpy as np
-
-from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compare import seconds
+from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.summary import title
+from mtx.sharding.axes import AXES
 from mtx.view.explore import Look
-from mtx.view.explore_device import Held, numbers_text
-from mtx.view.html import bar, key, svg, table, tag
-from mtx.view.memory import memory_parts
+from mtx.view.explore_device import numbers_text
+from mtx.view.html import key, svg, table, tag
+from mtx.view.memory import fill_bars
 from mtx.view.mesh import Device, link_rows, shape_text
 from mtx.view.mesh_picture import MeshMap
 from mtx.view.picture import (
@@ -29,10 +26,13 @@ from mtx.view.picture import (
     FAINT,
     INK,
     LIMIT,
+    Picture,
     ink,
+    new_figure,
+    split_figure,
     stage_colours,
 )
-from mtx.view.plan import time_parts
+from mtx.view.plan import fill_schedule, fill_time
 from mtx.view.spans import count
 
 _ALONE = 1024  # devices that are drawn one by one
@@ -40,8 +40,6 @@ _LABELLED = 128  # with their numbers in them
 _CELL_PIXELS = 84  # at most
 _WIDE, _HIGH = 10.0, 7.0  # of a cell, in the units of its picture
 _PER_ROW = 16  # of the devices of one cell
-_ROWS = 16  # of stages of a schedule, at most
-_PIXELS = 240  # height of a schedule, at most; and a row's is a tenth
 _TOY = 0.1  # GiB: below, MiB are shown
 # Of the groups of a device, by axis: a dot's colour, and where it is in a cell. Others: as data.
 _DOTS = {
@@ -59,25 +57,16 @@ box-sizing:border-box;max-width:100%%;overflow-wrap:anywhere}
 .mtx td,.mtx th{text-align:left;padding:1px 10px 1px 0;vertical-align:top;white-space:normal}
 .mtx td:first-child,.mtx .held td:nth-child(2),.mtx th{white-space:nowrap}
 .mtx th,.mtx small{color:%(faint)s;font-weight:400}.mtx [data-device]{cursor:pointer}
-.mtx .bar{display:flex;position:relative;height:26px;width:100%%;background:#f4f4f4}
-.mtx .bar>i{position:absolute;top:-3px;bottom:-3px;border-left:2px solid %(limit)s}
-.mtx .bar>span{overflow:hidden;font-size:11px;line-height:26px;text-align:center;white-space:nowrap}
 .mtx .key{display:inline-block;width:10px;height:10px;margin:0 5px 0 0}
-.mtx img{display:block;width:100%%;image-rendering:pixelated}
 """.strip()
-    % {"ink": INK, "faint": "#6a6a6a", "limit": LIMIT}
+    % {"ink": INK, "faint": "#6a6a6a"}
 )
 
 
 def page_html(look: Look) -> str:
     """Mesh, device, memory, time, schedule and communication of a layout, side by side where there
     is room."""
-    time = look.plan.time
-    left = [
-        *_mesh(look), *_memory(look), tag("h4", f"Time of a step: {seconds(time.step_s)}"),
-        bar(time_parts(look.plan), time.step_s, seconds), *_schedule(look),
-    ]  # fmt: skip
-    columns = tag("div", *left) + tag("div", *_device(look))
+    columns = tag("div", *_mesh(look), _pictures(look.plan)) + tag("div", *_device(look))
     return tag(
         "div", tag("style", _STYLE), _headline(look), tag("div", columns, class_="row"),
         *_communication(look), class_="mtx",
@@ -99,8 +88,8 @@ def _headline(look: Look) -> str:
         f"virtual {layout.virtual}, microbatches {plan.run.microbatches} of {layout.microbatch}"
     )
     chosen = [tag("small", escape(why)) for why in plan.chosen]
-    facts_text = f"{' · '.join(facts)} <small>(predicted)</small>"
-    return "<br>".join([tag("b", escape(title(plan))), sizes, *chosen, facts_text])
+    said = f"{' · '.join(facts)} <small>(predicted)</small>"
+    return "<br>".join([tag("b", escape(title(plan))), sizes, *chosen, said])
 
 
 def _size(size_bytes: float) -> str:
@@ -116,10 +105,13 @@ def _mesh(look: Look) -> Iterator[str]:
     grid = MeshMap.of(layout, node_size, alone=_ALONE)
     nodes = count(-(-layout.devices // node_size), "node")
     cell = "a cell: a device" if grid.unit == 1 else f"a cell: {grid.unit} devices"
-    framed = "frames: " if grid.frames(node_size) else ""
+    frames = grid.frames(node_size)
+    framed = "frames: " if frames else ""
     groups = [axis for axis, size in layout.sizes.items() if size > 1]
+    places = {grid.ranks(first): grid.corner(first) for first in grid.firsts()}
     yield tag("h4", "Mesh")
-    yield _mesh_svg(look, grid, groups)
+    labelled = layout.devices <= _LABELLED
+    yield _svg(look, places, _CELL_PIXELS, groups, [each[1:] for each in frames], labelled=labelled)
     yield tag(
         "small", f"colour: stage, p0 to p{layout.pipe - 1}; {cell}; {framed}{nodes} of {node_size}"
         "; click one, hover for what it is",
@@ -127,53 +119,51 @@ def _mesh(look: Look) -> Iterator[str]:
     keys = [key(_dot(axis)[0], f"its {axis} group") for axis in groups]
     yield tag("div", key("#ffffff", "this device", border=INK), *keys)
     if grid.unit > 1:
+        ranks = grid.ranks(grid.first(look.device.rank))
         yield tag("small", "the devices of its cell:")
-        yield _cell_svg(look, grid.ranks(grid.first(look.device.rank)))
+        alone = {range(rank, rank + 1): (float(at % _PER_ROW), float(at // _PER_ROW))
+                 for at, rank in enumerate(ranks)}  # fmt: skip
+        yield _svg(look, alone, 4 * _WIDE)
 
 
 def _dot(axis: str) -> tuple[str, float, float]:
     return _DOTS.get(axis, _DOTS["data"])
 
 
-def _mesh_svg(look: Look, grid: MeshMap, groups: list[str]) -> str:
-    """The cells of the mesh, each with its device, its groups and its part of the model as a
-    tooltip; framed are the nodes and the device, dots are its groups."""
-    places = {first: grid.corner(first) for first in grid.firsts()}
-    labelled = look.layout.devices <= _LABELLED
-    drawn = [_cell(look, places[first], grid.ranks(first), labelled) for first in places]
+def _svg(
+    look: Look, places: dict[range, tuple[float, float]], pixels: float,
+    groups: Sequence[str] = (), frames: Sequence[tuple[float, ...]] = (), *, labelled: bool = True,
+) -> str:  # fmt: skip
+    """Cells at these places, by their devices, `pixels` wide each: with their part of the model as
+    a tooltip, frames around nodes (left, top, width, height) and around the device, and dots for
+    its groups."""
+    drawn = [_cell(look, ranks, x * _WIDE, y * _HIGH, labelled) for ranks, (x, y) in places.items()]
     for axis in reversed(groups):
-        colour, right, down = _dot(axis)
-        for x, y in (places[one] for one in sorted({*map(grid.first, look.device.group(axis))})):
-            drawn.append(
-                tag(
-                    "circle", class_=axis, cx=x * _WIDE + right, cy=y * _HIGH + down, fill=colour,
-                    r=0.9 if labelled else 1.4, stroke="#ffffff", stroke_width=0.25,
-                    pointer_events="none",
-                )
-            )  # fmt: skip
-    drawn.append(_own(places[grid.first(look.device.rank)]))
+        (colour, right, down), group = _dot(axis), set(look.device.group(axis))
+        drawn += [
+            tag(
+                "circle", class_=axis, cx=x * _WIDE + right, cy=y * _HIGH + down, fill=colour,
+                r=0.9 if labelled else 1.4, stroke="#ffffff", stroke_width=0.25,
+                pointer_events="none",
+            )
+            for ranks, (x, y) in places.items() if group.intersection(ranks)
+        ]  # fmt: skip
+    own = next(place for ranks, place in places.items() if look.device.rank in ranks)
+    outlines = [("own", (own[0] + 0.01, own[1] + 0.014, 0.98, 1), INK, 0.6)]
+    outlines += [("node", frame, FAINT, 0.3) for frame in frames]
     drawn += [
-        _outline("node", x * _WIDE, y * _HIGH, wide * _WIDE, high * _HIGH, FAINT, 0.3)
-        for _, x, y, wide, high in grid.frames(look.plan.hardware.node_devices)
-    ]
-    width = (max(x for x, _ in places.values()) + 1) * _WIDE
-    height = (max(y for _, y in places.values()) + 1) * _HIGH
-    return svg(drawn, width, height, _CELL_PIXELS * width / _WIDE)
+        tag(
+            "rect", class_=name, x=float(x * _WIDE), y=float(y * _HIGH), width=float(wide * _WIDE),
+            height=float(high * _HIGH), fill="none", stroke=colour, stroke_width=line,
+            pointer_events="none",
+        )
+        for name, (x, y, wide, high), colour, line in outlines
+    ]  # fmt: skip
+    columns, rows = (max(place[dim] for place in places.values()) + 1 for dim in (0, 1))
+    return svg(drawn, columns * _WIDE, rows * _HIGH, pixels * columns)
 
 
-def _cell_svg(look: Look, ranks: range) -> str:
-    """The devices of the chosen one's cell, to be clicked."""
-    drawn = []
-    for number, rank in enumerate(ranks):
-        place = (float(number % _PER_ROW), float(number // _PER_ROW))
-        drawn.append(_cell(look, place, range(rank, rank + 1), labelled=True))
-        drawn += [_own(place)] if rank == look.device.rank else []
-    width, height = min(len(ranks), _PER_ROW) * _WIDE, -(-len(ranks) // _PER_ROW) * _HIGH
-    return svg(drawn, width, height, 4 * width)
-
-
-def _cell(look: Look, place: tuple[float, float], ranks: range, labelled: bool) -> str:
-    x, y = place[0] * _WIDE, place[1] * _HIGH
+def _cell(look: Look, ranks: range, x: float, y: float, labelled: bool) -> str:
     device = Device(layout=look.layout, rank=ranks[0])
     colour = stage_colours(look.layout.pipe)[device.at["pipe"]]
     lines = [(3.2, 2.6, f"{device.rank}"), (5.6, 1.6, device.label)] if labelled else []
@@ -190,47 +180,39 @@ def _cell(look: Look, place: tuple[float, float], ranks: range, labelled: bool) 
 
 
 def _tooltip(look: Look, device: Device, ranks: range) -> str:
-    """What a cell of the mesh holds: of one device its coordinates, its groups and its part of the
-    model; of several, which they are."""
+    """Of one device its coordinates, of several which they are; their groups, layers, and of which
+    dims of the parameters they have a part, each said once."""
     head = f"{device}, node {device.rank // look.plan.hardware.node_devices}"
     if len(ranks) > 1:
         stage = device.at["pipe"]
         head = f"devices {ranks[0]:,} to {ranks[-1]:,}: stage {stage}, from {head}"
-    groups = [
-        f"{axis} group: {numbers_text(device.group(axis))}"
-        for axis, size in look.layout.sizes.items()
-        if size > 1
-    ]
-    return "\n".join([head, *groups, *_part_lines(look.held_by(device))])
-
-
-def _part_lines(held: list[Held]) -> list[str]:
-    """Its layers, and of which dims of the parameters it has a part, each said once."""
+    groups, held = [(axis, device.group(axis)) for axis in AXES], look.held_by(device)
+    groups = [f"{axis} group: {numbers_text(group)}" for axis, group in groups if len(group) > 1]
     layers = [f"layers {numbers_text(each.layers)}" for each in held if each.layers is not None]
     cuts = [each.part_text for each in held if each.part_text != "all"]
-    return list(dict.fromkeys([*layers, *cuts]))
+    return "\n".join(dict.fromkeys([head, *groups, *layers, *cuts]))
 
 
-def _own(place: tuple[float, float]) -> str:
-    x, y = place[0] * _WIDE + 0.1, place[1] * _HIGH + 0.1
-    return _outline("own", x, y, _WIDE - 0.2, _HIGH, INK, 0.6)
+# --- pictures, device, communication --------------------------------------------------------------
 
 
-def _outline(
-    name: str, x: float, y: float, wide: float, high: float, colour: str, line: float
-) -> str:
-    return tag(
-        "rect", class_=name, x=float(x), y=float(y), width=float(wide), height=float(high),
-        fill="none", stroke=colour, stroke_width=line, pointer_events="none",
-    )  # fmt: skip
-
-
-# --- device, memory, schedule, communication ------------------------------------------------------
+def _pictures(plan: Plan) -> str:
+    """Memory, time of a step, and schedule."""
+    figure = new_figure(7.5, 7.6)
+    memory, time, schedule = split_figure(figure, 2.1, 2.9, 2.6)
+    fill_bars(memory.add_subplot(), [plan])
+    fill_time(time.add_subplot(), plan)
+    fill_schedule(schedule.add_subplot(), plan, (6.6, 1.8))
+    return Picture(figure=figure).svg()
 
 
 def _device(look: Look) -> Iterator[str]:
     """A device's place, its groups, and what it holds of every parameter."""
-    device, node_size, held = look.device, look.plan.hardware.node_devices, look.held
+    device, node_size, held = (
+        look.device,
+        look.plan.hardware.node_devices,
+        look.held_by(look.device),
+    )
     yield tag("h4", f"{device}, in node {device.rank // node_size}")
     groups = {axis: device.group(axis) for axis in look.layout.sizes}
     yield table(
@@ -257,44 +239,6 @@ def _device(look: Look) -> Iterator[str]:
 def _nodes_text(ranks: range, node_size: int) -> str:
     nodes = sorted({rank // node_size for rank in ranks})
     return numbers_text(nodes) + (" (between nodes)" if len(nodes) > 1 else "")
-
-
-def _memory(look: Look) -> Iterator[str]:
-    used, device = look.plan.memory.total_bytes, look.plan.hardware
-    toy = used < 0.02 * device.memory_bytes
-    marks = [
-        (share * device.memory_bytes, f"{share:.0%} of {device.memory_gib:g} GiB")
-        for share in (MEMORY_AT_MOST, 1.0)
-        if not toy
-    ]
-    parts = [(name, gib * GIB, colour) for name, gib, colour in memory_parts(look.plan)]
-    yield tag("h4", f"Memory of a device: {_size(used)} of {device.memory_gib:g} GiB")
-    yield bar(parts, used if toy else max(used, device.memory_bytes), _size, marks=marks)
-
-
-def _schedule(look: Look) -> Iterator[str]:
-    from matplotlib.image import imsave
-
-    layout = look.layout
-    yield tag("h4", f"Schedule: bubble {look.plan.bubble_over_ideal:.2%} of ideal time")
-    if look.timeline is None:
-        yield tag("small", "the schedule is too long for a picture")
-        return
-    every = -(-layout.pipe // _ROWS)
-    drawn = look.timeline[::every]
-    stages, kinds = drawn.shape[:2]
-    high = min(_PIXELS // 10, _PIXELS // stages) // kinds
-    picture = np.repeat(drawn.reshape(stages * kinds, *drawn.shape[2:]), high, axis=0)
-    picture[:: high * kinds] = 1.0  # between stages
-    png = io.BytesIO()
-    imsave(png, picture, format="png")
-    data = base64.b64encode(png.getvalue()).decode()
-    yield f'<img src="data:image/png;base64,{data}" alt="schedule">'
-    rows = "a stage" if every == 1 else f"for every {every} stages"
-    yield tag(
-        "small", f"{layout.schedule}: a row {rows}, from p0; in each {', '.join(look.kinds)} below "
-        "each other, over time; grey: idle",
-    )  # fmt: skip
 
 
 def _communication(look: Look) -> Iterator[str]:

@@ -11,12 +11,12 @@ import numpy as np
 
 from mtx.errors import UserError
 from mtx.plan.candidates import MEMORY_AT_MOST
-from mtx.plan.choose import schedule_for
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.summary import part_name
 from mtx.view import picture
 from mtx.view.picture import COMMUNICATION, INK, LIMIT, SHADES
+from mtx.view.spans import short_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,6 @@ _COLOURS = {
 }
 _OTHERS = ("#7a7a7a", "#a8a8a8", "#5b7c8d", "#c2c2c2")  # parts that are not named above
 _TOY = 0.02  # of a device's memory: below, MiB are shown
-_MOST_OPS = 500_000  # of a schedule's table that is made only to count what waits on each stage
 
 
 def draw_memory(
@@ -52,15 +51,12 @@ def draw_memory(
     if not plans:
         raise UserError("plans=[] must hold a plan to draw the memory of")
     waiting = _in_flight(plans[0]) if len(plans) == 1 else None
-    height = 1.9 + 0.5 * len(plans)
-    if waiting is None:
-        figure = picture.new_figure(9.0, height, path)
-        bars = figure.add_subplot()
-    else:
-        figure = picture.new_figure(9.0, height + 2.6, path)
-        bars, stages = figure.subplots(2, 1, height_ratios=(1, 2.4))
-        _fill_stages(stages, plans[0], waiting)
-    fill_bars(bars, plans, labels)
+    heights = (1.9 + 0.5 * len(plans), 3.1)[: 1 if waiting is None else 2]
+    figure = picture.new_figure(9.0, sum(heights), path)
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    if waiting is not None:
+        _fill_stages(axes[1], plans[0], waiting)
+    fill_bars(axes[0], plans, labels)
     return picture.save_figure(figure, path)
 
 
@@ -119,11 +115,11 @@ def _fill_stages(axes: Axes, plan: Plan, waiting: np.ndarray) -> None:
 
 def _in_flight(plan: Plan) -> np.ndarray | None:
     """int [P]: (microbatch, chunk) pairs that wait at most, or None where stages do not differ."""
-    layout, microbatches = plan.run.layout, plan.run.microbatches
-    if layout.pipe == 1 or layout.pipe * layout.virtual * microbatches > _MOST_OPS:
+    schedule = short_table(plan.run.layout, plan.run.microbatches)
+    if schedule is None or not plan.memory.stash_bytes:
         return None
-    waiting = schedule_for(layout, microbatches).in_flight
-    return waiting if plan.memory.stash_bytes and waiting.min() < waiting.max() else None
+    waiting = schedule.in_flight
+    return waiting if waiting.min() < waiting.max() else None
 
 
 def memory_parts(plan: Plan) -> list[tuple[str, float, str]]:

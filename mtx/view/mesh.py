@@ -86,22 +86,22 @@ class AxisLinks:
 
 def axis_links(layout: Layout, node_size: int = 1) -> list[AxisLinks]:
     """Of each axis, outermost first: how large its groups are, and which links they use."""
-    sizes, links = tuple(layout.sizes.values()), []
+    sizes = tuple(layout.sizes.values())
     node_of = np.arange(layout.devices).reshape(sizes) // node_size
-    for dim, (axis, size) in enumerate(zip(MESH, sizes, strict=True)):
-        nodes = np.sort(np.moveaxis(node_of, dim, -1).reshape(-1, size), axis=1)
-        links.append(
-            AxisLinks(
-                axis=axis.name, size=size, stride=int(np.prod(sizes[dim + 1 :])),
-                reach=_reach(nodes) if size > 1 else "one device",
-                sends=_SENT.get(axis.splits, axis.splits) if size > 1 else "nothing to send",
-            )
-        )  # fmt: skip
-    return links
+    return [
+        AxisLinks(
+            axis=axis.name, size=size, stride=int(np.prod(sizes[dim + 1 :])),
+            reach=_reach(np.sort(np.moveaxis(node_of, dim, -1).reshape(-1, size), axis=1)),
+            sends=_SENT.get(axis.splits, axis.splits) if size > 1 else "nothing to send",
+        )
+        for dim, (axis, size) in enumerate(zip(MESH, sizes, strict=True))
+    ]  # fmt: skip
 
 
 def _reach(nodes: np.ndarray) -> str:
     """Where the links of an axis run; `nodes` int [groups, size]: each group's nodes, sorted."""
+    if nodes.shape[1] == 1:
+        return "one device"
     counts = 1 + (np.diff(nodes, axis=1) != 0).sum(axis=1)  # different nodes of each group
     least, most = counts.min(), counts.max()
     if most == 1:

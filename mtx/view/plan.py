@@ -6,18 +6,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtx.plan.choose import schedule_for
 from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan, make_plan
 from mtx.plan.summary import NOTHING, part_name, title
 from mtx.plan.time import stage_times
 from mtx.schedules.shape import Times
-from mtx.schedules.simulate import Simulation, bubble_text, simulate
+from mtx.schedules.simulate import bubble_text, simulate
 from mtx.view import picture
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
 from mtx.view.picture import COMMUNICATION, FAINT, FORWARD, IDLE, INK, SHADES
-from mtx.view.spans import MODELS, describe
+from mtx.view.spans import MODELS, describe, short_table
 from mtx.view.timeline import fill_timeline, legend_of
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ _TIME_COLOURS = {
     "bubble_s": IDLE,
     "optimizer_s": picture.WEIGHT,
 }
-_MOST_OPS = 500_000  # of a schedule that is drawn
 _DOUBLINGS = 5  # of the replicas, below and above the plan's
 
 
@@ -146,15 +144,22 @@ def plan_again(plan: Plan, **changes: object) -> Plan:
 
 def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
     """The plan's table in its predicted times, where it is not too long; so wide and high."""
-    layout, microbatches = plan.run.layout, plan.run.microbatches
-    if layout.pipe * layout.virtual * microbatches > _MOST_OPS:
+    layout, (unit, scale) = plan.run.layout, _unit(plan.time.step_s)
+    table = short_table(layout, plan.run.microbatches)
+    if table is None:
         axes.set_axis_off()
         axes.text(0, 1, "the schedule is too long for a picture", fontsize=9, color=FAINT, va="top")
         return
-    unit, scale = _unit(plan.time.step_s)
-    run = _simulation(plan, scale)
+    stages, hop_s = stage_times(
+        plan.run.model, layout, plan.hardware, scatter_gather=plan.scatter_gather
+    )
+    times = Times(
+        comm=scale * hop_s / layout.slices,
+        stage_times=tuple((scale * f, scale * b, scale * w) for f, b, w in stages),
+    )
+    run = simulate(table, times, model=plan.calibration.software.pipeline)
     how = f"{MODELS[run.model]}, {bubble_text(plan.bubble_over_ideal)}"
-    swatches = fill_timeline(axes, run, inches, title=f"{describe(run.schedule)}; {how}")
+    swatches = fill_timeline(axes, run, inches, title=f"{describe(table)}; {how}")
     axes.tick_params(labelbottom=True)
     axes.set_xlabel(f"{unit}, predicted", fontsize=8.5)
     legend_of(axes.figure, swatches)
@@ -163,17 +168,3 @@ def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
 def _unit(step_s: float) -> tuple[str, float]:
     """In which a step's times are drawn, and how many of it are a second."""
     return ("seconds", 1.0) if step_s > 0.1 else ("milliseconds", 1e3)
-
-
-def _simulation(plan: Plan, scale: float) -> Simulation:
-    """The plan's table with the times of its stages, `scale` a second, as its software runs it."""
-    layout = plan.run.layout
-    stages, hop_s = stage_times(
-        plan.run.model, layout, plan.hardware, scatter_gather=plan.scatter_gather
-    )
-    times = Times(
-        comm=scale * hop_s / layout.slices,
-        stage_times=tuple((scale * f, scale * b, scale * w) for f, b, w in stages),
-    )
-    table = schedule_for(layout, plan.run.microbatches)
-    return simulate(table, times, model=plan.calibration.software.pipeline)

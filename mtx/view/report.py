@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mtx.config import RunConfig, from_dict
 from mtx.errors import UserError
+from mtx.plan.summary import Row
 from mtx.train.goodput import Record
 from mtx.view.html import table, tag
 from mtx.view.picture import Picture
@@ -16,17 +16,9 @@ from mtx.view.run import SPENT, RunLog, draw_panels
 from mtx.view.spans import count
 
 
-class Fact(NamedTuple):
-    """One row of the report."""
-
-    section: str
-    name: str
-    value: str
-
-
 def summarize(records: Sequence[Record]) -> dict:
     """The numbers of a run's log, ready for JSON. Medians are over the steps that count."""
-    log = RunLog.of(records)
+    log = RunLog(records)
     steps, goodput, start = log.steps, log.goodput, log.start
     held_out, memory = log.told("eval"), log.told("memory")
     last = steps[-1] if steps else {}
@@ -43,15 +35,20 @@ def summarize(records: Sequence[Record]) -> dict:
         "loss": last.get("loss"),
         "held_out_loss": held_out[-1]["loss"] if held_out else None,
         "goodput": goodput.fraction,
-        "wall_s": goodput.wall_s,
         "seconds": goodput.parts,
-        "sessions": goodput.sessions,
-        "lost_steps": goodput.lost_steps,
-        "skipped_steps": goodput.skipped_steps,
-        "rollbacks": goodput.rollbacks,
+        **{
+            name: getattr(goodput, name)
+            for name in (
+                "wall_s",
+                "sessions",
+                "lost_steps",
+                "skipped_steps",
+                "rollbacks",
+                "clock_jumps",
+            )
+        },
         "damaged_checkpoints": len(log.told("damaged")),
         "failed_saves": len(log.told("save_failed")),
-        "clock_jumps": goodput.clock_jumps,
         **{name: last.get(name) for name in ("learning_rate", "gradient_norm", "loss_scale")},
         **{name: statistics.median(values) if values else None for name, values in known.items()},
         "compiled_bytes": compiled[-1] if compiled else None,
@@ -64,7 +61,7 @@ def summarize(records: Sequence[Record]) -> dict:
 _UNTOLD = "the log does not say"
 
 
-def report_facts(numbers: dict) -> list[Fact]:
+def report_facts(numbers: dict) -> list[Row]:
     """What a person reads, from `summarize`; what is not known is said with its reason."""
     sections = (
         ("Run", _setup(numbers)),
@@ -72,7 +69,7 @@ def report_facts(numbers: dict) -> list[Fact]:
         ("Speed and memory", _speed(numbers)),
         ("Time", _time(numbers)),
     )
-    return [Fact(section, *row) for section, rows in sections for row in rows]
+    return [Row(section, *row, "") for section, rows in sections for row in rows]
 
 
 def _setup(numbers: dict) -> list[tuple[str, str]]:
@@ -203,7 +200,7 @@ def report_page(records: Sequence[Record], name: str) -> str:
     facts = report_facts(summarize(records))
     parts = []
     for section in dict.fromkeys(fact.section for fact in facts):
-        rows = [map(html.escape, fact[1:]) for fact in facts if fact.section == section]
+        rows = [map(html.escape, fact[1:3]) for fact in facts if fact.section == section]
         parts.append(tag("section", tag("h2", section), table(rows)))
     for figure in draw_panels(records):
         parts.append(tag("figure", Picture(figure=figure).svg(), style="margin:0"))

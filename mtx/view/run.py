@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtx.train.goodput import Goodput, Record, measure_goodput, steps_that_count
+from mtx.train.goodput import Record, measure_goodput, steps_that_count
 from mtx.view import picture
 from mtx.view.picture import BACKWARD, COMMUNICATION, FAINT, FORWARD, INK, LIMIT, WEIGHT
 from mtx.view.spans import count
@@ -32,18 +31,12 @@ SPENT = {  # what the wall clock's time went to: in words, and its colour
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunLog:
     """A run's log, and what every picture needs of it."""
 
-    records: Sequence[Record]
-    steps: Sequence[Record]  # those that count, in order
-    goodput: Goodput
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> RunLog:
-        steps, goodput = steps_that_count(records), measure_goodput(records)
-        return cls(records=records, steps=steps, goodput=goodput)
+    def __init__(self, records: Sequence[Record]):
+        self.records, self.goodput = records, measure_goodput(records)
+        self.steps = steps_that_count(records)  # in order
 
     def told(self, kind: str) -> list[Record]:
         return [record for record in self.records if record["kind"] == kind]
@@ -72,7 +65,7 @@ class RunLog:
 
 def draw_run(records: Sequence[Record]) -> Figure:
     """All panels of a run's log in one figure."""
-    log, figure = RunLog.of(records), picture.new_figure(12.0, 11.0)
+    log, figure = RunLog(records), picture.new_figure(12.0, 11.0)
     rows = "loss rate\ngradients skipped\nspeed processes\ngoodput goodput"
     names = [list(row.split()) for row in rows.split("\n")]
     axes = figure.subplot_mosaic(names, height_ratios=(3, 2.4, 2.4, 0.8))  # pyright: ignore
@@ -83,7 +76,7 @@ def draw_run(records: Sequence[Record]) -> Figure:
 
 def draw_panels(records: Sequence[Record]) -> list[Figure]:
     """Each panel as a figure of its own, narrow enough for a telephone."""
-    log, figures = RunLog.of(records), []
+    log, figures = RunLog(records), []
     for fill, height_inches in PANELS.values():
         figures.append(picture.new_figure(4.5, height_inches))
         fill(figures[-1].add_subplot(), log)

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mtx.config import Layout
 from mtx.errors import UserError
+from mtx.plan.choose import schedule_for
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.simulate import Simulation, bubble_text, simulate
 
 Shown = Schedule | Simulation
+_MOST_OPS = 500_000  # of a schedule that is drawn
 MODELS = {"lockstep": "lock-step", "asynchronous": "asynchronous"}  # as titles have them
 
 
@@ -25,6 +28,13 @@ def runs_of(shown: Shown | Sequence[Shown]) -> list[Simulation]:
     return [
         one if isinstance(one, Simulation) else simulate(one, model="lockstep") for one in several
     ]
+
+
+def short_table(layout: Layout, microbatches: int) -> Schedule | None:
+    """A run's schedule, where it is not too long to be drawn."""
+    if layout.pipe * layout.virtual * microbatches > _MOST_OPS:
+        return None
+    return schedule_for(layout, microbatches)
 
 
 def run_title(run: Simulation) -> str:
@@ -48,20 +58,15 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def op_ticks(run: Simulation) -> np.ndarray:
-    """int [P, K]: the tick of each op of the run."""
+def tick_spans(run: Simulation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ticks of a lock-step run in which any stage works, with the start of each and the end of
+    its longest stage; [N] each."""
     schedule, orders = run.schedule, run.orders
     tables = [schedule.forward_ticks, schedule.backward_ticks]
     tables += [] if schedule.weight_ticks is None else [schedule.weight_ticks]
     stage = np.arange(schedule.stages)[:, None]
-    return np.stack(tables)[orders.kind, orders.item, orders.chunk, stage]
-
-
-def tick_spans(run: Simulation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ticks of a lock-step run in which any stage works, with the start of each and the end of
-    its longest stage; [N] each."""
-    ticks = op_ticks(run)
-    start, end = np.full(run.schedule.ticks, np.inf), np.full(run.schedule.ticks, -np.inf)
+    ticks = np.stack(tables)[orders.kind, orders.item, orders.chunk, stage]  # [P, K]
+    start, end = np.full(schedule.ticks, np.inf), np.full(schedule.ticks, -np.inf)
     np.minimum.at(start, ticks, run.start)
     np.maximum.at(end, ticks, run.end)
     used = np.flatnonzero(np.isfinite(start))
