@@ -28,24 +28,24 @@ class Between:
 _BOUNDS = {int: Between(-(2**63), 2**63 - 1), float: Between(-(2.0**127), 2.0**127)}  # else
 
 
-def settle_types(config: Any, *, prefix: str = "") -> None:
+def resolve_types(config: Any, *, prefix: str = "") -> None:
     """Raises UserError where a field of a frozen dataclass has not the type that it says, or is
     outside of its bounds. What means the same is put in its place: a tuple for a list or for one
     text alone, Python's numbers for NumPy's, text for a path. Choices (Literal) only have to be of
     the type of one. `prefix` stands before the names in errors."""
-    for name, (kind, settled_types, bounds) in _kinds(type(config)).items():
+    for name, (kind, resolved_types, bounds) in _kinds(type(config)).items():
         value = getattr(config, name)
-        if type(value) in settled_types and (bounds is None or value is None or value in bounds):
+        if type(value) in resolved_types and (bounds is None or value is None or value in bounds):
             continue  # a search over layouts makes thousands of configs
-        settled = checked(prefix + name, value, kind)
-        if settled is not value:
-            object.__setattr__(config, name, settled)
+        resolved = checked(prefix + name, value, kind)
+        if resolved is not value:
+            object.__setattr__(config, name, resolved)
 
 
 def checked(name: str, value: Any, kind: Any) -> Any:
     """The value of a field or an argument that says that it is of `kind`; UserError as above."""
     try:
-        return _settle(name, value, kind)
+        return _resolve(name, value, kind)
     except TypeError:
         raise UserError(f"{name}={shown(value)} must be {_describe(kind)}") from None
 
@@ -69,17 +69,18 @@ def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type], Between | None
     """By field: what it says, the types whose values are that as they are, and their bounds."""
     hints = typing.get_type_hints(config, include_extras=True)
     return {
-        name: (kind, frozenset(_settled_types(kind)), _bounds(kind)) for name, kind in hints.items()
+        name: (kind, frozenset(_resolved_types(kind)), _bounds(kind))
+        for name, kind in hints.items()
     }
 
 
-def _settled_types(kind: Any) -> list[type]:
+def _resolved_types(kind: Any) -> list[type]:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        found = [_settled_types(part) for part in parts]
+        found = [_resolved_types(part) for part in parts]
         return sum(found, []) if all(found) else []
     if origin is Annotated:
-        return _settled_types(parts[0])
+        return _resolved_types(parts[0])
     if origin is Literal:
         return [type(parts[0])]
     return [] if origin is tuple else [kind]
@@ -96,20 +97,20 @@ def _bounds(kind: Any) -> Between | None:
     return _bounds(type(parts[0])) if origin is Literal else _BOUNDS.get(kind)
 
 
-def _settle(name: str, value: Any, kind: Any) -> Any:
+def _resolve(name: str, value: Any, kind: Any) -> Any:
     """The value, or what means the same; TypeError where it is not of that kind."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         for part in parts:
             try:
-                return _settle(name, value, part)
+                return _resolve(name, value, part)
             except TypeError:
                 continue
         raise TypeError
     if origin is Annotated:
-        return _within(name, _settle(name, value, parts[0]), _bounds(kind))
+        return _within(name, _resolve(name, value, parts[0]), _bounds(kind))
     if origin is Literal:
-        return _settle(name, value, type(parts[0]))
+        return _resolve(name, value, type(parts[0]))
     if origin is tuple:
         values = (value,) if isinstance(value, str) else value
         if not isinstance(values, (tuple, list)):
@@ -117,7 +118,7 @@ def _settle(name: str, value: Any, kind: Any) -> Any:
         each = parts[:1] * len(values) if parts[-1] is Ellipsis else parts
         if len(each) != len(values):
             raise TypeError
-        return tuple(_settle(name, *pair) for pair in zip(values, each, strict=True))
+        return tuple(_resolve(name, *pair) for pair in zip(values, each, strict=True))
     if kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.generic):

@@ -88,9 +88,9 @@ def branch_weights(trainer):
     shares = {"F/cond": op, "B/cond": op, "W/cond": op, "head/cond": table.items / head_ticks}
     shares |= {"F/embed/cond": 1.0, "embed_backward/cond": 1.0}  # no matmuls
     if layout.zero == 3:
-        (fetch, _), (fetch_back, spend) = table.forward.runs, table.backward.runs
-        shares |= {"all_gather/cond": fetch.mean(), "B/all_gather/cond": fetch_back.mean()}
-        shares |= {"B/reduce_scatter/cond": spend.mean()}
+        (gather, _), (gather_again, scatter) = table.forward.runs, table.backward.runs
+        shares |= {"all_gather/cond": gather.mean(), "B/all_gather/cond": gather_again.mean()}
+        shares |= {"B/reduce_scatter/cond": scatter.mean()}
 
     def weights(conditional):
         busy = shares.get(_BODY.split(conditional.op_name, maxsplit=1)[1])

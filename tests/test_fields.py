@@ -20,7 +20,7 @@ from mtx.conversion.configs import model_of
 from mtx.data.build import build_dataset
 from mtx.data.tokenizer import train_bpe, train_wordpiece
 from mtx.errors import UserError
-from mtx.fields import Between, settle_types
+from mtx.fields import Between, resolve_types
 from mtx.launch.judge import WatchOptions
 from mtx.launch.start import use_virtual_devices
 from mtx.launch.supervisor import LaunchOptions
@@ -43,11 +43,11 @@ class Config:
     parts: tuple[int, ...] | Literal["even"] = "even"
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
 
 
 @pytest.mark.parametrize(
-    "name, value, settled",
+    "name, value, resolved",
     [
         ("count", np.int64(3), 3),
         ("share", 2, 2),
@@ -63,9 +63,9 @@ class Config:
         ("parts", "even", "even"),
     ],
 )
-def test_what_means_the_same_is_taken(name, value, settled):
+def test_what_means_the_same_is_taken(name, value, resolved):
     taken = getattr(Config(**{name: value}), name)
-    assert taken == settled and type(taken) is type(settled)
+    assert taken == resolved and type(taken) is type(resolved)
 
 
 @pytest.mark.parametrize(

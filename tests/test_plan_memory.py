@@ -252,7 +252,7 @@ def test_slices_keep_less_of_each_item_and_a_cache():
 
 
 def test_zero_shards_the_optimizer_or_nothing_or_all():
-    """With 3, ends are at hand, and two chunks' parameters and one's gradients."""
+    """With 3, embedding and head are gathered, and two chunks' parameters and one's gradients."""
     model, layout = gpt(), Layout(data=4, virtual=2)
     held = parameters_per_device(model, layout)
     none, one, three = (predict_memory(model, layout, 4, zero=zero) for zero in (0, 1, 3))

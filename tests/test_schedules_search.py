@@ -201,7 +201,7 @@ def test_no_choice_says_what_would_be_needed():
 
 
 @pytest.mark.parametrize(
-    "layers, stage_layers, virtual, settled",
+    "layers, stage_layers, virtual, resolved",
     [
         (8, "even", 1, 2),
         (8, "balanced", 1, 2),  # the same
@@ -212,15 +212,15 @@ def test_no_choice_says_what_would_be_needed():
         (2, (1, 0, 0, 1), 1, 1),
     ],
 )
-def test_what_auto_settles_on_can_place_the_layers(layers, stage_layers, virtual, settled):
+def test_what_auto_finds_can_place_the_layers(layers, stage_layers, virtual, resolved):
     layout = Layout(pipe=4, virtual=virtual, schedule="auto", stage_layers=stage_layers)
     model = ModelConfig(layers=layers)
     found, reason = resolve(layout, model, 8)
     found.check(model)
-    assert found.virtual == settled and reason.startswith(f"schedule {found.schedule}")
+    assert found.virtual == resolved and reason.startswith(f"schedule {found.schedule}")
 
 
-def test_even_stages_that_are_none_are_not_settled():
+def test_even_stages_that_are_none_are_not_resolved():
     with pytest.raises(UserError) as error:
         resolve(Layout(pipe=4, schedule="auto"), ModelConfig(layers=10), 8)
     names(error, "layers=10", "stages*virtual=4*1")

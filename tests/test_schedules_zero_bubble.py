@@ -61,7 +61,7 @@ shapes = st.builds(
     stages=st.integers(1, 7),
     times=times,
 )
-settled = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60, deadline=None)
 
 
 def fields(text):
@@ -113,7 +113,7 @@ def test_h2_runs_the_ops_of_the_papers_figure():
 
 
 @given(shape=shapes)
-@settled
+@few
 def test_h1_bubble_is_the_closed_form(shape):
     t, p = shape.times, shape.stages
     run = simulate(zb_h1(shape), t)
@@ -123,7 +123,7 @@ def test_h1_bubble_is_the_closed_form(shape):
 
 
 @given(shape=shapes)
-@settled
+@few
 def test_h2_bubble_is_the_closed_form(shape):
     t, p = shape.times, shape.stages
     run = simulate(zb_h2(shape), t)
@@ -141,7 +141,7 @@ def test_h2_leaves_no_bubble_where_all_ops_are_equal():
 
 
 @given(shape=shapes, virtual=st.integers(1, 3))
-@settled
+@few
 def test_makers_say_the_bubble_and_what_is_in_flight(shape, virtual):
     for name, maker in MAKERS.items():
         chunks = maker.virtual or virtual
@@ -168,7 +168,7 @@ def test_closed_forms_hold_where_the_paper_looks():
 
 
 @given(shape=shapes, share=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
-@settled
+@few
 def test_handcrafted_peaks_are_the_papers(shape, share):
     """(p - s) + s W stashes, and 2(p - s) - 1 + 2s W (section 2), once the pipeline is full."""
     stage = np.arange(shape.stages)
@@ -189,7 +189,7 @@ def test_handcrafted_peaks_are_the_papers(shape, share):
     share=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     data=st.data(),
 )
-@settled
+@few
 def test_automatic_keeps_to_its_memory(shape, limit, share, data):
     factors = st.lists(st.floats(0.5, 2.0), min_size=shape.stages, max_size=shape.stages)
     t = shape.times
@@ -204,7 +204,7 @@ def test_automatic_keeps_to_its_memory(shape, limit, share, data):
 
 
 @given(shape=shapes)
-@settled
+@few
 def test_automatic_is_no_worse_than_what_fits_by_hand(shape):
     makers = (zb_h1, zb_h2, zb_1p, zb_2p)
     cost = {maker: simulate(maker(shape), shape.times).cost for maker in makers}
@@ -241,7 +241,7 @@ def test_less_than_one_stash_is_refused():
 
 
 @given(shape=shapes, virtual=st.integers(1, 3))
-@settled
+@few
 def test_aligned_zb_costs_lockstep_no_bubble_of_w(shape, virtual):
     m, p, t = shape.microbatches, shape.stages, shape.times
     m = m * p if virtual > 1 else m
@@ -264,7 +264,7 @@ def test_aligned_zb_against_1f1b_in_lockstep():
 
 
 @given(shape=shapes, virtual=st.integers(1, 3))
-@settled
+@few
 def test_deferred_zb_hides_w_in_lockstep_where_it_fits(shape, virtual):
     m, p, t = shape.microbatches, shape.stages, shape.times
     m = m * p if virtual > 1 else m

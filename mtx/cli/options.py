@@ -23,7 +23,7 @@ import tyro
 from mtx.errors import UserError, nearest, shown
 from mtx.families import NAMES as FAMILIES
 from mtx.families import family_module
-from mtx.fields import settle_types
+from mtx.fields import resolve_types
 
 Options = TypeVar("Options")
 Command = Callable[[list[str]], int | None]
@@ -61,12 +61,12 @@ def part(kind: type, *names: str, **types: Any) -> type:
     copied = {name: vars(kind)[name] for name in source if name in vars(kind)}
     return dataclasses.make_dataclass(
         kind.__name__, fields, bases=() if names else (kind,), frozen=True, kw_only=True,
-        namespace={"__post_init__": settle_types} | copied,
+        namespace={"__post_init__": resolve_types} | copied,
     )  # fmt: skip
 
 
 def is_part(config: object) -> bool:
-    return getattr(type(config), "__post_init__", None) is settle_types
+    return getattr(type(config), "__post_init__", None) is resolve_types
 
 
 def with_family(run: Any, name: str) -> Any:
@@ -232,7 +232,7 @@ def parse(
         if not leaving.code:
             raise
         raise UserError(_one_line(printed.getvalue(), arguments)) from None
-    settle_types(options)
+    resolve_types(options)
     if unknown:
         raise _unknown(unknown, spellings(default))
     return options

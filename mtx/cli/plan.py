@@ -21,6 +21,7 @@ from mtx.plan.page import change_lines, plan_lines, ranking_lines
 from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
 from mtx.plan.search import Candidate, Found, fewest_gpus, search
 from mtx.presets import preset
+from mtx.sharding.axes import AXES
 from mtx.sizes import Devices, Sequences
 
 _ZERO = tyro.conf.arg(
@@ -129,13 +130,14 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
 def _changed(layout: Layout, asked: _Asked) -> Layout:
     """The preset's layout with what is given replaced; `data` follows where it is not given."""
     gpus = asked.options.gpus or layout.devices
-    pipe, tensor = (asked.layout.get(axis, getattr(layout, axis)) for axis in ("pipe", "tensor"))
-    data = asked.layout.get("data", gpus // (pipe * tensor))
+    sizes = {axis: asked.layout.get(axis, getattr(layout, axis)) for axis in AXES if axis != "data"}
+    replica = math.prod(sizes.values())
+    data = asked.layout.get("data", gpus // replica)
     follows = asked.options.gpus or "data" not in asked.layout
-    if follows and data * pipe * tensor != gpus:
+    if follows and data * replica != gpus:
         raise UserError(
-            f"data*pipe*tensor={data or 1}*{pipe}*{tensor} must be gpus={gpus}; change one of "
-            f"them, or use --gpus {(data or 1) * pipe * tensor}"
+            f"data*{'*'.join(sizes)}={data or 1}*{'*'.join(map(str, sizes.values()))} must be "
+            f"gpus={gpus}; change one of them, or use --gpus {(data or 1) * replica}"
         )
     return replace(layout, **asked.layout | {"data": data})
 

@@ -5,7 +5,7 @@ it to XLA's compiler for that target (`mtx.compile.compiler`): nothing is alloca
 needed. XLA compiles one SPMD program, so 3,072 devices cost what eight do.
 
 It runs in a process of its own (`python -m mtx.compile.step`, JSON in and out), since which devices
-there are is settled when JAX starts.
+there are is decided when JAX starts.
 """
 
 from __future__ import annotations

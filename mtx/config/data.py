@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtx.errors import UserError
-from mtx.fields import require_choice, settle_types
+from mtx.fields import require_choice, resolve_types
 from mtx.paths import check_path
 from mtx.sizes import DataSeed, TrainedBytes, Width
 
@@ -40,7 +40,7 @@ class DataConfig:
     short_fraction: float = 0.1  # BERT: share of samples that are made shorter than a sequence
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         require_choice(self, "order", Order)
         require_choice(self, "split_by", SplitBy)
         if "" in self.path:

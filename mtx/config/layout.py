@@ -9,7 +9,7 @@ from typing import Literal
 
 from mtx.errors import UserError, nearest_divisors, nearest_multiples, unknown_name
 from mtx.families import ModelConfig
-from mtx.fields import checked, require_choice, settle_types
+from mtx.fields import checked, require_choice, resolve_types
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual
 from mtx.schedules.partition import place_layers
@@ -44,7 +44,7 @@ class Layout:
     stage_layers: StageLayers = "even"
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         for name, annotation in (
             ("zero", Zero), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
             ("attention", Attention),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from mtx import optimizers
 from mtx.errors import UserError, unknown_name
-from mtx.fields import Between, require_above, require_choice, settle_types
+from mtx.fields import Between, require_above, require_choice, resolve_types
 from mtx.sizes import Interval, NotNegative, Step
 
 Rates = Literal["cosine", "linear", "wsd", "constant"]
@@ -37,7 +37,7 @@ class OptimizerConfig:
     loss_scale_window: Step = 1000  # float16 only: finite steps before the scale doubles
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         require_choice(self, "rate", Rates)
         self._check_optimizers()
         require_above(self, 0, "lr")

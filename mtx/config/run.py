@@ -16,15 +16,15 @@ from mtx.config.layout import Layout
 from mtx.config.optimizer import OptimizerConfig
 from mtx.errors import UserError, shown, unknown_name
 from mtx.families import ModelConfig, family_module
-from mtx.fields import Between, settle_types
+from mtx.fields import Between, resolve_types
 from mtx.sizes import Interval, NotNegative, Seed, Sequences, Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What is watched for numbers that go wrong, and how often a run may go back because of it."""
+    """What is watched for numbers that go wrong, and how often a run may roll back for it."""
 
-    spike_nats: NotNegative = 0.0  # a loss this far above what is usual goes back; 0: off
+    spike_nats: NotNegative = 0.0  # a loss this far above what is usual rolls back; 0: off
     spike_window: Annotated[int, Between(1, 10_000)] = 50  # steps
     compare_every: Interval = 200  # steps between comparisons of what replicas hold; 0: never
     checksums: bool = False  # of masters and moments, from each step to the next
@@ -32,7 +32,7 @@ class GuardConfig:
     most_skipped: Step = 50  # steps in a row whose gradients are not finite: then the run ends
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
 
 
 Track = Literal["tensorboard", "wandb"]
@@ -61,7 +61,7 @@ class RunConfig:
     profile: tuple[Interval, Interval] = (0, 0)  # first and last step of a profile; 0 0: none
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         if not self.out:
             raise UserError("out='' must be a folder; '.' is this one")
         for name in self.track:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.fields import settle_types
+from mtx.fields import resolve_types
 
 # An end-of-document token: its number, which may be the first beyond the vocabulary; its name in
 # the vocabulary, or else its number in digits; "auto"; None or "none" where there is to be none.
@@ -29,7 +29,7 @@ class TokenizerIdentity:
     eod: int | None  # the end-of-document token, where one was written
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
 
     def __str__(self) -> str:
         end = "no end-of-document token" if self.eod is None else f"end-of-document {self.eod}"

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mtx.errors import UserError, nearest_divisors, nearest_multiples, shown, unknown_name
-from mtx.fields import Between, require_above, require_choice, settle_types
+from mtx.fields import Between, require_above, require_choice, resolve_types
 from mtx.sizes import Ffn, Layers, Tokens, Vocab, Width
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ModelConfig:
         return object.__new__(cls)
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         if self.family != type(self).family:
             raise UserError(f"family={self.family!r} must be {type(self).family!r} here")
         require_choice(self, "compute_dtype", ComputeDtype)

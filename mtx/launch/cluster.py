@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from mtx.errors import UserError
-from mtx.fields import Between, settle_types
+from mtx.fields import Between, resolve_types
 from mtx.sizes import Devices
 
 # Ports that the operating system hands out last; jobs that share a node differ by their ids.
@@ -27,7 +27,7 @@ class ClusterOptions:
     connect_s: Annotated[int, Between(1, 10**7)] = 300  # for all processes to arrive
 
     def __post_init__(self):
-        settle_types(self, prefix="cluster.")
+        resolve_types(self, prefix="cluster.")
         given = self.coordinator, self.processes, self.process
         if None in given and given != (None, None, None):
             raise UserError(

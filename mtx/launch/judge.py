@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from mtx.fields import settle_types
+from mtx.fields import resolve_types
 from mtx.launch.exits import Exit
 from mtx.sizes import Interval, Patience
 
@@ -26,7 +26,7 @@ class WatchOptions:
     probe_every: Interval = 50  # steps between measurements of each process's own speed; 0: never
 
     def __post_init__(self):
-        settle_types(self, prefix="watch.")
+        resolve_types(self, prefix="watch.")
 
 
 @dataclass(frozen=True, kw_only=True)

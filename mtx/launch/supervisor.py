@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from mtx.errors import UserError
-from mtx.fields import settle_types
+from mtx.fields import resolve_types
 from mtx.launch.exits import Exit, describe_exit
 from mtx.launch.status import STATUS_FD, VIRTUAL_DEVICES
 from mtx.sizes import Devices, Interval, Patience, Processes, Seconds
@@ -57,7 +57,7 @@ class LaunchOptions:
     silent_s: Patience = 30.0  # without a sign of life, a process is taken for frozen
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
 
 
 def supervise(command: Sequence[str], options: LaunchOptions) -> Exit:

@@ -150,7 +150,7 @@ def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
 
 def sc21_parameters(model: ModelConfig) -> float:
     """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), SC'21, equation (2); of a GPT, f = 4, tied
-    ends."""
+    embedding and head."""
     layers, hidden = model.layers, model.hidden
     ends = (model.vocab + model.sequence) / (12 * layers * hidden)
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + ends)

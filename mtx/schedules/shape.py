@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.fields import settle_types
+from mtx.fields import resolve_types
 from mtx.sizes import Layers, Sequences, Slices, Stages
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Shape:
     weight_share: float = WEIGHT_SHARE
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         sizes = ("stages", "microbatches", "virtual", "slices")
         product = " * ".join(f"{name}={getattr(self, name)}" for name in sizes)
         if math.prod(getattr(self, name) for name in sizes) > MOST_OPS:

@@ -20,7 +20,7 @@ from mtx.data import Tokenizer
 from mtx.data.special_tokens import find_special_tokens
 from mtx.errors import UserError
 from mtx.evaluation.score import Report, to_host
-from mtx.fields import settle_types
+from mtx.fields import resolve_types
 from mtx.layers.bert import Classes
 from mtx.sizes import Seed, Sequences, Step
 from mtx.step.state import TrainState
@@ -41,7 +41,7 @@ class Finetuning:
     seed: Seed = 0  # of the head, the order of the examples, and dropout
 
     def __post_init__(self):
-        settle_types(self)
+        resolve_types(self)
         if not 0 <= self.warmup_fraction < 1:
             raise UserError(f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
 

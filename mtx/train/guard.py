@@ -124,7 +124,7 @@ class Faults:
     events: list[tuple[LogKind, str]] = field(default_factory=list)  # not yet told
     rollbacks: int = 0
     consumed: int = 0  # samples that are left behind, where the checkpoint knows of fewer
-    _spiked_from: int | None = None  # the checkpoint that the last spike went back to
+    _spiked_from: int | None = None  # the checkpoint that the last spike rolled back to
 
     def go_back(self, fault: RollBack, distrust: Callable[[int, str], str]) -> None:
         """Counts it. A checkpoint that has led to two spikes is given to `distrust`, with why; what

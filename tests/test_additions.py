@@ -1,0 +1,140 @@
+"""What docs/extend promises: a sublayer, a family, an optimizer and a schedule are a file each. All
+four are added to a copy of the package, and nothing else is touched."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    "layers/squared.py": '''
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mtx.sharding.linear import ColumnLinear, RowLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squared:
+    ffn: int
+    looks_around = False
+
+    def module(self, build, rngs):
+        return SquaredModule(self, build, rngs)
+
+
+class SquaredModule(nnx.Module):
+    def __init__(self, config, build, rngs):
+        how = dict(axes=build.axes, rngs=rngs, bias=False)
+        self.up = ColumnLinear(build.hidden, (config.ffn,), split=0, std=build.init_std, **how)
+        self.down = RowLinear((config.ffn,), build.hidden, std=build.output_std, **how)
+
+    def __call__(self, x_BsD, context=None):
+        return self.down(jnp.square(jax.nn.relu(self.up(x_BsD))))
+''',
+    "families/squared.py": '''
+from dataclasses import dataclass, replace
+
+from mtx.families.llama import Llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredLlama(Llama):
+    family: str = "squared"
+
+    def stack(self):
+        from mtx.layers.layer import Stack
+        from mtx.layers.squared import Squared
+
+        sublayers = ("attention", self.attention()), ("mlp", Squared(ffn=self.ffn_hidden))
+        kind = replace(self.kind(), sublayers=sublayers)
+        return Stack.uniform(kind, self.layers, **self.edges())
+
+
+CONFIG = SquaredLlama
+''',
+    "optimizers/sign.py": '''
+STATES, DEFAULTS = 0, {}
+
+
+def make(rate, *, weight_decay, mask):
+    import optax
+
+    return optax.chain(
+        optax.scale_by_sign(), optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(rate),
+    )
+''',
+    "schedules/makers/late.py": '''
+from mtx.schedules.orders import B, F, W, Orders
+from mtx.schedules.schedule import Schedule
+from mtx.schedules.shape import Maker
+
+
+def late(shape):
+    items = range(shape.microbatches)
+    order = [(F, i, 0) for i in items] + [(B, i, 0) for i in reversed(items)]
+    order += [(W, i, 0) for i in items]
+    return Schedule.from_orders("late", Orders.from_lists([order] * shape.stages))
+
+
+MAKERS = {"late": Maker(make=late, source="here", virtual=1)}
+''',
+}  # fmt: skip
+USES_THEM = """
+import sys
+from dataclasses import replace
+import numpy as np
+import mtx
+from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.data.tokenizer import ByteTokenizer
+from mtx.plan.plan import make_plan
+
+mtx.use_virtual_devices(4)
+model = ModelConfig(family="squared", layers=2, hidden=16, heads=4, kv_heads=2, sequence=8,
+                    vocab=30, vocab_multiple=8, compute_dtype="float32")
+ids = np.random.default_rng(0).integers(0, 30, (4, 9), dtype=np.int32)
+batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((4, 8), np.float32)}
+
+
+def run(**layout):
+    optimizer = OptimizerConfig(name="sign", lr=1e-3, rate="constant")
+    return RunConfig(model=model, layout=Layout(**layout), optimizer=optimizer, global_batch=4)
+
+
+one, other = mtx.Trainer(run(microbatch=4)), mtx.Trainer(run(pipe=2, tensor=2, schedule="late"))
+state, losses = one.init(), []
+state, _ = one.train_step(state, one.place(batch))
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(one, state, tokenizer=ByteTokenizer())
+    checkpoints.wait()
+    moved = checkpoints.restore(other, 1)
+for trainer, at in ((one, state), (other, moved)):
+    for _ in range(2):
+        at, metrics = trainer.train_step(at, trainer.place(batch))
+        losses.append([float(metrics.loss), float(metrics.gradient_norm)])
+np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-5)
+planned = [run(pipe=2, tensor=2, schedule="late")]
+planned.append(replace(planned[0], optimizer=OptimizerConfig()))
+keeps, adamw = (make_plan(run, target="a100-80gb").memory.optimizer_bytes for run in planned)
+assert 3 * keeps == adamw  # the masters alone, and with two moments
+print("the same")
+"""
+
+
+def test_a_sublayer_a_family_an_optimizer_and_a_schedule_are_a_file_each(tmp_path):
+    shutil.copytree(ROOT / "mtx", tmp_path / "mtx", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in FILES.items():
+        assert not (tmp_path / "mtx" / name).exists()
+        (tmp_path / "mtx" / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", USES_THEM, str(tmp_path / "saved")], cwd=tmp_path, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[-2:] == ["the same", ""], done.stderr[-2000:]
