@@ -19,7 +19,7 @@ extensions = [
     "option_reference",
     "schedule_gallery",
 ]
-exclude_patterns = ["_extensions", "_static", "notebooks/.ipynb_checkpoints"]
+exclude_patterns = ["package.md", "_extensions", "_static", "notebooks/.ipynb_checkpoints"]
 
 nb_execution_mode = "off"  # notebooks carry their outputs: notebooks/execute.py, and its test
 myst_enable_extensions = ["colon_fence", "dollarmath"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,9 +155,11 @@ def test_a_type_checker_finds_four_mistakes_and_no_more(module, check, tmp_path)
 
 
 def test_wheel_and_sdist_carry_the_types(tmp_path):
+    """And a page whose links lead somewhere, wherever it is read."""
     pytest.importorskip("setuptools", minversion="77")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/package.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "mtx", tmp_path / "mtx", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from setuptools import build_meta as b; b.build_wheel('out'); b.build_sdist('out')"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
@@ -166,3 +169,6 @@ def test_wheel_and_sdist_carry_the_types(tmp_path):
         for name in ("mtx/py.typed", "mtx/__init__.pyi"):
             assert name in inside.namelist()
             assert f"mtx-{mtx.__version__}/{name}" in source.getnames()
+        page = inside.read(f"mtx-{mtx.__version__}.dist-info/METADATA").decode()
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert links and all(link.startswith("https://") for link in links)
