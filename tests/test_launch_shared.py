@@ -99,13 +99,14 @@ def said(tmp_path_factory):
     ]  # fmt: skip
     found: dict[str, list[str]] = {}
     try:
-        for worker in workers:
+        for process, worker in enumerate(workers):
             out, errors = worker.communicate(timeout=240)
             assert worker.returncode == Exit.MISTAKE, errors
-            # It says so itself, or is told by the other one, which has left before it.
+            assert "Traceback" not in errors, errors
+            # Process 0 says it always, another one only if it was the first to find it.
             lines = [line for line in errors.splitlines() if "out=" in line]
-            assert lines and "Traceback" not in errors, errors
-            found.setdefault("restored", []).append("out=" + lines[0].partition("out=")[2])
+            assert len(lines) == 1 or (process > 0 and not lines), errors
+            found.setdefault("restored", []).extend("out=" + s.partition("out=")[2] for s in lines)
             for name, text in map(json.loads, out.splitlines()):
                 found.setdefault(name, []).append(text)
     finally:
@@ -123,8 +124,7 @@ def test_a_folder_that_all_share(said):
 @pytest.mark.parametrize("case", ["not there", "restored"])
 def test_a_folder_of_each_host_is_refused_by_all(said, case):
     folder, found = said
-    one, other = found[case]
-    assert one == other  # and so none of them waits for another
+    (one,) = set(found[case])  # and so none of them waits for another
     out = folder / "disk1" / {"not there": "new/run", "restored": "run"}[case]
     assert f"out={out} is not on a disk that all processes share: process 1 on " in one
     assert "does not see what process 0 writes there" in one and "\n" not in one
