@@ -139,6 +139,9 @@ class Judge:
         limit_s = self.suspect_s if broken else self.silent_s
         silent = {p: now_s - self._seen[p][1] for p in running}
         lost = [p for p, age_s in silent.items() if age_s > limit_s * patience(running[p].phase)]
+        given_up = bool(broken) and now_s - self._broken_s > self.silent_s
+        if given_up and not lost:  # who was last heard of as it compiled may be gone as well
+            lost = [p for p, age_s in silent.items() if age_s > self.suspect_s]
         if lost:
             who = "; ".join(
                 f"{running[p].who.describe()}, last seen at step {running[p].step:,}, in "
@@ -148,7 +151,7 @@ class Judge:
             )
             seen = f"; {_first_error(broken)}" if broken else ""
             return Verdict(text=f"lost {who}{seen}", exit=Exit.LOST, culprits=tuple(lost))
-        if broken and now_s - self._broken_s > self.silent_s:
+        if given_up:
             text = f"all processes live, but a connection broke: {_first_error(broken)}"
             return Verdict(text=text, exit=Exit.LOST)
         return None
