@@ -149,7 +149,7 @@ def test_signals_are_passed_on_as_sigterm(tmp_path, number, status):
     process = supervisor(tmp_path, script)
     wait_for_pids(tmp_path)
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == status
     assert "[0] saves 0" in printed and "[1] saves 1" in printed
     assert "starts all again" not in printed
@@ -159,7 +159,7 @@ def test_no_process_outlives_its_supervisor(tmp_path):
     process = supervisor(tmp_path, PIDS + "ready(); time.sleep(300)")
     pids = wait_for_pids(tmp_path)
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     for _ in range(1200):
         if not any(map(running, pids)):
             return
