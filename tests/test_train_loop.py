@@ -41,6 +41,8 @@ from mtx.train import session
 from mtx.train.log import Log
 from mtx.train.loop import run_training
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -228,7 +230,7 @@ def test_what_is_finished_is_only_evaluated(first, tmp_path):
         ),
     ],
 )
-def test_refused_before_anything_is_written(tmp_path, change, values):
+def test_refused_before_anything_is_written(tmp_path, few_presets, change, values):
     run = small_run(tmp_path)
     run = replace(run, **{name: replace(getattr(run, name), **c) for name, c in change.items()})
     with pytest.raises(UserError) as error:

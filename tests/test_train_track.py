@@ -13,6 +13,8 @@ from mtx.train.log import Log
 from mtx.train.profile import ProfileWindow
 from mtx.train.track import curves, make_trackers
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 
 class Writer:
     """What tensorboardX has, as far as it is used."""
