@@ -15,8 +15,6 @@ from mtx.errors import UserError
 from mtx.presets import preset
 from mtx.train.loop import run_training
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 TEXT = "\n".join(
     f"{n} is {'even' if n % 2 == 0 else 'odd'}, and the number after {n} is {n + 1}."
     for n in range(400)

@@ -41,8 +41,6 @@ from mtx.train.examples import (
 )
 from mtx.train.finetune import FinetuneTrainer, Finetuning, load_finetuned, with_pretrained
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 SPECIAL = SpecialTokens(cls=96, sep=97, mask=98, pad=99)
 MODEL = ModelConfig(
     family="bert", layers=2, hidden=32, heads=4, sequence=16, vocab=100, compute_dtype="float32",

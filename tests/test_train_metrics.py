@@ -17,8 +17,6 @@ from mtx.train.log import Log
 from mtx.train.metrics import Meter
 from mtx.train.report import step_text
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 
 def metrics(loss: float = 2.5, finite: float = 1.0) -> Metrics:
     return Metrics(*(np.float32(value) for value in (loss, 1.25, 1e-3, 1.0, finite, 0)))

@@ -13,8 +13,6 @@ from mtx.train.log import Log
 from mtx.train.profile import ProfileWindow
 from mtx.train.track import curves, make_trackers
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 
 class Writer:
     """What tensorboardX has, as far as it is used."""
