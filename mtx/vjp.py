@@ -12,7 +12,7 @@ needs to be written for it, and no FLOP is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,15 +66,23 @@ class LayerVJP:
     @cached_property
     def cut(self) -> Cut:
         """The backward pass in two parts."""
+        return Cut.of(self._backward, *self._of_backward)
+
+    @cached_property
+    def cut_behind_collectives(self) -> Cut:
+        """The same with all collectives in B."""
+        return Cut.of(self._backward, *self._of_backward, stay=COLLECTIVES)
+
+    @property
+    def _of_backward(self) -> tuple:
         params, _, *given = self._examples
-        return Cut.of(self._backward, self.residuals, params, tuple(given), self.output)
+        return self.residuals, params, tuple(given), self.output
 
     @cached_property
     def strands(self) -> tuple[Strand, Strand]:
         """`forward`, and the backward pass whole, (residuals, params, given, dy) -> (gradients of
         params, (that of stream, ...)), as equations over leaves."""
-        params, _, *given = self._examples
-        backward = Strand.of(self._backward, self.residuals, params, tuple(given), self.output)
+        backward = Strand.of(self._backward, *self._of_backward)
         return Strand.of(self.forward, *self._examples), backward
 
 
@@ -94,13 +102,14 @@ class Cut:
     others: Any  # the structure of the gradients of what is no parameter
 
     @classmethod
-    def of(cls, backward: Callable, residuals, params, given, dy) -> Cut:
-        """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only."""
+    def of(cls, backward: Callable, residuals, params, given, dy, *, stay=()) -> Cut:
+        """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only.
+        stay: names of primitives that B keeps."""
         arguments = residuals, params, given, dy
         flat = Strand.of(backward, *arguments)
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
-        of_b, of_w = divide(flat.jaxpr, weights)
+        of_b, of_w = divide(flat.jaxpr, weights, stay)
         from_w = {var for eqn in of_w for var in eqn.outvars}
         dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
         waits = inputs_of(of_w, exclude=set(flat.jaxpr.constvars))
@@ -144,6 +153,7 @@ def _without_given(vjp):
 
 # -- equations -------------------------------------------------------------------------------------
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "ppermute", "all_to_all")
 NESTED = {  # primitives whose equations are taken out of them, and where they keep them
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
@@ -209,9 +219,9 @@ def _evaluate(jaxpr, constants, arguments) -> list:
     return [read(var) for var in jaxpr.outvars]
 
 
-def divide(jaxpr, weights: int) -> tuple[list, list]:
+def divide(jaxpr, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
     """The equations of B and of W, each in their order; the first `weights` outputs are weight
-    gradients."""
+    gradients. stay: as in `Cut.of`."""
     needed = needed_of(jaxpr.eqns, jaxpr.outvars[weights:])
     wanted = needed_of(jaxpr.eqns, jaxpr.outvars)
     later, made_later = set(), set()
@@ -229,6 +239,8 @@ def divide(jaxpr, weights: int) -> tuple[list, list]:
         eqn = jaxpr.eqns[i]
         users = [j for j in wanted if set(eqn.outvars) & set(variables_of(jaxpr.eqns[j].invars))]
         if not users or not set(users) <= later or set(eqn.outvars) & outputs:
+            continue
+        if eqn.primitive.name in stay:
             continue
         inputs = {var for var in variables_of(eqn.invars) if var not in free | waiting}
         if _bytes(inputs) <= _bytes(eqn.outvars):

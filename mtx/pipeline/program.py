@@ -17,7 +17,6 @@ T ticks
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -50,10 +49,7 @@ class Pipeline(Parts):
         if self.layout.idle == "phases":
             for phase in self.schedule.phases:
                 rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
-                step = partial(
-                    run.tick, forward=phase.forward, backward=phase.backward, weight=phase.weight
-                )
-                carry, _ = lax.scan(step, carry, rows)
+                carry, _ = lax.scan(run.of_phase(phase), carry, rows)
         else:
             carry, _ = lax.scan(run.tick, carry, ticks)
         gradients = carry.gradients

@@ -23,7 +23,7 @@ from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.weights import Weights
 from mtx.schedules.partition import Placement
-from mtx.schedules.schedule import IDLE, Route, Schedule
+from mtx.schedules.schedule import IDLE, Phase, Route, Schedule
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -157,6 +157,12 @@ class Run:
         return ticks_of(self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk)
 
     # -- one tick ---------------------------------------------------------------------------------
+
+    def of_phase(self, phase: Phase) -> Callable:
+        """A tick of a phase."""
+        return partial(
+            self.tick, forward=phase.forward, backward=phase.backward, weight=phase.weight
+        )
 
     def tick(
         self, carry: Carry, op: Tick, *, forward: bool = True, backward: bool = True,
@@ -315,8 +321,7 @@ class Run:
         def compute(op, weights, layers, caches, kept):
             is_output = self.holds_last & (op.chunk == self.last_chunk)
             d = where(is_output, dy, self.take(rings, arrived, tick.gradient_receives))
-            if self.layout.idle != "skip":  # an idle B computes, with a gradient of zero
-                d = jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
+            d = self.nothing_where_idle(op, d)
             if self.layout.stash == "inputs":
                 one = op._replace(slot=jnp.zeros((), jnp.int32))
                 x, ring = read(layers, op.slot), self.stage.stash(1)
@@ -348,6 +353,12 @@ class Run:
             gradients=gradients._replace(of_b=of_b, reduced=reduced),
         )
         return carry, dx
+
+    def nothing_where_idle(self, op: Op, d: Stream) -> Stream:
+        """An idle B that is not skipped computes, with a gradient of zero."""
+        if self.layout.idle == "skip":
+            return d
+        return jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
 
     def embed_backward(self, total: Tree, op: Tick, dx: Stream) -> Tree:
         """`total` with the gradients of virtual stage 0's embedding added."""

@@ -14,43 +14,51 @@ Costs decide what lies beside what, and no more: they are an H100's, in seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.extend.core import Literal
 
-from mtx.vjp import Strand, bind, divide, inputs_of, needed_of
+from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "ppermute", "all_to_all")
-_FLOPS, _LINK, _MEMORY = 600e12, 330e9, 2.8e12  # a second: of bfloat16 matmuls; bytes of NVLink, HBM
+# A second: FLOPs of bfloat16 matmuls, bytes over NVLink, bytes of memory.
+_FLOPS, _LINK, _MEMORY = 600e12, 330e9, 2.8e12
+_TRIALS = 240
 
 
 class Braid:
-    """Equations of several functions, to be computed in an order of our own."""
+    """Equations of F and of B, to be computed in an order of our own."""
 
     def __init__(self):
         self._values: list[Any] = []  # by number; None: still to be computed
-        self._pending: list[_Equation] = []
-        self.exposed_s, self.collective_s = 0.0, 0.0  # of collectives, by the costs used here
+        self._nodes: list[_Node] = []
+        self._weights: set[int] = set()
 
-    def given(self, arrays: Sequence[Any]) -> list[int]:
-        """The numbers under which arrays are known from now on."""
+    def given(self, arrays: Sequence[Any], *, weights: bool = False) -> list[int]:
+        """The numbers under which arrays are known from now on. weights: no barrier is put before
+        them, so that matmuls read them where they lie."""
         first = len(self._values)
         self._values.extend(arrays)
-        return list(range(first, len(self._values)))
+        numbers = list(range(first, len(self._values)))
+        self._weights.update(numbers if weights else ())
+        return numbers
 
-    def add(self, strand: Strand, inputs: Sequence[int], later: frozenset = frozenset()) -> list:
-        """The numbers of a function's outputs, of inputs by their numbers; nothing runs yet. later:
-        of its equations, by their place, those that only weight gradients need."""
+    def add(
+        self, strand: Strand, inputs: Sequence[int], *, side: str, later: frozenset = frozenset()
+    ) -> list[int]:
+        """The numbers of a function's outputs, of inputs by their numbers; nothing runs yet. side:
+        F or B. later: of its equations, by their place, those that only weight gradients need."""
         jaxpr = strand.jaxpr
         known = dict(zip(jaxpr.constvars, self.given(strand.constants), strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
         for place, eqn in enumerate(jaxpr.eqns):
             outputs = self.given([None] * len(eqn.outvars))
-            needs = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
-            self._pending.append(_Equation.of(jaxpr, eqn, needs, outputs, place in later))
+            reads = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
+            self._nodes.append(_Node(jaxpr, eqn, reads, outputs, side, place in later))
             known.update(zip(eqn.outvars, outputs))
         return [
             self.given([atom.val])[0] if isinstance(atom, Literal) else known[atom]
@@ -61,93 +69,172 @@ class Braid:
         """Values, computed or given."""
         return [self._values[number] for number in numbers]
 
-    def run(self) -> None:
-        """Computes all that is pending."""
-        self._rank()
-        while self._pending:
-            while cheap := [e for e in self._pending if e.is_cheap and self._is_ready(e)]:
-                for each in cheap:
-                    self._compute(each)
-            ready = sorted(filter(self._is_ready, self._pending), key=_Equation.order)
-            if ready and ready[0].communicates:
-                self._cover(ready[0])
-            elif ready:
-                self._compute(ready[0])
+    def run(self) -> Order:
+        """Computes all; the order in which that was done."""
+        large, pending = [], []
+        for node in self._nodes:
+            (pending if node.op is None else large).append(node)
+        found = order(tuple(self._steps()))
+        for first, *beside in found.blocks:
+            self._compute_ready(pending)
+            self._together(large[first], [large[place] for place in beside], pending)
+        self._compute_ready(pending)
+        self._nodes = []
+        return found
 
-    def _rank(self) -> None:
-        """The longest way from each equation to an end."""
-        longest: dict[int, float] = {}
-        for each in reversed(self._pending):
-            each.rank = each.seconds + max((longest.get(n, 0.0) for n in each.outputs), default=0)
-            for number in each.inputs:
-                longest[number] = max(longest.get(number, 0.0), each.rank)
+    def _steps(self) -> Iterator[Step]:
+        """Matmuls and collectives, and which of them each waits for."""
+        waits_for: dict[int, frozenset[int]] = {}  # by the number of a value
+        place = 0
+        for node in self._nodes:
+            before = frozenset().union(*(waits_for.get(n, frozenset()) for n in node.inputs))
+            if node.op is not None:
+                yield node.op._replace(before=before)
+                before, place = frozenset({place}), place + 1
+            waits_for |= dict.fromkeys(node.outputs, before)
 
-    def _cover(self, collective: _Equation) -> None:
-        """Computes a collective and, beside it, what takes as long."""
-        left, beside = collective.seconds, []
-        self._pending.remove(collective)
-        made = collective.run(self._values)
-        while left > 0 and (work := [e for e in self._pending if e.covers and self._is_ready(e)]):
-            chosen = min(work, key=_Equation.order)
-            self._compute(chosen)
-            left -= chosen.seconds
-            beside += () if chosen.later else chosen.outputs
-        self.collective_s += collective.seconds
-        self.exposed_s += max(0.0, left)
-        tied = made, self.read(beside)
-        if beside:
-            tied = lax.optimization_barrier(tied)
-        for numbers, values in zip((collective.outputs, beside), tied, strict=True):
-            for number, value in zip(numbers, values, strict=True):
-                self._values[number] = value
+    def _together(self, first: _Node, beside: list[_Node], pending: list[_Node]) -> None:
+        """A collective and what lies beside it: neither runs before what the other waits for, nor
+        after what needs the other. What only weight gradients need is free."""
+        tied = [node for node in beside if not node.later]
+        if tied and self._is_ready(tied[0]):
+            self._barrier({*first.inputs, *tied[0].inputs} - self._weights)
+        made = first.compute(self.read(first.inputs))
+        for node in beside:
+            self._compute_ready(pending)
+            self._set(node.outputs, node.compute(self.read(node.inputs)))
+        self._set(first.outputs, made)
+        if tied:
+            self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
 
-    def _compute(self, equation: _Equation) -> None:
-        self._pending.remove(equation)
-        values = equation.run(self._values)
-        for number, value in zip(equation.outputs, values, strict=True):
+    def _compute_ready(self, pending: list[_Node]) -> None:
+        """Of what is neither a matmul nor a collective, all that can be computed."""
+        while ready := [node for node in pending if self._is_ready(node)]:
+            for node in ready:
+                pending.remove(node)
+                self._set(node.outputs, node.compute(self.read(node.inputs)))
+
+    def _barrier(self, numbers: set[int]) -> None:
+        self._set(sorted(numbers), lax.optimization_barrier(self.read(sorted(numbers))))
+
+    def _set(self, numbers: Sequence[int], values: Sequence) -> None:
+        for number, value in zip(numbers, values, strict=True):
             self._values[number] = value
 
-    def _is_ready(self, equation: _Equation) -> bool:
-        return all(self._values[number] is not None for number in equation.inputs)
+    def _is_ready(self, node: _Node) -> bool:
+        return all(self._values[number] is not None for number in node.inputs)
 
 
-@dataclass(eq=False)
-class _Equation:
-    """One equation, with its inputs and outputs by their numbers."""
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """An equation, with its inputs and outputs by their numbers."""
 
     jaxpr: Any
     eqn: Any
     inputs: list[int]
     outputs: list[int]
+    side: str
+    later: bool
+
+    @cached_property
+    def op(self) -> Step | None:
+        """What there is to be ordered; None: it is computed in passing."""
+        communicates, flops = self.eqn.primitive.name in COLLECTIVES, _flops(self.eqn)
+        if not communicates and not flops:
+            return None
+        moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
+        seconds = max(moved) / _LINK if communicates else max(flops / _FLOPS, sum(moved) / _MEMORY)
+        return Step(seconds, communicates, self.later, self.side)
+
+    def compute(self, values: Sequence) -> list:
+        given = iter(values)
+        atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
+        return bind(self.jaxpr, self.eqn, atoms)
+
+
+# -- in which order --------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A collective, or an equation with matmuls in it."""
+
     seconds: float
     communicates: bool
-    covers: bool  # there is a matmul in it
-    later: bool
-    rank: float = field(default=0.0)
+    later: bool  # only weight gradients need it
+    side: str  # F or B
+    before: frozenset[int] = frozenset()  # the places of those that it waits for
 
-    @classmethod
-    def of(cls, jaxpr, eqn, inputs, outputs, later: bool) -> _Equation:
-        communicates, flops = eqn.primitive.name in COLLECTIVES, _flops(eqn)
-        if communicates:
-            seconds = max(map(_bytes, (eqn.invars, eqn.outvars))) / _LINK
-        else:
-            seconds = max(flops / _FLOPS, (_bytes(eqn.invars) + _bytes(eqn.outvars)) / _MEMORY)
-        return cls(jaxpr, eqn, inputs, outputs, seconds, communicates, flops > 0, later)
 
-    @property
-    def is_cheap(self) -> bool:
-        return not self.communicates and not self.covers
+class Order(NamedTuple):
+    """Blocks in turn: a collective and the matmuls beside it, or a matmul by itself; by place."""
 
-    def order(self) -> tuple:
-        """Collectives first, weight gradients last, else by what waits for it."""
-        return not self.communicates, self.later, -self.rank
+    blocks: tuple[tuple[int, ...], ...]
+    exposed_s: float  # of collectives, what no matmul lies beside
+    collective_s: float
 
-    def run(self, values: Sequence) -> list:
-        known = iter(self.inputs)
-        inputs = [
-            v.val if isinstance(v, Literal) else values[next(known)] for v in self.eqn.invars
-        ]
-        return bind(self.jaxpr, self.eqn, inputs)
+
+@lru_cache(maxsize=512)
+def order(steps: tuple[Step, ...]) -> Order:
+    """The order that leaves least exposed, of many tried: each prefers what most waits for, times a
+    random factor. The same steps always get the same one."""
+    rng, ranks, both = random.Random(0), _ranks(steps), len({step.side for step in steps}) > 1
+    best = _tried(steps, ranks)
+    for _ in range(_TRIALS if both else _TRIALS // 8):
+        if best.exposed_s <= 0.0:
+            break
+        keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
+        best = min(best, _tried(steps, keys), key=lambda found: found.exposed_s)
+    return best
+
+
+def _ranks(steps: Sequence[Step]) -> list[float]:
+    """The longest way from each step to the end, in seconds."""
+    ranks = [step.seconds for step in steps]
+    for place in reversed(range(len(steps))):
+        for before in steps[place].before:
+            ranks[before] = max(ranks[before], steps[before].seconds + ranks[place])
+    return ranks
+
+
+def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
+    """One order: of what can be done, the larger key comes first, weight gradients last."""
+    done: set[int] = set()
+    left = dict.fromkeys(sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n])))
+    blocks, exposed_s, collective_s = [], 0.0, 0.0
+
+    def next_of(communicates: bool, *, later: bool = True) -> int | None:
+        """The first that can be done."""
+        for place in left:
+            step = steps[place]
+            if step.communicates == communicates and step.before <= done and later >= step.later:
+                return place
+        return None
+
+    def take(place: int) -> int:
+        del left[place]
+        return place
+
+    while left:
+        link, work = next_of(True), next_of(False, later=False)
+        if link is None or (steps[link].later and work is None and next_of(False) is not None):
+            alone = work if work is not None else next_of(False)
+            done.add(take(alone))
+            blocks.append((alone,))
+            continue
+        take(link)
+        uncovered_s, block = steps[link].seconds, [link]
+        collective_s += uncovered_s
+        while uncovered_s > 0 and (beside := next_of(False, later=False)) is not None:
+            done.add(take(beside))
+            block.append(beside)
+            uncovered_s -= steps[beside].seconds
+        exposed_s += max(0.0, uncovered_s)
+        done.add(link)
+        blocks.append(tuple(block))
+    return Order(tuple(blocks), exposed_s, collective_s)
+
+
+# -- of functions ----------------------------------------------------------------------------------
 
 
 def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
@@ -208,4 +295,3 @@ def _flops(eqn) -> float:
 
 def _flops_of(closed) -> float:
     return sum(map(_flops, closed.jaxpr.eqns))
-

@@ -14,7 +14,7 @@ T ticks · P stages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from mtx.errors import UserError
 from mtx.pipeline.carry import Carry
@@ -33,8 +34,8 @@ from mtx.pipeline.stage import Stage, loop
 from mtx.pipeline.ticks import Op, Tick
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
 from mtx.schedules.partition import Placement
-from mtx.schedules.schedule import IDLE, Schedule
-from mtx.vjp import Arrays, LayerVJP, Strand
+from mtx.schedules.schedule import IDLE, Phase
+from mtx.vjp import Arrays, Cut, LayerVJP, Strand
 
 Tree = Any
 
@@ -46,24 +47,20 @@ class Case(NamedTuple):
     backward: int
 
 
-def cases_of(schedule: Schedule, *, by_chunk: bool) -> tuple[tuple[Case, ...], np.ndarray]:
-    """All that occur in a table, and which it is, int32 [T, P]. Chunks count as 0 where the program
-    needs no branch for each of them."""
+def codes(halves, *, by_chunk: bool, always: bool, wanted: tuple[bool, bool]) -> tuple:
+    """For F and for B: 1 + the chunk, or 0 where there is none; of a table's halves, [T, P], or of
+    a tick's ops, []. by_chunk: else chunks count as 0. always: what is sat out counts as chunk 0.
+    """
 
-    def of(half):
-        return np.where(half.busy, half.chunk if by_chunk else 0, IDLE)
+    def of(half, is_wanted: bool):
+        chunk = 1 + half.chunk * by_chunk
+        return chunk * (1 if always else half.busy) * is_wanted
 
-    both = np.stack([of(schedule.forward), of(schedule.backward)], axis=-1)
-    cases, index = np.unique(both.reshape(-1, 2), axis=0, return_inverse=True)
-    return tuple(Case(*row) for row in cases.tolist()), index.reshape(both.shape[:2])
+    return of(halves[0], wanted[0]), of(halves[1], wanted[1])
 
 
 class WovenRun(Run):
     """One call of a pipeline whose ticks are woven."""
-
-    @cached_property
-    def cases(self) -> tuple[tuple[Case, ...], np.ndarray]:
-        return cases_of(self.schedule, by_chunk=self.in_branches)
 
     @cached_property
     def layers(self) -> WovenLayers:
@@ -74,16 +71,18 @@ class WovenRun(Run):
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
         return carry._replace(messages=carry.messages._replace(dx=dx, dy=self.zeros()))
 
-    def ticks(self) -> tuple[Tick, jax.Array]:
-        return super().ticks(), read(jnp.asarray(self.cases[1].T, jnp.int32), self.index)
+    def of_phase(self, phase: Phase) -> Callable:
+        heads = self.schedule.head[phase.start : phase.stop] != IDLE
+        return partial(super().of_phase(phase), head=bool(heads.any()))
 
-    def tick(self, carry: Carry, row: tuple[Tick, jax.Array]):
-        op, case = row
-        messages, weights = carry.messages, self.gather(carry, op)
+    def tick(
+        self, carry: Carry, op: Tick, *, forward: bool = True, backward: bool = True,
+        weight: bool = True, head: bool = True,
+    ):  # fmt: skip
+        messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         receives = self.deliver(messages.receives, messages.x, op.receives)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered = self.embed(op)
-        start = Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred)
+        entered = self.embed(op) if forward else self.zeros()
 
         def branch(case: Case, op: Tick, kept: Kept):
             f, b = None, None
@@ -93,64 +92,85 @@ class WovenRun(Run):
             if case.backward != IDLE:
                 is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
                 taken = self.take(returns, messages.dx, op.gradient_receives)
-                d = where(is_output, messages.dy, taken)
+                d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
                 b = Side(self._held(op.backward, case.backward), self._of(weights[1]), d)
             return self.layers.run(f, b, kept)
 
+        cases, number = self.cases(op, forward, backward)
         with jax.named_scope("woven"):
-            branches = [partial(branch, case) for case in self.cases[0]]
-            y, dx, kept, last = lax.switch(case, branches, op, start)
-        with jax.named_scope("send_x"):
-            x = self.send(y, self.schedule.receives)
-        with jax.named_scope("send_dx"):
-            sent = self.send(dx, self.schedule.gradient_receives)
+            y, dx, kept, last = lax.switch(
+                number, [partial(branch, case) for case in cases], op,
+                Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred),
+            )  # fmt: skip
+        messages = messages._replace(receives=receives, gradient_receives=returns)
+        if forward:
+            with jax.named_scope("send_x"):
+                messages = messages._replace(x=self.send(y, self.schedule.receives))
+        if backward:
+            with jax.named_scope("send_dx"):
+                sent = self.send(dx, self.schedule.gradient_receives)
+                messages = messages._replace(dx=sent)
         if self.schedule.outputs.slots:
-            outputs = write(messages.outputs, y, op.output)
-            messages, y = messages._replace(outputs=outputs), read(outputs, op.head_input)
+            if forward:
+                messages = messages._replace(outputs=write(messages.outputs, y, op.output))
+            y = read(messages.outputs, op.head_input)
         carry = carry._replace(
-            messages=messages._replace(x=x, dx=sent, receives=receives, gradient_receives=returns),
+            messages=messages, weights=weights,
             stash=carry.stash._replace(layers=kept.rings, deferred=kept.deferred),
-            weights=weights,
             gradients=carry.gradients._replace(of_b=kept.gradients),
-        )
-        if self.schedule.split:
+        )  # fmt: skip
+        if backward:
+            carry = self.last_weights(carry, op, last)
+        if weight and op.weight is not None:
             carry = self.weight_half(carry, op)
-        else:
-            carry = self.last_weights(carry, op.backward, last)
-        gradients = carry.gradients
-        of_b, reduced = self.weights.reduce_scatter(
-            gradients.of_b, gradients.reduced, op.scatter[0], op.backward.chunk
-        )
-        carry = carry._replace(gradients=gradients._replace(of_b=of_b, reduced=reduced))
-        with jax.named_scope("head"):
-            carry, dy = self.head(carry, op, y)
-        with jax.named_scope("embed_backward"):
-            shared = self.embed_backward(carry.gradients.shared, op, dx)
-        carry = carry._replace(
-            messages=carry.messages._replace(dy=dy),
-            gradients=carry.gradients._replace(shared=shared),
-        )
+        if head:
+            with jax.named_scope("head"):
+                carry, dy = self.head(carry, op, y)
+            carry = carry._replace(messages=carry.messages._replace(dy=dy))
+        if backward:
+            gradients = carry.gradients
+            with jax.named_scope("embed_backward"):
+                shared = self.embed_backward(gradients.shared, op, dx)
+            carry = carry._replace(gradients=gradients._replace(shared=shared))
         return carry, None
 
-    def gather(self, carry: Carry, op: Tick) -> tuple:
+    def cases(self, op: Tick, forward: bool, backward: bool) -> tuple[list[Case], jax.Array]:
+        """All that occur in the table, and the place of this tick's among them, int32 []."""
+        of = partial(
+            codes, by_chunk=self.in_branches, always=self.layout.idle != "skip",
+            wanted=(forward, backward),
+        )  # fmt: skip
+        found = np.unique(np.stack(of(self.schedule.halves), axis=-1).reshape(-1, 2), axis=0)
+        places = np.zeros((self.schedule.virtual + 1,) * 2, np.int32)
+        places[*found.T] = np.arange(len(found))
+        now = of((op.forward, op.backward))
+        return [Case(*row) for row in (found - 1).tolist()], read(jnp.asarray(places), *now)
+
+    def gather(self, carry: Carry, op: Tick, forward: bool, backward: bool) -> tuple:
         """The parameters of F's chunk and of B's."""
-        with jax.named_scope("F"):
-            f = self.weights.all_gather(carry.weights[0], op.gather, op.forward.chunk)
-        with jax.named_scope("B"):
-            b = self.weights.all_gather(carry.weights[1], op.gather_back, op.backward.chunk)
+        f, b = carry.weights
+        if forward:
+            with jax.named_scope("F"):
+                f = self.weights.all_gather(f, op.gather, op.forward.chunk)
+        if backward:
+            with jax.named_scope("B"):
+                b = self.weights.all_gather(b, op.gather_back, op.backward.chunk)
         return f, b
 
-    def last_weights(self, carry: Carry, op: Op, waits: Arrays) -> Carry:
-        """With the weight gradients of the last layer of this tick's B."""
-
-        def compute(op, waits, gradients):
-            return self.layers.last_weights(op, waits, gradients)
-
-        with jax.named_scope("W"):
-            of_b = self.unless_idle(
-                op, compute, lambda op, waits, gradients: gradients, op, waits, carry.gradients.of_b
+    def last_weights(self, carry: Carry, op: Tick, waits: Arrays) -> Carry:
+        """With the weight gradients of the last layer of this tick's B, where W is not split."""
+        of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
+        if not self.schedule.split:
+            with jax.named_scope("last/W"):
+                of_b = self.unless_idle(
+                    op.backward, self.layers.last_weights, lambda op, waits, gradients: gradients,
+                    op.backward, waits, of_b,
+                )  # fmt: skip
+        with jax.named_scope("B"):
+            of_b, reduced = self.weights.reduce_scatter(
+                of_b, reduced, op.scatter[0], op.backward.chunk
             )
-        return carry._replace(gradients=carry.gradients._replace(of_b=of_b))
+        return carry._replace(gradients=carry.gradients._replace(of_b=of_b, reduced=reduced))
 
     def _of(self, weights: Tree) -> Tree:
         return self.weights.gathered(weights)
@@ -265,28 +285,37 @@ class WovenLayers:
         cut = is_last and not self.split
         if f is not None:
             forward = self.sides[turn.forward]
-            inputs = braid.given(self._inputs(f, turn.forward, n, x))
-            of_f = braid.add(forward.rest, [*braid.given(ahead), *inputs])
+            inputs = self._numbers(braid, self._inputs(f, turn.forward, n, x), forward)
+            of_f = braid.add(forward.rest, [*braid.given(ahead), *inputs], side="F")
             of_next: list[int] = []
             if not is_last and (following := self.sides[turn.following]).ahead is not None:
-                inputs = braid.given(self._inputs(f, turn.following, n + 1, None))
+                inputs = self._inputs(f, turn.following, n + 1, None)
+                inputs = self._numbers(braid, inputs, following)
                 stream = of_f[: len(jax.tree.leaves(x))]
-                of_next = braid.add(following.ahead, following.with_stream(inputs, stream))
+                of_next = braid.add(
+                    following.ahead, following.with_stream(inputs, stream), side="F"
+                )
         if b is not None:
             kind, m = turn.backward, self.layers - 1 - n
             backward = self.sides[kind]
-            residuals = read(kept.rings[kind], b.op.slot, self._index(kind, m))
+            residuals, ring = backward.take(kept.rings[kind], b.op.slot, self._index(kind, m))
+            kept = kept._replace(rings=kept.rings | {kind: ring})
             params, given = self._given(b, kind, m)
-            inputs = braid.given(jax.tree.leaves((residuals, params, given, d)))
+            inputs = [
+                *braid.given(residuals),
+                *braid.given(jax.tree.leaves(params), weights=True),
+                *braid.given(jax.tree.leaves((given, d))),
+            ]
             strand, later = backward.backward(cut=cut)
-            of_b = braid.add(strand, inputs, later)
-        braid.run()
+            of_b = braid.add(strand, inputs, side="B", later=later)
+        found = braid.run()
+        import os
+        if os.environ.get('WEAVE_LOG'): print('WEAVE', bool(f), bool(b), is_last, f'{found.exposed_s*1e6:.0f} of {found.collective_s*1e6:.0f} us', flush=True)
         rings, gradients, deferred = kept
         if b is not None:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
             index = self._index(kind, m)
-            summed = add(gradients[kind], dparams, b.op.held, index)
-            gradients = gradients | {kind: summed}
+            gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, index)}
             if self.split:
                 waiting = write(deferred[kind], waits, b.op.deferred, index)
                 deferred, waits = deferred | {kind: waiting}, ()
@@ -296,6 +325,11 @@ class WovenLayers:
             rings, ahead = rings | {turn.forward: ring}, tuple(braid.read(of_next))
         return (x, ahead, d, Kept(rings, gradients, deferred)), waits
 
+    def _numbers(self, braid: Braid, inputs: list, of: KindStrands) -> list[int]:
+        """Of F's inputs."""
+        weights = braid.given(inputs[: of.first], weights=True)
+        return weights + braid.given(inputs[of.first :])
+
     def ahead(self, f: Side, kind: str, n) -> tuple:
         """What is computed ahead of a layer's F."""
         strand = self.sides[kind].ahead
@@ -304,14 +338,14 @@ class WovenLayers:
     def last_weights(self, op: Op, waits: Arrays, gradients: Tree) -> Tree:
         """With the weight gradients of a chunk's first layer, of which B is done."""
         kind = self.period[0]
-        dparams = self.stage.vjps[kind].cut.weight(waits)
+        dparams = self.sides[kind].cut.weight(waits)
         return gradients | {kind: add(gradients[kind], dparams, op.held, 0)}
 
     def zeros_of_last(self) -> Arrays:
         """What waits, where there is no B."""
         if self.split:
             return ()
-        deferred = self.stage.vjps[self.period[0]].cut.deferred
+        deferred = self.sides[self.period[0]].cut.deferred
         return tuple(jnp.zeros(a.shape, a.dtype) for a in deferred)
 
     # -- a layer's arguments ----------------------------------------------------------------------
@@ -341,7 +375,7 @@ class WovenLayers:
         return [*jax.tree.leaves(params), *leaves, *jax.tree.leaves(given)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KindStrands:
     """F and B of a layer of one kind, as equations."""
 
@@ -367,16 +401,44 @@ class KindStrands:
     def with_stream(self, inputs: Sequence[int], stream: Sequence[int]) -> list[int]:
         return [*inputs[: self.first], *stream, *inputs[self.first + len(stream) :]]
 
+    def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
+        """(residuals, the ring), of which those that weight gradients read are read before F
+        writes: they come late, and XLA would copy the ring to keep what it was."""
+        residuals = read(ring, slot, index)
+        tied = [
+            lax.optimization_barrier(pair) if place in self.late else pair
+            for place, pair in enumerate(zip(residuals, ring, strict=True))
+        ]
+        return tuple(value for value, _ in tied), tuple(whole for _, whole in tied)
+
+    @cached_property
+    def late(self) -> set[int]:
+        """The residuals that weight gradients read."""
+        jaxpr = self.vjp.strands[1].jaxpr
+        read_by_w = {
+            atom
+            for place in self.later
+            for atom in jaxpr.eqns[place].invars
+            if not isinstance(atom, Literal)
+        }
+        residuals = jaxpr.invars[: len(self.vjp.residuals)]
+        return {place for place, var in enumerate(residuals) if var in read_by_w}
+
+    @property
+    def cut(self) -> Cut:
+        """B and W; where W is only the last layer's, it is left no collective."""
+        return self.vjp.cut if self.split else self.vjp.cut_behind_collectives
+
     def backward(self, *, cut: bool) -> tuple[Strand, frozenset]:
         """B, and which of its equations only weight gradients need."""
         if cut or self.split:
-            return self.vjp.cut.b, frozenset()
+            return self.cut.b, frozenset()
         return self.vjp.strands[1], self.later
 
     def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
         """What B gives: (gradients of the parameters, that of the stream, what waits)"""
         if cut or self.split:
-            dparams, others, waits = self.vjp.cut.of_b(values)
+            dparams, others, waits = self.cut.of_b(values)
             return dparams, others[0], waits
         structure = jax.tree.structure((self.vjp.params, (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
