@@ -7,12 +7,16 @@ import signal
 import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from mtx.launch.start import use_virtual_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Whatever the terminal: plain text, as wide as where there is none.
+os.environ["COLUMNS"] = "80"
+for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
 # What a test reads in a compiled program must have been compiled; and nothing is left in a home.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 # Costs are traced once for all of pytest's processes: a file is there whole or not at all.
@@ -30,7 +34,8 @@ os.environ["XLA_FLAGS"] = " ".join([
 ])  # fmt: skip
 use_virtual_devices(8)
 
-settings.register_profile("mtx", deadline=None)
+# A busy machine is no failure.
+settings.register_profile("mtx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mtx")
 
 
