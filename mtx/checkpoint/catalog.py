@@ -119,7 +119,7 @@ def _array(name: str, values: object, files: Sequence[str]) -> ArrayInfo:
 
 def _block(name: str, values: object, files: Sequence[str], dims: int, itemsize: int) -> Block:
     match values:
-        case [file, offset, list(start), list(shape), str(digits)] if (
+        case [int(file), int(offset), list(start), list(shape), str(digits)] if (
             _whole([file, offset, *start]) and _whole(shape, least=1) and file < len(files)
             and len(start) == len(shape) == dims and _FINGERPRINT.fullmatch(digits)
             and offset + math.prod(shape) * itemsize <= _MOST

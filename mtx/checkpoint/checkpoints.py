@@ -236,7 +236,7 @@ class Checkpoints(Folder):
         what = agree("restore", said, max, timeout_s=TIMEOUT_S)
         if what.startswith(_DAMAGED):
             raise Damaged(self._path(step), what.removeprefix(_DAMAGED))
-        if what:
+        if what or state is None:
             raise UserError(what.removeprefix(_UNREADABLE))
         if saved.model.compute_dtype == trainer.run.model.compute_dtype:
             return state

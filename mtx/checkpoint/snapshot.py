@@ -226,7 +226,7 @@ class Snapshot:
         devices = defaultdict(list)
         indices = leaf.sharding.addressable_devices_indices_map(leaf.master_shape)
         for device, index in indices.items():
-            spans = tuple(part.indices(size) for part, size in zip(index, leaf.master_shape))
+            spans = tuple(part.indices(size) for part, size in zip(index or (), leaf.master_shape))
             devices[spans].append(device)
         shape = leaf.sharding.shard_shape(leaf.master_shape)
         shards = [_aligned(shape, leaf.dtype) for _ in devices]

@@ -86,7 +86,7 @@ def compare(
     largest_difference = _largest(own.logits - other.logits)
     has_order = not {"head.pooler", "head.binary"} & set(theirs.absent)
     if has_order and own.order_B2 is not None and other.order_B2 is not None:
-        one, another = (np.diff(logits.order_B2) for logits in (own, other))
+        one, another = np.diff(own.order_B2), np.diff(other.order_B2)
         largest_difference = max(largest_difference, _largest(one - another))
     return Comparison(
         positions=tokens_BS.size, largest_difference=largest_difference,
@@ -161,7 +161,7 @@ def _order(model: Model, shared: dict[str, Any], x_BSD: jax.Array) -> np.ndarray
     batch = {"targets": nothing_1S, "weights": nothing_1S.astype(np.float32)}
     found_B2 = np.empty((len(x_BSD), 2), np.float32)
     for row, label in np.ndindex(found_B2.shape):
-        order = {"order": np.int32([label]), "order_weights": np.float32([1])}
+        order = {"order": np.array([label], np.int32), "order_weights": np.ones(1, np.float32)}
         found_B2[row, label] = -model.loss(shared, {"x": x_BSD[row : row + 1]}, batch | order)
     return found_B2
 
@@ -182,8 +182,9 @@ def _transformers_can(theirs: HuggingFaceModel) -> bool:
 
 def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> tuple[Outputs, str]:
     try:
-        import torch
-        import transformers
+        # Of mtx[peers], which pyright's machine need not have.
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             f"check='transformers' needs {error.name}: pip install 'mtx[peers]', or use "

@@ -110,10 +110,11 @@ def to_checkpoint(
     with new_directory(target) as place:
         model = model_to_train(theirs, sequence, dtype) if run is None else run.model
         theirs.expect(canonical_shapes(model))
+        named, eod = None, "auto"
         if tokenizer is None or isinstance(tokenizer, str):
             named = tokenizer or (str(target / COMPANIONS) if has_tokenizer(source) else None)
             tokenizer, eod = own_tokenizer(theirs, tokenizer)
-            run = run or run_to_train(model, named, eod, out=str(target))
+        run = run or run_to_train(model, named, eod, out=str(target))
         notes = _notes_of(theirs, tokenizer)
         step = place / "checkpoints" / "0"
         step.mkdir(parents=True)
@@ -192,8 +193,8 @@ def to_huggingface(
         _copy_companions(companions, place)
         end = write_tokenizer(place, checkpoints.document("tokenizer", step))
         if not base and run.model.causal:
-            base = {name: end for name in ("bos_token_id", "eos_token_id")}
-            base["model_type"] = kind_of_model(run.model).model_type
+            kind = kind_of_model(run.model).model_type
+            base = {"bos_token_id": end, "eos_token_id": end, "model_type": kind}
         write_model(
             place, run.model, ours, form=form, base=base, report=report,
             most_file_bytes=int(most_file_gb * 1e9),

@@ -48,6 +48,7 @@ class Canonical(Protocol):
 
     def read(self, path: str, rows: slice) -> np.ndarray:
         """Rows of an array along its first dim, float32."""
+        ...
 
 
 def parts(path: str, shape: Shape) -> Iterator[slice]:
@@ -107,13 +108,14 @@ class HuggingFaceModel:
                 "save_pretrained has written"
             )
         weight_map = read_json(self.directory / _INDEX).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
-        for name in names:
+        names: set[str] = set()
+        for name in weight_map.values() if isinstance(weight_map, dict) else (None,):
             if not isinstance(name, str) or Path(name).name != name:
                 raise UserError(
                     f"{self.directory / _INDEX}: weight_map must name files of the same directory, "
                     f"not {name!r}"
                 )
+            names.add(name)
         missing = sorted(name for name in names if not (self.directory / name).is_file())
         if missing:
             raise UserError(

@@ -84,10 +84,7 @@ def write_safetensors(
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in values:  # not by `tofile`, whose error does not say why
-            end -= file.write(_bytes(np.ascontiguousarray(array, DTYPES[dtype].newbyteorder("<"))))
+            array = np.ascontiguousarray(array, DTYPES[dtype].newbyteorder("<"))
+            end -= file.write(array.reshape(-1).view(np.uint8).data)
     if end:
         raise ValueError(f"{path}: {end:,} bytes of {', '.join(shapes)} have not been written")
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

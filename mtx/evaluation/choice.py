@@ -120,10 +120,11 @@ def _questions(where: str, record: dict) -> Iterator[Question]:
             "options": [record.get("options")],
             "answers": [record.get("answer")],
         }
-    lists = {name: record.get(name) for name in ("questions", "options", "answers")}
-    for name, values in lists.items():
-        if not isinstance(values, list):
+    lists: dict[str, list] = {}
+    for name in ("questions", "options", "answers"):
+        if not isinstance(values := record.get(name), list):
             raise UserError(f"{where}: {name!r} is {type(values).__name__}, not a list")
+        lists[name] = values
     counts = {name: len(values) for name, values in lists.items()}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{count} {name}" for name, count in counts.items())

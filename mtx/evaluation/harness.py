@@ -30,8 +30,9 @@ from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows
+    # Of mtx[eval], which pyright's machine need not have.
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import get_rolling_token_windows  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise UserError(
         f"lm-evaluation-harness cannot be imported ({error}); pip install 'mtx[eval]'"

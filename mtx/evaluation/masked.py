@@ -72,9 +72,8 @@ def masked_perplexity(
     checked("seed", seed, Seed)
     if not texts:
         raise UserError("there is no text to mask tokens of; name at least one")
-    rows = _Rows(
-        tokenizer, texts, vocab or find_bert_vocab(tokenizer), model.sequence, masking, seed
-    )
+    vocab = vocab or find_bert_vocab(tokenizer)
+    rows = _Rows(tokenizer, texts, vocab, model.sequence, masking, seed)
     losses, hits, size = [], [], trainer.run.global_batch
     for first in range(0, len(rows), size):
         filled = min(size, len(rows) - first)
@@ -87,7 +86,7 @@ def masked_perplexity(
     losses, hits = np.concatenate(losses), np.concatenate(hits)
     loss = float(losses.mean(dtype=np.float64))
     return MaskedPerplexity(
-        tokens=sum(map(len, rows.parts)),
+        tokens=rows.part_tokens,
         masked=len(losses),
         rows=len(rows),
         mask_fraction=masking.fraction,
@@ -119,6 +118,7 @@ class _Rows:
             if not len(ids):
                 raise UserError(f"text {place} of {len(texts)} has no tokens; leave it out")
             self.parts += [ids[start : start + room] for start in range(0, len(ids), room)]
+        self.part_tokens, self.distinct = sum(map(len, self.parts)), len(self)
 
     def __len__(self) -> int:
         return len(self.parts)

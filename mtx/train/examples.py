@@ -200,7 +200,7 @@ def training_batch(
     step may end one and begin the next."""
     epochs, places = np.divmod(step * count + np.arange(count), len(examples))
     orders = {epoch: shuffled(len(examples), seed, int(epoch), _DROPOUT) for epoch in set(epochs)}
-    some = [examples[orders[epoch][place]] for epoch, place in zip(epochs, places)]
+    some = [examples[int(orders[epoch][place])] for epoch, place in zip(epochs, places)]
     bits = np.random.PCG64(np.random.SeedSequence((seed, step, _DROPOUT)))
     rng = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
     return make_batch(task, some, count, rng=rng)

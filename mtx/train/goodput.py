@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtx.errors import UserError
 from mtx.files import parse_json, read_text
@@ -76,7 +77,7 @@ def read_log(path: str | Path) -> list[Record]:
     return records
 
 
-def _is_record(record: Record) -> bool:
+def _is_record(record: Any) -> bool:
     try:
         kind = record["kind"]
         numbers = [record[name] for name in _NUMBERS.get(kind, ())]
@@ -116,7 +117,7 @@ def measure_goodput(records: Sequence[Record]) -> Goodput:
     sessions = _sessions(records)
     kept = {id(record) for record in steps_that_count(records)}
     names = ("steps", "lost", "skipped", "start", "compile", "eval", "save", "other", "down")
-    parts = dict.fromkeys(names, 0.0)
+    parts: dict[str, float] = dict.fromkeys(names, 0.0)
     counts = {"lost": 0, "skipped": 0, "rollback": 0, "jumps": 0}
     ended_s = None
     for session in sessions:

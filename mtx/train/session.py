@@ -134,7 +134,7 @@ class Session:
         """Compiles the step, where there is training to do, and all else that exchanges anything:
         the first use of a collective has a deadline, and one process may take longer than that to
         compile it after another has. So they all compile first, and then meet."""
-        is_new = self.programs.evaluate is None
+        is_new = not self.programs.compiled
         with self.watch.during("compile"), self.clock("compile"):
             if training:
                 self.checkpoints.prepare(self.trainer)
@@ -165,7 +165,8 @@ class Session:
     def _train(self, stop: Callable[[int], bool]) -> None:
         """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
         run = self.trainer.run
-        ahead = _runs_ahead(self.trainer.mesh.devices.flat[0])
+        # Virtual devices share one pool of threads: nothing is gained by a step ahead.
+        ahead = self.trainer.platform != "cpu"
         with self.watch.during("loop"), self.report.progress(self.step, run.steps):
             while self.step < run.steps and not stop(self.step):
                 self.profile.before(self.step + 1)
@@ -377,9 +378,3 @@ class Session:
             log=Path(self.trainer.run.out) / "log.jsonl",
             seconds=self.history.seconds,
         )
-
-
-def _runs_ahead(device: jax.Device) -> bool:
-    """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
-    one pool of threads, and there is nothing to gain."""
-    return device.platform != "cpu"
