@@ -10,7 +10,6 @@ Legend: B rows · S sequence · D hidden · V vocabulary
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from mtx.config import ModelConfig
 from mtx.conversion.huggingface import Canonical, HuggingFaceModel
@@ -110,14 +110,11 @@ def our_outputs(
     model = _model(config)
 
     def read(start: str, layer: int | None = None) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
-        rows = slice(None) if layer is None else slice(layer, layer + 1)
+        arrays, rows = {}, slice(None) if layer is None else slice(layer, layer + 1)
         for path in (path for path in source.shapes if path.startswith(start)):
-            *names, last = path.removeprefix(start).split(".")
             array = source.read(path, rows)
-            node = functools.reduce(lambda node, name: node.setdefault(name, {}), names, tree)
-            node[last] = jnp.asarray(array if layer is None else array[0])
-        return tree
+            arrays[path.removeprefix(start)] = jnp.asarray(array if layer is None else array[0])
+        return unflatten_dict(arrays, sep=".")
 
     shared = {"embed": read("embed."), "head": read("head.")}
     batch = {"tokens": tokens_BS, "positions": positions_BS, "types": np.zeros_like(tokens_BS)}

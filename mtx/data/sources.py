@@ -58,9 +58,7 @@ class Reading:
 
 def find_files(names: Sequence[str]) -> list[Path]:
     """The files that are named and those in the folders that are, in the order of their names.
-
-    Raises UserError for what is not there, is of no kind that can be read, or has no such file.
-    """
+    Raises UserError for what is not there, is of no kind that can be read, or has no such file."""
     files = []
     for name in names:
         path = user_path(name)
@@ -79,10 +77,8 @@ def find_files(names: Sequence[str]) -> list[Path]:
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     """The files with one of these suffixes, recursively and through links, but for hidden names;
-    those of a folder before those of folders in it, each in the order of their names.
-
-    Raises UserError where there are none, or a folder cannot be listed.
-    """
+    those of a folder before those of folders in it, each in the order of their names. Raises
+    UserError where there are none, or a folder cannot be listed."""
     found, visited = False, set()  # real paths: a link to a parent must not be walked for ever
 
     def refuse(error: OSError) -> None:
@@ -108,10 +104,8 @@ def read_chunks(
     files: Iterable[Path], reading: Reading, *, cuts: re.Pattern | None, most_characters: int
 ) -> Iterator[Chunk]:
     """The files' chunks in order. A text that is one document is cut at `cuts`, or not at all.
-
     Raises UserError for what cannot be read, unpacked or decoded, for a line of more than
-    `reading.most_line_bytes`, and for a document that cannot be cut below `most_characters`.
-    """
+    `reading.most_line_bytes`, and for a document that cannot be cut below `most_characters`."""
     for path in files:
         if path.name.lower().endswith(PARQUET_SUFFIXES):
             yield from _parquet_chunks(path, reading)
@@ -169,17 +163,20 @@ def _field_of(line: str, field: str, where: str) -> Text:
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
     text = record[field]
     for part in text if isinstance(text, list) else [text]:
-        if not isinstance(part, str):
-            kind = type(part).__name__
-            raise UserError(f"{where}: field {field!r} holds {kind}, not text or a list of texts")
-        try:
-            part.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{where}: field {field!r} has half of a surrogate pair, "
-                f"\\u{ord(part[error.start]):04x}, which is no character; mend the line"
-            ) from None
+        require_text(part, f"{where}: field {field!r}")
     return text
+
+
+def require_text(value: object, what: str) -> str:
+    """`value`; UserError where it is something else, or holds half of a surrogate pair."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} holds {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise UserError(f"{what} has half of a surrogate pair, {half}; mend it") from None
+    return value
 
 
 def _line_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:

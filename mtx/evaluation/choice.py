@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtx.data import Tokenizer
+from mtx.data.sources import require_text
 from mtx.errors import UserError
-from mtx.evaluation.files import read_records, require_text, text_field
+from mtx.evaluation.files import read_records, text_field
 from mtx.evaluation.score import Report, Row, continuation_row, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -76,7 +77,7 @@ def choice(
     option of no token or more than S.
     """
     if not questions:
-        raise UserError("there is no question to answer; name at least one")
+        raise UserError("questions is empty; name at least one question to answer")
     rows = [row for question in questions for row in _rows(question, tokenizer, trainer)]
     scores = score_rows(trainer, state, rows, report=report)
     right = np.zeros(3)

@@ -61,7 +61,7 @@ def cloze(
     Raises UserError for a text without a word, or a last word of more than S tokens.
     """
     if not texts:
-        raise UserError("there is no text to finish; name at least one")
+        raise UserError("texts is empty; name at least one text to finish")
     rows = [
         _row(text, tokenizer, strict, trainer.run.model.sequence, f"text {place}")
         for place, text in enumerate(texts, start=1)

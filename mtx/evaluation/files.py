@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mtx.data.sources import files_below, require_text
 from mtx.errors import UserError
-from mtx.files import files_in, open_file, parse_json
+from mtx.files import open_file, parse_json
 from mtx.paths import user_path
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
@@ -23,10 +24,12 @@ def read_records(names: Sequence[str]) -> Iterator[tuple[str, dict]]:
     found = False
     for path in _files(names):
         for where, line in _lines(path):
-            found = True
-            yield where, _object(where, line)
+            found, record = True, parse_json(line, where)
+            if not isinstance(record, dict):
+                raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
+            yield where, record
     if not found:
-        raise UserError(f"there is no record in {', '.join(names) or 'no files'}; name others")
+        raise UserError(f"no records in {', '.join(names) or 'no files'}; name other files")
 
 
 def text_field(record: dict, name: str, where: str) -> str:
@@ -36,30 +39,15 @@ def text_field(record: dict, name: str, where: str) -> str:
     return require_text(record[name], f"{where}: {name!r}")
 
 
-def require_text(value: object, what: str) -> str:
-    """`value`; UserError where it is no text, or holds half of a surrogate pair."""
-    if not isinstance(value, str):
-        raise UserError(f"{what} is {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(value[error.start]):04x}"
-        raise UserError(f"{what} has half of a surrogate pair, {half}; mend it") from None
-    return value
-
-
 def _files(names: Sequence[str]) -> Iterator[Path]:
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = [p for p in files_in(path) if p.suffix.lower() in _SUFFIXES]
-            if not inside:
-                raise UserError(f"{name} holds no file that ends in {', '.join(_SUFFIXES)}")
-            yield from inside
+            yield from sorted(files_below(path, _SUFFIXES))
         elif path.is_file():
             yield path
         else:
-            raise UserError(f"{name} is no file or folder (from {Path.cwd()})")
+            raise UserError(f"{name} must be a file or a folder (from {Path.cwd()})")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -104,10 +92,3 @@ def _decoded(where: str, line: bytes) -> str:
             f"{where}: byte {error.start + 1}, 0x{line[error.start]:02x}, is not UTF-8; convert "
             "the file (iconv -t UTF-8), or mend the line"
         ) from None
-
-
-def _object(where: str, text: str) -> dict:
-    record = parse_json(text, where)
-    if not isinstance(record, dict):
-        raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
-    return record

@@ -71,7 +71,7 @@ def masked_perplexity(
         )
     checked("seed", seed, Seed)
     if not texts:
-        raise UserError("there is no text to mask tokens of; name at least one")
+        raise UserError("texts is empty; name at least one text to mask tokens of")
     vocab = vocab or find_bert_vocab(tokenizer)
     rows = _Rows(tokenizer, texts, vocab, model.sequence, masking, seed)
     losses, hits, size = [], [], trainer.run.global_batch

@@ -64,7 +64,7 @@ def perplexity(
     if not 1 <= stride <= sequence:
         raise UserError(f"stride={stride} must be between 1 and sequence={sequence}")
     if not texts:
-        raise UserError("there is no text to take the perplexity of; name at least one")
+        raise UserError("texts is empty; name at least one text to take the perplexity of")
     rows: list[Row] = []
     tokens = original = targets = original_targets = text_bytes = 0
     for place, text in enumerate(texts, start=1):

@@ -53,10 +53,8 @@ _OPTIONAL = (
 
 
 def read_log(path: str | Path) -> list[Record]:
-    """The records of a log.jsonl; a last line that was cut short is left out.
-
-    Raises UserError for a file that is missing or is no such log.
-    """
+    """The records of a log.jsonl; a last line that was cut short is left out. Raises UserError for
+    a file that is missing or is no such log."""
     try:
         lines = read_text(path).split("\n")
     except UserError as error:
@@ -69,7 +67,7 @@ def read_log(path: str | Path) -> list[Record]:
             record = None
         if not _is_record(record):
             raise UserError(
-                f"{path}, line {number} is no record of a run's log; take that line out"
+                f"{path}, line {number} must be a record of a run's log; take that line out"
             )
         records.append(record)
     if not any(record["kind"] == "start" for record in records):
@@ -94,11 +92,8 @@ def _is_record(record: Any) -> bool:
             nullable += [device["peak_bytes"] for device in record.get("devices", ())]
     except (KeyError, TypeError, AttributeError):
         return False
-    return all(map(_is_number, numbers + [value for value in nullable if value is not None]))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 2.0**127
+    numbers += [value for value in nullable if value is not None]
+    return all(isinstance(value, int | float) and abs(value) < 2.0**127 for value in numbers)
 
 
 def steps_that_count(records: Sequence[Record]) -> list[Record]:

@@ -26,6 +26,7 @@ from mtx.config import RunConfig, to_dict
 from mtx.data import load_data, read_ahead
 from mtx.data.corpus import check_vocab
 from mtx.errors import UserError
+from mtx.files import replacing
 from mtx.launch.shared import require_shared
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
@@ -194,7 +195,8 @@ def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int
     consumed = checkpoints.extra(step).get("consumed", step * run.global_batch)
     if type(consumed) is not int or not 0 <= consumed < 2**62:
         raise Damaged(
-            checkpoints.directory / str(step), f"extra.json: consumed={consumed!r:.60} is no number"
+            checkpoints.directory / str(step),
+            f"extra.json: consumed={consumed!r:.60} must be a whole number",
         )
     return consumed
 
@@ -218,7 +220,6 @@ def _local_rows(trainer: Trainer) -> np.ndarray:
 def _created(out: Path, run: RunConfig) -> Iterator[None]:
     """`out`, with the run's config in it, and with a lock on it, which others respect: until the
     end of this, or of the process, however it ends."""
-    written = out / "run.json.tmp"
     with contextlib.ExitStack() as held:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -227,11 +228,10 @@ def _created(out: Path, run: RunConfig) -> Iterator[None]:
                 held.callback(os.close, folder)
                 _lock(folder, out)
                 _refuse_others(out)
-                written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
-                os.replace(written, out / "run.json")
+                with replacing(out / "run.json") as written:
+                    text = json.dumps(to_dict(run), indent=2) + "\n"
+                    written.write_text(text, encoding="utf-8")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                written.unlink(missing_ok=True)
             raise UserError(
                 f"out={out} cannot be written ({error.strerror}); use another"
             ) from error
@@ -243,7 +243,7 @@ def _refuse_others(out: Path) -> None:
     for name in (*_FILES, *_FOLDERS):
         path, kind = out / name, "file" if name in _FILES else "folder"
         if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
-            raise UserError(f"{path} is there, and it is no {kind}; move it, or use another out")
+            raise UserError(f"{path} is there, and must be a {kind}; move it, or use another out")
 
 
 def _lock(folder: int, out: Path) -> None:

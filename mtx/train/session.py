@@ -165,8 +165,7 @@ class Session:
     def _train(self, stop: Callable[[int], bool]) -> None:
         """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
         run = self.trainer.run
-        # Virtual devices share one pool of threads: nothing is gained by a step ahead.
-        ahead = self.trainer.platform != "cpu"
+        ahead = _runs_ahead(self.trainer.platform)
         with self.watch.during("loop"), self.report.progress(self.step, run.steps):
             while self.step < run.steps and not stop(self.step):
                 self.profile.before(self.step + 1)
@@ -378,3 +377,9 @@ class Session:
             log=Path(self.trainer.run.out) / "log.jsonl",
             seconds=self.history.seconds,
         )
+
+
+def _runs_ahead(platform: str) -> bool:
+    """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
+    one pool of threads, and there is nothing to gain."""
+    return platform != "cpu"

@@ -68,8 +68,8 @@ def find_start(directory: str) -> Start:
     if os.path.isfile(path / RUN) or Checkpoints(path).steps():
         return FromRun(path)
     raise UserError(
-        f"{path} is no run ({RUN}, checkpoints) and no Hugging Face directory ({CONFIG}); text "
-        "to train on is named by --data.path"
+        f"{path} is neither a run ({RUN}, checkpoints) nor a Hugging Face directory ({CONFIG}); "
+        "text to train on is named by --data.path"
     )
 
 
