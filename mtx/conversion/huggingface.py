@@ -102,7 +102,14 @@ class HuggingFaceModel:
         if (self.directory / _ONE_FILE).is_file():
             return [self.directory / _ONE_FILE]
         if not (self.directory / _INDEX).is_file():
-            self._refuse_pickles()
+            globs = (sorted(self.directory.glob(name)) for name in _PICKLES)
+            if pickles := [path.name for found in globs for path in found]:
+                raise UserError(
+                    f"{self.directory} has {listed(pickles)} and no safetensors: a pickle can run "
+                    "code when it is read, and none is read here. Write it anew with transformers, "
+                    "on a machine where you trust it: AutoModel.from_pretrained(...)"
+                    ".save_pretrained(..., safe_serialization=True)"
+                )
             raise UserError(
                 f"{self.directory} has neither {_ONE_FILE} nor {_INDEX}; name a directory that "
                 "save_pretrained has written"
@@ -122,16 +129,6 @@ class HuggingFaceModel:
                 f"{self.directory} is without {listed(missing)}, which {_INDEX} names; download it"
             )
         return [self.directory / name for name in sorted(names)]
-
-    def _refuse_pickles(self) -> None:
-        pickles = [path.name for name in _PICKLES for path in sorted(self.directory.glob(name))]
-        if pickles:
-            raise UserError(
-                f"{self.directory} has {listed(pickles)} and no safetensors: a pickle can run code "
-                "when it is read, and none is read here. Write it anew with transformers, on a "
-                "machine where you trust it: AutoModel.from_pretrained(...).save_pretrained(..., "
-                "safe_serialization=True)"
-            )
 
     @property
     def form(self) -> Form:

@@ -119,6 +119,13 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
     """The documents of a chunk, or the one part of a document."""
     if chunk.texts is not None:
         return chunk.texts
+    if not chunk.file.lower().endswith(_JSON):
+        return [line.removesuffix("\r") for _, line in lines_of(chunk)]
+    return [_texts(line, reading.field, f"{chunk.file}, line {n}") for n, line in lines_of(chunk)]
+
+
+def lines_of(chunk: Chunk) -> list[tuple[int, str]]:
+    """The lines of a chunk with their numbers, but for blank ones."""
     try:
         text = chunk.data.decode()
     except UnicodeDecodeError as error:
@@ -130,10 +137,7 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
         ) from None
     if chunk.line == 1:
         text = text.removeprefix(_BYTE_ORDER_MARK)
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), chunk.line) if line.strip()]
-    if not chunk.file.lower().endswith(_JSON):
-        return [line.removesuffix("\r") for _, line in lines]
-    return [_field_of(line, reading.field, f"{chunk.file}, line {n}") for n, line in lines]
+    return [(n, line) for n, line in enumerate(text.split("\n"), chunk.line) if line.strip()]
 
 
 def read_texts(
@@ -156,12 +160,16 @@ def read_whole(path: Path) -> str:
     return "".join(text for chunk in chunks for text in chunk.texts or () if isinstance(text, str))
 
 
-def _field_of(line: str, field: str, where: str) -> Text:
-    record = parse_json(line, where)
+def field_of(record: object, field: str, where: str) -> Any:
+    """`record[field]`; UserError where there is none."""
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
-    text = record[field]
+    return record[field]
+
+
+def _texts(line: str, field: str, where: str) -> Text:
+    text = field_of(parse_json(line, where), field, where)
     for part in text if isinstance(text, list) else [text]:
         require_text(part, f"{where}: field {field!r}")
     return text

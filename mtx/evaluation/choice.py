@@ -92,13 +92,10 @@ def choice(
             right[way] += int(values.argmax()) == question.answer
     plain, per_token, per_byte = (right / len(questions)).tolist()
     return ChoiceScores(
-        questions=len(questions),
-        accuracy=plain,
-        accuracy_per_token=per_token,
-        accuracy_per_byte=per_byte,
+        questions=len(questions), mean_loss=float(right_loss / len(questions)),
+        accuracy=plain, accuracy_per_token=per_token, accuracy_per_byte=per_byte,
         chance=float(np.mean([1 / len(question.options) for question in questions])),
-        mean_loss=float(right_loss / len(questions)),
-    )
+    )  # fmt: skip
 
 
 def _rows(question: Question, tokenizer: Tokenizer, trainer: Trainer) -> Iterator[Row]:

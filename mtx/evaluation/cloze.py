@@ -70,13 +70,9 @@ def cloze(
     correct = sum(score.greedy for score in scores)
     loss = -math.fsum(score.log_likelihood for score in scores) / len(rows)
     return ClozeScores(
-        texts=len(rows),
-        strict=strict,
-        correct=correct,
-        accuracy=correct / len(rows),
-        target_tokens=sum(row.scored for row in rows),
-        target_perplexity=float(np.exp(loss)),
-    )
+        texts=len(rows), strict=strict, correct=correct, accuracy=correct / len(rows),
+        target_tokens=sum(row.scored for row in rows), target_perplexity=float(np.exp(loss)),
+    )  # fmt: skip
 
 
 def split_passage(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[np.ndarray, ...]:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mtx.data.sources import files_below, require_text
+from mtx.data.sources import (
+    Reading,
+    field_of,
+    files_below,
+    lines_of,
+    read_chunks,
+    require_text,
+)
 from mtx.errors import UserError
-from mtx.files import open_file, parse_json
+from mtx.files import open_file, parse_json, read_text
 from mtx.paths import user_path
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
@@ -34,9 +41,7 @@ def read_records(names: Sequence[str]) -> Iterator[tuple[str, dict]]:
 
 def text_field(record: dict, name: str, where: str) -> str:
     """`record[name]`; UserError where it is missing or no text."""
-    if name not in record:
-        raise UserError(f"{where} has no field {name!r}, but {', '.join(list(record)[:8]) or 'no'}")
-    return require_text(record[name], f"{where}: {name!r}")
+    return require_text(field_of(record, name, where), f"{where}: {name!r}")
 
 
 def _files(names: Sequence[str]) -> Iterator[Path]:
@@ -54,18 +59,12 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """(where, text) of each line that is not blank, or of the whole file if that is one object."""
     with open_file(path) as file:
         whole = file.read(_MOST_BYTES + 1)
-        if len(whole) <= _MOST_BYTES and _is_one_object(whole):
-            yield str(path), _decoded(str(path), whole)
-            return
-        file.seek(0)
-        number = 0
-        while line := file.readline(_MOST_BYTES + 1):
-            number += 1
-            where = f"{path}, line {number}"
-            if len(line) > _MOST_BYTES:
-                raise UserError(f"{where} has more than {_MOST_BYTES:,} bytes; cut it")
-            if line.strip():
-                yield where, _decoded(where, line)
+    if len(whole) <= _MOST_BYTES and _is_one_object(whole):
+        yield str(path), read_text(path)
+        return
+    reading = Reading(lines=True, most_line_bytes=_MOST_BYTES)
+    for chunk in read_chunks([path], reading, cuts=None, most_characters=0):
+        yield from ((f"{path}, line {number}", line) for number, line in lines_of(chunk))
 
 
 def _is_one_object(text: bytes) -> bool:
@@ -82,13 +81,3 @@ def _is_one_object(text: bytes) -> bool:
         return isinstance(parse_json(text, "the file"), dict)
     except UserError:
         return False
-
-
-def _decoded(where: str, line: bytes) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: byte {error.start + 1}, 0x{line[error.start]:02x}, is not UTF-8; convert "
-            "the file (iconv -t UTF-8), or mend the line"
-        ) from None

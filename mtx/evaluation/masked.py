@@ -86,16 +86,10 @@ def masked_perplexity(
     losses, hits = np.concatenate(losses), np.concatenate(hits)
     loss = float(losses.mean(dtype=np.float64))
     return MaskedPerplexity(
-        tokens=rows.part_tokens,
-        masked=len(losses),
-        rows=len(rows),
-        mask_fraction=masking.fraction,
-        mask_run=masking.run,
-        seed=seed,
-        loss=loss,
-        perplexity=math.exp(loss),
-        accuracy=float(hits.mean(dtype=np.float64)),
-    )
+        tokens=rows.part_tokens, masked=len(losses), rows=len(rows),
+        mask_fraction=masking.fraction, mask_run=masking.run, seed=seed, loss=loss,
+        perplexity=math.exp(loss), accuracy=float(hits.mean(dtype=np.float64)),
+    )  # fmt: skip
 
 
 class _Rows:

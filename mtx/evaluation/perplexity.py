@@ -85,18 +85,12 @@ def perplexity(
     loss = -math.fsum(score.log_likelihood for score in scores) / targets
     ratio = targets / original_targets if wikitext and original_targets else None
     return Perplexity(
-        tokens=tokens,
-        original_tokens=original if wikitext else None,
-        targets=targets,
-        windows=len(rows),
-        stride=stride,
-        wikitext=wikitext,
-        loss=loss,
-        perplexity=_bounded_exp(loss),
-        token_ratio=ratio,
+        tokens=tokens, original_tokens=original if wikitext else None, targets=targets,
+        windows=len(rows), stride=stride, wikitext=wikitext, loss=loss,
+        perplexity=_bounded_exp(loss), token_ratio=ratio,
         adjusted_perplexity=None if ratio is None else _bounded_exp(loss * ratio),
         bits_per_byte=loss * targets / math.log(2) / text_bytes,
-    )
+    )  # fmt: skip
 
 
 def window_rows(ids: np.ndarray, *, sequence: int, stride: int) -> list[Row]:

@@ -111,8 +111,9 @@ def _train(
     out, report = Path(run.out), Report(console)
     checkpoints, latest = _checkpoints(run, report, faults)
     start = latest or 0  # a converted checkpoint is of step 0
-    consumed = max(_consumed(run, checkpoints, latest), faults.consumed)
-    faults.guard.start_from(start, _usual_loss(run, checkpoints, latest))
+    consumed, usual = _noted(run, checkpoints, latest)
+    consumed = max(consumed, faults.consumed)
+    faults.guard.start_from(start, usual)
     left = max(0, run.steps - start) * run.global_batch
     data = load_data(run, samples=consumed + left)
     check_vocab(data.tokenizer, run.model)
@@ -136,24 +137,11 @@ def _train(
             state = _first_state(trainer, checkpoints, latest, report)
             history.start_from(start)
             session = Session(
-                programs=programs,
-                data=data,
-                batches=batches,
-                local=local,
-                consumed=consumed,
-                checkpoints=checkpoints,
-                report=report,
-                log=log,
-                meter=_meter(trainer),
-                on_step=on_step,
-                state=state,
-                step=start,
-                saved=latest,
-                watch=watch,
-                startup=startup,
-                faults=faults,
-                history=history,
-            )
+                programs=programs, data=data, batches=batches, local=local, consumed=consumed,
+                checkpoints=checkpoints, report=report, log=log, meter=_meter(trainer),
+                on_step=on_step, state=state, step=start, saved=latest, watch=watch,
+                startup=startup, faults=faults, history=history,
+            )  # fmt: skip
             startup.mark("init" if latest is None else "restore")
             return session.run()
 
@@ -188,25 +176,20 @@ def _checkpoints(run: RunConfig, report: Report, faults: Faults) -> tuple[Checkp
     return checkpoints, latest
 
 
-def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int:
-    """The samples that have been trained on: not step * global_batch, if that was another once."""
+def _noted(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> tuple[int, float]:
+    """The samples that have been trained on: not step * global_batch, if that was another once; and
+    what the guard took for usual, on the same data: infinite where nothing is known."""
     if step is None:
-        return 0
-    consumed = checkpoints.extra(step).get("consumed", step * run.global_batch)
+        return 0, math.inf
+    extra = checkpoints.extra(step)
+    consumed, usual = extra.get("consumed", step * run.global_batch), extra.get("usual_loss")
     if type(consumed) is not int or not 0 <= consumed < 2**62:
         raise Damaged(
             checkpoints.directory / str(step),
             f"extra.json: consumed={consumed!r:.60} must be a whole number",
         )
-    return consumed
-
-
-def _usual_loss(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> float:
-    """What the guard took for usual by then, on the same data; infinite where nothing is known."""
-    if step is None or checkpoints.run(step).data != run.data:
-        return math.inf
-    usual = checkpoints.extra(step).get("usual_loss")
-    return usual if isinstance(usual, float) and usual > 0 else math.inf
+    known = isinstance(usual, float) and usual > 0 and checkpoints.run(step).data == run.data
+    return consumed, usual if known else math.inf
 
 
 def _local_rows(trainer: Trainer) -> np.ndarray:

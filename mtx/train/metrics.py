@@ -51,11 +51,9 @@ class Meter:
         names = ("loss", "learning_rate", "gradient_norm", "loss_scale")
         return StepRecord(
             **{name: float(getattr(metrics, name)) for name in names},
-            step=step,
-            finite=bool(metrics.finite),
-            step_s=step_s,
+            step=step, finite=bool(metrics.finite), step_s=step_s,
             tokens_per_s=self._tokens / step_s,
             tflops_sc21=self._sc21_flops * per_device / 1e12,
             tflops_model=model / 1e12,
             mfu=model / self._peak_flops if self._peak_flops else None,
-        )
+        )  # fmt: skip

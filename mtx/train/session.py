@@ -314,20 +314,13 @@ class Session:
 
     def _log_start(self) -> None:
         run, devices = self.trainer.run, self.trainer.mesh.devices
-        self.log.write(
-            "start",
-            {
-                "step": self.step,
-                "consumed": self.consumed,
-                "unix_time": time.time(),
-                "since_launch_s": self.startup.total_s,
-                "jax": jax.__version__,
-                "device_kind": devices.flat[0].device_kind,
-                "devices": devices.size,
-                "parameters": parameters(run.model),
-                "run": to_dict(run),
-            },
-        )
+        start = {
+            "step": self.step, "consumed": self.consumed, "unix_time": time.time(),
+            "since_launch_s": self.startup.total_s, "jax": jax.__version__,
+            "device_kind": devices.flat[0].device_kind, "devices": devices.size,
+            "parameters": parameters(run.model), "run": to_dict(run),
+        }  # fmt: skip
+        self.log.write("start", start)
 
     def _end(self, interrupted: bool) -> Summary:
         summary = self._summary(interrupted=interrupted)
@@ -362,21 +355,14 @@ class Session:
         return summary
 
     def _summary(self, *, interrupted: bool) -> Summary:
+        history = self.history
         return Summary(
-            trainer=self.trainer,
-            state=self.state,
-            data=self.data,
-            first_eval_loss=self.history.first_evaluation[1],
-            last_eval_loss=self.history.last_evaluation[1],
-            losses=self.history.losses,
-            skipped=self.history.skipped,
-            rollbacks=self.faults.rollbacks,
-            interrupted=interrupted,
-            exit=self.exit,
-            checkpoint=self._checkpoint,
-            log=Path(self.trainer.run.out) / "log.jsonl",
-            seconds=self.history.seconds,
-        )
+            trainer=self.trainer, state=self.state, data=self.data,
+            first_eval_loss=history.first_evaluation[1], last_eval_loss=history.last_evaluation[1],
+            losses=history.losses, skipped=history.skipped, seconds=history.seconds,
+            rollbacks=self.faults.rollbacks, interrupted=interrupted, exit=self.exit,
+            checkpoint=self._checkpoint, log=Path(self.trainer.run.out) / "log.jsonl",
+        )  # fmt: skip
 
 
 def _runs_ahead(platform: str) -> bool:
