@@ -188,8 +188,9 @@ def _noted(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> tuple[
             checkpoints.directory / str(step),
             f"extra.json: consumed={consumed!r:.60} must be a whole number",
         )
-    known = isinstance(usual, float) and usual > 0 and checkpoints.run(step).data == run.data
-    return consumed, usual if known else math.inf
+    if isinstance(usual, float) and usual > 0 and checkpoints.run(step).data == run.data:
+        return consumed, usual
+    return consumed, math.inf
 
 
 def _local_rows(trainer: Trainer) -> np.ndarray:
