@@ -120,7 +120,7 @@ def encode_labelled(task: Task, tokenizer: Tokenizer, records: Sequence[Labelled
     for record in records:
         if record.label not in task.labels:
             known = ", ".join(task.labels)
-            raise UserError(f"{record.where}: the label {record.label!r} is none of {known}")
+            raise UserError(f"{record.where}: the label {record.label!r} must be one of {known}")
         row = make_row(task, *_ids(tokenizer, record.text, record.other))
         examples.append(Example((row,), task.labels.index(record.label)))
     return examples
