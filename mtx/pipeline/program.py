@@ -26,6 +26,7 @@ from jax import lax
 
 from mtx.pipeline.run import Parts, Run
 from mtx.pipeline.slots import write
+from mtx.pipeline.woven import WovenRun
 from mtx.schedules.schedule import IDLE, by_tick
 
 Tree = Any
@@ -43,7 +44,8 @@ class Pipeline(Parts):
         sum of losses. Gradients are float32 and still to be summed over `sum_axes` (over the
         replicas those of the layers are summed with zero=3, and sharded like the parameters).
         """
-        run = Run(self, params, batch, samples_MB, rng, loss_weight)
+        kind = WovenRun if self.layout.weave == "on" else Run
+        run = kind(self, params, batch, samples_MB, rng, loss_weight)
         carry, ticks = run.start(), run.ticks()
         if self.layout.idle == "phases":
             for phase in self.schedule.phases:
