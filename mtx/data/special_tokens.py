@@ -15,12 +15,15 @@ BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of 
 
 
 class SpecialTokens(NamedTuple):
-    """The ids of a BERT's own tokens: [CLS] and so on."""
+    """The ids of a BERT's own tokens."""
 
     cls: int
     sep: int
     mask: int
     pad: int
+
+
+NAMES = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")  # of `SpecialTokens`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,13 +46,13 @@ class BertVocab:
 
 def find_special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """The special tokens of a tokenizer. Raises UserError where it has not all of them."""
-    known, names = tokenizer.vocabulary(), [f"[{name.upper()}]" for name in SpecialTokens._fields]
-    if missing := [name for name in names if name not in known]:
+    known = tokenizer.vocabulary()
+    if missing := [name for name in NAMES if name not in known]:
         raise UserError(
             f"the tokenizer {tokenizer.name} has no {' and no '.join(missing)}, which a BERT "
             "needs; use a BERT's tokenizer.json, or wordpiece, which is trained on the text"
         )
-    return SpecialTokens(*(known[name] for name in names))
+    return SpecialTokens(*(known[name] for name in NAMES))
 
 
 def find_bert_vocab(tokenizer: Tokenizer) -> BertVocab:
