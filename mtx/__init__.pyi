@@ -3,7 +3,6 @@
 from mtx.api import convert as convert
 from mtx.api import evaluate as evaluate
 from mtx.api import init_params as init_params
-from mtx.api import load_model as load_model
 from mtx.api import loss_and_gradients as loss_and_gradients
 from mtx.api import trainer_for as trainer_for
 from mtx.config import DataConfig as DataConfig
@@ -25,6 +24,7 @@ from mtx.evaluation.generate import generate as generate
 from mtx.evaluation.masked import masked_perplexity as masked_perplexity
 from mtx.evaluation.perplexity import perplexity as perplexity
 from mtx.evaluation.sampling import Sampling as Sampling
+from mtx.evaluation.score import load_model as load_model
 from mtx.launch.start import use_virtual_devices as use_virtual_devices
 from mtx.plan.hardware import Hardware as Hardware
 from mtx.plan.hardware import hardware as hardware

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.conversion.check import Check
 from mtx.conversion.convert import Converted, is_huggingface, to_checkpoint, to_huggingface
-from mtx.data import Tokenizer
 from mtx.data.documents import read_documents
 from mtx.errors import UserError
 from mtx.evaluation.choice import ChoiceScores, choice, read_race
 from mtx.evaluation.cloze import ClozeScores, cloze, read_passages
 from mtx.evaluation.masked import MaskedPerplexity, masked_perplexity
 from mtx.evaluation.perplexity import Perplexity, is_wikitext, perplexity
-from mtx.evaluation.score import evaluation_run
-from mtx.plan.fit import fit_layout
+from mtx.evaluation.score import load_model
 from mtx.schedules.schedule import Schedule
-from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 Tree = Any
@@ -80,31 +76,6 @@ def loss_and_gradients(
         _check_params(params, trainer)
     state = trainer.init() if params is None else trainer.state_from(params)
     return trainer.loss_and_gradients(state, batch)
-
-
-class LoadedModel(NamedTuple):
-    """What `generate`, `perplexity`, `cloze`, `choice` and `masked_perplexity` begin with:
-    mtx.generate(*mtx.load_model("runs/a"), ["The "])."""
-
-    trainer: Trainer
-    state: TrainState
-    tokenizer: Tokenizer
-
-
-def load_model(
-    directory: str | Path, *, step: int | None = None, layout: Layout | None = None, batch: int = 0
-) -> LoadedModel:
-    """The model of a training run, or of a conversion: `directory` is its `out`.
-
-    step: of the checkpoint; the newest where not given. layout: the run's own, as far as there are
-    devices, where not given. batch: sequences evaluated at a time; 0: about as many as in training.
-    UserError where there is no such checkpoint, or it does not fit the layout.
-    """
-    checkpoints = Checkpoints(directory)
-    run = checkpoints.run(step)
-    layout = layout or fit_layout(run.layout, jax.device_count())
-    trainer = Trainer(evaluation_run(run, layout, batch=batch))
-    return LoadedModel(trainer, checkpoints.restore(trainer, step), checkpoints.tokenizer(step))
 
 
 def evaluate(

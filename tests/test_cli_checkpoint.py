@@ -106,7 +106,7 @@ def test_export(saved, tmp_path, dtype, capsys):
         there = file.read(".".join(key.key for key in path))
         np.testing.assert_array_equal(there, wanted.astype(there.dtype))
     assert main(arguments) == 2
-    assert "is there already; name another folder" in capsys.readouterr().err
+    assert "is there already; name another" in capsys.readouterr().err
 
 
 def test_a_damaged_one_is_not_exported(damaged, tmp_path, capsys):

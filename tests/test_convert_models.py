@@ -21,7 +21,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.conversion import convert
 from mtx.conversion.check import compare, our_outputs
 from mtx.conversion.checkpoint import SavedParameters, canonical_shapes
-from mtx.conversion.configs import KINDS, config_of, model_of
+from mtx.conversion.configs import KINDS, config_of, read_config
 from mtx.conversion.convert import to_checkpoint, to_huggingface
 from mtx.conversion.huggingface import HuggingFaceModel
 from mtx.conversion.safetensors import DTYPES, SafetensorsFile
@@ -100,7 +100,7 @@ def test_there_and_back_is_bit_for_bit_the_same(tmp_path, name):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == config["architectures"]
     assert written["torch_dtype"] == "float16"
-    again = replace(model_of(written, "out"), compute_dtype="float16")
+    again = replace(read_config(written, "out")[0], compute_dtype="float16")
     assert again == there.model == Checkpoints(tmp_path / "run").run().model
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "run"]
     to_checkpoint(tmp_path / "out", tmp_path / "run2", check="none")
@@ -213,7 +213,7 @@ def test_what_was_begun_here_leaves_as_well(tmp_path):
 @pytest.mark.parametrize("model_type", KINDS)
 def test_every_array_has_its_tensors_and_comes_back(model_type):
     config, shapes = MODELS[model_type]
-    table, model = KINDS[model_type].names, model_of(config, "config")
+    table, model = KINDS[model_type].names, read_config(config, "config")[0]
     arrays, pattern = canonical_shapes(model), model.stack().pattern
     tensors = table.tensors(arrays, pattern)
     assert {table.full(name): shape for name, shape in tensors.items()} == shapes

@@ -249,9 +249,7 @@ def test_the_dataset_is_the_same_whatever_the_processes(folder, tmp_path, tokeni
 def test_a_mistake_in_a_worker_is_one_line(folder, tmp_path):
     root = folder({"a.jsonl": lines({"text": "good"}, {"text": 3})})
     message = refusal([root], tmp_path, processes=2)
-    assert message == (
-        f"{root}/a.jsonl, line 2: field 'text' holds int, not text or a list of texts"
-    )
+    assert message == (f"{root}/a.jsonl, line 2: field 'text' holds int, not text")
     assert "processes=0 must be at least 1" in refusal([root], tmp_path, processes=0)
 
 

@@ -147,7 +147,7 @@ def test_what_is_kept_is_changed_where_it_lies():
     rows = {name: np.zeros((4, 1), np.int32) for name in ("tokens", "positions")}
     batch = trainer.place(rows | {"last": np.zeros(4, np.int32)})
     lowered = programs_of(trainer).extend.lower(
-        decoder._params, batch, decoder._vocab, decoder._past, 1
+        1, decoder._params, batch, decoder._vocab, decoder._past
     )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == decoder.kept_bytes

@@ -16,7 +16,7 @@ from mtx.cli.plan import PlanOptions
 from mtx.cli.schedule import ScheduleOptions
 from mtx.cli.train import TrainOptions
 from mtx.config import DataConfig, GuardConfig, Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.conversion.configs import model_of
+from mtx.conversion.configs import read_config
 from mtx.data.build import build_dataset
 from mtx.data.tokenizer import train_bpe, train_wordpiece
 from mtx.errors import UserError
@@ -165,7 +165,10 @@ def test_every_number_of_things_has_a_bound_of_its_own(kind):
         (lambda: train_bpe([], vocab=10**9), "vocab=1000000000 must be at most 1,048,576"),
         (lambda: train_wordpiece([], vocab=10**9), "vocab=1000000000 must be at most 1,048,576"),
         (lambda: build_dataset([], "x", None, processes=10**9), "processes=1000000000 must be at"),
-        (lambda: model_of({"model_type": "gpt2", "n_layer": 10**9}, "c"), "c: layers=1000000000"),
+        (
+            lambda: read_config({"model_type": "gpt2", "n_layer": 10**9}, "c"),
+            "c: layers=1000000000",
+        ),
         (lambda: Layout(schedule="x" * 10**6), r"unknown schedule 'x+\.\.\.x+': known are"),
         (lambda: ModelConfig(layers="9" * 10**6), r"layers='9+\.\.\.9+' must be a whole number"),
     ],

@@ -128,7 +128,10 @@ def test_jobset_is_one():
     ("command", "message"),
     [
         ("launch -n 2", "name what to run: mtx launch -n 2 --devices-per-process 4 -- train ..."),
-        ("launch -- presets", "presets is no command of mtx that computes, and no program here"),
+        (
+            "launch -- presets",
+            "presets is neither a command of mtx that computes nor a program here",
+        ),
         ("launch -n 0 -- train", "processes=0 must be at least 1"),
         ("launch -n two -- train", "--processes takes INT, not 'two'"),
         ("launch --cpus -- train", "unknown option --cpus: did you mean --cpu?"),

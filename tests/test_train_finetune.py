@@ -382,7 +382,7 @@ def test_an_end_in_the_midst_keeps_the_epochs_before_it(folder, monkeypatch, tmp
         (["run", "--train", "train.jsonl", "--valid", "no"], "line 1: 'label' must be a text"),
         (
             ["run", "--task", "race", "--train", "train.jsonl", "--valid", "no"],
-            "no is no file or folder",
+            "no must be a file or a folder",
         ),
         (
             ["run", "--task", "race", "--train", "train.jsonl", "--valid", "valid.jsonl",

@@ -206,7 +206,7 @@ MISTAKES = {
     "mute --data.path text.txt": "mute has no tokenizer; name the model's --data.tokenizer",
     "falcon --data.path text.txt": "falcon/config.json: unknown model_type 'falcon': known are",
     "bare --data.path text.txt": "bare has neither model.safetensors nor model.safetensors.index",
-    "empty": "empty is no run (run.json, checkpoints) and no Hugging Face directory (config.json)",
+    "empty": "empty is neither a run (run.json, checkpoints) nor a Hugging Face directory (config.",
     "text.txt": "text.txt is a file; name a preset, a plan (.toml, .json), the directory of a run",
     "runs/gone": "runs/gone does not exist; name a preset, a plan",
     "head": "head holds a model with a head of mtx finetune",

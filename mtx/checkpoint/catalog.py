@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -57,6 +58,19 @@ class ArrayInfo:
 Catalog = dict[str, ArrayInfo]
 
 
+def catalog_of(
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]], blocks: Iterable[Block]
+) -> Catalog:
+    """Of arrays, by their shape and dtype, and the blocks that hold them."""
+    held = defaultdict(list)
+    for block in blocks:
+        held[block.name].append(block)
+    return {
+        name: ArrayInfo(shape=shape, dtype=dtype, blocks=tuple(held[name]))
+        for name, (shape, dtype) in arrays.items()
+    }
+
+
 def catalog_to_json(catalog: Catalog) -> dict:
     files = sorted({block.file for info in catalog.values() for block in info.blocks})
     number = {file: place for place, file in enumerate(files)}
@@ -76,11 +90,9 @@ def catalog_to_json(catalog: Catalog) -> dict:
 
 
 def catalog_from_json(values: Mapping) -> Catalog:
-    """The inverse of `catalog_to_json`.
-
-    Raises KeyError, TypeError or ValueError where a value is of another kind or out of range, and
-    where an array's blocks do not tile it or their fingerprints do not add up to its own.
-    """
+    """The inverse of `catalog_to_json`. Raises KeyError, TypeError or ValueError where a value is
+    of another kind or out of range, and where an array's blocks do not tile it or their
+    fingerprints do not add up to its own."""
     files, arrays = values["files"], values["arrays"]
     if not isinstance(files, list) or not isinstance(arrays, dict):
         raise ValueError("its files must be a list, and its arrays a table")
@@ -119,7 +131,7 @@ def _array(name: str, values: object, files: Sequence[str]) -> ArrayInfo:
 
 def _block(name: str, values: object, files: Sequence[str], dims: int, itemsize: int) -> Block:
     match values:
-        case [file, offset, list(start), list(shape), str(digits)] if (
+        case [int(file), int(offset), list(start), list(shape), str(digits)] if (
             _whole([file, offset, *start]) and _whole(shape, least=1) and file < len(files)
             and len(start) == len(shape) == dims and _FINGERPRINT.fullmatch(digits)
             and offset + math.prod(shape) * itemsize <= _MOST

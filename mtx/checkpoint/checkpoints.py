@@ -26,11 +26,12 @@ import orbax.checkpoint as ocp
 
 from mtx.checkpoint.commit import DISCARDED, Contents, Writer, discard
 from mtx.checkpoint.folder import TIMEOUT_S, Folder
-from mtx.checkpoint.manifest import is_ours, sync_directory
+from mtx.checkpoint.manifest import is_ours
 from mtx.checkpoint.snapshot import Snapshot
 from mtx.checkpoint.store import Damaged
 from mtx.config import ModelConfig, to_dict
 from mtx.data import Tokenizer
+from mtx.data.indexed import sync_folder
 from mtx.errors import UserError
 from mtx.sharding.agree import agree
 from mtx.step.optimizer import LossScale
@@ -192,7 +193,7 @@ class Checkpoints(Folder):
         self._checkpointer.wait_until_finished()
         if jax.process_index():
             return ""
-        sync_directory(self.directory)  # the rename
+        sync_folder(self.directory)  # the rename
         try:
             for step in self.steps()[: -self._keep]:
                 if not (self._keep_every and step % self._keep_every == 0):
@@ -215,10 +216,8 @@ class Checkpoints(Folder):
 
     def restore(self, trainer: Trainer, step: int | None = None) -> TrainState:
         """The state of a checkpoint, on the layout of `trainer`. `step` is the newest by default.
-
         Raises Damaged, on all processes, where what is read is not what was written; UserError for
-        a checkpoint of another model.
-        """
+        a checkpoint of another model."""
         self.wait()
         step = self._existing(step)
         saved = self.run(step)
@@ -236,7 +235,7 @@ class Checkpoints(Folder):
         what = agree("restore", said, max, timeout_s=TIMEOUT_S)
         if what.startswith(_DAMAGED):
             raise Damaged(self._path(step), what.removeprefix(_DAMAGED))
-        if what:
+        if what or state is None:
             raise UserError(what.removeprefix(_UNREADABLE))
         if saved.model.compute_dtype == trainer.run.model.compute_dtype:
             return state

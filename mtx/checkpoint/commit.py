@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from mtx.checkpoint.catalog import ArrayInfo, Block
+from mtx.checkpoint.catalog import Block, catalog_of
 from mtx.checkpoint.manifest import is_ours, read_manifest, write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.sharding.agree import agree
@@ -74,7 +73,10 @@ class Writer(ocp.AsyncCheckpointHandler):
                 return failures[0]
             blocks = [_block(*values) for said in all_said for values in json.loads(said)]
             try:
-                contents.write_documents(directory, blocks)
+                write_documents(
+                    directory, step=contents.step, processes=jax.process_count(),
+                    catalog=catalog_of(contents.arrays, blocks), documents=contents.documents,
+                )  # fmt: skip
             except OSError as error:
                 return f"{_FAILED}process 0: {error.strerror}"
             return ""
@@ -93,19 +95,6 @@ class Contents(ocp.args.CheckpointArgs):
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]  # shape and dtype
     parts: Sequence[Part]
     documents: Mapping[str, Any]
-
-    def write_documents(self, directory: Path, blocks: Sequence[Block]) -> None:
-        found = defaultdict(list)
-        for block in blocks:
-            found[block.name].append(block)
-        catalog = {
-            name: ArrayInfo(shape=shape, dtype=dtype, blocks=tuple(found[name]))
-            for name, (shape, dtype) in self.arrays.items()
-        }
-        write_documents(
-            directory, step=self.step, processes=jax.process_count(), catalog=catalog,
-            documents=self.documents,
-        )  # fmt: skip
 
 
 @ocp.args.register_with_handler(Writer, for_restore=True)

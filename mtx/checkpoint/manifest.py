@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from mtx.checkpoint.catalog import Catalog, catalog_from_json, catalog_to_json
 from mtx.checkpoint.formats import current_catalog
 from mtx.checkpoint.store import Damaged, unreadable
+from mtx.data.indexed import sync, sync_folder
 from mtx.errors import UserError
 
 MANIFEST = "checkpoint.json"
@@ -59,7 +59,7 @@ def write_documents(
     }  # fmt: skip
     text = _canonical(manifest)
     _write(directory / MANIFEST, f'{{"sha256": "{_digest(text)}",\n"manifest": {text}}}\n')
-    sync_directory(directory)
+    sync_folder(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -80,7 +80,9 @@ def read_manifest(directory: Path) -> Manifest:
         unix_time, documents = values["unix_time"], values["documents"]
         if type(unix_time) not in (int, float) or not 0 <= unix_time <= _LAST_SECOND:
             raise ValueError(f"unix_time={unix_time!r:.60} must be seconds since 1970")
-        if not isinstance(documents, dict) or not all(map(_is_digest, documents.values())):
+        if not isinstance(documents, dict) or not all(
+            isinstance(one, str) and _SHA256.fullmatch(one) for one in documents.values()
+        ):
             raise ValueError(f"documents={documents!r:.60} must be a table of their checksums")
         return Manifest(
             step=_whole_number(values, "step"), unix_time=unix_time, documents=documents,
@@ -125,10 +127,6 @@ def _table(text: bytes) -> dict:
     return values
 
 
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
-
-
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -148,21 +146,11 @@ def is_ours(directory: Path) -> bool:
     return directory.is_dir() and all(_OURS.fullmatch(path.name) for path in directory.iterdir())
 
 
-def sync_directory(directory: Path) -> None:
-    """What was created and renamed in a directory is on the disk thereafter."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write(path: Path, text: str) -> str:
     """Writes a file; the SHA-256 of its bytes."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     return _digest(text)
 
 

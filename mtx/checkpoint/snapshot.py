@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
@@ -140,7 +141,7 @@ class Snapshot:
         trainer = self.trainer
         canonical = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
         masters, specs = _arrays(trainer.states.shapes), _arrays(trainer.states.specs)
-        shapes = _named(canonical)
+        shapes: dict[str, Any] = flatten_dict(canonical, sep=".")
         leaves = {}
         for name, master in masters.items():
             stack = None
@@ -226,7 +227,7 @@ class Snapshot:
         devices = defaultdict(list)
         indices = leaf.sharding.addressable_devices_indices_map(leaf.master_shape)
         for device, index in indices.items():
-            spans = tuple(part.indices(size) for part, size in zip(index, leaf.master_shape))
+            spans = tuple(part.indices(size) for part, size in zip(index or (), leaf.master_shape))
             devices[spans].append(device)
         shape = leaf.sharding.shard_shape(leaf.master_shape)
         shards = [_aligned(shape, leaf.dtype) for _ in devices]
@@ -297,10 +298,5 @@ def _arrays(state: TrainState) -> dict[str, Any]:
     """The leaves of a state, or of a tree like it, that are saved, by name."""
     scalars = {"step": state.step, "skipped": state.skipped}
     scalars |= {"loss_scale": state.loss_scale._asdict()}
-    return _named({"params": state.params}) | state_arrays(state.moments) | _named(scalars)
-
-
-def _named(tree: Tree) -> dict[str, Any]:
-    """{"a.b": leaf} of nested dicts."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    params, numbers = (flatten_dict(tree, sep=".") for tree in ({"params": state.params}, scalars))
+    return params | state_arrays(state.moments) | numbers

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ def write_parts(path: Path, parts: Sequence[Part], *, threads: int = 2) -> list[
 
 def _write_all(file: int, values: np.ndarray, offset: int) -> int:
     """Writes contiguous values; where they end."""
-    left = memoryview(values.reshape(-1).view(np.uint8))
+    left = values.reshape(-1).view(np.uint8).data
     while left:
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written
@@ -217,7 +218,7 @@ class Store:
             raise self._damaged(block, "these are not the bytes that were written")
 
     def _read_all(self, block: Block, values: np.ndarray, offset: int) -> None:
-        left = memoryview(values.reshape(-1).view(np.uint8))
+        left = values.reshape(-1).view(np.uint8).data
         try:
             file = self._open(block.file)
             while left:
@@ -254,7 +255,7 @@ def _touching(blocks: Sequence[Block], regions: Sequence[Region]) -> Iterable[Bl
     for region in regions:
         start, stop = np.array(region.start), np.add(region.start, region.target.shape)
         touching |= ((first < stop) & (last > start)).all(axis=1)
-    return [blocks[place] for place in np.flatnonzero(touching)]
+    return compress(blocks, touching)
 
 
 def _overlap(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mtx.cli.finetune import encode, read_examples
+from mtx.cli.finetune import read_examples
 from mtx.cli.opened import AnyLayout, ComputedIn, changed
 from mtx.cli.options import File, Flag, Line, command
 from mtx.cli.output import Report, check_writable, facts, progress, say, write_text
@@ -133,7 +133,9 @@ def _prepare(
     """Reads the task's files and checks them; what it returns evaluates a state."""
     path, task = options.path, options.task
     if task == "classes" or (task == "race" and trainer.run.model.family == "bert"):
-        examples = encode(task, trainer.task, tokenizer, read_examples(task, path))
+        from mtx.train.examples import encode
+
+        examples = encode(trainer.task, tokenizer, read_examples(task, path))
         return lambda state: trainer.judge(state, examples, report=report)
     if task == "race":
         from mtx.evaluation.choice import choice, read_race

@@ -59,6 +59,7 @@ def finetune_command(line: Line[FinetuneOptions]) -> None:
 
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.launch.shared import require_shared
+    from mtx.train.examples import encode
     from mtx.train.finetune import FinetuneTrainer, check_family, start_from
 
     checkpoints, step = Checkpoints(line.names[0]), options.step
@@ -66,7 +67,7 @@ def finetune_command(line: Line[FinetuneOptions]) -> None:
     check_family(pretrained.model)
     kind, sequence = options.task, pretrained.model.sequence
     task = _task(kind, tokenizer, records["train"], sequence)
-    examples = {name: encode(kind, task, tokenizer, some) for name, some in records.items()}
+    examples = {name: encode(task, tokenizer, some) for name, some in records.items()}
     run = _run(line, pretrained, task, len(examples["train"]))
     require_shared(Path(options.out))
     out = Checkpoints(Path(options.out) / "checkpoints", keep=1)
@@ -124,18 +125,14 @@ def read_examples(task: str, names: tuple[str, ...]) -> list:
     return read_race(names) if task == "race" else read_labelled(names)
 
 
-def encode(kind: str, task: Task, tokenizer: Tokenizer, records: list) -> list:
-    from mtx.train.examples import encode_labelled, encode_questions
-
-    return (encode_questions if kind == "race" else encode_labelled)(task, tokenizer, records)
-
-
 def _task(kind: str, tokenizer: Tokenizer, train: list, sequence: int) -> Task:
-    from mtx.train.examples import classes_of, classification, multiple_choice
+    from mtx.data.special_tokens import find_special_tokens
+    from mtx.train.examples import Task, classes_of, multiple_choice
 
     if kind == "race":
         return multiple_choice(tokenizer, train, sequence=sequence)
-    return classification(tokenizer, classes_of(train), sequence=sequence)
+    special = find_special_tokens(tokenizer)
+    return Task(labels=classes_of(train), special=special, sequence=sequence)
 
 
 def _train(trainer, state, examples: dict, save: Callable, *, silent: bool) -> list[dict]:

@@ -231,24 +231,23 @@ def busy_shares(
     stage; `of_slowest`: in each tick, of the stage that has most to do, for which the others wait.
     """
     schedule, phased = trainer.schedule, trainer.run.layout.idle == "phases"
-
-    def asked_in(*kinds: str) -> np.ndarray:
-        """The ticks of the phases in which one of them is asked."""
-        phases = [p for p in schedule.phases if not phased or any(getattr(p, k) for k in kinds)]
-        return np.concatenate([np.arange(phase.start, phase.stop) for phase in phases])
+    phases = trainer.pipeline.phases
 
     def share_of(taken, kind: str) -> float:
-        """taken: bool [T] or [T, P]"""
-        taken = taken[asked_in(kind)].reshape(len(asked_in(kind)), -1)
+        """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
+        taken = taken.reshape(len(taken), -1)
+        asked = [p for p in phases if getattr(p, kind, taken[p.start : p.stop].any())]
+        taken = np.concatenate([taken[p.start : p.stop] for p in asked])
         return float((taken.any(axis=1) if of_slowest else taken).mean())
 
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
+    woven = trainer.run.layout.weave == "on"
     shares = {
         "F": share_of(forward.busy, "forward"),
         "B": share_of(backward.busy, "backward"),
         "last/W": share_of(backward.busy, "backward"),
         "embed": share_of(schedule.embed >= 0, "forward"),
-        "head": share_of(schedule.head >= 0, "backward"),
+        "head": share_of(schedule.head >= 0, "any" if woven else "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
         "all_gather": share_of(forward.runs[0], "forward"),
         "F/all_gather": share_of(forward.runs[0], "forward"),
@@ -261,28 +260,30 @@ def busy_shares(
             "reduce_scatter": share_of(weight.runs[1], "weight"),
         }
 
-    def woven(count: int) -> Sequence[float]:
-        """Of a tick's F and B together: of its cases."""
-        for kinds in (("forward", "backward"), ("forward",), ("backward",)):
-            wanted = "forward" in kinds, "backward" in kinds
-            by_chunk = trainer.axes.in_place and trainer.run.layout.zero != 3
-            pair = codes(schedule.halves, by_chunk=by_chunk, always=phased, wanted=wanted)
-            ticks = asked_in(*kinds)
-            code = np.stack(pair, axis=-1)
-            cases, place = np.unique(code.reshape(-1, 2), axis=0, return_inverse=True)
-            if len(cases) != count:
+    def cases(count: int) -> Sequence[float]:
+        """Of a tick's F and B together. In phases all branches of one have the same to do."""
+        if phased:
+            return (1 / count,) * count
+        by_chunk = trainer.axes.in_place and trainer.run.layout.zero != 3
+        pair = codes(schedule.halves, by_chunk=by_chunk, always=False, wanted=(True, True))
+        totals = np.zeros(count)
+        for phase in phases:
+            f, b = (code[phase.start : phase.stop] for code in pair)
+            found, place = np.unique(np.stack([f, b], axis=-1).reshape(-1, 2), axis=0,
+                                     return_inverse=True)  # fmt: skip
+            if len(found) != count:
                 continue
-            place = place.reshape(code.shape[:2])[ticks]
+            place = place.reshape(f.shape)
             if of_slowest:  # B has more to do than F
-                most = (2 * (pair[1] > 0) + (pair[0] > 0))[ticks]
-                place = np.take_along_axis(place, most.argmax(axis=1)[:, None], axis=1)
-            return tuple(np.bincount(place.ravel(), minlength=count) / place.size)
-        raise UserError(f"a tick of {count} cases, which the table does not have")
+                most = (2 * (b > 0) + (f > 0)).argmax(axis=1)
+                place = np.take_along_axis(place, most[:, None], axis=1)
+            totals += np.bincount(place.ravel(), minlength=count) / place.shape[1]
+        return tuple(totals / totals.sum())
 
     def branches(conditional: Instruction) -> Sequence[float]:
         count, where = len(conditional.branches), _TAKEN_OR_NOT.search(conditional.op_name)
         if conditional.op_name.endswith("/woven/cond"):
-            found = woven(count)
+            found = cases(count)
             return found[::-1] if "true_computation=" in conditional.attributes else found
         if where and count == 2:
             taken = shares[where[1]]

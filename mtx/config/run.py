@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from mtx.config.data import OF_MASKED_TOKENS, DataConfig
 from mtx.config.layout import Layout
@@ -18,6 +18,9 @@ from mtx.errors import UserError, shown, unknown_name
 from mtx.families import ModelConfig, family_module
 from mtx.fields import Between, resolve_types
 from mtx.sizes import Interval, NotNegative, Seed, Sequences, Step
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ class RunConfig:
         return self.layout.microbatches(self.global_batch)
 
 
-def to_dict(config: object) -> dict:
+def to_dict(config: DataclassInstance) -> dict:
     """A config as plain nested dicts, ready for JSON."""
     return dataclasses.asdict(config)
 

@@ -10,7 +10,6 @@ Legend: B rows · S sequence · D hidden · V vocabulary
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from mtx.config import ModelConfig
 from mtx.conversion.huggingface import Canonical, HuggingFaceModel
@@ -86,7 +86,7 @@ def compare(
     largest_difference = _largest(own.logits - other.logits)
     has_order = not {"head.pooler", "head.binary"} & set(theirs.absent)
     if has_order and own.order_B2 is not None and other.order_B2 is not None:
-        one, another = (np.diff(logits.order_B2) for logits in (own, other))
+        one, another = np.diff(own.order_B2), np.diff(other.order_B2)
         largest_difference = max(largest_difference, _largest(one - another))
     return Comparison(
         positions=tokens_BS.size, largest_difference=largest_difference,
@@ -110,14 +110,11 @@ def our_outputs(
     model = _model(config)
 
     def read(start: str, layer: int | None = None) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
-        rows = slice(None) if layer is None else slice(layer, layer + 1)
+        arrays, rows = {}, slice(None) if layer is None else slice(layer, layer + 1)
         for path in (path for path in source.shapes if path.startswith(start)):
-            *names, last = path.removeprefix(start).split(".")
             array = source.read(path, rows)
-            node = functools.reduce(lambda node, name: node.setdefault(name, {}), names, tree)
-            node[last] = jnp.asarray(array if layer is None else array[0])
-        return tree
+            arrays[path.removeprefix(start)] = jnp.asarray(array if layer is None else array[0])
+        return unflatten_dict(arrays, sep=".")
 
     shared = {"embed": read("embed."), "head": read("head.")}
     batch = {"tokens": tokens_BS, "positions": positions_BS, "types": np.zeros_like(tokens_BS)}
@@ -161,7 +158,7 @@ def _order(model: Model, shared: dict[str, Any], x_BSD: jax.Array) -> np.ndarray
     batch = {"targets": nothing_1S, "weights": nothing_1S.astype(np.float32)}
     found_B2 = np.empty((len(x_BSD), 2), np.float32)
     for row, label in np.ndindex(found_B2.shape):
-        order = {"order": np.int32([label]), "order_weights": np.float32([1])}
+        order = {"order": np.array([label], np.int32), "order_weights": np.ones(1, np.float32)}
         found_B2[row, label] = -model.loss(shared, {"x": x_BSD[row : row + 1]}, batch | order)
     return found_B2
 
@@ -182,8 +179,9 @@ def _transformers_can(theirs: HuggingFaceModel) -> bool:
 
 def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> tuple[Outputs, str]:
     try:
-        import torch
-        import transformers
+        # Of mtx[peers], which pyright's machine need not have.
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             f"check='transformers' needs {error.name}: pip install 'mtx[peers]', or use "

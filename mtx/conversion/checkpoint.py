@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,12 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from mtx.checkpoint.catalog import ArrayInfo, Block
+from mtx.checkpoint.catalog import Block, catalog_of
 from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
-from mtx.conversion.huggingface import Canonical, Report, parts
+from mtx.conversion.huggingface import Canonical, Report, parts, silent
 from mtx.errors import UserError
 from mtx.huggingface import Shape
 from mtx.layers.model import Model
@@ -31,17 +31,13 @@ _FILE_BYTES = 1 << 30
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`."""
     plain = Model(replace(model, vocab_multiple=1))  # canonical arrays have no padding
-    shapes = _by_path(jax.eval_shape(partial(plain.init_shared, 0)))
+    one: dict[str, Any] = flatten_dict(jax.eval_shape(partial(plain.init_shared, 0)), sep=".")
+    shapes = {path: leaf.shape for path, leaf in one.items()}
     for kind in plain.kinds:
         layers = plain.pattern.count(kind)
-        one = _by_path(jax.eval_shape(partial(plain.init_layer, kind, 0, 0)))
-        shapes |= {f"layers.{kind}.{path}": (layers, *shape) for path, shape in one.items()}
+        one = flatten_dict(jax.eval_shape(partial(plain.init_layer, kind, 0, 0)), sep=".")
+        shapes |= {f"layers.{kind}.{path}": (layers, *leaf.shape) for path, leaf in one.items()}
     return shapes
-
-
-def _by_path(tree: Any) -> dict[str, Shape]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {".".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
 class SavedParameters:
@@ -87,7 +83,7 @@ def write_checkpoint(
     source: Canonical,
     *,
     documents: Mapping[str, Any],
-    report: Report = lambda done_bytes, all_bytes: None,
+    report: Report = silent,
 ) -> None:
     """Writes a checkpoint of step 0 into an empty directory: `source`'s parameters, and moments
     that are zero, all of which share the same bytes of one file. Raises OSError."""
@@ -107,19 +103,13 @@ def write_checkpoint(
     held = [Part(name=name, start=(), values=value) for name, value in scalars.items()]
     blocks += write_parts(directory / f"arrays.{number + 1}.bin", held)
     blocks += _write_zeros(directory / f"arrays.{number + 2}.bin", moments)
-    found = defaultdict(list)
-    for block in blocks:
-        found[block.name].append(block)
-    held = {f"params.{path}": shape for path, shape in shapes.items()} | moments
-    catalog = {
-        name: ArrayInfo(
-            shape=held.get(name, ()), blocks=tuple(of_name),
-            dtype=scalars[name].dtype if name in scalars else _FLOAT32,
-        )
-        for name, of_name in found.items()
-    }  # fmt: skip
-    documents = {"run": to_dict(run), **documents}
-    write_documents(directory, step=0, processes=1, catalog=catalog, documents=documents)
+    float32 = {f"params.{path}": shape for path, shape in shapes.items()} | moments
+    arrays = {name: (shape, _FLOAT32) for name, shape in float32.items()}
+    arrays |= {name: (value.shape, value.dtype) for name, value in scalars.items()}
+    write_documents(
+        directory, step=0, processes=1, catalog=catalog_of(arrays, blocks),
+        documents={"run": to_dict(run), **documents},
+    )  # fmt: skip
 
 
 def _files(shapes: Mapping[str, Shape]) -> list[list[tuple[str, slice]]]:

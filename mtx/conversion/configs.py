@@ -42,10 +42,6 @@ def read_config(config: Json, where: str) -> tuple[ModelConfig, list[str]]:
         raise UserError(f"{where}: {error}") from error
 
 
-def model_of(config: Json, where: str) -> ModelConfig:
-    return read_config(config, where)[0]
-
-
 def kind_of_model(model: ModelConfig) -> HuggingFace:
     """What transformers calls one of our models; UserError where it has none like it."""
     for kind in hugging_face_of(model.family):

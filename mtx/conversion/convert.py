@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
@@ -27,6 +26,7 @@ from mtx.conversion.huggingface import (
     Report,
     Shape,
     read_json,
+    silent,
     write_json,
     write_model,
 )
@@ -60,15 +60,9 @@ class Converted:
     notes: tuple[str, ...]  # what is not as one might expect
 
 
-def _nothing(done_bytes: int, all_bytes: int) -> None:
-    pass
-
-
 def is_huggingface(directory: Path) -> bool:
-    """Whether a directory is a Hugging Face model, a run with checkpoints otherwise.
-
-    UserError where it is neither.
-    """
+    """Whether a directory is a Hugging Face model, a run with checkpoints otherwise. UserError
+    where it is neither."""
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise UserError(
@@ -93,7 +87,7 @@ def to_checkpoint(
     dtype: DtypeName | None = None,
     run: RunConfig | None = None,
     check: Check = "auto",
-    report: Report = _nothing,
+    report: Report = silent,
 ) -> Converted:
     """A run directory `target`, whose checkpoint of step 0 has the parameters of the Hugging Face
     directory `source`. Training goes on from there, with moments of zero.
@@ -110,10 +104,11 @@ def to_checkpoint(
     with new_directory(target) as place:
         model = model_to_train(theirs, sequence, dtype) if run is None else run.model
         theirs.expect(canonical_shapes(model))
+        named, eod = None, "auto"
         if tokenizer is None or isinstance(tokenizer, str):
             named = tokenizer or (str(target / COMPANIONS) if has_tokenizer(source) else None)
             tokenizer, eod = own_tokenizer(theirs, tokenizer)
-            run = run or run_to_train(model, named, eod, out=str(target))
+        run = run or run_to_train(model, named, eod, out=str(target))
         notes = _notes_of(theirs, tokenizer)
         step = place / "checkpoints" / "0"
         step.mkdir(parents=True)
@@ -171,7 +166,7 @@ def to_huggingface(
     dtype: DtypeName | None = None,
     most_file_gb: float = 5.0,
     check: Check = "auto",
-    report: Report = _nothing,
+    report: Report = silent,
 ) -> Converted:
     """A Hugging Face directory `target` with the parameters of a checkpoint of the run `source`.
 
@@ -181,9 +176,9 @@ def to_huggingface(
     """
     source, target = user_path(source, "source"), user_path(target, "target")
     checkpoints = Checkpoints(source)
-    run, form = checkpoints.run(step), _form_of(checkpoints.extra(step))
-    if dtype:
-        form = replace(form, dtype=SHORT_NAMES[dtype])
+    run, noted = checkpoints.run(step), checkpoints.extra(step).get(CONVERTED, {})
+    absent = tuple(_RENAMED.get(part, part) for part in noted.get("absent", ()))
+    form = Form(**noted | {"absent": absent} | ({"dtype": SHORT_NAMES[dtype]} if dtype else {}))
     companions = checkpoints.directory.parent / COMPANIONS
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
     with checkpoints.open(step) as store, new_directory(target) as place:
@@ -192,8 +187,8 @@ def to_huggingface(
         _copy_companions(companions, place)
         end = write_tokenizer(place, checkpoints.document("tokenizer", step))
         if not base and run.model.causal:
-            base = {name: end for name in ("bos_token_id", "eos_token_id")}
-            base["model_type"] = kind_of_model(run.model).model_type
+            kind = kind_of_model(run.model).model_type
+            base = {"bos_token_id": end, "eos_token_id": end, "model_type": kind}
         write_model(
             place, run.model, ours, form=form, base=base, report=report,
             most_file_bytes=int(most_file_gb * 1e9),
@@ -247,13 +242,6 @@ def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str
             f"the model has no {' and no '.join(theirs.absent)}: begun anew, with random values"
         )
     return notes
-
-
-def _form_of(extra: Mapping[str, Any]) -> Form:
-    """What `to_checkpoint` has noted; training does not keep it."""
-    noted = extra.get(CONVERTED, {})
-    absent = tuple(_RENAMED.get(part, part) for part in noted.get("absent", ()))
-    return Form(**noted | {"absent": absent})
 
 
 def _compared(

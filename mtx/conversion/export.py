@@ -7,23 +7,23 @@ Names, shapes and the order of layers are the checkpoint's own: `params.embed.to
 from __future__ import annotations
 
 import errno
-import json
 import math
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.snapshot import NUMBERS
 from mtx.checkpoint.store import Store
 from mtx.config import to_dict
+from mtx.conversion.convert import new_directory
+from mtx.conversion.huggingface import write_json
 from mtx.conversion.safetensors import DTYPES, SHORT_NAMES, DtypeName, write_safetensors
-from mtx.errors import UserError
 from mtx.paths import check_path
 
 Format = Literal["safetensors", "orbax"]
@@ -52,32 +52,19 @@ def export(
     and UserError where `out` is there already or cannot be written.
     """
     check_path("out", out)
-    if out.exists():
-        raise UserError(f"{out} is there already; name another folder")
     step = checkpoints.manifest(step).step
     checkpoints.look(step)
     documents = {
         "run": to_dict(checkpoints.run(step)),
         "tokenizer": checkpoints.document("tokenizer", step),
     }
-    written = out.absolute().with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        written.parent.mkdir(parents=True, exist_ok=True)
+    with new_directory(out) as written:
         with checkpoints.open(step) as store:
             names = sorted(store.catalog)
-            if format == "orbax":
-                _write_orbax(store, written, names, dtype, optimizer)
-            else:
-                written.mkdir()
-                _write_safetensors(store, written, names, dtype, optimizer)
+            write = _write_orbax if format == "orbax" else _write_safetensors
+            write(store, written, names, dtype, optimizer)
         for name, values in documents.items():
-            text = json.dumps(values, indent=1) + "\n"
-            (written / f"{name}.json").write_text(text, encoding="utf-8")
-        written.rename(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror})") from error
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
+            write_json(written / f"{name}.json", values)
     return sum(math.prod(store.catalog[name].shape) for name in names if _is_of(name, "params"))
 
 
@@ -94,8 +81,7 @@ def _write_safetensors(
         moments = {name: name for name in names if not _is_of(name, "params", *NUMBERS)}
         _write_tensors(store, folder / "optimizer.safetensors", moments, SHORT_NAMES["float32"])
         numbers = {name: store.read(name).item() for name in NUMBERS}
-        text = json.dumps(_nested(numbers.items()), indent=1) + "\n"
-        (folder / "state.json").write_text(text, encoding="utf-8")
+        write_json(folder / "state.json", unflatten_dict(numbers, sep="."))
 
 
 def _write_tensors(store: Store, path: Path, names: dict[str, str], dtype: str) -> None:
@@ -126,22 +112,10 @@ def _write_orbax(
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
         raise OSError(errno.ENOSPC, f"it takes {needed:,} bytes, and {free:,} are free")
-    tree = _nested((name, read(name)) for name in wanted)
+    tree = unflatten_dict({name: read(name) for name in wanted}, sep=".")
     try:
         with ocp.StandardCheckpointer() as writer:
-            writer.save(folder, tree)
+            writer.save(folder, tree, force=True)  # the folder is there, and empty
     except (ValueError, RuntimeError) as error:  # TensorStore's: its last words are the system's
         reason = str(error).splitlines()[0].rpartition(": ")[2].partition(" [")[0]
         raise OSError(errno.EIO, reason) from error
-
-
-def _nested(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """{"a": {"b": value}} of "a.b" and its value."""
-    tree: dict[str, Any] = {}
-    for name, value in named:
-        *path, last = name.split(".")
-        place = tree
-        for key in path:
-            place = place.setdefault(key, {})
-        place[last] = value
-    return tree

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ from mtx import files
 from mtx.config import ModelConfig
 from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_config
 from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
+from mtx.data.documents import listed
 from mtx.errors import UserError
 from mtx.huggingface import HuggingFace, Json, Names, Shape, is_of_layers
 
@@ -29,6 +30,7 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
 Report = Callable[[int, int], None]  # bytes done, bytes in all
+silent: Report = lambda done_bytes, all_bytes: None  # noqa: E731
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Canonical(Protocol):
 
     def read(self, path: str, rows: slice) -> np.ndarray:
         """Rows of an array along its first dim, float32."""
+        ...
 
 
 def parts(path: str, shape: Shape) -> Iterator[slice]:
@@ -61,11 +64,9 @@ def parts(path: str, shape: Shape) -> Iterator[slice]:
 
 
 class HuggingFaceModel:
-    """A directory with config.json and safetensors, whole or in several files.
-
-    Raises UserError where it is no such directory, where its model is none of ours, and where a
-    file is not whole; `expect` says whether the tensors are those of the model.
-    """
+    """A directory with config.json and safetensors, whole or in several files. Raises UserError
+    where it is no such directory, where its model is none of ours, and where a file is not whole;
+    `expect` says whether the tensors are those of the model."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -101,35 +102,33 @@ class HuggingFaceModel:
         if (self.directory / _ONE_FILE).is_file():
             return [self.directory / _ONE_FILE]
         if not (self.directory / _INDEX).is_file():
-            self._refuse_pickles()
+            globs = (sorted(self.directory.glob(name)) for name in _PICKLES)
+            if pickles := [path.name for found in globs for path in found]:
+                raise UserError(
+                    f"{self.directory} has {listed(pickles)} and no safetensors: a pickle can run "
+                    "code when it is read, and none is read here. Write it anew with transformers, "
+                    "on a machine where you trust it: AutoModel.from_pretrained(...)"
+                    ".save_pretrained(..., safe_serialization=True)"
+                )
             raise UserError(
                 f"{self.directory} has neither {_ONE_FILE} nor {_INDEX}; name a directory that "
                 "save_pretrained has written"
             )
         weight_map = read_json(self.directory / _INDEX).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
-        for name in names:
+        names: set[str] = set()
+        for name in weight_map.values() if isinstance(weight_map, dict) else (None,):
             if not isinstance(name, str) or Path(name).name != name:
                 raise UserError(
                     f"{self.directory / _INDEX}: weight_map must name files of the same directory, "
                     f"not {name!r}"
                 )
+            names.add(name)
         missing = sorted(name for name in names if not (self.directory / name).is_file())
         if missing:
             raise UserError(
-                f"{self.directory} is without {_some(missing)}, which {_INDEX} names; download it"
+                f"{self.directory} is without {listed(missing)}, which {_INDEX} names; download it"
             )
         return [self.directory / name for name in sorted(names)]
-
-    def _refuse_pickles(self) -> None:
-        pickles = [path.name for name in _PICKLES for path in sorted(self.directory.glob(name))]
-        if pickles:
-            raise UserError(
-                f"{self.directory} has {_some(pickles)} and no safetensors: a pickle can run code "
-                "when it is read, and none is read here. Write it anew with transformers, on a "
-                "machine where you trust it: AutoModel.from_pretrained(...).save_pretrained(..., "
-                "safe_serialization=True)"
-            )
 
     @property
     def form(self) -> Form:
@@ -145,11 +144,9 @@ class HuggingFaceModel:
         )  # fmt: skip
 
     def expect(self, shapes: Mapping[str, Shape]) -> None:
-        """Takes the canonical arrays of these shapes to be what the tensors make up.
-
-        Raises UserError with the names of tensors that are missing, that belong to nothing, or that
-        have another shape; and where tied weights differ.
-        """
+        """Takes the canonical arrays of these shapes to be what the tensors make up. Raises
+        UserError with the names of tensors that are missing, that belong to nothing, or that have
+        another shape; and where tied weights differ."""
         self.absent = tuple(part for part in self.names.optional if not self._has(part, shapes))
         self.shapes, arrays = dict(shapes), self.names.arrays(shapes, self._pattern)
         self._weights = {path: (weight, starts) for path, weight, starts in arrays}
@@ -170,7 +167,7 @@ class HuggingFaceModel:
             if name in self._tensors and (there := self._shape(name)) != shape
         ]
         problems = [
-            f"{what}: {_some(names)}"
+            f"{what}: {listed(names, 4)}"
             for what, names in (
                 ("missing", missing), ("unexpected", extra), ("of another shape", misshapen)
             )
@@ -260,7 +257,7 @@ def write_model(
     form: Form,
     base: Json,
     most_file_bytes: int = 5_000_000_000,
-    report: Report = lambda done_bytes, all_bytes: None,
+    report: Report = silent,
 ) -> None:
     """Writes config.json and the safetensors of `source` into an empty directory.
 
@@ -352,9 +349,3 @@ def read_json(path: Path) -> Json:
 
 def write_json(path: Path, values: Json) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    shown, more = ", ".join(names[:4]), len(names) - 4
-    return f"{shown} and {more:,} more" if more > 0 else shown

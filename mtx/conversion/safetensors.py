@@ -31,9 +31,7 @@ SHORT_NAMES = {dtype.name: short for short, dtype in DTYPES.items()}
 
 class SafetensorsFile:
     """The tensors of one file. Reads only the header at first, and later only what is asked for.
-
-    Raises UserError for a file that cannot be opened or is not whole.
-    """
+    Raises UserError for a file that cannot be opened or is not whole."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -45,7 +43,9 @@ class SafetensorsFile:
                 shape = tuple(described.get_shape())
                 self.tensors[name] = described.get_dtype(), shape
         except SafetensorError as error:
-            raise UserError(f"{self.path} is no whole safetensors file: {_line(error)}") from error
+            raise UserError(
+                f"{self.path} is not a whole safetensors file: {_line(error)}"
+            ) from error
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {_line(error)}") from error
 
@@ -84,10 +84,7 @@ def write_safetensors(
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in values:  # not by `tofile`, whose error does not say why
-            end -= file.write(_bytes(np.ascontiguousarray(array, DTYPES[dtype].newbyteorder("<"))))
+            array = np.ascontiguousarray(array, DTYPES[dtype].newbyteorder("<"))
+            end -= file.write(array.reshape(-1).view(np.uint8).data)
     if end:
         raise ValueError(f"{path}: {end:,} bytes of {', '.join(shapes)} have not been written")
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

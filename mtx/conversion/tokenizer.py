@@ -83,11 +83,9 @@ def write_tokenizer(directory: Path, document: Mapping[str, Any]) -> int | None:
 
 def _bytes() -> tokenizers.Tokenizer:
     """The 256 bytes as a byte-level BPE without merges, in which GPT-2 spells each as a letter."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {byte: chr(byte) for byte in plain}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
-    vocab = {letter: byte for byte, letter in letters.items()}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # those above 255 stand for the others
+    own = [ord(letter) for letter in letters if ord(letter) < 256]
+    vocab = dict(zip(letters, own + [byte for byte in range(256) if byte not in own]))
     model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()

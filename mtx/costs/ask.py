@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mtx.config import ModelConfig, Recompute, to_dict
 from mtx.costs.cost import PARAMETERS, Cost, Parameters, Question
@@ -58,7 +58,7 @@ def model_parameters(model: ModelConfig, *, tensor: int = 1) -> Parameters:
 
 
 @lru_cache(maxsize=8192)
-def _answer(question: Question, kind: type):
+def _answer(question: Question, kind: type) -> Any:
     path = _cache_folder() / f"{_fingerprint(question)}.json"
     try:
         return _decode(kind, json.loads(path.read_text()))

@@ -49,7 +49,7 @@ class Matmul(NamedTuple):
     seen: float = 1  # the share of it that attention's mask leaves
     fused: bool = False  # in a kernel that keeps its result to itself
 
-    def shape(self, rows: int, vocab: int = 0) -> tuple[int, int, int, int]:
+    def shape(self, rows: int, vocab: int = 0) -> tuple[int, ...]:
         """(batch, m, n, k)"""
         return tuple(size.at(rows, vocab) for size in self[2:6])
 

@@ -5,7 +5,7 @@ Of equations without use, and of the same equation twice, one that is needed cou
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,9 +131,9 @@ class Equations:
 
 
 def _follow(eqn, tags: Tags) -> None:
-    inputs = [frozenset() if isinstance(a, Literal) else tags.get(a) for a in eqn.invars]
-    if None not in inputs:
-        tags.update(dict.fromkeys(eqn.outvars, frozenset().union(*inputs)))
+    inputs = [a for a in eqn.invars if not isinstance(a, Literal)]
+    if all(a in tags for a in inputs):
+        tags.update(dict.fromkeys(eqn.outvars, frozenset().union(*(tags[a] for a in inputs))))
 
 
 class Reader:
@@ -143,8 +143,8 @@ class Reader:
         self.matmuls: list[Matmul] = []
         self.collectives: list[Collective] = []
         self.scores = Size(0)
-        self.kernels: Counter = Counter()
-        self.moved: Counter = Counter()
+        self.kernels: dict[Pass, float] = defaultdict(int)
+        self.moved: dict[tuple[Pass, int, int], Any] = defaultdict(int)  # means over branches
 
     def add(
         self, during: Pass, eqns: Sequence, outputs: Sequence, tags: Tags, *,
@@ -186,9 +186,9 @@ class Reader:
     @property
     def found(self) -> dict[str, Any]:
         """Fields of a cost."""
-        moved = {during: [] for during in self.kernels}
-        for (during, *powers), number in self.moved.items():
-            moved[during].append(Size(number, *powers))
+        moved: dict[Pass, list[Size]] = {during: [] for during in self.kernels}
+        for (during, rows, vocab), number in self.moved.items():
+            moved[during].append(Size(number, rows, vocab))
         return {
             "matmuls": tuple(self.matmuls), "collectives": tuple(self.collectives),
             "scores": self.scores,

@@ -140,7 +140,7 @@ class _Traced:
     def _read(self) -> dict[str, Any]:
         model, part, batch = self.model, self.question.part, self._batch()
         samples, key = jax.ShapeDtypeStruct((ROWS,), "int32"), jax.ShapeDtypeStruct((2,), "uint32")
-        context = jax.eval_shape(lambda *of: model.context(0, *of, 0), batch, samples, key)
+        context = jax.eval_shape(partial(model.context, 0), batch, samples, key)
         shared = self._local("embed", "head")
         stream = jax.eval_shape(model.embed, shared, batch, context)
         if part == EMBED:

@@ -16,6 +16,7 @@ import numpy as np
 from mtx.data.tokenizer_base import Tokenizer
 
 Batch = dict[str, np.ndarray]
+Rows = Sequence[int] | np.ndarray  # of a batch, by their numbers
 
 
 class SampleSource(Protocol):
@@ -52,13 +53,11 @@ class Corpus:
             f"{self.vocab:,}{packed}"
         )
 
-    def batch(self, consumed: int, rows: int, local: Sequence[int] | None = None) -> Batch:
+    def batch(self, consumed: int, rows: int, local: Rows | None = None) -> Batch:
         """The training batch after the first `consumed` samples; see `make_batch`."""
         return self.make(self.train, consumed, rows, local=local)
 
-    def eval_batches(
-        self, count: int, rows: int, local: Sequence[int] | None = None
-    ) -> Iterator[Batch]:
+    def eval_batches(self, count: int, rows: int, local: Rows | None = None) -> Iterator[Batch]:
         """At most `count` held-out batches, always the same ones, each read when it is asked for;
         where what is held out ends sooner, the last one is filled up with rows of weight 0."""
         last = min(count * rows, self.held_out.distinct)
@@ -72,7 +71,7 @@ def make_batch(
     consumed: int,
     rows: int,
     *,
-    local: Sequence[int] | None = None,
+    local: Rows | None = None,
     filled: int | None = None,
     packed_at: int | None = None,
 ) -> Batch:
@@ -102,9 +101,7 @@ def make_batch(
     return batch
 
 
-def rows_to_read(
-    consumed: int, rows: int, local: Sequence[int] | None, filled: int | None
-) -> list[int]:
+def rows_to_read(consumed: int, rows: int, local: Rows | None, filled: int | None) -> list[int]:
     """Those of a batch that are wanted and there; see `make_batch`."""
     if consumed < 0 or rows < 1:
         raise ValueError(f"{consumed=} must be at least 0 and {rows=} at least 1")
@@ -131,7 +128,7 @@ def read_ahead(
     consumed: int,
     rows: int,
     *,
-    local: Sequence[int] | None = None,
+    local: Rows | None = None,
     threads: int = 2,
     ahead: int = 4,
 ) -> Iterator[Iterator[Batch]]:

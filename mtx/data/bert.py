@@ -6,13 +6,13 @@ B batch rows · S sequence. A sample is a pure function of the sentences, the se
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from mtx.config import DataConfig
-from mtx.data.batches import Batch, SampleSource, make_batch, rows_to_read
+from mtx.data.batches import Batch, Rows, SampleSource, make_batch, rows_to_read
 from mtx.data.indexed import IndexedDataset, require_tokens
 from mtx.data.masked import Masking, mask_words
 from mtx.data.pairs import Pairs, Sentences, least_sentences, rng_of
@@ -85,7 +85,7 @@ def make_bert_batch(
     consumed: int,
     rows: int,
     *,
-    local: Sequence[int] | None = None,
+    local: Rows | None = None,
     filled: int | None = None,
     pad: int,
 ) -> Batch:

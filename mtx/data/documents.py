@@ -125,9 +125,10 @@ def _python_topics() -> Documents:
     return Documents([kept[name] for name in sorted(kept)], source)
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first three, and how many more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _plural(count: int, noun: str) -> str:

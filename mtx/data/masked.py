@@ -15,6 +15,8 @@ import numpy as np
 from mtx.data.samples import Rng
 from mtx.data.special_tokens import BertVocab
 from mtx.errors import UserError
+from mtx.fields import resolve_types
+from mtx.sizes import Tokens, Width
 
 _MASKED, _KEPT = 0.8, 0.1  # of the tokens that are to be predicted; the rest are replaced
 
@@ -24,16 +26,13 @@ class Masking:
     """How many tokens are to be predicted, and in what runs."""
 
     fraction: float = 0.15  # of a row's tokens, but for special tokens
-    run: int = 3  # words, at most
-    most: int | None = None  # tokens of a row
+    run: Width = 3  # words, at most
+    most: Tokens | None = None  # tokens of a row
 
     def __post_init__(self):
+        resolve_types(self, prefix="mask_")
         if not 0.0 < self.fraction < 1.0:
             raise UserError(f"mask_fraction={self.fraction} must lie between 0 and 1")
-        if self.run < 1:
-            raise UserError(f"mask_run={self.run} must be at least 1")
-        if self.most is not None and self.most < 1:
-            raise UserError(f"most={self.most} tokens to be predicted must be at least 1")
 
     def wanted(self, tokens: int) -> int:
         """How many are to be predicted in a row of so many, at least one."""

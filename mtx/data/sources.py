@@ -58,9 +58,7 @@ class Reading:
 
 def find_files(names: Sequence[str]) -> list[Path]:
     """The files that are named and those in the folders that are, in the order of their names.
-
-    Raises UserError for what is not there, is of no kind that can be read, or has no such file.
-    """
+    Raises UserError for what is not there, is of no kind that can be read, or has no such file."""
     files = []
     for name in names:
         path = user_path(name)
@@ -79,10 +77,8 @@ def find_files(names: Sequence[str]) -> list[Path]:
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     """The files with one of these suffixes, recursively and through links, but for hidden names;
-    those of a folder before those of folders in it, each in the order of their names.
-
-    Raises UserError where there are none, or a folder cannot be listed.
-    """
+    those of a folder before those of folders in it, each in the order of their names. Raises
+    UserError where there are none, or a folder cannot be listed."""
     found, visited = False, set()  # real paths: a link to a parent must not be walked for ever
 
     def refuse(error: OSError) -> None:
@@ -108,10 +104,8 @@ def read_chunks(
     files: Iterable[Path], reading: Reading, *, cuts: re.Pattern | None, most_characters: int
 ) -> Iterator[Chunk]:
     """The files' chunks in order. A text that is one document is cut at `cuts`, or not at all.
-
     Raises UserError for what cannot be read, unpacked or decoded, for a line of more than
-    `reading.most_line_bytes`, and for a document that cannot be cut below `most_characters`.
-    """
+    `reading.most_line_bytes`, and for a document that cannot be cut below `most_characters`."""
     for path in files:
         if path.name.lower().endswith(PARQUET_SUFFIXES):
             yield from _parquet_chunks(path, reading)
@@ -125,6 +119,13 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
     """The documents of a chunk, or the one part of a document."""
     if chunk.texts is not None:
         return chunk.texts
+    if not chunk.file.lower().endswith(_JSON):
+        return [line.removesuffix("\r") for _, line in lines_of(chunk)]
+    return [_texts(line, reading.field, f"{chunk.file}, line {n}") for n, line in lines_of(chunk)]
+
+
+def lines_of(chunk: Chunk) -> list[tuple[int, str]]:
+    """The lines of a chunk with their numbers, but for blank ones."""
     try:
         text = chunk.data.decode()
     except UnicodeDecodeError as error:
@@ -136,10 +137,7 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
         ) from None
     if chunk.line == 1:
         text = text.removeprefix(_BYTE_ORDER_MARK)
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), chunk.line) if line.strip()]
-    if not chunk.file.lower().endswith(_JSON):
-        return [line.removesuffix("\r") for _, line in lines]
-    return [_field_of(line, reading.field, f"{chunk.file}, line {n}") for n, line in lines]
+    return [(n, line) for n, line in enumerate(text.split("\n"), chunk.line) if line.strip()]
 
 
 def read_texts(
@@ -162,24 +160,31 @@ def read_whole(path: Path) -> str:
     return "".join(text for chunk in chunks for text in chunk.texts or () if isinstance(text, str))
 
 
-def _field_of(line: str, field: str, where: str) -> Text:
-    record = parse_json(line, where)
+def field_of(record: object, field: str, where: str) -> Any:
+    """`record[field]`; UserError where there is none."""
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
-    text = record[field]
+    return record[field]
+
+
+def _texts(line: str, field: str, where: str) -> Text:
+    text = field_of(parse_json(line, where), field, where)
     for part in text if isinstance(text, list) else [text]:
-        if not isinstance(part, str):
-            kind = type(part).__name__
-            raise UserError(f"{where}: field {field!r} holds {kind}, not text or a list of texts")
-        try:
-            part.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{where}: field {field!r} has half of a surrogate pair, "
-                f"\\u{ord(part[error.start]):04x}, which is no character; mend the line"
-            ) from None
+        require_text(part, f"{where}: field {field!r}")
     return text
+
+
+def require_text(value: object, what: str) -> str:
+    """`value`; UserError where it is something else, or holds half of a surrogate pair."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} holds {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise UserError(f"{what} has half of a surrogate pair, {half}; mend it") from None
+    return value
 
 
 def _line_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:

@@ -82,7 +82,7 @@ def _find(path: Path) -> Path:
         )
     if not path.is_file():
         raise UserError(
-            f"cannot read the tokenizer {path}: there is no such file; name bytes, a "
+            f"cannot read the tokenizer {path}: it does not exist; name bytes, a "
             "tokenizer.json, a vocab.json beside its merges.txt, a SentencePiece .model, a "
             "vocab.txt, or a folder that holds one of these"
         )

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtx.data import Tokenizer
+from mtx.data.sources import require_text
 from mtx.errors import UserError
-from mtx.evaluation.files import read_records, require_text, text_field
+from mtx.evaluation.files import read_records, text_field
 from mtx.evaluation.score import Report, Row, continuation_row, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -76,7 +77,7 @@ def choice(
     option of no token or more than S.
     """
     if not questions:
-        raise UserError("there is no question to answer; name at least one")
+        raise UserError("questions is empty; name at least one question to answer")
     rows = [row for question in questions for row in _rows(question, tokenizer, trainer)]
     scores = score_rows(trainer, state, rows, report=report)
     right = np.zeros(3)
@@ -91,13 +92,10 @@ def choice(
             right[way] += int(values.argmax()) == question.answer
     plain, per_token, per_byte = (right / len(questions)).tolist()
     return ChoiceScores(
-        questions=len(questions),
-        accuracy=plain,
-        accuracy_per_token=per_token,
-        accuracy_per_byte=per_byte,
+        questions=len(questions), mean_loss=float(right_loss / len(questions)),
+        accuracy=plain, accuracy_per_token=per_token, accuracy_per_byte=per_byte,
         chance=float(np.mean([1 / len(question.options) for question in questions])),
-        mean_loss=float(right_loss / len(questions)),
-    )
+    )  # fmt: skip
 
 
 def _rows(question: Question, tokenizer: Tokenizer, trainer: Trainer) -> Iterator[Row]:
@@ -120,10 +118,11 @@ def _questions(where: str, record: dict) -> Iterator[Question]:
             "options": [record.get("options")],
             "answers": [record.get("answer")],
         }
-    lists = {name: record.get(name) for name in ("questions", "options", "answers")}
-    for name, values in lists.items():
-        if not isinstance(values, list):
+    lists: dict[str, list] = {}
+    for name in ("questions", "options", "answers"):
+        if not isinstance(values := record.get(name), list):
             raise UserError(f"{where}: {name!r} is {type(values).__name__}, not a list")
+        lists[name] = values
     counts = {name: len(values) for name, values in lists.items()}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{count} {name}" for name, count in counts.items())

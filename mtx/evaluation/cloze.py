@@ -61,7 +61,7 @@ def cloze(
     Raises UserError for a text without a word, or a last word of more than S tokens.
     """
     if not texts:
-        raise UserError("there is no text to finish; name at least one")
+        raise UserError("texts is empty; name at least one text to finish")
     rows = [
         _row(text, tokenizer, strict, trainer.run.model.sequence, f"text {place}")
         for place, text in enumerate(texts, start=1)
@@ -70,13 +70,9 @@ def cloze(
     correct = sum(score.greedy for score in scores)
     loss = -math.fsum(score.log_likelihood for score in scores) / len(rows)
     return ClozeScores(
-        texts=len(rows),
-        strict=strict,
-        correct=correct,
-        accuracy=correct / len(rows),
-        target_tokens=sum(row.scored for row in rows),
-        target_perplexity=float(np.exp(loss)),
-    )
+        texts=len(rows), strict=strict, correct=correct, accuracy=correct / len(rows),
+        target_tokens=sum(row.scored for row in rows), target_perplexity=float(np.exp(loss)),
+    )  # fmt: skip
 
 
 def split_passage(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[np.ndarray, ...]:

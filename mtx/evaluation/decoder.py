@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +74,7 @@ class Decoder:
         windows = [text[-self.sequence :] for text in texts]
         kept = self._size(max(room, *map(len, windows)))
         batch = self._padded(windows)
-        chosen, self._past = self._programs.begin(self._params, batch, self._vocab, count, kept)
+        chosen, self._past = self._programs.begin(count, kept, self._params, batch, self._vocab)
         return self._choices(chosen, len(texts))
 
     def extend(
@@ -88,14 +88,14 @@ class Decoder:
             "last": np.zeros(len(tokens), np.int32),
         })  # fmt: skip
         chosen, self._past = self._programs.extend(
-            self._params, batch, self._vocab, self._past, count
+            count, self._params, batch, self._vocab, self._past
         )
         return self._choices(chosen, len(tokens))
 
     def read(self, texts: Sequence[Sequence[int]], *, count: int = 0) -> list[Choices]:
         """As `begin`, but nothing is kept, and what is kept stays."""
         windows = [text[-self.sequence :] for text in texts]
-        chosen = self._programs.read(self._params, self._padded(windows), self._vocab, count)
+        chosen = self._programs.read(count, self._params, self._padded(windows), self._vocab)
         return self._choices(chosen, len(texts))
 
     def forget(self) -> None:
@@ -174,51 +174,51 @@ class Programs:
 
     @cached_property
     def begin(self):
-        """(params, batch, vocab, count, room) -> ((ids, logits), past)"""
+        """(count, room, params, batch, vocab) -> ((ids, logits), past)"""
 
-        def begin(params, batch, vocab, count, room):
-            def local(params, batch, vocab):
-                pipeline = self._pipeline(batch, self._microbatch)
-                past = pipeline.empty_past(len(batch["tokens"]), room)
-                chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
-                return chosen, _stacked(past)
+        def begin(count, room, params, batch, vocab):
+            pipeline = self._pipeline(batch, self._microbatch)
+            past = pipeline.empty_past(len(batch["tokens"]), room)
+            chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
+            return chosen, _stacked(past)
 
-            specs, out = (self._specs, _ROWS, P()), (self._chosen_specs(count), _PAST)
-            return self._trainer.shard_map(local, specs, out)(params, batch, vocab)
-
-        return jax.jit(begin, static_argnums=(3, 4))
+        return self._compiled(begin, static=2, keeps=True)
 
     @cached_property
     def extend(self):
-        """(params, batch, vocab, past, count) -> ((ids, logits), past); the past is donated"""
+        """(count, params, batch, vocab, past) -> ((ids, logits), past); the past is donated"""
 
-        def extend(params, batch, vocab, past, count):
-            def local(params, batch, vocab, past):
-                pipeline = self._pipeline(batch, _ROWS_A_READ)
-                chosen, past = self._forward(
-                    pipeline, params, batch, vocab, count, jax.tree.map(lambda a: a[0], past)
-                )
-                return chosen, _stacked(past)
+        def extend(count, params, batch, vocab, past):
+            pipeline, past = self._pipeline(batch, _ROWS_A_READ), jax.tree.map(lambda a: a[0], past)
+            chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
+            return chosen, _stacked(past)
 
-            specs, out = (self._specs, _ROWS, P(), _PAST), (self._chosen_specs(count), _PAST)
-            return self._trainer.shard_map(local, specs, out)(params, batch, vocab, past)
-
-        return jax.jit(extend, donate_argnums=3, static_argnums=4)
+        return self._compiled(extend, static=1, keeps=True, donate_argnums=4)
 
     @cached_property
     def read(self):
-        """(params, batch, vocab, count) -> (ids, logits)"""
+        """(count, params, batch, vocab) -> (ids, logits)"""
 
-        def read(params, batch, vocab, count):
-            def local(params, batch, vocab):
-                pipeline = self._pipeline(batch, self._microbatch)
-                return self._forward(pipeline, params, batch, vocab, count)
+        def read(count, params, batch, vocab):
+            pipeline = self._pipeline(batch, self._microbatch)
+            return self._forward(pipeline, params, batch, vocab, count)
 
-            specs = self._specs, _ROWS, P()
-            mapped = self._trainer.shard_map(local, specs, self._chosen_specs(count))
-            return mapped(params, batch, vocab)
+        return self._compiled(read, static=1, keeps=False)
 
-        return jax.jit(read, static_argnums=3)
+    def _compiled(self, local, *, static: int, keeps: bool, **options):
+        """A function of local shards, after so many `static` arguments, the first of them `count`.
+        keeps: whether it gives a past."""
+
+        def run(*arguments):
+            count, arrays = arguments[0], arguments[static:]
+            chosen = (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
+            specs = (self._specs, _ROWS, P(), _PAST)[: len(arrays)]
+            mapped = self._trainer.shard_map(
+                partial(local, *arguments[:static]), specs, (chosen, _PAST) if keeps else chosen
+            )
+            return mapped(*arrays)
+
+        return jax.jit(run, static_argnums=tuple(range(static)), **options)
 
     @cached_property
     def _specs(self) -> Tree:
@@ -226,9 +226,6 @@ class Programs:
         trainer = self._trainer
         masters, specs = trainer.states.specs.params, trainer.states.param_specs
         return specs | {"layers": (masters if trainer.run.layout.zero == 3 else specs)["layers"]}
-
-    def _chosen_specs(self, count: int):
-        return (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
 
     def _pipeline(self, batch: Tree, most: int) -> Pipeline:
         """For the rows of this replica, in microbatches of `most` at most."""
@@ -256,10 +253,7 @@ class Programs:
         return (chosen, *past) if past else chosen
 
 
-@lru_cache(maxsize=2)
-def programs_of(trainer: Trainer) -> Programs:
-    """The programs of the last trainers asked for: who generates again compiles nothing."""
-    return Programs(trainer)
+programs_of = lru_cache(maxsize=2)(Programs)  # who generates again compiles nothing
 
 
 def _stacked(past):

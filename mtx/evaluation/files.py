@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mtx.data.sources import (
+    Reading,
+    field_of,
+    files_below,
+    lines_of,
+    read_chunks,
+    require_text,
+)
 from mtx.errors import UserError
-from mtx.files import files_in, open_file, parse_json
+from mtx.files import open_file, parse_json, read_text
 from mtx.paths import user_path
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt")  # looked for in folders
@@ -23,61 +31,40 @@ def read_records(names: Sequence[str]) -> Iterator[tuple[str, dict]]:
     found = False
     for path in _files(names):
         for where, line in _lines(path):
-            found = True
-            yield where, _object(where, line)
+            found, record = True, parse_json(line, where)
+            if not isinstance(record, dict):
+                raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
+            yield where, record
     if not found:
-        raise UserError(f"there is no record in {', '.join(names) or 'no files'}; name others")
+        raise UserError(f"no records in {', '.join(names) or 'no files'}; name other files")
 
 
 def text_field(record: dict, name: str, where: str) -> str:
     """`record[name]`; UserError where it is missing or no text."""
-    if name not in record:
-        raise UserError(f"{where} has no field {name!r}, but {', '.join(list(record)[:8]) or 'no'}")
-    return require_text(record[name], f"{where}: {name!r}")
-
-
-def require_text(value: object, what: str) -> str:
-    """`value`; UserError where it is no text, or holds half of a surrogate pair."""
-    if not isinstance(value, str):
-        raise UserError(f"{what} is {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(value[error.start]):04x}"
-        raise UserError(f"{what} has half of a surrogate pair, {half}; mend it") from None
-    return value
+    return require_text(field_of(record, name, where), f"{where}: {name!r}")
 
 
 def _files(names: Sequence[str]) -> Iterator[Path]:
     for name in names:
         path = user_path(name)
         if path.is_dir():
-            inside = [p for p in files_in(path) if p.suffix.lower() in _SUFFIXES]
-            if not inside:
-                raise UserError(f"{name} holds no file that ends in {', '.join(_SUFFIXES)}")
-            yield from inside
+            yield from sorted(files_below(path, _SUFFIXES))
         elif path.is_file():
             yield path
         else:
-            raise UserError(f"{name} is no file or folder (from {Path.cwd()})")
+            raise UserError(f"{name} must be a file or a folder (from {Path.cwd()})")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """(where, text) of each line that is not blank, or of the whole file if that is one object."""
     with open_file(path) as file:
         whole = file.read(_MOST_BYTES + 1)
-        if len(whole) <= _MOST_BYTES and _is_one_object(whole):
-            yield str(path), _decoded(str(path), whole)
-            return
-        file.seek(0)
-        number = 0
-        while line := file.readline(_MOST_BYTES + 1):
-            number += 1
-            where = f"{path}, line {number}"
-            if len(line) > _MOST_BYTES:
-                raise UserError(f"{where} has more than {_MOST_BYTES:,} bytes; cut it")
-            if line.strip():
-                yield where, _decoded(where, line)
+    if len(whole) <= _MOST_BYTES and _is_one_object(whole):
+        yield str(path), read_text(path)
+        return
+    reading = Reading(lines=True, most_line_bytes=_MOST_BYTES)
+    for chunk in read_chunks([path], reading, cuts=None, most_characters=0):
+        yield from ((f"{path}, line {number}", line) for number, line in lines_of(chunk))
 
 
 def _is_one_object(text: bytes) -> bool:
@@ -94,20 +81,3 @@ def _is_one_object(text: bytes) -> bool:
         return isinstance(parse_json(text, "the file"), dict)
     except UserError:
         return False
-
-
-def _decoded(where: str, line: bytes) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: byte {error.start + 1}, 0x{line[error.start]:02x}, is not UTF-8; convert "
-            "the file (iconv -t UTF-8), or mend the line"
-        ) from None
-
-
-def _object(where: str, text: str) -> dict:
-    record = parse_json(text, where)
-    if not isinstance(record, dict):
-        raise UserError(f"{where} is {type(record).__name__}, not a JSON object")
-    return record

@@ -23,6 +23,7 @@ from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 Ended = Literal["eod", "stop", "length"]
+_NOTHING = Choices(None, np.empty(0, np.float32))  # follows a text that has ended
 _MOST_CANDIDATES = 1024  # sorting more on the devices costs more than bringing all to the host
 
 
@@ -196,11 +197,11 @@ class _Job:
                 return
             choices = self._next(texts)
 
-    def _next(self, texts: Sequence[_Text]) -> list[Choices | None]:
+    def _next(self, texts: Sequence[_Text]) -> list[Choices]:
         """What may follow each text that goes on; of the others, anything or nothing."""
         sequence = self.decoder.sequence
         far = [text.ended is None and len(text) > sequence for text in texts]
-        choices: list[Choices | None] = [None] * len(texts)
+        choices = [_NOTHING] * len(texts)
         if any(text.ended is None and len(text) <= sequence for text in texts):
             newest = [(text.drawn or text.prompt)[-1] for text in texts]
             places = [min(len(text), sequence) - 1 for text in texts]
@@ -234,6 +235,7 @@ class _Job:
 
     def completion(self, text: _Text) -> Completion:
         prompt, after, _ = self._cut(text)
+        assert text.ended is not None  # `write` goes on until it has
         return Completion(prompt=prompt, text=after, tokens=text.drawn, ended=text.ended)
 
 

@@ -15,23 +15,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout
 from mtx.data import Tokenizer
 from mtx.errors import UserError
 from mtx.evaluation.generate import Generator
 from mtx.evaluation.sampling import Sampling
-from mtx.evaluation.score import Row, continuation_row, evaluation_run, score_rows
-from mtx.plan.fit import fit_layout
+from mtx.evaluation.score import Row, continuation_row, load_model, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows
+    # Of mtx[eval], which pyright's machine need not have.
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import get_rolling_token_windows  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise UserError(
         f"lm-evaluation-harness cannot be imported ({error}); pip install 'mtx[eval]'"
@@ -53,13 +51,8 @@ class HarnessModel(TemplateLM):
     def from_run(
         cls, directory: str | Path, *, layout: Layout | None = None, batch: int = 0
     ) -> HarnessModel:
-        """The newest checkpoint of a training run; on `layout`, or on its own as far as there are
-        devices; `batch` rows at once, see `evaluation_run`."""
-        checkpoints = Checkpoints(directory)
-        run = checkpoints.run()
-        layout = layout or fit_layout(run.layout, jax.device_count())
-        trainer = Trainer(evaluation_run(run, layout, batch=batch))
-        return cls(trainer, checkpoints.restore(trainer), checkpoints.tokenizer())
+        """The newest checkpoint of a training run, as `load_model` takes it."""
+        return cls(*load_model(directory, layout=layout, batch=batch))
 
     # -- what the harness asks for ----------------------------------------------------------------
 

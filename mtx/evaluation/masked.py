@@ -71,10 +71,9 @@ def masked_perplexity(
         )
     checked("seed", seed, Seed)
     if not texts:
-        raise UserError("there is no text to mask tokens of; name at least one")
-    rows = _Rows(
-        tokenizer, texts, vocab or find_bert_vocab(tokenizer), model.sequence, masking, seed
-    )
+        raise UserError("texts is empty; name at least one text to mask tokens of")
+    vocab = vocab or find_bert_vocab(tokenizer)
+    rows = _Rows(tokenizer, texts, vocab, model.sequence, masking, seed)
     losses, hits, size = [], [], trainer.run.global_batch
     for first in range(0, len(rows), size):
         filled = min(size, len(rows) - first)
@@ -87,16 +86,10 @@ def masked_perplexity(
     losses, hits = np.concatenate(losses), np.concatenate(hits)
     loss = float(losses.mean(dtype=np.float64))
     return MaskedPerplexity(
-        tokens=sum(map(len, rows.parts)),
-        masked=len(losses),
-        rows=len(rows),
-        mask_fraction=masking.fraction,
-        mask_run=masking.run,
-        seed=seed,
-        loss=loss,
-        perplexity=math.exp(loss),
-        accuracy=float(hits.mean(dtype=np.float64)),
-    )
+        tokens=rows.part_tokens, masked=len(losses), rows=len(rows),
+        mask_fraction=masking.fraction, mask_run=masking.run, seed=seed, loss=loss,
+        perplexity=math.exp(loss), accuracy=float(hits.mean(dtype=np.float64)),
+    )  # fmt: skip
 
 
 class _Rows:
@@ -119,6 +112,7 @@ class _Rows:
             if not len(ids):
                 raise UserError(f"text {place} of {len(texts)} has no tokens; leave it out")
             self.parts += [ids[start : start + room] for start in range(0, len(ids), room)]
+        self.part_tokens, self.distinct = sum(map(len, self.parts)), len(self)
 
     def __len__(self) -> int:
         return len(self.parts)

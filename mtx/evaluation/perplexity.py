@@ -64,7 +64,7 @@ def perplexity(
     if not 1 <= stride <= sequence:
         raise UserError(f"stride={stride} must be between 1 and sequence={sequence}")
     if not texts:
-        raise UserError("there is no text to take the perplexity of; name at least one")
+        raise UserError("texts is empty; name at least one text to take the perplexity of")
     rows: list[Row] = []
     tokens = original = targets = original_targets = text_bytes = 0
     for place, text in enumerate(texts, start=1):
@@ -85,18 +85,12 @@ def perplexity(
     loss = -math.fsum(score.log_likelihood for score in scores) / targets
     ratio = targets / original_targets if wikitext and original_targets else None
     return Perplexity(
-        tokens=tokens,
-        original_tokens=original if wikitext else None,
-        targets=targets,
-        windows=len(rows),
-        stride=stride,
-        wikitext=wikitext,
-        loss=loss,
-        perplexity=_bounded_exp(loss),
-        token_ratio=ratio,
+        tokens=tokens, original_tokens=original if wikitext else None, targets=targets,
+        windows=len(rows), stride=stride, wikitext=wikitext, loss=loss,
+        perplexity=_bounded_exp(loss), token_ratio=ratio,
         adjusted_perplexity=None if ratio is None else _bounded_exp(loss * ratio),
         bits_per_byte=loss * targets / math.log(2) / text_bytes,
-    )
+    )  # fmt: skip
 
 
 def window_rows(ids: np.ndarray, *, sequence: int, stride: int) -> list[Row]:

@@ -47,10 +47,8 @@ class Sampling:
         return self.temperature == 0 or self.top_k == 1
 
     def distribution(self, logits_V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids that may be drawn, rising; their probabilities, float64).
-
-        Raises UserError where a logit is NaN or infinite, or none is finite; -inf: probability 0.
-        """
+        """(ids that may be drawn, rising; their probabilities, float64). Raises UserError where a
+        logit is NaN or infinite, or none is finite; -inf: probability 0."""
         largest = logits_V.max()
         if not np.isfinite(largest):
             raise UserError(

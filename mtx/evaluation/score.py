@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, RunConfig
+from mtx.data import Tokenizer
 from mtx.errors import UserError
+from mtx.plan.fit import fit_layout
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
@@ -28,6 +32,31 @@ def evaluation_run(run: RunConfig, layout: Layout, *, batch: int = 0) -> RunConf
     unit = layout.replicas * layout.microbatch
     batch = batch or max(max(run.global_batch, _LEAST_ROWS) // unit, 1) * unit
     return replace(run, layout=layout, global_batch=batch)
+
+
+class LoadedModel(NamedTuple):
+    """What `generate`, `perplexity`, `cloze`, `choice` and `masked_perplexity` begin with:
+    mtx.generate(*mtx.load_model("runs/a"), ["The "])."""
+
+    trainer: Trainer
+    state: TrainState
+    tokenizer: Tokenizer
+
+
+def load_model(
+    directory: str | Path, *, step: int | None = None, layout: Layout | None = None, batch: int = 0
+) -> LoadedModel:
+    """The model of a training run, or of a conversion: `directory` is its `out`.
+
+    step: of the checkpoint; the newest where not given. layout: the run's own, as far as there are
+    devices, where not given. batch: see `evaluation_run`. UserError where there is no such
+    checkpoint, or it does not fit the layout.
+    """
+    checkpoints = Checkpoints(directory)
+    run = checkpoints.run(step)
+    layout = layout or fit_layout(run.layout, jax.device_count())
+    trainer = Trainer(evaluation_run(run, layout, batch=batch))
+    return LoadedModel(trainer, checkpoints.restore(trainer, step), checkpoints.tokenizer(step))
 
 
 class Row(NamedTuple):
@@ -82,11 +111,9 @@ def score_rows(
 def score_batch(
     trainer: Trainer, state: TrainState, batch: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(losses float32 [G, S], hits float32 [G, S]) of a batch of host arrays, on every host.
-
-    Raises UserError for a token beyond the model's vocabulary, and where a loss of weight above 0
-    is not finite.
-    """
+    """(losses float32 [G, S], hits float32 [G, S]) of a batch of host arrays, on every host. Raises
+    UserError for a token beyond the model's vocabulary, and where a loss of weight above 0 is not
+    finite."""
     largest = max(int(batch[name].max()) for name in ("tokens", "targets"))
     if largest >= trainer.run.model.vocab:
         raise UserError(

@@ -32,7 +32,7 @@ class Stops:
         for token in ids:
             if not 0 <= token < tokenizer.vocab:
                 raise UserError(
-                    f"stop={token} is no token: the tokenizer's ids are 0 to {tokenizer.vocab - 1}"
+                    f"stop={token} must be one of the tokenizer's ids, 0 to {tokenizer.vocab - 1}"
                 )
         return cls(tokens=frozenset(ids), strings=strings)
 

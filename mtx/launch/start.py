@@ -157,16 +157,12 @@ def _connect(cluster: Cluster, options: ClusterOptions) -> None:
         _refuse_taken_port(bind)
     try:
         jax.distributed.initialize(
-            coordinator_address=cluster.coordinator,
-            coordinator_bind_address=bind,
-            num_processes=cluster.processes,
-            process_id=cluster.process,
-            local_device_ids=cluster.local_gpus,
+            coordinator_address=cluster.coordinator, coordinator_bind_address=bind,
+            num_processes=cluster.processes, process_id=cluster.process,
+            local_device_ids=cluster.local_gpus, initialization_timeout=options.connect_s,
             cluster_detection_method="deactivate",  # `find_cluster` has done it
-            initialization_timeout=options.connect_s,
-            heartbeat_timeout_seconds=_HEARTBEAT_S,
-            shutdown_timeout_seconds=_SHUTDOWN_S,
-        )
+            heartbeat_timeout_seconds=_HEARTBEAT_S, shutdown_timeout_seconds=_SHUTDOWN_S,
+        )  # fmt: skip
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise LostProcess(

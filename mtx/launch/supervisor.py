@@ -66,7 +66,9 @@ def supervise(command: Sequence[str], options: LaunchOptions) -> Exit:
     SIGTERM and Ctrl-C are passed on, as SIGTERM: the run saves and ends, and is not started again.
     """
     if shutil.which(command[0]) is None:
-        raise UserError(f"{command[0]} is no command of mtx that computes, and no program here")
+        raise UserError(
+            f"{command[0]} is neither a command of mtx that computes nor a program here"
+        )
     supervisor = _Supervisor(command=list(command), options=options)
     before = {
         number: signal.signal(number, supervisor.request)

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtx.layers.fused import described_attention
 from mtx.layers.kernels import AttentionKernel, query_blocks
+from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
@@ -82,7 +83,7 @@ def keys_and_values(projected: Projected):
     return projected[0][:, :, 1:] if len(projected) == 1 else projected[1]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def blocked_attention(projected: Projected, segments_BS=None, rules: Scores = Scores()):  # noqa: B008
     """Attention in blocks of queries, each with the keys only that one of its queries sees: where
     causal, (n+1)/2n of the square for n blocks.
@@ -135,8 +136,8 @@ class _Mask(NamedTuple):
     rules: Scores
     first: int  # the position of the first query
     first_key: int  # and of the first key
-    queries_Bb: jax.Array | None = None  # segments; None: all of a row's positions are of one
-    keys_BT: jax.Array | None = None
+    # segments of queries and keys, [B, b] and [B, T]; None: all of a row's positions are of one
+    segments: tuple[jax.Array, jax.Array] | None = None
 
     def __call__(self, scores_BgRbT):
         seen = None
@@ -147,9 +148,9 @@ class _Mask(NamedTuple):
             seen = query >= key
             if self.rules.window is not None:
                 seen &= query - key < self.rules.window
-        if self.queries_Bb is not None:
-            same_BbT = self.queries_Bb[:, :, None] == self.keys_BT[:, None, :]
-            same = same_BbT[:, None, None]
+        if self.segments is not None:
+            queries_Bb, keys_BT = self.segments
+            same = (queries_Bb[:, :, None] == keys_BT[:, None, :])[:, None, None]
             seen = same if seen is None else seen & same
         return scores_BgRbT if seen is None else jnp.where(seen, scores_BgRbT, -jnp.inf)
 
@@ -212,10 +213,10 @@ def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slic
     for start in range(0, sequence, size):
         queries = slice(start, start + size)
         keys = slice(rules.first_key(start), start + size if rules.causal else sequence)
-        segments = ()
+        segments = None
         if segments_BS is not None:
             segments = segments_BS[:, queries], segments_BS[:, keys]
-        blocks.append((queries, keys, _Mask(rules, start, keys.start, *segments)))
+        blocks.append((queries, keys, _Mask(rules, start, keys.start, segments)))
     return blocks
 
 
@@ -258,7 +259,7 @@ blocked_attention.defvjp(_blocked_forward, _blocked_backward)
 # -- slices of sequences ---------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@custom_vjp(3, 4)
 def sliced_attention(projected: Projected, cache_BSngK, part, slices: int, rules: Scores):
     """Causal attention of one slice of a sequence, the keys and values of earlier ones in a cache.
 
@@ -328,8 +329,7 @@ def attention_with_dropout(
     number of this device's head 0, key as `mtx.sharding.random.dropout_heads` takes it.
     """
     q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
-    segments = () if segments_BS is None else (segments_BS, segments_BS)
-    mask = _Mask(rules, 0, 0, *segments)
+    mask = _Mask(rules, 0, 0, None if segments_BS is None else (segments_BS, segments_BS))
     p_BgRST = jax.nn.softmax(mask(_scores(q_BgRSK, k_BgSK, rules)), axis=-1)
     p_BhST = dropout_heads(_in_a_row(p_BgRST), rate, key, samples_B, first_head)
     p_BgRST = _in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)

@@ -79,16 +79,16 @@ class Attention:
 class GroupedProjection(nnx.Module):
     """Queries q [D, H, K], and keys and values kv [D, 2, G, K]; biases without D."""
 
-    def __init__(self, config: Attention, build: Build, rngs: nnx.Rngs):
+    def __init__(self, config: Attention, groups: int, build: Build, rngs: nnx.Rngs):
         def weight(*shape):
             return build.init_std * jax.random.normal(rngs.params(), (build.hidden, *shape))
 
-        self.groups, self.axes = config.groups, build.axes
+        self.groups, self.axes = groups, build.axes
         shard = None if self._repeated else "tensor"
         q_spec, kv_spec = ("tensor", None), (None, shard, None)
         q = weight(config.heads, config.size)
         self.q = parameter(q, spec=P(None, *q_spec), role="matrix")
-        kv = weight(2, config.groups, config.size)
+        kv = weight(2, groups, config.size)
         self.kv = parameter(kv, spec=P(None, *kv_spec), role="matrix")
         self.bias = config.bias
         if config.bias:
@@ -131,17 +131,17 @@ class AttentionModule(nnx.Module):
                 rngs=rngs, bias=config.bias,
             )  # fmt: skip
         else:
-            self.qkv = GroupedProjection(config, build, rngs)
+            self.qkv = GroupedProjection(config, config.groups, build, rngs)
         self.out = RowLinear(
             (heads, size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
             bias=config.output_bias,
         )  # fmt: skip
         if config.norm is not None:
-            self.q_norm, self.k_norm = config.norm.module(size), config.norm.module(size)
+            self.q_norm, self.k_norm = config.norm.rms(size), config.norm.rms(size)
 
     def project(self, x_BsD, context: Context | None) -> Projected:
         """Queries, keys and values, as `mtx.layers.attend` takes them."""
-        if self.config.groups is None:
+        if isinstance(self.qkv, ColumnLinear):
             return (self.qkv(x_BsD),)
         q_BShK, kv_BSngK = self.qkv(x_BsD)
         if self.config.norm is None and self.config.rotary is None:
@@ -195,4 +195,5 @@ class AttentionModule(nnx.Module):
         if held_nBgSK is None:
             return self.out(attention(projected, rules=rules, kernel=self._kernel))
         q_BthK, _, _ = separate(projected)
-        return self.out(cached_attention(q_BthK, held_nBgSK, context.positions_BS, rules))
+        positions_Bt = positions_of(context, q_BthK.shape[1])
+        return self.out(cached_attention(q_BthK, held_nBgSK, positions_Bt, rules))

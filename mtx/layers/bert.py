@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from mtx.layers.head import Fields, NextToken, row_at
+from mtx.layers.head import Fields, fields_of_targets, row_at
 from mtx.layers.mlp import Activation, activate
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
@@ -45,7 +45,7 @@ class Pretraining:
         return PretrainingHead(self, build, rows, rngs)
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
-        fields = NextToken.batch_fields(self, rows, sequence)
+        fields = fields_of_targets(rows, sequence)
         text, order = fields["tokens"], jax.ShapeDtypeStruct((rows,), jnp.int32)
         return fields | {"types": text, "segments": text, "order": order}
 
@@ -79,7 +79,7 @@ class MaskedHead(Dense):
         super().__init__(build.hidden, build.hidden, std=build.init_std, rngs=rngs)
         self.norm = config.norm.module(build.hidden)
         self.bias = parameter(jnp.zeros(rows, jnp.float32), spec=P(VOCAB), role="bias")
-        self.activation = config.activation
+        self.activation: Activation = config.activation
 
     def __call__(self, x_BsD):
         return self.norm(activate(super().__call__(x_BsD), self.activation))
@@ -180,10 +180,9 @@ class Classes:
         return ClassifierHead(self, build, rngs)
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
-        fields = Pretraining.batch_fields(self, rows, sequence)
-        number = fields.pop("order")
-        del fields["targets"]
-        return fields | {"labels": number, "rng": number}
+        fields, number = fields_of_targets(rows, sequence), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        text = fields.pop("targets")
+        return fields | {"types": text, "segments": text, "labels": number, "rng": number}
 
     def weigh(self, batch: Any, total: Callable) -> Any:
         return batch

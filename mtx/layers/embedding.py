@@ -44,7 +44,8 @@ class Embedding:
 def token_table(vocab: int, rows: int, build: Build, key):
     """[V, D], each row from a key of its own: its values do not depend on the padding."""
     ids = jnp.arange(rows)
-    table = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), build.hidden))(ids)
+    shape = (build.hidden,)
+    table = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), shape))(ids)
     return build.init_std * table * (ids < vocab)[:, None]
 
 

@@ -8,12 +8,11 @@ Legend: B rows · S sequence (T: keys) · h heads of queries · g of keys and va
 
 from __future__ import annotations
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+
+from mtx.sharding.custom_vjp import custom_vjp
 
 FORWARD, BACKWARD = Primitive("fused_attention"), Primitive("fused_attention_backward")
 for _primitive in (FORWARD, BACKWARD):
@@ -32,7 +31,7 @@ def _of_backward(q_BShK, k_BTgK, v_BTgK, *_, causal, window):
     return q_BShK, k_BTgK, v_BTgK
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@custom_vjp(4, 5)
 def described_attention(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal: bool, window: int | None):
     """o_BShK of `jax.nn.dot_product_attention`, which turns a mask into a bias and keeps it."""
     return _forward(q_BShK, k_BTgK, v_BTgK, mask_B1ST, causal, window)[0]

@@ -42,13 +42,17 @@ class NextToken:
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
         """The arrays of a training batch of that many rows; others may come beside them."""
-        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-        shape = rows, sequence
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+        return fields_of_targets(rows, sequence)
 
     def weigh(self, batch: Any, total: Callable) -> Any:
         """The batch, with weights that follow from the global batch; `total` sums over it."""
         return batch
+
+
+def fields_of_targets(rows: int, sequence: int) -> Fields:
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    shape = rows, sequence
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
 class NextTokenHead(nnx.Module):

@@ -7,13 +7,13 @@ Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from flax import nnx
 
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
-from mtx.layers.sublayer import Build, Keep, Sublayer
+from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
 NormPlacement = Literal["pre", "post", "both"]
@@ -31,13 +31,17 @@ class Kind:
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
-        positional = [(name, each) for name, each in self.sublayers if each.looks_around]
-        return {name: each.empty_cache(build, rows, sequence) for name, each in positional}
+        around = self._around.items()
+        return {name: each.empty_cache(build, rows, sequence) for name, each in around}
 
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
         """What texts keep that go on, zeros [n, B, g, S, K], by sublayer."""
-        positional = [(name, each) for name, each in self.sublayers if each.looks_around]
-        return {name: each.empty_past(build, rows, length) for name, each in positional}
+        return {name: each.empty_past(build, rows, length) for name, each in self._around.items()}
+
+    @property
+    def _around(self) -> dict[str, LooksAround]:
+        sublayers = [(name, each) for name, each in self.sublayers if each.looks_around]
+        return {name: cast(LooksAround, each) for name, each in sublayers}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -20,6 +19,7 @@ from jax.scipy.special import erf
 
 from mtx.layers.context import Context
 from mtx.layers.sublayer import Build
+from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
 # gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly
@@ -80,7 +80,7 @@ def _slope(x, activation: Activation):
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def activate(x, activation: Activation):
     """The activation of each element."""
     return _value(x, activation)
@@ -93,7 +93,7 @@ def _activate_backward(activation, x, dy):
 activate.defvjp(lambda x, activation: (activate(x, activation), x), _activate_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def gated(x_BSnf, activation: Activation):
     """activation(gate) * up of [gate, up] (n = 2)."""
     return _value(x_BSnf[..., 0, :], activation) * x_BSnf[..., 1, :]

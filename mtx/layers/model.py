@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,22 +32,6 @@ Recompute = Literal["none", "selective", "full"]
 _ONE_DEVICE = Axes()
 
 
-class Sizes(Protocol):
-    """What a model's config says: `mtx.families.ModelConfig`."""
-
-    hidden: int
-    layers: int
-    sequence: int
-    init_std: float
-    dropout: float
-    attention_dropout: float
-    compute_dtype: str
-
-    def stack(self) -> Stack: ...
-
-    def padded_vocab(self, shards: int) -> int: ...
-
-
 class Model:
     """The functions of a model for the local shards of `axes`; `Axes()` is one device.
 
@@ -57,7 +41,7 @@ class Model:
 
     def __init__(
         self,
-        config: Sizes,
+        config: Any,
         *,
         axes: Axes = _ONE_DEVICE,
         recompute: Recompute = "none",
@@ -66,7 +50,7 @@ class Model:
         slices: int = 1,
         head: Any = None,
     ):
-        """head: the config of another head than the family's."""
+        """config: a `mtx.families.ModelConfig`. head: another head's config than the family's."""
         stack: Stack = config.stack()
         self.config, self.axes, self.recompute, self.slices = config, axes, recompute, slices
         self.kinds, self.pattern = stack.kinds, stack.pattern
@@ -81,8 +65,10 @@ class Model:
             kind: nnx.eval_shape(lambda kind=kind: self._make_layer(kind, nnx.Rngs(params=0)))
             for kind in self.kinds
         }
-        self._graphs = {name: nnx.split(module)[0] for name, module in (shared | layers).items()}
-        states = {name: nnx.state(module) for name, module in shared.items()}
+        self._graphs: dict[str, Any] = {
+            name: nnx.split(module)[0] for name, module in (shared | layers).items()
+        }
+        states: Tree = {name: nnx.state(module) for name, module in shared.items()}
         states["layers"] = {kind: nnx.state(module) for kind, module in layers.items()}
         self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
@@ -157,10 +143,9 @@ class Model:
             if self.recompute == "selective":
                 policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
             run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-        x_BsD = run(params, stream["x"], context, *cache)
         if not cache:
-            return stream | {"x": x_BsD}
-        x_BsD, own = x_BsD
+            return stream | {"x": run(params, stream["x"], context)}
+        x_BsD, own = run(params, stream["x"], context, *cache)
         return stream | {"x": x_BsD}, own
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree):

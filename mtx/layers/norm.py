@@ -9,15 +9,14 @@ Legend: D the size that is normed, the last dim; ... all others
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.parameter import parameter
 
 
@@ -33,10 +32,13 @@ class Norm:
         """Over the last dim, of that size."""
         if self.kind == "layer":
             return LayerNorm(size, epsilon=self.epsilon)
+        return self.rms(size)
+
+    def rms(self, size: int) -> RMSNorm:
         return RMSNorm(size, epsilon=self.epsilon, offset=self.offset)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@custom_vjp(3)
 def layer_norm(x, scale_D, bias_D, epsilon: float):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over D, in float32; x's dtype out."""
     return _layer_norm_forward(x, scale_D, bias_D, epsilon)[0]
@@ -65,7 +67,7 @@ def _layer_norm_backward(epsilon, saved, dy):
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def rms_norm(x, scale_D, epsilon: float, offset: float = 0.0):
     """x / sqrt(mean of x^2 + epsilon) * (scale + offset) over D, in float32; x's dtype out (Zhang
     and Sennrich 2019)."""

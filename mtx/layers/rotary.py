@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mtx.sharding.custom_vjp import custom_vjp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Rotary:
         return kept * turning + (1 - kept) * slower
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def rotate(x_BShK, positions_S, rotary: Rotary):
     """x turned by its positions, int32 [S] or [B, S]; in float32, x's dtype out. Keeps only the
     positions."""

@@ -65,13 +65,17 @@ class Sublayer(Protocol):
 
     @property
     def looks_around(self) -> bool:
-        """Whether a position's output depends on other positions. Then the module is `Positional`,
-        and the config has the next two functions."""
+        """Whether a position's output depends on other positions: a config that `LooksAround`,
+        whose module is `Positional`."""
         ...
 
     def module(self, build: Build, rngs: nnx.Rngs) -> Module:
         """With parameters of global shapes; applied to local shards."""
         ...
+
+
+class LooksAround(Sublayer, Protocol):
+    """A config whose module looks at other positions."""
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> jax.Array:
         """[B, S, ...] of zeros: what slices of a sequence keep for later ones."""

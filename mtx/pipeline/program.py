@@ -17,6 +17,7 @@ T ticks
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jax import lax
 from mtx.pipeline.run import Parts, Run
 from mtx.pipeline.slots import write
 from mtx.pipeline.woven import WovenRun
-from mtx.schedules.schedule import IDLE, by_tick
+from mtx.schedules.schedule import IDLE, Phase, by_tick
 
 Tree = Any
 
@@ -46,14 +47,18 @@ class Pipeline(Parts):
         kind = WovenRun if self.layout.weave == "on" else Run
         run = kind(self, params, batch, samples_MB, rng, loss_weight)
         carry, ticks = run.start(), run.ticks()
-        if self.layout.idle == "phases":
-            for phase in self.schedule.phases:
-                rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
-                carry, _ = lax.scan(run.of_phase(phase), carry, rows)
-        else:
-            carry, _ = lax.scan(run.tick, carry, ticks)
+        for phase in self.phases:
+            rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
+            carry, _ = lax.scan(partial(run.tick, phase=phase), carry, rows)
         gradients = carry.gradients
         return carry.loss, gradients.shared | {"layers": gradients.of_layers}
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The ticks of each scan, and what all stages do in them."""
+        if self.layout.idle == "phases":
+            return self.schedule.phases
+        return (Phase(0, self.schedule.ticks, True, True, True),)
 
     def forward(self, params: Tree, batch: Tree, output: Callable, past=None) -> Tree:
         """`output(shared, stream, batch)` of every microbatch, stacked [M, ...]; no gradients, no

@@ -158,22 +158,13 @@ class Run:
 
     # -- one tick ---------------------------------------------------------------------------------
 
-    def of_phase(self, phase: Phase) -> Callable:
-        """A tick of a phase."""
-        return partial(
-            self.tick, forward=phase.forward, backward=phase.backward, weight=phase.weight
-        )
-
-    def tick(
-        self, carry: Carry, op: Tick, *, forward: bool = True, backward: bool = True,
-        weight: bool = True,
-    ):  # fmt: skip
+    def tick(self, carry: Carry, op: Tick, *, phase: Phase):
         y = carry.messages.dx
-        if forward:
+        if phase.forward:
             carry, y = self.forward_half(carry, op)
-        if backward:
+        if phase.backward:
             carry = self.backward_half(carry, op, y)
-        if weight and op.weight is not None:
+        if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op)
         return carry, None
 
@@ -382,8 +373,7 @@ class Run:
     def in_branches(self) -> bool:
         """Whether each chunk has a branch, whose offsets into weights and gradients then are
         constants: XLA:GPU adds gradients in place at no others."""
-        all_are_there = self.weights.shards is None
-        return self.axes.in_place and all_are_there and self.schedule.virtual > 1
+        return self.axes.in_place and self.weights.shards is None and self.schedule.virtual > 1
 
     def _chunk_by_chunk(self, compute: Callable) -> Callable:
         if not self.in_branches:

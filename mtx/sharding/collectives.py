@@ -9,47 +9,31 @@ Legend: x_BSD is whole, x_BsD its shard of the sequence over `tensor`.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 from jax import lax
+
+from mtx.sharding.custom_vjp import custom_vjp
 
 AxisName = str | tuple[str, ...] | None
 _SEQUENCE = 1  # the dim of activations that sequence parallelism shards
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def copy_to(x, axis: AxisName):
     """Megatron's f. Forward: nothing. Backward: all-reduce, 2n(t-1)/t bytes."""
     return x
 
 
-def _copy_to_forward(x, axis):
-    return x, None
+copy_to.defvjp(lambda x, axis: (x, None), lambda axis, _, dy: (lax.psum(dy, axis) if axis else dy,))
 
 
-def _copy_to_backward(axis, _, dy):
-    return (lax.psum(dy, axis) if axis else dy,)
-
-
-copy_to.defvjp(_copy_to_forward, _copy_to_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def reduce_from(x, axis: AxisName):
     """Megatron's g. Forward: all-reduce, 2n(t-1)/t bytes. Backward: nothing."""
     return lax.psum(x, axis) if axis else x
 
 
-def _reduce_from_forward(x, axis):
-    return reduce_from(x, axis), None
-
-
-def _reduce_from_backward(axis, _, dy):
-    return (dy,)
-
-
-reduce_from.defvjp(_reduce_from_forward, _reduce_from_backward)
+reduce_from.defvjp(lambda x, axis: (reduce_from(x, axis), None), lambda axis, _, dy: (dy,))
 
 
 def all_gather_sequence(x_BsD, axis: str | None):
@@ -62,38 +46,28 @@ def reduce_scatter_sequence(x_BSD, axis: str | None):
     return lax.psum_scatter(x_BSD, axis, scatter_dimension=_SEQUENCE, tiled=True) if axis else x_BSD
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def gather_sequence(x_BsD, axis: str | None):
     """Forward: all-gather. Backward: reduce-scatter. n(t-1)/t bytes each."""
     return all_gather_sequence(x_BsD, axis)
 
 
-def _gather_forward(x_BsD, axis):
-    return all_gather_sequence(x_BsD, axis), None
+gather_sequence.defvjp(
+    lambda x_BsD, axis: (all_gather_sequence(x_BsD, axis), None),
+    lambda axis, _, dy_BSD: (reduce_scatter_sequence(dy_BSD, axis),),
+)
 
 
-def _gather_backward(axis, _, dy_BSD):
-    return (reduce_scatter_sequence(dy_BSD, axis),)
-
-
-gather_sequence.defvjp(_gather_forward, _gather_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def scatter_sequence(x_BSD, axis: str | None):
     """Forward: reduce-scatter. Backward: all-gather. n(t-1)/t bytes each."""
     return reduce_scatter_sequence(x_BSD, axis)
 
 
-def _scatter_forward(x_BSD, axis):
-    return reduce_scatter_sequence(x_BSD, axis), None
-
-
-def _scatter_backward(axis, _, dy_BsD):
-    return (all_gather_sequence(dy_BsD, axis),)
-
-
-scatter_sequence.defvjp(_scatter_forward, _scatter_backward)
+scatter_sequence.defvjp(
+    lambda x_BSD, axis: (reduce_scatter_sequence(x_BSD, axis), None),
+    lambda axis, _, dy_BsD: (all_gather_sequence(dy_BsD, axis),),
+)
 
 
 def broadcast_from(x, is_source, axis: str | None):

@@ -29,6 +29,7 @@ from mtx.sharding.collectives import (
     reduce_scatter_sequence,
     scatter_sequence,
 )
+from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
 
@@ -65,7 +66,7 @@ def _weight_gradient(x, dy, axes: Axes):
     return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def matmul(x, w, inputs: int = 1, axes: Axes = Axes()):  # noqa: B008 (frozen)
     """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims.
 
@@ -87,7 +88,7 @@ def _matmul_backward(inputs, axes, saved, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes):
     """x w for each of `weights`, x given to all devices of `tensor` once for all of them.
 
@@ -140,7 +141,7 @@ def _column_products_backward(repeats, axes, saved, dys):
 column_products.defvjp(_column_products_forward, _column_products_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def add_bias(y, b, axes: Axes):
     """y[B, S, *outputs] + b[*outputs]"""
     # Given the bias as well, XLA:GPU's matmul would no longer read its weight where it lies.

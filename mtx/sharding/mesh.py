@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,21 +11,6 @@ from jax.sharding import AxisType, Mesh
 
 from mtx.errors import UserError
 from mtx.sharding.axes import AXES
-
-
-class Sizes(Protocol):
-    """What a mesh is made of: `mtx.config.Layout`."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each axis, in the mesh's order."""
-        ...
-
-    @property
-    def devices(self) -> int: ...
-
-    @property
-    def sequence_parallel(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +30,8 @@ class Axes:
     in_place: bool = False
 
     @classmethod
-    def of(cls, layout: Sizes) -> Axes:
-        """The axes of `layout` that have more than one device."""
+    def of(cls, layout: Any) -> Axes:
+        """The axes of a `mtx.config.Layout` that have more than one device."""
         tensor, pipe = (axis if layout.sizes[axis] > 1 else None for axis in ("tensor", "pipe"))
         return cls(
             tensor=tensor,
@@ -57,8 +42,9 @@ class Axes:
         )
 
 
-def make_mesh(layout: Sizes, devices: list | None = None) -> Mesh:
-    """The mesh of `layout` over the first devices, or those given. UserError if too few."""
+def make_mesh(layout: Any, devices: list | None = None) -> Mesh:
+    """The mesh of a `mtx.config.Layout` over the first devices, or those given; UserError where
+    there are too few."""
     names, sizes = "*".join(layout.sizes), tuple(layout.sizes.values())
     devices = jax.devices() if devices is None else list(devices)
     if layout.devices > len(devices):

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mtx.sharding.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
+from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 
 VOCAB = ("pipe", "tensor")  # the axes of a vocabulary-sharded dim
@@ -118,7 +118,7 @@ def _from_logits(logits_BSv, targets_BS, axes: Axes):
     return jnp.log(total_BS) - target_BS, largest_BS, error_BSv
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@custom_vjp(4, 5, 6)
 def _losses(x_BSD, table_vD, bias_v, targets_BS, vocab: int, axes: Axes, softcap):
     return _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes, softcap)[0]
 

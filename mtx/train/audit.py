@@ -31,13 +31,14 @@ class Audit:
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
+        self._compiled: jax.stages.Compiled | None = None
 
     def differences(self, state: TrainState) -> list[str]:
         """One line for each array of which devices hold different copies: its name, and the
         devices that hold another value than most do. Empty where all is well."""
         specs = self._specs()
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(specs)]
-        table_LPDT = np.asarray(jax.device_get(self._table(state)))
+        table_LPDT = np.asarray(jax.device_get((self._compiled or self._table)(state)))
         return [
             f"{path} differs on {name_devices(odd)}"
             for path, spec, words_PDT in zip(paths, jax.tree.leaves(specs), table_LPDT, strict=True)
@@ -46,7 +47,7 @@ class Audit:
 
     def compile(self, state: TrainState) -> None:
         """So that `differences` need not, when it is first asked."""
-        self._table = self._table.lower(state).compile()
+        self._compiled = self._table.lower(state).compile()
 
     def _specs(self) -> Tree:
         trainer = self._trainer

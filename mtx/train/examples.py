@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,12 @@ class Task:
     options: int = 1  # of an example of multiple choice
     special: SpecialTokens
     sequence: int  # S
+
+    def __post_init__(self):
+        if self.sequence < 5:
+            raise UserError(
+                f"sequence={self.sequence} must hold two texts and special tokens; use 5 or more"
+            )
 
     @property
     def kind(self) -> Literal["classes", "race"]:
@@ -93,11 +99,6 @@ def classes_of(records: Sequence[Labelled]) -> tuple[str, ...]:
     return tuple(sorted(labels, key=int if numbers else str))
 
 
-def classification(tokenizer: Tokenizer, labels: tuple[str, ...], *, sequence: int) -> Task:
-    """The task of telling `labels` apart."""
-    return Task(labels=labels, special=find_special_tokens(tokenizer), sequence=_enough(sequence))
-
-
 def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequence: int) -> Task:
     """The task of such questions. Raises UserError where they have not all as many options."""
     counts = {len(question.options): question.where for question in reversed(questions)}
@@ -105,15 +106,12 @@ def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequ
         said = ", ".join(f"{count} ({where})" for count, where in counts.items())
         raise UserError(f"questions must have as many options each, not {said}")
     options = next(iter(counts))
-    return Task(options=options, special=find_special_tokens(tokenizer), sequence=_enough(sequence))
+    return Task(options=options, special=find_special_tokens(tokenizer), sequence=sequence)
 
 
-def _enough(sequence: int) -> int:
-    if sequence < 5:
-        raise UserError(
-            f"sequence={sequence} must hold two texts and special tokens; use 5 or more"
-        )
-    return sequence
+def encode(task: Task, tokenizer: Tokenizer, records: Sequence[Any]) -> list[Example]:
+    """Of labelled texts, or of questions where the task is to choose among answers."""
+    return (encode_labelled if task.labels else encode_questions)(task, tokenizer, records)
 
 
 def encode_labelled(task: Task, tokenizer: Tokenizer, records: Sequence[Labelled]) -> list[Example]:
@@ -122,7 +120,7 @@ def encode_labelled(task: Task, tokenizer: Tokenizer, records: Sequence[Labelled
     for record in records:
         if record.label not in task.labels:
             known = ", ".join(task.labels)
-            raise UserError(f"{record.where}: the label {record.label!r} is none of {known}")
+            raise UserError(f"{record.where}: the label {record.label!r} must be one of {known}")
         row = make_row(task, *_ids(tokenizer, record.text, record.other))
         examples.append(Example((row,), task.labels.index(record.label)))
     return examples
@@ -200,7 +198,7 @@ def training_batch(
     step may end one and begin the next."""
     epochs, places = np.divmod(step * count + np.arange(count), len(examples))
     orders = {epoch: shuffled(len(examples), seed, int(epoch), _DROPOUT) for epoch in set(epochs)}
-    some = [examples[orders[epoch][place]] for epoch, place in zip(epochs, places)]
+    some = [examples[int(orders[epoch][place])] for epoch, place in zip(epochs, places)]
     bits = np.random.PCG64(np.random.SeedSequence((seed, step, _DROPOUT)))
     rng = (bits.random_raw(count * task.options) >> np.uint64(33)).astype(np.int32)
     return make_batch(task, some, count, rng=rng)

@@ -89,7 +89,7 @@ class FinetuneTrainer(Trainer):
     ) -> Judged:
         """What the model answers, without dropout. UserError where there is no example."""
         if not examples:
-            raise UserError("there is no example to judge the model by; name at least one")
+            raise UserError("examples is empty; name at least one to judge the model by")
         found = []
         for first in range(0, len(examples), self.batch):
             some = examples[first : first + self.batch]

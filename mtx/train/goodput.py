@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtx.errors import UserError
 from mtx.files import parse_json, read_text
@@ -52,10 +53,8 @@ _OPTIONAL = (
 
 
 def read_log(path: str | Path) -> list[Record]:
-    """The records of a log.jsonl; a last line that was cut short is left out.
-
-    Raises UserError for a file that is missing or is no such log.
-    """
+    """The records of a log.jsonl; a last line that was cut short is left out. Raises UserError for
+    a file that is missing or is no such log."""
     try:
         lines = read_text(path).split("\n")
     except UserError as error:
@@ -68,7 +67,7 @@ def read_log(path: str | Path) -> list[Record]:
             record = None
         if not _is_record(record):
             raise UserError(
-                f"{path}, line {number} is no record of a run's log; take that line out"
+                f"{path}, line {number} must be a record of a run's log; take that line out"
             )
         records.append(record)
     if not any(record["kind"] == "start" for record in records):
@@ -76,7 +75,7 @@ def read_log(path: str | Path) -> list[Record]:
     return records
 
 
-def _is_record(record: Record) -> bool:
+def _is_record(record: Any) -> bool:
     try:
         kind = record["kind"]
         numbers = [record[name] for name in _NUMBERS.get(kind, ())]
@@ -93,11 +92,8 @@ def _is_record(record: Record) -> bool:
             nullable += [device["peak_bytes"] for device in record.get("devices", ())]
     except (KeyError, TypeError, AttributeError):
         return False
-    return all(map(_is_number, numbers + [value for value in nullable if value is not None]))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 2.0**127
+    numbers += [value for value in nullable if value is not None]
+    return all(isinstance(value, int | float) and abs(value) < 2.0**127 for value in numbers)
 
 
 def steps_that_count(records: Sequence[Record]) -> list[Record]:
@@ -116,7 +112,7 @@ def measure_goodput(records: Sequence[Record]) -> Goodput:
     sessions = _sessions(records)
     kept = {id(record) for record in steps_that_count(records)}
     names = ("steps", "lost", "skipped", "start", "compile", "eval", "save", "other", "down")
-    parts = dict.fromkeys(names, 0.0)
+    parts: dict[str, float] = dict.fromkeys(names, 0.0)
     counts = {"lost": 0, "skipped": 0, "rollback": 0, "jumps": 0}
     ended_s = None
     for session in sessions:

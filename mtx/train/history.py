@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ class Clock:
     """Seconds by part."""
 
     def __init__(self):
-        self.seconds = dict.fromkeys(("compile", "train", "eval", "save"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(("compile", "train", "eval", "save"), 0.0)
         self._last_end_s = 0.0
 
     @contextmanager
@@ -54,8 +55,8 @@ class History:
         default_factory=lambda: deque(maxlen=MOST_STEPS)
     )  # step, loss, whether its gradients were finite
     skipped: int = 0  # steps whose gradients were not finite
-    first_evaluation: tuple[int, float] | None = None  # step, held-out loss
-    last_evaluation: tuple[int, float] | None = None
+    first_evaluation: tuple[int, float] = (-1, math.nan)  # step, held-out loss
+    last_evaluation: tuple[int, float] = (-1, math.nan)
     clock: Clock = field(default_factory=Clock)
 
     def start_from(self, step: int) -> None:
@@ -70,7 +71,8 @@ class History:
 
     def evaluated(self, step: int, loss: float) -> None:
         self.last_evaluation = step, loss
-        self.first_evaluation = self.first_evaluation or self.last_evaluation
+        if self.first_evaluation[0] < 0:
+            self.first_evaluation = step, loss
 
     @property
     def losses(self) -> list[float]:

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Literal
 
@@ -65,15 +66,15 @@ class Log:
             return
         at = {"t_s": round(time.monotonic() - self._began_s, 3)}
         record = {"kind": kind} | _strict(values) | at
-        self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._append(self._file, json.dumps(record, allow_nan=False).encode() + b"\n")
         for tracker in self._trackers:
             tracker.write(kind, record)
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, file: FileIO, line: bytes) -> None:
         waited, self._waiting = bool(self._waiting), self._waiting + line
         try:
             while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+                self._waiting = self._waiting[file.write(self._waiting) :]
         except OSError as error:
             if not waited:
                 print(
@@ -93,7 +94,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _strict(value):
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(name): _strict(item) for name, item in value.items()}

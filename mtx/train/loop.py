@@ -26,6 +26,7 @@ from mtx.config import RunConfig, to_dict
 from mtx.data import load_data, read_ahead
 from mtx.data.corpus import check_vocab
 from mtx.errors import UserError
+from mtx.files import replacing
 from mtx.launch.shared import require_shared
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
@@ -110,8 +111,9 @@ def _train(
     out, report = Path(run.out), Report(console)
     checkpoints, latest = _checkpoints(run, report, faults)
     start = latest or 0  # a converted checkpoint is of step 0
-    consumed = max(_consumed(run, checkpoints, latest), faults.consumed)
-    faults.guard.start_from(start, _usual_loss(run, checkpoints, latest))
+    consumed, usual = _noted(run, checkpoints, latest)
+    consumed = max(consumed, faults.consumed)
+    faults.guard.start_from(start, usual)
     left = max(0, run.steps - start) * run.global_batch
     data = load_data(run, samples=consumed + left)
     check_vocab(data.tokenizer, run.model)
@@ -135,24 +137,11 @@ def _train(
             state = _first_state(trainer, checkpoints, latest, report)
             history.start_from(start)
             session = Session(
-                programs=programs,
-                data=data,
-                batches=batches,
-                local=local,
-                consumed=consumed,
-                checkpoints=checkpoints,
-                report=report,
-                log=log,
-                meter=_meter(trainer),
-                on_step=on_step,
-                state=state,
-                step=start,
-                saved=latest,
-                watch=watch,
-                startup=startup,
-                faults=faults,
-                history=history,
-            )
+                programs=programs, data=data, batches=batches, local=local, consumed=consumed,
+                checkpoints=checkpoints, report=report, log=log, meter=_meter(trainer),
+                on_step=on_step, state=state, step=start, saved=latest, watch=watch,
+                startup=startup, faults=faults, history=history,
+            )  # fmt: skip
             startup.mark("init" if latest is None else "restore")
             return session.run()
 
@@ -187,24 +176,21 @@ def _checkpoints(run: RunConfig, report: Report, faults: Faults) -> tuple[Checkp
     return checkpoints, latest
 
 
-def _consumed(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> int:
-    """The samples that have been trained on: not step * global_batch, if that was another once."""
+def _noted(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> tuple[int, float]:
+    """The samples that have been trained on: not step * global_batch, if that was another once; and
+    what the guard took for usual, on the same data: infinite where nothing is known."""
     if step is None:
-        return 0
-    consumed = checkpoints.extra(step).get("consumed", step * run.global_batch)
+        return 0, math.inf
+    extra = checkpoints.extra(step)
+    consumed, usual = extra.get("consumed", step * run.global_batch), extra.get("usual_loss")
     if type(consumed) is not int or not 0 <= consumed < 2**62:
         raise Damaged(
-            checkpoints.directory / str(step), f"extra.json: consumed={consumed!r:.60} is no number"
+            checkpoints.directory / str(step),
+            f"extra.json: consumed={consumed!r:.60} must be a whole number",
         )
-    return consumed
-
-
-def _usual_loss(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> float:
-    """What the guard took for usual by then, on the same data; infinite where nothing is known."""
-    if step is None or checkpoints.run(step).data != run.data:
-        return math.inf
-    usual = checkpoints.extra(step).get("usual_loss")
-    return usual if isinstance(usual, float) and usual > 0 else math.inf
+    if isinstance(usual, float) and usual > 0 and checkpoints.run(step).data == run.data:
+        return consumed, usual
+    return consumed, math.inf
 
 
 def _local_rows(trainer: Trainer) -> np.ndarray:
@@ -218,7 +204,6 @@ def _local_rows(trainer: Trainer) -> np.ndarray:
 def _created(out: Path, run: RunConfig) -> Iterator[None]:
     """`out`, with the run's config in it, and with a lock on it, which others respect: until the
     end of this, or of the process, however it ends."""
-    written = out / "run.json.tmp"
     with contextlib.ExitStack() as held:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -227,11 +212,10 @@ def _created(out: Path, run: RunConfig) -> Iterator[None]:
                 held.callback(os.close, folder)
                 _lock(folder, out)
                 _refuse_others(out)
-                written.write_text(json.dumps(to_dict(run), indent=2) + "\n", encoding="utf-8")
-                os.replace(written, out / "run.json")
+                with replacing(out / "run.json") as written:
+                    text = json.dumps(to_dict(run), indent=2) + "\n"
+                    written.write_text(text, encoding="utf-8")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                written.unlink(missing_ok=True)
             raise UserError(
                 f"out={out} cannot be written ({error.strerror}); use another"
             ) from error
@@ -243,7 +227,7 @@ def _refuse_others(out: Path) -> None:
     for name in (*_FILES, *_FOLDERS):
         path, kind = out / name, "file" if name in _FILES else "folder"
         if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
-            raise UserError(f"{path} is there, and it is no {kind}; move it, or use another out")
+            raise UserError(f"{path} is there, and must be a {kind}; move it, or use another out")
 
 
 def _lock(folder: int, out: Path) -> None:

@@ -48,16 +48,12 @@ class Meter:
         """`metrics` on the host; `step_s` from the end of the step before to that of this one."""
         per_device = 1 / (step_s * self._devices)
         model = self._model_flops * per_device
+        names = ("loss", "learning_rate", "gradient_norm", "loss_scale")
         return StepRecord(
-            step=step,
-            loss=float(metrics.loss),
-            learning_rate=float(metrics.learning_rate),
-            gradient_norm=float(metrics.gradient_norm),
-            loss_scale=float(metrics.loss_scale),
-            finite=bool(metrics.finite),
-            step_s=step_s,
+            **{name: float(getattr(metrics, name)) for name in names},
+            step=step, finite=bool(metrics.finite), step_s=step_s,
             tokens_per_s=self._tokens / step_s,
             tflops_sc21=self._sc21_flops * per_device / 1e12,
             tflops_model=model / 1e12,
             mfu=model / self._peak_flops if self._peak_flops else None,
-        )
+        )  # fmt: skip

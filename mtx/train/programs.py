@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -13,13 +14,13 @@ Tree = Any
 
 
 class Programs:
-    """The programs of a trainer; None until `compile`."""
+    """The programs of a trainer, once `compile` has been called."""
+
+    train_step: jax.stages.Compiled  # as `Trainer.train_step`
+    evaluate: jax.stages.Compiled  # as `Trainer.evaluate`
 
     def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-        self.train_step: Callable | None = None  # as `Trainer.train_step`
-        self.evaluate: Callable | None = None  # as `Trainer.evaluate`
-        self.audit = Audit(trainer)
+        self.trainer, self.audit, self.compiled = trainer, Audit(trainer), False
 
     def compile(self, state: TrainState, batch: Tree, held_out: Tree, *, training: bool) -> None:
         """For a state and batches like these; without `training`, only what evaluates."""
@@ -28,3 +29,4 @@ class Programs:
         self.evaluate = self.trainer.evaluate.lower(state, held_out).compile()
         if training and self.trainer.run.guard.compare_every:
             self.audit.compile(state)
+        self.compiled = True

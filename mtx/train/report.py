@@ -32,7 +32,6 @@ class Report:
         self._silent = jax.process_index() != 0
         moving = self._console.is_terminal and not self._console.is_jupyter
         self._bar = _Bar(self._console) if moving and not self._silent else None
-        self._task = None
         self._last_step = 0
         self._every = 1  # steps between plain lines
         self._last_line_s = 0.0
@@ -55,7 +54,7 @@ class Report:
         if self._bar is None:
             yield
             return
-        self._task = self._bar.add_task("training", total=last, completed=first)
+        self._bar.add_task("training", total=last, completed=first)
         with self._bar:
             yield
 
@@ -63,7 +62,7 @@ class Report:
         numbers = step_text(record)
         if self._bar is not None:
             self._bar.numbers = numbers
-            self._bar.update(self._task, completed=record.step, refresh=False)
+            self._bar.update(self._bar.task_ids[-1], completed=record.step, refresh=False)
         if not record.finite:
             self.line(f"step {record.step:>6,}  {numbers}  gradients not finite: update skipped")
         elif self._bar is None and self._is_due(record.step):

@@ -134,7 +134,7 @@ class Session:
         """Compiles the step, where there is training to do, and all else that exchanges anything:
         the first use of a collective has a deadline, and one process may take longer than that to
         compile it after another has. So they all compile first, and then meet."""
-        is_new = self.programs.evaluate is None
+        is_new = not self.programs.compiled
         with self.watch.during("compile"), self.clock("compile"):
             if training:
                 self.checkpoints.prepare(self.trainer)
@@ -165,7 +165,7 @@ class Session:
     def _train(self, stop: Callable[[int], bool]) -> None:
         """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
         run = self.trainer.run
-        ahead = _runs_ahead(self.trainer.mesh.devices.flat[0])
+        ahead = _runs_ahead(self.trainer.platform)
         with self.watch.during("loop"), self.report.progress(self.step, run.steps):
             while self.step < run.steps and not stop(self.step):
                 self.profile.before(self.step + 1)
@@ -314,20 +314,13 @@ class Session:
 
     def _log_start(self) -> None:
         run, devices = self.trainer.run, self.trainer.mesh.devices
-        self.log.write(
-            "start",
-            {
-                "step": self.step,
-                "consumed": self.consumed,
-                "unix_time": time.time(),
-                "since_launch_s": self.startup.total_s,
-                "jax": jax.__version__,
-                "device_kind": devices.flat[0].device_kind,
-                "devices": devices.size,
-                "parameters": parameters(run.model),
-                "run": to_dict(run),
-            },
-        )
+        start = {
+            "step": self.step, "consumed": self.consumed, "unix_time": time.time(),
+            "since_launch_s": self.startup.total_s, "jax": jax.__version__,
+            "device_kind": devices.flat[0].device_kind, "devices": devices.size,
+            "parameters": parameters(run.model), "run": to_dict(run),
+        }  # fmt: skip
+        self.log.write("start", start)
 
     def _end(self, interrupted: bool) -> Summary:
         summary = self._summary(interrupted=interrupted)
@@ -362,24 +355,17 @@ class Session:
         return summary
 
     def _summary(self, *, interrupted: bool) -> Summary:
+        history = self.history
         return Summary(
-            trainer=self.trainer,
-            state=self.state,
-            data=self.data,
-            first_eval_loss=self.history.first_evaluation[1],
-            last_eval_loss=self.history.last_evaluation[1],
-            losses=self.history.losses,
-            skipped=self.history.skipped,
-            rollbacks=self.faults.rollbacks,
-            interrupted=interrupted,
-            exit=self.exit,
-            checkpoint=self._checkpoint,
-            log=Path(self.trainer.run.out) / "log.jsonl",
-            seconds=self.history.seconds,
-        )
+            trainer=self.trainer, state=self.state, data=self.data,
+            first_eval_loss=history.first_evaluation[1], last_eval_loss=history.last_evaluation[1],
+            losses=history.losses, skipped=history.skipped, seconds=history.seconds,
+            rollbacks=self.faults.rollbacks, interrupted=interrupted, exit=self.exit,
+            checkpoint=self._checkpoint, log=Path(self.trainer.run.out) / "log.jsonl",
+        )  # fmt: skip
 
 
-def _runs_ahead(device: jax.Device) -> bool:
+def _runs_ahead(platform: str) -> bool:
     """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
     one pool of threads, and there is nothing to gain."""
-    return device.platform != "cpu"
+    return platform != "cpu"

@@ -48,10 +48,12 @@ class Start(Protocol):
     def complete(self, run: RunConfig, given: Collection[str]) -> RunConfig:
         """`run`, with what follows from the other fields where it is not among the options that
         are `given`. Raises UserError for what this start does not go with."""
+        ...
 
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
         """`run`, laid over the devices, once its `out` holds a checkpoint. To be called by all
         processes."""
+        ...
 
 
 def find_start(directory: str) -> Start:
@@ -66,8 +68,8 @@ def find_start(directory: str) -> Start:
     if os.path.isfile(path / RUN) or Checkpoints(path).steps():
         return FromRun(path)
     raise UserError(
-        f"{path} is no run ({RUN}, checkpoints) and no Hugging Face directory ({CONFIG}); text "
-        "to train on is named by --data.path"
+        f"{path} is neither a run ({RUN}, checkpoints) nor a Hugging Face directory ({CONFIG}); "
+        "text to train on is named by --data.path"
     )
 
 

@@ -32,7 +32,8 @@ class TensorBoard:
 
     def __init__(self, run: RunConfig):
         try:
-            from tensorboardX import SummaryWriter
+            # Of mtx[track], which pyright's machine need not have.
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise _missing("tensorboard", "tensorboardX") from None
         self._writer = SummaryWriter(str(Path(run.out) / "tensorboard"))
@@ -51,7 +52,7 @@ class WeightsAndBiases:
 
     def __init__(self, run: RunConfig):
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise _missing("wandb", "wandb") from None
         directory = Path(run.out).absolute()

@@ -48,9 +48,7 @@ class Look:
         return Picture(figure=draw_plan(self.plan))._repr_png_()
 
 
-@functools.lru_cache(maxsize=16)
-def _holdings(run: RunConfig) -> Holdings:
-    return Holdings(run)
+_holdings = functools.lru_cache(maxsize=16)(Holdings)
 
 
 def look(

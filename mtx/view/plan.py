@@ -39,10 +39,8 @@ _DOUBLINGS = 5  # of the replicas, below and above the plan's
 
 def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
     """Mesh, memory, time of a step, timeline and scaling of one plan, saved to `path` if given.
-
     UserError where matplotlib is missing, or `path` ends otherwise than .svg, .png or .pdf, or
-    cannot be written.
-    """
+    cannot be written."""
     figure = picture.new_figure(13.0, 11.0, path)
     picture.figure_title(figure, title(plan), 13)
     above, runs = picture.split_figure(figure, 7.2, 3.8)

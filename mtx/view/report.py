@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from mtx.config import RunConfig, from_dict
 from mtx.errors import UserError
@@ -19,7 +20,7 @@ from mtx.view.spans import count
 def summarize(records: Sequence[Record]) -> dict:
     """The numbers of a run's log, ready for JSON. Medians are over the steps that count."""
     log = RunLog(records)
-    steps, goodput, start = log.steps, log.goodput, log.start
+    steps, goodput, start, counts = log.steps, log.goodput, log.start, asdict(log.goodput)
     held_out, memory = log.told("eval"), log.told("memory")
     last = steps[-1] if steps else {}
     known = {
@@ -35,18 +36,9 @@ def summarize(records: Sequence[Record]) -> dict:
         "loss": last.get("loss"),
         "held_out_loss": held_out[-1]["loss"] if held_out else None,
         "goodput": goodput.fraction,
-        "seconds": goodput.parts,
-        **{
-            name: getattr(goodput, name)
-            for name in (
-                "wall_s",
-                "sessions",
-                "lost_steps",
-                "skipped_steps",
-                "rollbacks",
-                "clock_jumps",
-            )
-        },
+        "seconds": counts.pop("parts"),
+        "wall_s": goodput.wall_s,
+        **counts,
         "damaged_checkpoints": len(log.told("damaged")),
         "failed_saves": len(log.told("save_failed")),
         **{name: last.get(name) for name in ("learning_rate", "gradient_norm", "loss_scale")},
