@@ -110,6 +110,17 @@ def test_a_process_that_was_away_itself_blames_nobody():
     assert judge.see(seen(sent(0, 3), sent(1, 2)), 100.5) is None
 
 
+def test_a_judge_that_often_comes_late_still_names_who_is_lost():
+    """On a busy machine it looks every 1.5 s, and not twice a second."""
+    judge = Judge(silent_s=10, suspect_s=2)
+    for tick in range(20):
+        error = "Gloo: reset by peer" if tick > 3 else ""
+        verdict = judge.see(seen(sent(0, tick, error=error), sent(1, min(tick, 3))), 1.5 * tick)
+        if verdict:
+            break
+    assert tick <= 7 and verdict.culprits == (1,)
+
+
 def test_who_has_finished_may_fall_silent():
     judge = Judge(silent_s=10, suspect_s=2)
 

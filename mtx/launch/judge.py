@@ -117,8 +117,9 @@ class Judge:
         if self._last_s is None or self._first_s is None:
             self._first_s = self._last_s = now_s
         away_s, self._last_s = now_s - self._last_s, now_s
-        if away_s > self.suspect_s / 2:  # it was this process that did not run: look again
-            self._seen = {p: (count, now_s) for p, (count, _) in self._seen.items()}
+        # Longer than this it was this process that did not run: that is nobody's silence.
+        away_s = max(away_s - self.suspect_s / 2, 0.0)
+        self._seen = {p: (count, since_s + away_s) for p, (count, since_s) in self._seen.items()}
         for process, heartbeat in heartbeats.items():
             if process not in self._seen or self._seen[process][0] != heartbeat.count:
                 self._seen[process] = heartbeat.count, now_s
