@@ -59,7 +59,7 @@ class _Room:
         if shared:
             size = machine_bytes()
         else:
-            limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+            limits = [(device.memory_stats() or {}).get("bytes_limit") or 0 for device in local]
             if not all(limits):
                 return None
             size = min(limits)
