@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from mtx import optimizers
 from mtx.errors import UserError, unknown_name
-from mtx.fields import Between, require_above, require_choice, resolve_types
+from mtx.fields import Between, require_above, resolve_types
 from mtx.sizes import Interval, NotNegative, Step
 
 Rates = Literal["cosine", "linear", "wsd", "constant"]
@@ -38,7 +38,6 @@ class OptimizerConfig:
 
     def __post_init__(self):
         resolve_types(self)
-        require_choice(self, "rate", Rates)
         self._check_optimizers()
         require_above(self, 0, "lr")
         if self.decay_steps is not None and self.rate != "constant":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from mtx.errors import UserError
 from mtx.families import ModelConfig, check_groups
-from mtx.fields import Between, require_above, require_choice
+from mtx.fields import Between, require_above
 from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight, ffn_field
 from mtx.sizes import Tokens, Width
 
@@ -33,7 +33,6 @@ class Llama(ModelConfig):
     rotary_original: Tokens = 8192  # "llama3": the sequence of the first training
 
     def check(self) -> None:
-        require_choice(self, "rotary_scaling", RotaryScaling)
         require_above(self, 0, "rotary_base", "rotary_low")
         require_above(self, self.rotary_low, "rotary_high")
         if self.head_dim is None:
