@@ -67,13 +67,7 @@ class Question:
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the model can be laid out so, and the batch be divided."""
-        try:
-            layout.check(self.model)
-            layout.microbatches(self.global_batch)
-        except UserError:
-            return False
-        return True
+        return divides(layout, self.model, self.global_batch)
 
     def meshes(self) -> list[Layout]:
         """Every data x pipe x tensor that model and batch allow, in its leanest settings."""
@@ -129,6 +123,16 @@ class Question:
         else:
             tried = (True, False) if self.model.sequence % tensor == 0 else (False,)
         return choices(self.fixed.sequence_parallel, tried)
+
+
+def divides(layout: Layout, model: ModelConfig, global_batch: int) -> bool:
+    """Whether the model can be laid out so, and the batch be divided."""
+    try:
+        layout.check(model)
+        layout.microbatches(global_batch)
+    except UserError:
+        return False
+    return True
 
 
 def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
