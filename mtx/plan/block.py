@@ -118,10 +118,6 @@ class Shard:
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
         return moved_bytes / rate + kernels * self.calibration.kernel_s
 
-    def drops(self, probability: float) -> bool:
-        """Whether there is dropout where the model's config says `probability`."""
-        return probability > 0 or self.calibration.software.dropout
-
     def cost(self, kind: str) -> Cost:
         """Of one layer. Its probabilities have no dropout here, which is priced with them."""
         dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
@@ -264,7 +260,8 @@ def _unfused_s(shard: Shard, batch: int, queries: int, keys: int, size: int) -> 
     values_s = shard.product_s(queries, size, keys, batch)
     square_bytes = batch * queries * keys * shard.item_bytes
     mask = 1 / shard.item_bytes  # a byte
-    drop = 2 + mask if shard.drops(shard.model.attention_dropout) else 0.0
+    drops = shard.model.attention_dropout > 0 or shard.calibration.software.dropout
+    drop = 2 + mask if drops else 0.0
     forward, backward = _softmax_passes(shard)
     return (
         scores_s + values_s + shard.memory_s((forward + drop) * square_bytes, 2),

@@ -87,9 +87,6 @@ def seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 0.995 else f"{value * 1e3:.3g} ms"
 
 
-_OTHERS = ("gpipe",)  # schedules
-
-
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A candidate with one setting changed, and what that does."""
@@ -124,7 +121,7 @@ def changes(
         place = values.index(getattr(mesh, name))
         asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
     asked += [("recompute", way) for way in RECOMPUTE]
-    asked += [("schedule", name) for name in (*_OTHERS, LOOPED[0]) if mesh.pipe > 1]
+    asked += [("schedule", name) for name in ("gpipe", LOOPED[0]) if mesh.pipe > 1]
     asked += [("zero", zero) for zero in (0, 1, 3) if mesh.data > 1]
     listed = []
     for name, value in asked:
