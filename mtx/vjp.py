@@ -12,7 +12,7 @@ needs to be written for it, and no FLOP is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ class LayerVJP:
 
     def __init__(self, layer: Callable, params, stream, *given):
         """The arguments are examples: only their shapes and dtypes count."""
-        self._layer = layer
+        self._layer, self.params, self.stream = layer, params, stream
         self._examples = params, stream, *given
         self._structure: Any = None
 
@@ -58,16 +58,32 @@ class LayerVJP:
                 vjp.args_res[position] = value
         return vjp(dy)
 
+    def _backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
+        """(the gradients of params, those of stream and cache)"""
+        dparams, dstream, _, *dcache = self.backward(residuals, params, given, dy)
+        return dparams, (dstream, *dcache)
+
     @cached_property
     def cut(self) -> Cut:
         """The backward pass in two parts."""
+        return Cut.of(self._backward, *self._of_backward)
+
+    @cached_property
+    def cut_behind_collectives(self) -> Cut:
+        """The same with all collectives in B."""
+        return Cut.of(self._backward, *self._of_backward, stay=COLLECTIVES)
+
+    @property
+    def _of_backward(self) -> tuple:
         params, _, *given = self._examples
+        return self.residuals, params, tuple(given), self.output
 
-        def backward(residuals, params, given, dy):
-            dparams, dstream, _, *dcache = self.backward(residuals, params, given, dy)
-            return dparams, (dstream, *dcache)
-
-        return Cut.of(backward, self.residuals, params, tuple(given), self.output)
+    @cached_property
+    def strands(self) -> tuple[Strand, Strand]:
+        """`forward`, and the backward pass whole, (residuals, params, given, dy) -> (gradients of
+        params, (that of stream, ...)), as equations over leaves."""
+        backward = Strand.of(self._backward, *self._of_backward)
+        return Strand.of(self.forward, *self._examples), backward
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,52 +97,51 @@ class Cut:
 
     deferred: tuple[jax.ShapeDtypeStruct, ...]  # of what waits
     made_by_w: Tree  # bool, like the parameters: which gradients W makes
-    _backward: Callable
-    _weight: Callable
+    b: Strand  # leaves of (residuals, params, given, dy) -> what `of_b` takes apart
+    w: Strand  # what waits -> the gradients that W makes
+    others: Any  # the structure of the gradients of what is no parameter
 
     @classmethod
-    def of(cls, backward: Callable, residuals, params, given, dy) -> Cut:
-        """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only."""
+    def of(cls, backward: Callable, residuals, params, given, dy, *, stay=()) -> Cut:
+        """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only.
+        stay: names of primitives that B keeps."""
         arguments = residuals, params, given, dy
-        flat = jax.make_jaxpr(_inlined(backward, arguments))(*jax.tree.leaves(arguments))
+        flat = Strand.of(backward, *arguments)
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
-        others = jax.tree.structure(shapes[1])
-        of_b, of_w = divide(flat.jaxpr, weights)
+        of_b, of_w = divide(flat.jaxpr, weights, stay)
         from_w = {var for eqn in of_w for var in eqn.outvars}
         dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
         waits = inputs_of(of_w, exclude=set(flat.jaxpr.constvars))
         made_by_w = [var in from_w if not isinstance(var, Literal) else False for var in dweights]
         in_b = [var for var, waits_for_w in zip(dweights, made_by_w) if not waits_for_w]
         in_w = [var for var, waits_for_w in zip(dweights, made_by_w) if waits_for_w]
-        constants = flat.consts
-        run_b = _function(flat.jaxpr, constants, of_b, flat.jaxpr.invars, [*in_b, *rest, *waits])
-        run_w = _function(flat.jaxpr, constants, of_w, waits, in_w)
-
-        def b(residuals, params, given, dy):
-            values = run_b(*jax.tree.leaves((residuals, params, given, dy)))
-            gradients = iter(values[: len(in_b)])
-            dparams = structure.unflatten(None if w else next(gradients) for w in made_by_w)
-            end = len(in_b) + len(rest)
-            return dparams, others.unflatten(values[len(in_b) : end]), tuple(values[end:])
-
-        def w(deferred):
-            gradients = iter(run_w(*deferred))
-            return structure.unflatten(next(gradients) if w else None for w in made_by_w)
-
-        deferred = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits)
         return cls(
-            deferred=deferred, made_by_w=structure.unflatten(made_by_w), _backward=b, _weight=w
+            deferred=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits),
+            made_by_w=structure.unflatten(made_by_w),
+            b=flat.part(of_b, flat.jaxpr.invars, [*in_b, *rest, *waits]),
+            w=flat.part(of_w, waits, in_w),
+            others=jax.tree.structure(shapes[1]),
         )
 
+    def of_b(self, values: Sequence) -> tuple[Tree, Tree, Arrays]:
+        """What B gives: (gradients of the parameters that need not wait, None for the others; the
+        other gradients; what waits for W)"""
+        gradients, structure = iter(values), jax.tree.structure(self.made_by_w)
+        made_by_w = jax.tree.leaves(self.made_by_w)
+        dparams = structure.unflatten(None if w else next(gradients) for w in made_by_w)
+        rest = list(gradients)
+        end = self.others.num_leaves
+        return dparams, self.others.unflatten(rest[:end]), tuple(rest[end:])
+
     def backward(self, residuals: Arrays, params, given: tuple, dy):
-        """B: (gradients of the parameters that need not wait, None for the others; the other
-        gradients; what waits for W)"""
-        return self._backward(residuals, params, given, dy)
+        """B, of arrays."""
+        return self.of_b(self.b(*jax.tree.leaves((residuals, params, given, dy))))
 
     def weight(self, deferred: Arrays):
         """W: the gradients of the parameters that have waited, None for the others."""
-        return self._weight(deferred)
+        gradients = iter(self.w(*deferred))
+        return jax.tree.map(lambda w: next(gradients) if w else None, self.made_by_w)
 
 
 def _without_given(vjp):
@@ -138,6 +153,7 @@ def _without_given(vjp):
 
 # -- equations -------------------------------------------------------------------------------------
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "ppermute", "all_to_all")
 NESTED = {  # primitives whose equations are taken out of them, and where they keep them
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
@@ -145,16 +161,43 @@ NESTED = {  # primitives whose equations are taken out of them, and where they k
 }  # fmt: skip
 
 
-def _inlined(f: Callable, arguments) -> Callable:
-    """f over the leaves of its arguments, without nested functions among its equations."""
-    structure = jax.tree.structure(arguments)
+@dataclass(frozen=True, eq=False)
+class Strand:
+    """A function of arrays as equations, without nested functions among them."""
 
-    def run(*leaves):
-        outer = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves))))
-        closed = outer(*leaves)
-        return _evaluate(closed.jaxpr, closed.consts, leaves)
+    jaxpr: Any
+    constants: Sequence
 
-    return run
+    @classmethod
+    def of(cls, f: Callable, *arguments) -> Strand:
+        """`f` over the leaves of its arguments, of which shapes count only."""
+        structure = jax.tree.structure(arguments)
+
+        def run(*leaves):
+            outer = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves))))
+            closed = outer(*leaves)
+            return _evaluate(closed.jaxpr, closed.consts, leaves)
+
+        flat = jax.make_jaxpr(run)(*jax.tree.leaves(arguments))
+        return cls(flat.jaxpr, flat.consts)
+
+    def part(self, eqns, invars, outvars) -> Strand:
+        """Some of the equations."""
+        jaxpr = self.jaxpr.replace(
+            constvars=self.jaxpr.constvars if self.constants else [],
+            eqns=list(eqns), invars=list(invars), outvars=list(outvars),
+            debug_info=self.jaxpr.debug_info.with_unknown_names(),
+        )  # fmt: skip
+        return Strand(jaxpr, self.constants)
+
+    def __call__(self, *arrays) -> list:
+        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.constants))(*arrays)
+
+
+def bind(jaxpr, eqn, inputs: Sequence) -> list:
+    """The outputs of one equation of a jaxpr."""
+    known = {v: x for v, x in zip(eqn.invars, inputs) if not isinstance(v, Literal)}
+    return Strand(jaxpr, ()).part([eqn], known, eqn.outvars)(*known.values())
 
 
 def _evaluate(jaxpr, constants, arguments) -> list:
@@ -171,15 +214,14 @@ def _evaluate(jaxpr, constants, arguments) -> list:
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             outputs = _evaluate(body, constants, inputs)
         else:
-            known = {var: values[var] for var in variables_of(eqn.invars)}
-            outputs = _function(jaxpr, (), [eqn], known, eqn.outvars)(*known.values())
+            outputs = bind(jaxpr, eqn, inputs)
         values.update(zip(eqn.outvars, outputs))
     return [read(var) for var in jaxpr.outvars]
 
 
-def divide(jaxpr, weights: int) -> tuple[list, list]:
+def divide(jaxpr, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
     """The equations of B and of W, each in their order; the first `weights` outputs are weight
-    gradients."""
+    gradients. stay: as in `Cut.of`."""
     needed = needed_of(jaxpr.eqns, jaxpr.outvars[weights:])
     wanted = needed_of(jaxpr.eqns, jaxpr.outvars)
     later, made_later = set(), set()
@@ -197,6 +239,8 @@ def divide(jaxpr, weights: int) -> tuple[list, list]:
         eqn = jaxpr.eqns[i]
         users = [j for j in wanted if set(eqn.outvars) & set(variables_of(jaxpr.eqns[j].invars))]
         if not users or not set(users) <= later or set(eqn.outvars) & outputs:
+            continue
+        if eqn.primitive.name in stay:
             continue
         inputs = {var for var in variables_of(eqn.invars) if var not in free | waiting}
         if _bytes(inputs) <= _bytes(eqn.outvars):
@@ -229,12 +273,3 @@ def inputs_of(eqns, *, exclude) -> list:
 
 def _bytes(variables) -> int:
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
-
-
-def _function(jaxpr, constants, eqns, invars, outvars) -> Callable:
-    part = jaxpr.replace(
-        constvars=jaxpr.constvars if constants else [],
-        eqns=list(eqns), invars=list(invars), outvars=list(outvars),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
-    return jaxpr_as_fun(ClosedJaxpr(part, constants))

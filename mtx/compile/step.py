@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mtx.compile.buffers import NameOf, largest_buffers
 from mtx.compile.compiler import Compiler, find_compiler
 from mtx.compile.hlo import Program, read_program
@@ -33,6 +35,7 @@ from mtx.compile.overlap import Machine, timeline
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
+from mtx.pipeline.woven import codes
 from mtx.plan.attention import kernel_of
 from mtx.plan.compiled import Compiled, Traffic
 from mtx.plan.flops import hardware_matmul_flops
@@ -158,7 +161,8 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
     step_s, overlap = None, ()
     if compiler.backend == "gpu":
         machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
-        step_s, overlap = timeline(program, machine, busy, trip_counts=trips)
+        slowest = busy_shares(trainer, of_slowest=True)
+        step_s, overlap = timeline(program, machine, slowest, trip_counts=trips)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -213,32 +217,41 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
 
 
 _TAKEN_OR_NOT = re.compile(
-    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward)/cond$"
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|(?:last/)?W|embed|head|embed_backward)/cond$"
 )
 
 
-def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
+def busy_shares(
+    trainer: Trainer, *, of_slowest: bool = False
+) -> Callable[[Instruction], Sequence[float]]:
     """For each conditional of the step, the shares of its executions that take each branch.
 
     The step's conditionals are the ops that a stage sits out and, with zero=3, the begins and ends
-    of runs of one chunk's ops; the schedule's table says how often.
+    of runs of one chunk's ops; the schedule's table says how often. Shares are those of the mean
+    stage; `of_slowest`: in each tick, of the stage that has most to do, for which the others wait.
     """
     schedule, phased = trainer.schedule, trainer.run.layout.idle == "phases"
 
+    def asked_in(*kinds: str) -> np.ndarray:
+        """The ticks of the phases in which one of them is asked."""
+        phases = [p for p in schedule.phases if not phased or any(getattr(p, k) for k in kinds)]
+        return np.concatenate([np.arange(phase.start, phase.stop) for phase in phases])
+
     def share_of(taken, kind: str) -> float:
-        """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
-        phases = [phase for phase in schedule.phases if getattr(phase, kind) or not phased]
-        asked = sum(phase.stop - phase.start for phase in phases)
-        return float(taken.sum() / (taken.size // len(taken)) / asked)
+        """taken: bool [T] or [T, P]"""
+        taken = taken[asked_in(kind)].reshape(len(asked_in(kind)), -1)
+        return float((taken.any(axis=1) if of_slowest else taken).mean())
 
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     shares = {
         "F": share_of(forward.busy, "forward"),
         "B": share_of(backward.busy, "backward"),
+        "last/W": share_of(backward.busy, "backward"),
         "embed": share_of(schedule.embed >= 0, "forward"),
         "head": share_of(schedule.head >= 0, "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
         "all_gather": share_of(forward.runs[0], "forward"),
+        "F/all_gather": share_of(forward.runs[0], "forward"),
         "B/all_gather": share_of(backward.runs[0], "backward"),
         "B/reduce_scatter": share_of(backward.runs[1], "backward"),
     }
@@ -248,8 +261,29 @@ def busy_shares(trainer: Trainer) -> Callable[[Instruction], Sequence[float]]:
             "reduce_scatter": share_of(weight.runs[1], "weight"),
         }
 
+    def woven(count: int) -> Sequence[float]:
+        """Of a tick's F and B together: of its cases."""
+        for kinds in (("forward", "backward"), ("forward",), ("backward",)):
+            wanted = "forward" in kinds, "backward" in kinds
+            by_chunk = trainer.axes.in_place and trainer.run.layout.zero != 3
+            pair = codes(schedule.halves, by_chunk=by_chunk, always=phased, wanted=wanted)
+            ticks = asked_in(*kinds)
+            code = np.stack(pair, axis=-1)
+            cases, place = np.unique(code.reshape(-1, 2), axis=0, return_inverse=True)
+            if len(cases) != count:
+                continue
+            place = place.reshape(code.shape[:2])[ticks]
+            if of_slowest:  # B has more to do than F
+                most = (2 * (pair[1] > 0) + (pair[0] > 0))[ticks]
+                place = np.take_along_axis(place, most.argmax(axis=1)[:, None], axis=1)
+            return tuple(np.bincount(place.ravel(), minlength=count) / place.size)
+        raise UserError(f"a tick of {count} cases, which the table does not have")
+
     def branches(conditional: Instruction) -> Sequence[float]:
         count, where = len(conditional.branches), _TAKEN_OR_NOT.search(conditional.op_name)
+        if conditional.op_name.endswith("/woven/cond"):
+            found = woven(count)
+            return found[::-1] if "true_computation=" in conditional.attributes else found
         if where and count == 2:
             taken = shares[where[1]]
             true_first = "true_computation=" in conditional.attributes

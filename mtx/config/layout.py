@@ -21,6 +21,7 @@ Stash = Literal["residuals", "inputs"]
 Zero = Literal[1, 3]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
+Weave = Literal["off", "on"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Layout:
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
+    weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other
     # layers of each of the pipe*virtual stages, in model order
     stage_layers: StageLayers = "even"
 
@@ -53,6 +55,13 @@ class Layout:
                 "third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
 
+        if self.weave == "on":
+            for name, wanted in (("stash", "residuals"), ("slices", 1)):
+                if (value := getattr(self, name)) != wanted:
+                    raise UserError(
+                        f"weave='on' is not made for {name}={value!r}; use {name}={wanted!r} with "
+                        "it, or weave='off'"
+                    )
         checked("data*pipe*tensor", self.devices, Devices)
         checked("pipe*virtual", self.pipe * self.virtual, Layers)
 

@@ -104,7 +104,10 @@ class GroupedProjection(nnx.Module):
         repeats = None, 2 if self._repeated else None
         projected = column_products(x_BsD, (self.q[...], self.kv[...]), repeats, self.axes)
         if self.bias:
-            projected = add_bias(projected[0], self.q_bias[...]), self._with_bias(projected[1])
+            projected = (
+                add_bias(projected[0], self.q_bias[...], self.axes),
+                self._with_bias(projected[1]),
+            )
         return tuple(checkpoint_name(y, MATMUL_OUTPUT) for y in projected)
 
     def _with_bias(self, kv_BSngK):
@@ -113,7 +116,7 @@ class GroupedProjection(nnx.Module):
             head = lax.axis_index(self.axes.tensor) * self.groups // self.axes.tensor_shards
             whole_nGK = used_by_heads(bias_ngK, self.axes)
             bias_ngK = lax.dynamic_slice_in_dim(whole_nGK, head, 1, axis=1)
-        return add_bias(kv_BSngK, bias_ngK)
+        return add_bias(kv_BSngK, bias_ngK, self.axes)
 
 
 class AttentionModule(nnx.Module):

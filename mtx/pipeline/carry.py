@@ -18,10 +18,11 @@ class Messages(NamedTuple):
     """What goes from stage to stage, and what has come and waits for its tick."""
 
     x: tuple[Stream, ...]  # from the stage before, one for each route
-    dx: Stream  # is to be sent to the stage before
+    dx: Any  # is to be sent to the stage before; in a woven tick, has come, one for each route
     receives: tuple[Tree, ...]  # [slots, ...] of the stream, and so the next two; None: not needed
     gradient_receives: tuple[Tree, ...]
     outputs: Tree  # of the last virtual stage, for the head
+    dy: Stream | None = None  # from the head, where it runs a tick before its B
 
 
 class Stash(NamedTuple):

@@ -17,7 +17,6 @@ T ticks
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jax import lax
 
 from mtx.pipeline.run import Parts, Run
 from mtx.pipeline.slots import write
+from mtx.pipeline.woven import WovenRun
 from mtx.schedules.schedule import IDLE, by_tick
 
 Tree = Any
@@ -43,15 +43,13 @@ class Pipeline(Parts):
         sum of losses. Gradients are float32 and still to be summed over `sum_axes` (over the
         replicas those of the layers are summed with zero=3, and sharded like the parameters).
         """
-        run = Run(self, params, batch, samples_MB, rng, loss_weight)
+        kind = WovenRun if self.layout.weave == "on" else Run
+        run = kind(self, params, batch, samples_MB, rng, loss_weight)
         carry, ticks = run.start(), run.ticks()
         if self.layout.idle == "phases":
             for phase in self.schedule.phases:
                 rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
-                step = partial(
-                    run.tick, forward=phase.forward, backward=phase.backward, weight=phase.weight
-                )
-                carry, _ = lax.scan(step, carry, rows)
+                carry, _ = lax.scan(run.of_phase(phase), carry, rows)
         else:
             carry, _ = lax.scan(run.tick, carry, ticks)
         gradients = carry.gradients

@@ -23,7 +23,7 @@ from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.weights import Weights
 from mtx.schedules.partition import Placement
-from mtx.schedules.schedule import IDLE, Route, Schedule
+from mtx.schedules.schedule import IDLE, Phase, Route, Schedule
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -57,6 +57,7 @@ class Run:
         self.weights = Weights(layers=params["layers"], shards=pipeline.data_shards)
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
+        self.placement = placement
         self.index = lax.axis_index(pipe) if pipe else jnp.zeros((), jnp.int32)
         self.first_chunk, first = self.schedule.first_virtual_stage
         self.last_chunk, last = self.schedule.last_virtual_stage
@@ -157,6 +158,12 @@ class Run:
 
     # -- one tick ---------------------------------------------------------------------------------
 
+    def of_phase(self, phase: Phase) -> Callable:
+        """A tick of a phase."""
+        return partial(
+            self.tick, forward=phase.forward, backward=phase.backward, weight=phase.weight
+        )
+
     def tick(
         self, carry: Carry, op: Tick, *, forward: bool = True, backward: bool = True,
         weight: bool = True,
@@ -186,7 +193,7 @@ class Run:
                     return y, layers, caches
                 return self.stage.forward(forward, weights, x, layers, caches)
 
-            y, layers, caches = self._unless_idle(
+            y, layers, caches = self.unless_idle(
                 op.forward,
                 compute,
                 lambda forward, weights, *kept: (self.zeros(), *kept),
@@ -220,7 +227,7 @@ class Run:
 
     def weight_half(self, carry: Carry, op: Tick) -> Carry:
         with jax.named_scope("W"):
-            of_w = self._unless_idle(
+            of_w = self.unless_idle(
                 op.weight,
                 self.stage.weight,
                 lambda op, deferred, gradients: gradients,
@@ -265,7 +272,7 @@ class Run:
             stream if ring is None else read(ring, receive.uses) for ring, stream, receive in each
         )
         for other, receive in zip(others, receives[1:]):
-            value = _where(receive.used, other, value)
+            value = where(receive.used, other, value)
         return value
 
     def embed(self, op: Tick) -> Stream:
@@ -280,7 +287,7 @@ class Run:
     def input(self, op: Tick, entered: Stream, receives, arrived) -> Stream:
         """The input of F: the embedding on virtual stage 0, what has arrived elsewhere."""
         is_input = self.holds_first & (op.forward.chunk == self.first_chunk)
-        return _where(is_input, entered, self.take(receives, arrived, op.receives))
+        return where(is_input, entered, self.take(receives, arrived, op.receives))
 
     def last_output(self, y: Stream) -> Stream:
         """The last virtual stage's, on every stage."""
@@ -313,9 +320,8 @@ class Run:
 
         def compute(op, weights, layers, caches, kept):
             is_output = self.holds_last & (op.chunk == self.last_chunk)
-            d = _where(is_output, dy, self.take(rings, arrived, tick.gradient_receives))
-            if self.layout.idle != "skip":  # an idle B computes, with a gradient of zero
-                d = jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
+            d = where(is_output, dy, self.take(rings, arrived, tick.gradient_receives))
+            d = self.nothing_where_idle(op, d)
             if self.layout.stash == "inputs":
                 one = op._replace(slot=jnp.zeros((), jnp.int32))
                 x, ring = read(layers, op.slot), self.stage.stash(1)
@@ -327,7 +333,7 @@ class Run:
             return self.zeros(), kept
 
         weights = self.weights.all_gather(carry.weights[1], tick.gather_back, op.chunk)
-        dx, kept = self._unless_idle(
+        dx, kept = self.unless_idle(
             op,
             compute,
             idle,
@@ -348,6 +354,12 @@ class Run:
         )
         return carry, dx
 
+    def nothing_where_idle(self, op: Op, d: Stream) -> Stream:
+        """An idle B that is not skipped computes, with a gradient of zero."""
+        if self.layout.idle == "skip":
+            return d
+        return jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
+
     def embed_backward(self, total: Tree, op: Tick, dx: Stream) -> Tree:
         """`total` with the gradients of virtual stage 0's embedding added."""
 
@@ -360,17 +372,21 @@ class Run:
 
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
-    def _unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):
+    def unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):
         run = self._chunk_by_chunk(compute)
         if self.layout.idle == "skip":
             return lax.cond(op.busy, run, idle, *args)
         return run(*args)
 
+    @property
+    def in_branches(self) -> bool:
+        """Whether each chunk has a branch, whose offsets into weights and gradients then are
+        constants: XLA:GPU adds gradients in place at no others."""
+        all_are_there = self.weights.shards is None
+        return self.axes.in_place and all_are_there and self.schedule.virtual > 1
+
     def _chunk_by_chunk(self, compute: Callable) -> Callable:
-        """A branch for each chunk, whose offsets into weights and gradients then are constants:
-        XLA:GPU adds gradients in place at no others."""
-        gathered = self.weights.shards is not None  # a chunk at a time
-        if not self.axes.in_place or gathered or self.schedule.virtual == 1:
+        if not self.in_branches:
             return compute
 
         def run(op, *args):
@@ -390,5 +406,5 @@ def _add(totals, gradients):
     return jax.tree.map(lambda total, g: total + g.astype(total.dtype), totals, gradients)
 
 
-def _where(condition, a: Tree, b: Tree) -> Tree:
+def where(condition, a: Tree, b: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)

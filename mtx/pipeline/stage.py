@@ -230,10 +230,10 @@ class Stage:
                     own = Own.of(run.kind, _plus(n, i), _plus(index, i), trees, first)
                     return body(own, stream), own.put_into(trees)
 
-                carry = _loop(run.count, layer, carry)
+                carry = loop(run.count, layer, carry)
             return carry
 
-        return _loop(period.repeats, repeat, (stream, trees))
+        return loop(period.repeats, repeat, (stream, trees))
 
     def _switched(self, op: Op, body: Callable, start: Tree, first: dict, backward: bool):
         """`_layers` where a layer's kind is read. A branch is given, and gives back, the entries of
@@ -365,8 +365,10 @@ class Kept(NamedTuple):
     dcaches: Tree  # [R, N, B, S, ...]; None without slices
 
 
-def _loop(count: int, body: Callable, start: Tree) -> Tree:
-    return body(0, start) if count == 1 else lax.fori_loop(0, count, body, start)
+def loop(count: int, body: Callable, start: Tree) -> Tree:
+    if count < 2:
+        return body(0, start) if count else start
+    return lax.fori_loop(0, count, body, start)
 
 
 def _plus(base, i):

@@ -25,8 +25,10 @@ def schedule_for(layout: Layout, microbatches: int) -> Schedule:
     if layout.schedule == "auto":
         raise UserError("schedule='auto' is still to be chosen: see mtx.plan.choose.resolve")
     if layout.schedule_is_file:
-        return _read(Path(layout.schedule))
-    return _make(layout.schedule, microbatches, layout.pipe, layout.virtual, layout.slices)
+        table = _read(Path(layout.schedule))
+    else:
+        table = _make(layout.schedule, microbatches, layout.pipe, layout.virtual, layout.slices)
+    return table.woven if layout.weave == "on" else table
 
 
 @lru_cache(maxsize=128)

@@ -14,7 +14,7 @@ head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ class Schedule:
     virtual_stages: np.ndarray  # int [C, P]
     slices: int  # of each microbatch's sequences
     orders: Orders  # what a runtime with a program per stage runs
+    head_ahead: int = 0  # ticks from the head to the B that it feeds
 
     @classmethod
     def from_ticks(
@@ -116,6 +117,16 @@ class Schedule:
             name, forward, backward, weight, virtual_stages=virtual_stages, slices=slices,
             orders=orders,
         )  # fmt: skip
+
+    @cached_property
+    def woven(self) -> Schedule:
+        """The same where a tick's F and B run side by side: the head runs a tick before the B that
+        it feeds, and all B and W are a tick later where one would be in the tick of its F."""
+        last = np.s_[:, *self.last_virtual_stage]
+        late = int((self.backward_ticks[last] == self.forward_ticks[last]).any())
+        forward, *others = self.tables
+        tables = (forward, *(table + late for table in others))
+        return replace(self, tables=tables, head_ahead=1)
 
     def __repr__(self) -> str:
         slices = f", slices={self.slices}" if self.slices > 1 else ""
@@ -218,7 +229,8 @@ class Schedule:
     def outputs(self) -> Ring:
         """The last virtual stage's output, until the head reads it."""
         last = self.virtual_stages == self.virtual_stages.max()
-        return ring(np.where(last, self.forward_ticks, IDLE), self.backward_ticks, self.ticks)
+        read = self.backward_ticks - self.head_ahead
+        return ring(np.where(last, self.forward_ticks, IDLE), read, self.ticks)
 
     @cached_property
     def cache(self) -> Ring | None:
@@ -250,7 +262,8 @@ class Schedule:
     @cached_property
     def head(self) -> np.ndarray:
         """int32 [T]: the item whose loss is computed in this tick, or IDLE."""
-        return by_tick(self.backward_ticks[:, *self.last_virtual_stage], self.ticks)
+        ticks = self.backward_ticks[:, *self.last_virtual_stage] - self.head_ahead
+        return by_tick(ticks, self.ticks)
 
     @cached_property
     def embed_backward(self) -> np.ndarray:

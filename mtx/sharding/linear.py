@@ -141,17 +141,18 @@ def _column_products_backward(repeats, axes, saved, dys):
 column_products.defvjp(_column_products_forward, _column_products_backward)
 
 
-@custom_vjp()
-def add_bias(y, b):
+@custom_vjp(2)
+def add_bias(y, b, axes: Axes):
     """y[B, S, *outputs] + b[*outputs]"""
-    return y + b
+    # Given the bias as well, XLA:GPU's matmul would no longer read its weight where it lies.
+    return (lax.optimization_barrier(y) if axes.in_place else y) + b
 
 
-def _add_bias_forward(y, b):
-    return y + b, None
+def _add_bias_forward(y, b, axes):
+    return add_bias(y, b, axes), None
 
 
-def _add_bias_backward(_, dy):
+def _add_bias_backward(axes, _, dy):
     # Summed as the matrix that the matmuls take: XLA would copy dy once more in the shape of b.
     dy_NF = dy.reshape(dy.shape[0] * dy.shape[1], -1)
     return dy, dy_NF.sum(axis=0).reshape(dy.shape[2:])
@@ -181,7 +182,9 @@ class ColumnLinear(nnx.Module):
     def __call__(self, x):
         """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs]"""
         (y,) = column_products(x, (self.w[...],), (None,), self.axes)
-        return checkpoint_name(add_bias(y, self.b[...]) if self.bias else y, MATMUL_OUTPUT)
+        return checkpoint_name(
+            add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
+        )
 
 
 class RowLinear(nnx.Module):
@@ -203,7 +206,9 @@ class RowLinear(nnx.Module):
             y = scatter_sequence(partial_BSD, self.axes.tensor)
         else:
             y = reduce_from(partial_BSD, self.axes.tensor)
-        return checkpoint_name(add_bias(y, self.b[...]) if self.bias else y, MATMUL_OUTPUT)
+        return checkpoint_name(
+            add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
+        )
 
 
 def output_std(init_std: float, layers: int) -> float:

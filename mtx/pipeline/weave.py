@@ -1,0 +1,297 @@
+"""Functions woven into one list of equations, so that the collectives of one lie beside the matmuls
+of another.
+
+XLA runs a collective beside computation where its schedule has some between the collective's start
+and its done. It has no reason to put it there, and of the five collectives in a layer's F and B it
+leaves two or three alone, whatever its options. So the order is made here: a collective, matmuls of
+another function that take as long, and a barrier over what both give, behind which all that needs
+the one or the other stands. What only weight gradients need is left out of barriers: XLA has a
+matmul add its product in place only where nothing stands between it and the sum.
+
+Costs decide what lies beside what, and no more: they are an H100's, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend.core import Literal
+
+from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of
+
+# A second: FLOPs of bfloat16 matmuls, bytes over NVLink, bytes of memory.
+_FLOPS, _LINK, _MEMORY = 600e12, 330e9, 2.8e12
+_TRIALS = 240
+
+
+class Braid:
+    """Equations of F and of B, to be computed in an order of our own."""
+
+    def __init__(self):
+        self._values: list[Any] = []  # by number; None: still to be computed
+        self._nodes: list[_Node] = []
+        self._weights: set[int] = set()
+
+    def given(self, arrays: Sequence[Any], *, weights: bool = False) -> list[int]:
+        """The numbers under which arrays are known from now on. weights: no barrier is put before
+        them, so that matmuls read them where they lie."""
+        first = len(self._values)
+        self._values.extend(arrays)
+        numbers = list(range(first, len(self._values)))
+        self._weights.update(numbers if weights else ())
+        return numbers
+
+    def add(
+        self, strand: Strand, inputs: Sequence[int], *, side: str, later: frozenset = frozenset()
+    ) -> list[int]:
+        """The numbers of a function's outputs, of inputs by their numbers; nothing runs yet. side:
+        F or B. later: of its equations, by their place, those that only weight gradients need."""
+        jaxpr = strand.jaxpr
+        known = dict(zip(jaxpr.constvars, self.given(strand.constants), strict=True))
+        known |= dict(zip(jaxpr.invars, inputs, strict=True))
+        for place, eqn in enumerate(jaxpr.eqns):
+            outputs = self.given([None] * len(eqn.outvars))
+            reads = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
+            self._nodes.append(_Node(jaxpr, eqn, reads, outputs, side, place in later))
+            known.update(zip(eqn.outvars, outputs))
+        return [
+            self.given([atom.val])[0] if isinstance(atom, Literal) else known[atom]
+            for atom in jaxpr.outvars
+        ]
+
+    def read(self, numbers: Sequence[int]) -> list:
+        """Values, computed or given."""
+        return [self._values[number] for number in numbers]
+
+    def run(self) -> Order:
+        """Computes all; the order in which that was done."""
+        large, pending = [], []
+        for node in self._nodes:
+            (pending if node.op is None else large).append(node)
+        found = order(tuple(self._steps()))
+        for first, *beside in found.blocks:
+            self._compute_ready(pending)
+            self._together(large[first], [large[place] for place in beside], pending)
+        self._compute_ready(pending)
+        self._nodes = []
+        return found
+
+    def _steps(self) -> Iterator[Step]:
+        """Matmuls and collectives, and which of them each waits for."""
+        waits_for: dict[int, frozenset[int]] = {}  # by the number of a value
+        place = 0
+        for node in self._nodes:
+            before = frozenset().union(*(waits_for.get(n, frozenset()) for n in node.inputs))
+            if node.op is not None:
+                yield node.op._replace(before=before)
+                before, place = frozenset({place}), place + 1
+            waits_for |= dict.fromkeys(node.outputs, before)
+
+    def _together(self, first: _Node, beside: list[_Node], pending: list[_Node]) -> None:
+        """A collective and what lies beside it: neither runs before what the other waits for, nor
+        after what needs the other. What only weight gradients need is free."""
+        tied = [node for node in beside if not node.later]
+        if tied and self._is_ready(tied[0]):
+            self._barrier({*first.inputs, *tied[0].inputs} - self._weights)
+        made = first.compute(self.read(first.inputs))
+        for node in beside:
+            self._compute_ready(pending)
+            self._set(node.outputs, node.compute(self.read(node.inputs)))
+        self._set(first.outputs, made)
+        if tied:
+            self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
+
+    def _compute_ready(self, pending: list[_Node]) -> None:
+        """Of what is neither a matmul nor a collective, all that can be computed."""
+        while ready := [node for node in pending if self._is_ready(node)]:
+            for node in ready:
+                pending.remove(node)
+                self._set(node.outputs, node.compute(self.read(node.inputs)))
+
+    def _barrier(self, numbers: set[int]) -> None:
+        self._set(sorted(numbers), lax.optimization_barrier(self.read(sorted(numbers))))
+
+    def _set(self, numbers: Sequence[int], values: Sequence) -> None:
+        for number, value in zip(numbers, values, strict=True):
+            self._values[number] = value
+
+    def _is_ready(self, node: _Node) -> bool:
+        return all(self._values[number] is not None for number in node.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """An equation, with its inputs and outputs by their numbers."""
+
+    jaxpr: Any
+    eqn: Any
+    inputs: list[int]
+    outputs: list[int]
+    side: str
+    later: bool
+
+    @cached_property
+    def op(self) -> Step | None:
+        """What there is to be ordered; None: it is computed in passing."""
+        communicates, flops = self.eqn.primitive.name in COLLECTIVES, _flops(self.eqn)
+        if not communicates and not flops:
+            return None
+        moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
+        seconds = max(moved) / _LINK if communicates else max(flops / _FLOPS, sum(moved) / _MEMORY)
+        return Step(seconds, communicates, self.later, self.side)
+
+    def compute(self, values: Sequence) -> list:
+        given = iter(values)
+        atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
+        return bind(self.jaxpr, self.eqn, atoms)
+
+
+# -- in which order --------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A collective, or an equation with matmuls in it."""
+
+    seconds: float
+    communicates: bool
+    later: bool  # only weight gradients need it
+    side: str  # F or B
+    before: frozenset[int] = frozenset()  # the places of those that it waits for
+
+
+class Order(NamedTuple):
+    """Blocks in turn: a collective and the matmuls beside it, or a matmul by itself; by place."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    exposed_s: float  # of collectives, what no matmul lies beside
+    collective_s: float
+
+
+@lru_cache(maxsize=512)
+def order(steps: tuple[Step, ...]) -> Order:
+    """The order that leaves least exposed, of many tried: each prefers what most waits for, times a
+    random factor. The same steps always get the same one."""
+    rng, ranks, both = random.Random(0), _ranks(steps), len({step.side for step in steps}) > 1
+    best = _tried(steps, ranks)
+    for _ in range(_TRIALS if both else _TRIALS // 8):
+        if best.exposed_s <= 0.0:
+            break
+        keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
+        best = min(best, _tried(steps, keys), key=lambda found: found.exposed_s)
+    return best
+
+
+def _ranks(steps: Sequence[Step]) -> list[float]:
+    """The longest way from each step to the end, in seconds."""
+    ranks = [step.seconds for step in steps]
+    for place in reversed(range(len(steps))):
+        for before in steps[place].before:
+            ranks[before] = max(ranks[before], steps[before].seconds + ranks[place])
+    return ranks
+
+
+def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
+    """One order: of what can be done, the larger key comes first, weight gradients last."""
+    done: set[int] = set()
+    left = dict.fromkeys(sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n])))
+    blocks, exposed_s, collective_s = [], 0.0, 0.0
+
+    def next_of(communicates: bool, *, later: bool = True) -> int | None:
+        """The first that can be done."""
+        for place in left:
+            step = steps[place]
+            if step.communicates == communicates and step.before <= done and later >= step.later:
+                return place
+        return None
+
+    def take(place: int) -> int:
+        del left[place]
+        return place
+
+    while left:
+        link, work = next_of(True), next_of(False, later=False)
+        if link is None or (steps[link].later and work is None and next_of(False) is not None):
+            alone = work if work is not None else next_of(False)
+            done.add(take(alone))
+            blocks.append((alone,))
+            continue
+        take(link)
+        uncovered_s, block = steps[link].seconds, [link]
+        collective_s += uncovered_s
+        while uncovered_s > 0 and (beside := next_of(False, later=False)) is not None:
+            done.add(take(beside))
+            block.append(beside)
+            uncovered_s -= steps[beside].seconds
+        exposed_s += max(0.0, uncovered_s)
+        done.add(link)
+        blocks.append(tuple(block))
+    return Order(tuple(blocks), exposed_s, collective_s)
+
+
+# -- of functions ----------------------------------------------------------------------------------
+
+
+def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
+    """The places of the equations that only weight gradients need, of a backward pass whose first
+    `weights` outputs they are."""
+    _, later = divide(strand.jaxpr, weights)
+    ids = set(map(id, later))
+    return frozenset(i for i, eqn in enumerate(strand.jaxpr.eqns) if id(eqn) in ids)
+
+
+def split_ahead(strand: Strand) -> tuple[Strand, Strand] | None:
+    """A function in two: up to its first collective, to be computed ahead, and the rest, which
+    takes what the first part gives before its own inputs. None where a matmul comes before it."""
+    jaxpr = strand.jaxpr
+    eqns, free = jaxpr.eqns, set(jaxpr.constvars)
+    first = next((eqn for eqn in eqns if eqn.primitive.name in COLLECTIVES), None)
+    if first is None:
+        return None
+    ahead = needed_of(eqns, first.outvars)
+    if any(_flops(eqns[i]) for i in ahead):
+        return None
+    before = [eqn for i, eqn in enumerate(eqns) if i in ahead]
+    rest = [eqn for i, eqn in enumerate(eqns) if i not in ahead]
+    made = {var for eqn in before for var in eqn.outvars}
+    outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal) and v in made]
+    reads = [v for v in inputs_of(rest, exclude=free) if v in made]
+    crossing = list(dict.fromkeys([*reads, *outputs]))
+    return (
+        strand.part(before, jaxpr.invars, crossing),
+        strand.part(rest, [*crossing, *jaxpr.invars], jaxpr.outvars),
+    )
+
+
+def _bytes(atoms) -> int:
+    return sum(
+        math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in atoms if hasattr(a.aval, "shape")
+    )
+
+
+def _flops(eqn) -> float:
+    """Of the matmuls in an equation, those of its loops and branches included."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contract, _), _ = params["dimension_numbers"]
+        shared = math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
+        return 2.0 * shared * math.prod(eqn.outvars[0].aval.shape)
+    if "attention" in name:  # a fused kernel: q, k, ..., and two products, or five
+        products = 5 if "bwd" in name or "backward" in name else 2
+        rows, keys, *_ = eqn.invars[1].aval.shape
+        return products * 2.0 * math.prod(eqn.invars[0].aval.shape) * keys
+    if name == "cond":
+        return max(_flops_of(branch) for branch in params["branches"])
+    if name == "while":
+        return _flops_of(params["body_jaxpr"])
+    inner = [value for value in params.values() if hasattr(value, "jaxpr")]
+    return params.get("length", 1) * sum(map(_flops_of, inner))
+
+
+def _flops_of(closed) -> float:
+    return sum(map(_flops, closed.jaxpr.eqns))
