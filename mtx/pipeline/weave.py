@@ -26,7 +26,7 @@ from jax.extend.core import Literal
 from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of
 
 # A second: FLOPs of bfloat16 matmuls, bytes over NVLink, bytes of memory.
-_FLOPS, _LINK, _MEMORY = 600e12, 330e9, 2.8e12
+_FLOPS, _LINK, _MEMORY = 740e12, 340e9, 2.8e12
 _TRIALS = 240
 
 

@@ -60,14 +60,19 @@ class DataShard:
         whole = self.unpad(lax.all_gather(local, BATCH, axis=self.dim, tiled=True))
         # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
         # read one layer's weights would be a copy, in place of an offset into the stack.
-        return with_layout_constraint(whole, Layout(major_to_minor=tuple(range(whole.ndim))))
+        return _row_major(whole)
 
     def reduce_scatter(self, gradient):
         """This device's shard of the sum over the replicas of a gradient. In `shard_map`."""
         if self.dim is None:
             return lax.psum(gradient, BATCH) if self.replicas else gradient
-        gradient = self.pad(gradient)
+        # For the same reason: a matmul adds a layer's gradient in place where layers are in front.
+        gradient = self.pad(_row_major(gradient))
         return lax.psum_scatter(gradient, BATCH, scatter_dimension=self.dim, tiled=True)
+
+
+def _row_major(array):
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
 def shard_over_replicas(
