@@ -14,7 +14,7 @@ Expected time: two seconds.
 Expected result: all points by a mean of 5 %, the worst by 18.6 %; every point of figures 11 to 18
 within 5.3 %, but for p=16, t=4 of figure 13, where the paper's 111 teraFLOP/s fall out of the line
 between its neighbours. Figure 7 is taken for a run without fused operators, as its heights say
-(`mtx.plan.published_runs`), and comes 15 to 18 % too fast; with them it would be 27 to 31 %. ZeRO-3
+(`published_runs`), and comes 15 to 18 % too fast; with them it would be 27 to 31 %. ZeRO-3
 is up to a fifth too fast where its traffic takes about as long as the matmuls that hide it.
 """
 
@@ -29,14 +29,7 @@ import tyro
 from fit_time import fit, mean_and_worst
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from table1 import WIDTH, columns, curves, new_figure, save
-
-from mtx.cli import exit_status, parse
-from mtx.errors import unknown_name
-from mtx.plan.calibration import FITTED
-from mtx.plan.published_runs import (
+from published_runs import (
     FIGURE_7,
     FIGURE_11,
     FIGURE_12,
@@ -49,6 +42,13 @@ from mtx.plan.published_runs import (
     TABLE_2,
     PublishedRun,
 )
+from rich.console import Console
+from rich.table import Table
+from table1 import WIDTH, columns, curves, new_figure, save
+
+from mtx.cli import exit_status, parse
+from mtx.errors import unknown_name
+from mtx.plan.calibration import FITTED
 
 FIGURES = {
     runs[0].where: runs

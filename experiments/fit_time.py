@@ -29,6 +29,7 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from published_runs import FITTED_RUNS, HELD_OUT_RUNS, MACHINE, PublishedRun
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import minimize
@@ -37,7 +38,6 @@ from table1 import WIDTH, columns, curves
 from mtx.cli import exit_status, parse
 from mtx.plan.calibration import FITTED, Calibration, calibration_of
 from mtx.plan.hardware import hardware
-from mtx.plan.published_runs import FITTED_RUNS, HELD_OUT_RUNS, MACHINE, PublishedRun
 
 START = dict(matmul_share=0.7, memory_share=0.8, network_share=0.7, send_share=0.7)
 _POWER = 6

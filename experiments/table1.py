@@ -21,13 +21,13 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from published_runs import TABLE_1_RUNS, PublishedRun
 from rich.console import Console
 from rich.table import Table
 
 from mtx.cli import exit_status, parse
 from mtx.errors import UserError
 from mtx.plan.flops import sc21_flops
-from mtx.plan.published_runs import TABLE_1_RUNS, PublishedRun
 from mtx.plan.time import StepTime
 
 WIDTH = 100

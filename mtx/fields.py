@@ -31,8 +31,8 @@ _BOUNDS = {int: Between(-(2**63), 2**63 - 1), float: Between(-(2.0**127), 2.0**1
 def resolve_types(config: Any, *, prefix: str = "") -> None:
     """Raises UserError where a field of a frozen dataclass has not the type that it says, or is
     outside of its bounds. What means the same is put in its place: a tuple for a list or for one
-    text alone, Python's numbers for NumPy's, text for a path. Choices (Literal) only have to be of
-    the type of one. `prefix` stands before the names in errors."""
+    text alone, Python's numbers for NumPy's, text for a path. `prefix` stands before the names in
+    errors."""
     for name, (kind, resolved_types, bounds) in _kinds(type(config)).items():
         value = getattr(config, name)
         if type(value) in resolved_types and (bounds is None or value is None or value in bounds):
@@ -57,15 +57,8 @@ def require_above(config: Any, least: float, *names: str) -> None:
             raise UserError(f"{name}={value} must be above {least}")
 
 
-def require_choice(config: Any, name: str, annotation: Any) -> None:
-    """UserError where a field is none of the values of its Literal."""
-    if getattr(config, name) not in typing.get_args(annotation):
-        choices = map(str, typing.get_args(annotation))
-        raise unknown_name(name, str(getattr(config, name)), choices)
-
-
 @functools.cache
-def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type], Between | None]]:
+def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type], Between | tuple | None]]:
     """By field: what it says, the types whose values are that as they are, and their bounds."""
     hints = typing.get_type_hints(config, include_extras=True)
     return {
@@ -86,15 +79,15 @@ def _resolved_types(kind: Any) -> list[type]:
     return [] if origin is tuple else [kind]
 
 
-def _bounds(kind: Any) -> Between | None:
-    """Of a number, or of one that may be None."""
+def _bounds(kind: Any) -> Between | tuple | None:
+    """Of a number, or of one that may be None; the choices of a Literal."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return next(filter(None, map(_bounds, parts)), None)
     if origin is Annotated:
         said = [part for part in parts[1:] if isinstance(part, Between)]
         return said[0] if said else _bounds(parts[0])
-    return _bounds(type(parts[0])) if origin is Literal else _BOUNDS.get(kind)
+    return parts if origin is Literal else _BOUNDS.get(kind)
 
 
 def _resolve(name: str, value: Any, kind: Any) -> Any:
@@ -110,7 +103,7 @@ def _resolve(name: str, value: Any, kind: Any) -> Any:
     if origin is Annotated:
         return _within(name, _resolve(name, value, parts[0]), _bounds(kind))
     if origin is Literal:
-        return _resolve(name, value, type(parts[0]))
+        return _within(name, _resolve(name, value, type(parts[0])), parts)
     if origin is tuple:
         values = (value,) if isinstance(value, str) else value
         if not isinstance(values, (tuple, list)):
@@ -129,9 +122,11 @@ def _resolve(name: str, value: Any, kind: Any) -> Any:
     return _within(name, value, _BOUNDS.get(kind))
 
 
-def _within(name: str, value: Any, bounds: Between | None) -> Any:
+def _within(name: str, value: Any, bounds: Between | tuple | None) -> Any:
     if bounds is None or value is None or value in bounds:
         return value
+    if isinstance(bounds, tuple):
+        raise unknown_name(name, str(value), map(str, bounds))
     if bounds is _BOUNDS[float]:
         raise UserError(f"{name}={shown(value)} must be finite, in float32 as well")
     bound = f"at most {bounds.most:,}" if value > bounds.most else f"at least {bounds.least:,}"

@@ -2,25 +2,19 @@
 
 import io
 import json
-import sys
-from pathlib import Path
 
+import bench_schedules
 import numpy as np
 import pytest
+import step_parts
+from bench_schedules import Options, rows_of
 from rich.console import Console
+from step_parts import Costs, Sizes
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-
-import bench_schedules  # noqa: E402
-import step_parts  # noqa: E402
-from bench_schedules import Options, rows_of  # noqa: E402
-from step_parts import Costs, Sizes  # noqa: E402
-
-from mtx.cli import exit_status  # noqa: E402
-from mtx.config import ModelConfig, RunConfig  # noqa: E402
-from mtx.schedules.makers import MAKERS, make  # noqa: E402
-from mtx.schedules.schedule import Schedule  # noqa: E402
+from mtx.cli import exit_status
+from mtx.config import ModelConfig, RunConfig
+from mtx.schedules.makers import MAKERS, make
+from mtx.schedules.schedule import Schedule
 
 MODEL = ModelConfig(
     layers=4, hidden=32, heads=4, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8

@@ -1,22 +1,15 @@
 """The scripts that put published beside predicted: what they print, draw, and refuse."""
 
-import sys
-from pathlib import Path
-
+import figures
+import fit_time
 import pytest
+import table1
 from errors import names
+from published_runs import FITTED_RUNS, TABLE_1_RUNS
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-
-import figures  # noqa: E402
-import fit_time  # noqa: E402
-import table1  # noqa: E402
-
-from mtx.errors import UserError  # noqa: E402
-from mtx.plan.calibration import FITTED, calibration_of  # noqa: E402
-from mtx.plan.hardware import hardware  # noqa: E402
-from mtx.plan.published_runs import FITTED_RUNS, TABLE_1_RUNS  # noqa: E402
+from mtx.errors import UserError
+from mtx.plan.calibration import FITTED, calibration_of
+from mtx.plan.hardware import hardware
 
 
 def lines(capsys):

@@ -3,6 +3,17 @@
 import dataclasses
 
 import pytest
+from published_runs import (
+    FIGURE_11,
+    FIGURE_12,
+    FIGURE_13,
+    FIGURE_18,
+    FITTED_RUNS,
+    HELD_OUT_RUNS,
+    KORTHIKANTI,
+    TABLE_1_RUNS,
+    TABLE_2,
+)
 
 from mtx.config import Layout
 from mtx.families.gpt import TABLE1
@@ -14,17 +25,6 @@ from mtx.plan.published import (
     bubble,
     published_throughput,
     published_training_time,
-)
-from mtx.plan.published_runs import (
-    FIGURE_11,
-    FIGURE_12,
-    FIGURE_13,
-    FIGURE_18,
-    FITTED_RUNS,
-    HELD_OUT_RUNS,
-    KORTHIKANTI,
-    TABLE_1_RUNS,
-    TABLE_2,
 )
 from mtx.presets import preset
 from mtx.schedules.makers import make

@@ -12,11 +12,10 @@ from errors import names
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.plan.candidates import Fixed, divisors
-from mtx.plan.compare import changes, reasons
+from mtx.plan.compare import changes, part_name, reasons
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
 from mtx.plan.search import fewest_gpus, search
-from mtx.plan.summary import part_name
 from mtx.plan.time import StepTime, predict_step
 from mtx.presets import preset
 

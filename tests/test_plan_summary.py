@@ -8,11 +8,12 @@ from errors import names
 
 from mtx.config import Layout
 from mtx.errors import UserError
+from mtx.plan.compare import part_name
 from mtx.plan.compiled import Buffer, Compiled, Exposure, Traffic
 from mtx.plan.flops import forward_flops, parameters_by_part
 from mtx.plan.page import plan_lines, render, rows_table
 from mtx.plan.plan import make_plan
-from mtx.plan.summary import compiled_rows, part_name, plan_rows, title
+from mtx.plan.summary import compiled_rows, plan_rows, title
 from mtx.presets import NAMES, preset
 
 

@@ -6,16 +6,7 @@ import pytest
 from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mtx.config import Layout, ModelConfig
-from mtx.errors import UserError
-from mtx.plan.block import Shard, layer_work
-from mtx.plan.calibration import FITTED, SOFTWARE, calibration_of
-from mtx.plan.flops import model_flops
-from mtx.plan.hardware import HARDWARE, hardware
-from mtx.plan.makespan import LOOPED
-from mtx.plan.network import Group, all_reduce_s, data_group, gather_s, pipe_group, ring_bytes_s
-from mtx.plan.published_runs import (
+from published_runs import (
     FIGURE_7,
     FIGURE_11,
     FIGURE_12,
@@ -29,6 +20,15 @@ from mtx.plan.published_runs import (
     TABLE_1_RUNS,
     TABLE_2,
 )
+
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.plan.block import Shard, layer_work
+from mtx.plan.calibration import FITTED, SOFTWARE, calibration_of
+from mtx.plan.flops import model_flops
+from mtx.plan.hardware import HARDWARE, hardware
+from mtx.plan.makespan import LOOPED
+from mtx.plan.network import Group, all_reduce_s, data_group, gather_s, pipe_group, ring_bytes_s
 from mtx.plan.time import StepTime, predict_step
 from mtx.schedules.makers import MAKERS
 

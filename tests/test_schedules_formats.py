@@ -233,16 +233,16 @@ MISTAKES = {
     "0F0,(0F1;)OVERLAP_F_B": "row 1, column 2 (nothing between two ;): expected virtual stage",
     "0F1234567": "row 1, column 1 (0F1234567): expected virtual stage",
     "0F0,0B0,0F0": "row 1, column 3 (0F0): 0F0 stands in row 1, column 1 too; an op runs once",
-    "0F0,0F1,0B0": "row 1, column 2 (0F1): there is no 0B1 with it",
-    "0F0,0B0,0B1": "row 1, column 3 (0B1): there is no 0F1 with it",
-    "0F0,0I0,0W0,0F1,0I1": "row 1, column 4 (0F1): there is no 0W1 with it",
-    "0F0,0B0,0F2,0B2": "row 1, column 3 (0F2): microbatch 2, but there is no microbatch 1",
+    "0F0,0F1,0B0": "row 1, column 2 (0F1): its 0B1 is missing",
+    "0F0,0B0,0B1": "row 1, column 3 (0B1): its 0F1 is missing",
+    "0F0,0I0,0W0,0F1,0I1": "row 1, column 4 (0F1): its 0W1 is missing",
+    "0F0,0B0,0F2,0B2": "row 1, column 3 (0F2): microbatch 2, and microbatch 1 is missing",
     "0F0,0B0,0F1,0B1\n1F0,1B0": "row 2, column 2 (1B0): the row ends without 1F1",
-    "0F0,0B0\n2F0,2B0": "row 2, column 1 (2F0): virtual stage 2, but there is no virtual stage 1",
+    "0F0,0B0\n2F0,2B0": "row 2, column 1 (2F0): virtual stage 2, and virtual stage 1",
     "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0B1": "row 2, column 4 (0B1): virtual stage 0 stands in row 1 to",
     "0F0,2F0,2B0,0B0\n1F0,1B0": "row 1, column 2 (2F0): stage 0 holds 2 virtual stages (0, 2), st",
     "0F0/0,0F0/1,0B0/1,0B0": "row 1, column 4 (0B0): names no slice, though other ops do",
-    "0F0/0,0F0/2,0B0/2,0B0/0": "row 1, column 2 (0F0/2): slice 2, but there is no slice 1",
+    "0F0/0,0F0/2,0B0/2,0B0/0": "row 1, column 2 (0F0/2): slice 2, and slice 1 is missing",
     "0F0,,0B0\n1F0,1B0,": "row 2, column 1 (1F0): at microbatch 0, chunk 0, stage 1 F runs before "
     "the F of the virtual stage before it has finished",
     ",0F0,,0B0\n,,1F0,1B0": "row 1, column 4 (0B0): at microbatch 0, chunk 0, stage 0 B runs before"
@@ -275,7 +275,7 @@ TEXT_MISTAKES = {
     "F0.7 B0.7": "row 1, column 1 (F0.7): there are fewer ops than chunks",
     "placement 0,1\nF0.0 B0.0": "row 2, column 1 (F0.0): stages have 2 chunks, and no op is of",
     "placement 0\nF0.1 B0.1": "row 2, column 1 (F0.1): stages have 1 chunk, counted from 0",
-    "F0 F1 B0": "row 1, column 4 (F1): there is no B1 with it",
+    "F0 F1 B0": "row 1, column 4 (F1): its B1 is missing",
     "|F0|  B0|F1| |B1|\n|  |F0 B0| |F1 B1| |": "row 1, column 7 (B0): at microbatch 0, chunk "
     "0, stage 0 B runs before the B of the virtual stage after it",
 }
@@ -300,8 +300,8 @@ JSON_MISTAKES = {
     "do not run the same ops as the ticks",
     '{"ticks": ["|F0 B0|"], "orders": ["|F0 B0|"]}': "orders, row 1, column 2 (F0): orders with |",
     '{"ticks": ["|F0 B0|"], "orders": ["B0 F0"]}': "orders, row 1, column 1 (B0): stands still",
-    "[" * 100_000: "row 1, column 1: this is no schedule",
-    '{"orders": ' + "1" * 10_000 + "}": "row 1, column 1: this is no schedule",
+    "[" * 100_000: "row 1, column 1: expected a schedule",
+    '{"orders": ' + "1" * 10_000 + "}": "row 1, column 1: expected a schedule",
 }
 
 

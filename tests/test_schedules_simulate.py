@@ -256,28 +256,6 @@ def test_ticks_last_as_long_as_their_longest_stage(data, schedule):
 
 @quick
 @given(st.data(), schedules, st.sampled_from(MODELS))
-def test_the_critical_path_is_as_long_as_the_makespan(data, schedule, model):
-    times = data.draw(any_times(schedule.stages))
-    simulation = simulate(schedule, times, model=model)
-    path = simulation.critical_path()
-    length = sum(duration(schedule, times, op.kind, stage) for stage, op in path)
-    ticks = (schedule.forward_ticks, schedule.backward_ticks, schedule.weight_ticks)
-    if model == "asynchronous":
-        moves = sum(one[0] != two[0] for one, two in zip(path, path[1:], strict=False))
-        assert length + moves * times.comm == pytest.approx(simulation.makespan)
-    else:
-        when = [int(ticks[op.kind][op.item, op.chunk, stage]) for stage, op in path]
-        assert when == sorted(when)
-        stages = {tick: stage for tick, (stage, _) in zip(when, path, strict=True)}
-        assert all(stages[tick] == stage for tick, (stage, _) in zip(when, path, strict=True))
-        sent = simulation.makespan - length
-        assert 0 <= sent + 1e-9 and sent <= times.comm * schedule.ticks + 1e-9
-        if times.comm == 0:
-            assert sent == pytest.approx(0, abs=1e-9)
-
-
-@quick
-@given(st.data(), schedules, st.sampled_from(MODELS))
 def test_no_stage_is_faster_than_its_work(data, schedule, model):
     times = data.draw(any_times(schedule.stages))
     simulation = simulate(schedule, times, model=model)

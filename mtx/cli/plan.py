@@ -17,6 +17,7 @@ from mtx.fields import require_above
 from mtx.plan.candidates import Fixed
 from mtx.plan.compare import Change, changes, reasons
 from mtx.plan.hardware import load_hardware
+from mtx.plan.memory import Zero
 from mtx.plan.page import change_lines, plan_lines, ranking_lines
 from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
 from mtx.plan.search import Candidate, Found, fewest_gpus, search
@@ -93,7 +94,7 @@ class _Asked:
     def __init__(self, line: Line[PlanOptions]):
         self.name, self.options = line.name, line.options
         self.sizes, self.layout = line.changes("model"), line.changes("layout")
-        self.zero: int | None = self.layout.pop("zero", None)
+        self.zero: Zero | None = self.layout.pop("zero", None)
         self.target = line.options.target
         sizes: list[Any] = [self.layout.get(axis) for axis in ("data", "pipe", "tensor")]
         self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtx.errors import UserError
-from mtx.fields import require_choice, resolve_types
+from mtx.fields import resolve_types
 from mtx.paths import check_path
 from mtx.sizes import DataSeed, TrainedBytes, Width
 
@@ -41,8 +41,6 @@ class DataConfig:
 
     def __post_init__(self):
         resolve_types(self)
-        require_choice(self, "order", Order)
-        require_choice(self, "split_by", SplitBy)
         if "" in self.path:
             raise UserError(
                 "data path='' must be a file, a folder or a dataset; '.' is this folder"

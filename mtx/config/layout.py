@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from mtx.errors import UserError, nearest_divisors, nearest_multiples, unknown_name
+from mtx.errors import UserError, nearest_divisors, nearest_multiples
 from mtx.families import ModelConfig
-from mtx.fields import checked, require_choice, resolve_types
+from mtx.fields import checked, resolve_types
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual
 from mtx.schedules.partition import place_layers
@@ -47,15 +47,8 @@ class Layout:
 
     def __post_init__(self):
         resolve_types(self)
-        for name, annotation in (
-            ("zero", Zero), ("idle", Idle), ("stash", Stash), ("recompute", Recompute),
-            ("attention", Attention), ("weave", Weave),
-        ):  # fmt: skip
-            require_choice(self, name, annotation)
         if self.schedule != "auto" and not self.schedule_is_file:
             check_virtual(self.schedule, self.virtual, self.slices)
-        if isinstance(self.stage_layers, str) and self.stage_layers not in ("even", "balanced"):
-            raise unknown_name("stage_layers", self.stage_layers, ("even", "balanced"))
         if self.stash == "inputs" and self.recompute == "full":
             raise UserError(
                 "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
@@ -109,9 +102,15 @@ class Layout:
 
     def check(self, model: ModelConfig) -> None:
         """Raises UserError where `model` cannot be laid out this way."""
-        place_layers(
+        placement = place_layers(
             model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
         )
+        if self.weave == "on" and not placement.even:
+            raise UserError(
+                f"weave='on' needs as many layers in every chunk, and layers={model.layers} on "
+                f"pipe*virtual={self.pipe}*{self.virtual} with stage_layers={self.stage_layers!r} "
+                "are uneven; use stage_layers='even' or weave='off'"
+            )
         groups, widths = model.groups, model.split_widths
         common = math.gcd(*widths.values(), groups)
         for name, value in widths.items():

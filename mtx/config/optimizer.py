@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from mtx import optimizers
 from mtx.errors import UserError, unknown_name
-from mtx.fields import Between, require_above, require_choice, resolve_types
+from mtx.fields import Between, require_above, resolve_types
 from mtx.sizes import Interval, NotNegative, Step
 
 Rates = Literal["cosine", "linear", "wsd", "constant"]
@@ -32,13 +32,12 @@ class OptimizerConfig:
     b2: float | None = None  # and of that of their squares; None: the optimizer's, AdamW's 0.95
     epsilon: float | None = None  # beside the root of the second; None: AdamW's 1e-8
     weight_decay: NotNegative = 0.1  # not applied to biases and norms
-    clip: float = 1.0  # global gradient norm; 0 turns it off
+    clip: NotNegative = 1.0  # global gradient norm; 0 turns it off
     loss_scale: Annotated[float, Between(1, 2.0**127)] = 2.0**16  # float16 only: the first scale
     loss_scale_window: Step = 1000  # float16 only: finite steps before the scale doubles
 
     def __post_init__(self):
         resolve_types(self)
-        require_choice(self, "rate", Rates)
         self._check_optimizers()
         require_above(self, 0, "lr")
         if self.decay_steps is not None and self.rate != "constant":
@@ -51,8 +50,6 @@ class OptimizerConfig:
             raise UserError(f"min_lr={self.min_lr} must lie in [0, lr={self.lr}]")
         if not 0.0 < self.wsd_decay_fraction <= 1.0:
             raise UserError(f"wsd_decay_fraction={self.wsd_decay_fraction} must lie in (0, 1]")
-        if not self.clip >= 0:
-            raise UserError(f"clip={self.clip} must be at least 0 (0 turns clipping off)")
         for name in ("b1", "b2"):
             if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")

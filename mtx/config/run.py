@@ -67,9 +67,6 @@ class RunConfig:
         resolve_types(self)
         if not self.out:
             raise UserError("out='' must be a folder; '.' is this one")
-        for name in self.track:
-            if name not in Track.__args__:
-                raise unknown_name("track", str(name), Track.__args__)
         first, last = self.profile
         if (first, last) != (0, 0) and not 1 <= first <= last:
             raise UserError(

@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mtx.config import ModelConfig, Recompute, to_dict
 from mtx.costs.cost import PARAMETERS, Cost, Parameters, Question
+from mtx.errors import UserError
+from mtx.files import replacing
 
 
 def pattern_of(model: ModelConfig) -> tuple[str, ...]:
@@ -91,11 +92,9 @@ def _keep(path: Path, text: str) -> None:
     """Writes a file as a whole or not at all; a folder that cannot be written stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with open(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
+        with replacing(path) as written:
+            written.write_text(text)
+    except (OSError, UserError):
         pass
 
 

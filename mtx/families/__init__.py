@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mtx.errors import UserError, nearest_divisors, nearest_multiples, shown, unknown_name
-from mtx.fields import Between, require_above, require_choice, resolve_types
+from mtx.fields import Between, require_above, resolve_types
 from mtx.sizes import Ffn, Layers, Tokens, Vocab, Width
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class ModelConfig:
         resolve_types(self)
         if self.family != type(self).family:
             raise UserError(f"family={self.family!r} must be {type(self).family!r} here")
-        require_choice(self, "compute_dtype", ComputeDtype)
         require_above(self, 0, "init_std", "norm_epsilon")
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:

@@ -9,12 +9,10 @@ residual addition, and one after the embedding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mtx.errors import UserError
-from mtx.families import ModelConfig
-from mtx.families.gpt import GELU_NAMES, Gelu
-from mtx.fields import require_choice
+from mtx.families.gpt import GELU_NAMES, GPT, NormPlacement
 from mtx.huggingface import (
     Fields,
     HuggingFace,
@@ -26,21 +24,16 @@ from mtx.huggingface import (
     norm_of,
 )
 
-NormPlacement = Literal["pre", "post"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Bert(ModelConfig):
+class Bert(GPT):
     """Megatron-LM's BERT, and the first one."""
 
     family: str = "bert"
-    gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
     norm_placement: NormPlacement = "pre"  # before attention and MLP, or after the additions
 
     def check(self) -> None:
         super().check()
-        require_choice(self, "gelu", Gelu)
-        require_choice(self, "norm_placement", NormPlacement)
         if not self.tied:
             raise UserError("tied=False must be True of family='bert': its head is the embedding's")
 
@@ -49,33 +42,21 @@ class Bert(ModelConfig):
         return "masked tokens"
 
     def stack(self):
-        from mtx.layers.attend import Scores
-        from mtx.layers.attention import Attention
         from mtx.layers.bert import Pretraining
         from mtx.layers.embedding import Embedding
-        from mtx.layers.layer import Kind, Stack
-        from mtx.layers.mlp import MLP
-        from mtx.layers.norm import Norm
+        from mtx.layers.layer import Stack
 
-        norm, post = Norm(kind="layer", epsilon=self.norm_epsilon), self.norm_placement == "post"
-        activation = "gelu_tanh" if self.gelu == "tanh" else "gelu"
-        attention = Attention(
-            heads=self.heads, size=self.head_size, bias=True, output_bias=True,
-            scores=Scores(causal=False), dropout=self.attention_dropout,
-        )  # fmt: skip
-        mlp = MLP(ffn=self.ffn_hidden, activation=activation)
+        kind = self.kind(causal=False, norm_placement=self.norm_placement)
+        post = self.norm_placement == "post"
         return Stack.uniform(
-            Kind(
-                sublayers=(("attention", attention), ("mlp", mlp)), norm=norm,
-                norm_placement=self.norm_placement, dropout=self.dropout,
-            ),
+            kind,
             self.layers,
             embedding=Embedding(
-                vocab=self.vocab, positions=self.sequence, types=2, norm=norm if post else None,
-                dropout=self.dropout,
+                vocab=self.vocab, positions=self.sequence, types=2,
+                norm=kind.norm if post else None, dropout=self.dropout,
             ),
             head=Pretraining(
-                vocab=self.vocab, norm=norm, final_norm=not post, activation=activation
+                vocab=self.vocab, norm=kind.norm, final_norm=not post, activation=self.activation
             ),
         )  # fmt: skip
 

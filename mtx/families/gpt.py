@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mtx.families import ModelConfig
-from mtx.fields import require_choice
 from mtx.huggingface import (
     Fields,
     HuggingFace,
@@ -20,6 +19,7 @@ from mtx.huggingface import (
 )
 
 Gelu = Literal["tanh", "erf"]
+NormPlacement = Literal["pre", "post"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +29,40 @@ class GPT(ModelConfig):
     family: str = "gpt"
     gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
 
-    def check(self) -> None:
-        super().check()
-        require_choice(self, "gelu", Gelu)
+    @property
+    def activation(self) -> Literal["gelu_tanh", "gelu"]:
+        return "gelu_tanh" if self.gelu == "tanh" else "gelu"
 
-    def stack(self):
+    def kind(self, *, causal: bool = True, norm_placement: NormPlacement = "pre"):
+        """A layer: attention and MLP, with biases."""
+        from mtx.layers.attend import Scores
         from mtx.layers.attention import Attention
-        from mtx.layers.embedding import Embedding
-        from mtx.layers.head import NextToken
-        from mtx.layers.layer import Kind, Stack
+        from mtx.layers.layer import Kind
         from mtx.layers.mlp import MLP
         from mtx.layers.norm import Norm
 
-        norm = Norm(kind="layer", epsilon=self.norm_epsilon)
         attention = Attention(
             heads=self.heads, size=self.head_size, bias=True, output_bias=True,
-            dropout=self.attention_dropout,
+            scores=Scores(causal=causal), dropout=self.attention_dropout,
         )  # fmt: skip
-        mlp = MLP(ffn=self.ffn_hidden, activation="gelu_tanh" if self.gelu == "tanh" else "gelu")
+        mlp = MLP(ffn=self.ffn_hidden, activation=self.activation)
+        return Kind(
+            sublayers=(("attention", attention), ("mlp", mlp)),
+            norm=Norm(kind="layer", epsilon=self.norm_epsilon), norm_placement=norm_placement,
+            dropout=self.dropout,
+        )  # fmt: skip
+
+    def stack(self):
+        from mtx.layers.embedding import Embedding
+        from mtx.layers.head import NextToken
+        from mtx.layers.layer import Stack
+
+        kind = self.kind()
         return Stack.uniform(
-            Kind(
-                sublayers=(("attention", attention), ("mlp", mlp)), norm=norm, dropout=self.dropout
-            ),
+            kind,
             self.layers,
             embedding=Embedding(vocab=self.vocab, positions=self.sequence, dropout=self.dropout),
-            head=NextToken(vocab=self.vocab, norm=norm, tied=self.tied),
+            head=NextToken(vocab=self.vocab, norm=kind.norm, tied=self.tied),
         )
 
 

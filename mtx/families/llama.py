@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from mtx.errors import UserError
 from mtx.families import ModelConfig, check_groups
-from mtx.fields import Between, require_above, require_choice
+from mtx.fields import Between, require_above
 from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight, ffn_field
 from mtx.sizes import Tokens, Width
 
@@ -33,7 +33,6 @@ class Llama(ModelConfig):
     rotary_original: Tokens = 8192  # "llama3": the sequence of the first training
 
     def check(self) -> None:
-        require_choice(self, "rotary_scaling", RotaryScaling)
         require_above(self, 0, "rotary_base", "rotary_low")
         require_above(self, self.rotary_low, "rotary_high")
         if self.head_dim is None:
@@ -251,24 +250,34 @@ def preset(
     }  # fmt: skip
 
 
+def presets(rows: Mapping[str, tuple], **model: Any) -> Json:
+    """Presets of models of one kind, by name. rows: layers, hidden, heads, heads of keys and
+    values, F, learning rate, sequences a step, data, pipe, tensor, virtual."""
+    return {
+        name: preset(
+            {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": groups, "ffn": ffn}
+            | model,
+            lr=lr, global_batch=batch, data=data, pipe=pipe, tensor=tensor, virtual=virtual,
+        )
+        for name, (layers, hidden, heads, groups, ffn, lr, batch, data, pipe, tensor, virtual)
+        in rows.items()
+    }  # fmt: skip
+
+
 # Sizes and rates from Touvron et al. 2023 (arXiv 2307.09288) and the Llama 3 paper (arXiv
 # 2407.21783, tables 3 and 4); the layout of the 405B too, of the others it is ours.
-# name: layers, hidden, heads, kv heads, F, vocabulary, sequence, rotary base, lr, sequences a step,
-# data, pipe, tensor, virtual
-_SIZES = {
-    "llama-2-7b": (32, 4096, 32, 32, 11008, 32000, 4096, 1e4, 3e-4, 1024, 16, 1, 4, 1),
-    "llama-2-13b": (40, 5120, 40, 40, 13824, 32000, 4096, 1e4, 3e-4, 1024, 16, 1, 8, 1),
-    "llama-2-70b": (80, 8192, 64, 8, 28672, 32000, 4096, 1e4, 1.5e-4, 1024, 16, 4, 8, 4),
-    "llama-3-8b": (32, 4096, 32, 8, 14336, 128256, 8192, 5e5, 3e-4, 512, 16, 1, 4, 1),
-    "llama-3-70b": (80, 8192, 64, 8, 28672, 128256, 8192, 5e5, 1.5e-4, 1024, 16, 4, 8, 4),
-    "llama-3-405b": (126, 16384, 128, 8, 53248, 128256, 8192, 5e5, 8e-5, 2048, 128, 16, 8, 8),
-}
-PRESETS = {
-    name: preset(
-        {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": groups, "ffn": ffn,
-         "vocab": vocab, "sequence": sequence, "rotary_base": base, "tied": False},
-        lr=lr, global_batch=batch, data=data, pipe=pipe, tensor=tensor, virtual=virtual,
-    )
-    for name, (layers, hidden, heads, groups, ffn, vocab, sequence, base, lr, batch, data, pipe,
-               tensor, virtual) in _SIZES.items()
-}  # fmt: skip
+PRESETS = presets(
+    {
+        "llama-2-7b": (32, 4096, 32, 32, 11008, 3e-4, 1024, 16, 1, 4, 1),
+        "llama-2-13b": (40, 5120, 40, 40, 13824, 3e-4, 1024, 16, 1, 8, 1),
+        "llama-2-70b": (80, 8192, 64, 8, 28672, 1.5e-4, 1024, 16, 4, 8, 4),
+    },
+    vocab=32000, sequence=4096, tied=False,
+) | presets(
+    {
+        "llama-3-8b": (32, 4096, 32, 8, 14336, 3e-4, 512, 16, 1, 4, 1),
+        "llama-3-70b": (80, 8192, 64, 8, 28672, 1.5e-4, 1024, 16, 4, 8, 4),
+        "llama-3-405b": (126, 16384, 128, 8, 53248, 8e-5, 2048, 128, 16, 8, 8),
+    },
+    vocab=128256, sequence=8192, rotary_base=5e5, tied=False,
+)  # fmt: skip

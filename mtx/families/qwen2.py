@@ -4,9 +4,9 @@ values. Some of their layers may see a window only: those from `full_layers` on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, silu_to_model, to_config
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, presets, silu_to_model, to_config
 from mtx.fields import Between
 from mtx.huggingface import Fields, HuggingFace, Json, Weight
 from mtx.sizes import Tokens
@@ -21,27 +21,24 @@ class Qwen2(Llama):
     full_layers: Annotated[int, Between(0, 2**14)] = 0  # with a window: the first, without one
 
     def stack(self):
-        return windowed_after(self, self.full_layers, bias=True)
+        return self.windowed(bias=True)
 
+    def windowed(self, **attention: Any):
+        """The stack whose layers after the first `full_layers` have the window, if there is one.
+        attention: as for `attention`."""
+        from mtx.layers.attend import Scores
+        from mtx.layers.layer import Stack
 
-def windowed_after(model: Qwen2, full: int, **attention):
-    """The stack whose layers after the first `full` ones have the model's window, if any."""
-    from mtx.layers.attend import Scores
-    from mtx.layers.layer import Stack
-
-    windowed = 0 if model.window is None else max(0, model.layers - full)
-    if windowed in (0, model.layers):
-        scores = Scores(window=model.window if windowed else None)
-        kind = model.kind(scores=scores, **attention)
-        return Stack.uniform(kind, model.layers, **model.edges())
-    return Stack(
-        kinds={
-            "full": model.kind(**attention),
-            "window": model.kind(scores=Scores(window=model.window), **attention),
-        },
-        pattern=("full",) * (model.layers - windowed) + ("window",) * windowed,
-        **model.edges(),
-    )
+        full = self.kind(**attention)
+        window = self.kind(scores=Scores(window=self.window), **attention)
+        count = 0 if self.window is None else max(0, self.layers - self.full_layers)
+        if count in (0, self.layers):
+            return Stack.uniform(window if count else full, self.layers, **self.edges())
+        return Stack(
+            kinds={"full": full, "window": window},
+            pattern=("full",) * (self.layers - count) + ("window",) * count,
+            **self.edges(),
+        )
 
 
 CONFIG = Qwen2
@@ -104,16 +101,10 @@ HUGGING_FACE = (
 # Sizes from the Qwen2.5 report (arXiv 2412.15115, table 1) and the config.json of
 # huggingface.co/Qwen/Qwen2.5-7B and -72B; the sequence is that of its first phase of training, rate
 # and layout are ours, as of Llama 2 and 3.
-_QWEN2_5 = {
-    "vocab": 152064, "sequence": 4096, "rotary_base": 1e6, "norm_epsilon": 1e-6, "tied": False
-}  # fmt: skip
-PRESETS = {
-    "qwen2.5-7b": preset(
-        {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "ffn": 18944, **_QWEN2_5},
-        lr=3e-4, global_batch=1024, data=16, pipe=1, tensor=4, virtual=1,
-    ),
-    "qwen2.5-72b": preset(
-        {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 29568, **_QWEN2_5},
-        lr=1.5e-4, global_batch=1024, data=16, pipe=4, tensor=8, virtual=4,
-    ),
-}  # fmt: skip
+PRESETS = presets(
+    {
+        "qwen2.5-7b": (28, 3584, 28, 4, 18944, 3e-4, 1024, 16, 1, 4, 1),
+        "qwen2.5-72b": (80, 8192, 64, 8, 29568, 1.5e-4, 1024, 16, 4, 8, 4),
+    },
+    vocab=152064, sequence=4096, rotary_base=1e6, norm_epsilon=1e-6, tied=False,
+)  # fmt: skip

@@ -5,14 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtx.families.llama import FIELDS, names, preset
-from mtx.families.qwen2 import (
-    QWEN_DEFAULTS,
-    Qwen2,
-    windowed_after,
-    windowed_to_config,
-    windowed_to_model,
-)
+from mtx.families.llama import FIELDS, names, presets
+from mtx.families.qwen2 import QWEN_DEFAULTS, Qwen2, windowed_to_config, windowed_to_model
 from mtx.huggingface import HuggingFace, Weight
 
 
@@ -23,7 +17,7 @@ class Qwen3(Qwen2):
     family: str = "qwen3"
 
     def stack(self):
-        return windowed_after(self, self.full_layers, norm=self.norm())
+        return self.windowed(norm=self.norm())
 
 
 CONFIG = Qwen3
@@ -48,17 +42,10 @@ HUGGING_FACE = (
 # Sizes from the Qwen3 report (arXiv 2505.09388, table 1) and the config.json of
 # huggingface.co/Qwen/Qwen3-8B and -32B; the sequence is that of its first stages of training, rate
 # and layout are ours, as of Llama 2 and 3.
-_QWEN3 = {
-    "head_dim": 128, "vocab": 151936, "sequence": 4096, "rotary_base": 1e6, "norm_epsilon": 1e-6,
-    "tied": False,
-}  # fmt: skip
-PRESETS = {
-    "qwen3-8b": preset(
-        {"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 12288, **_QWEN3},
-        lr=3e-4, global_batch=1024, data=16, pipe=1, tensor=4, virtual=1,
-    ),
-    "qwen3-32b": preset(
-        {"layers": 64, "hidden": 5120, "heads": 64, "kv_heads": 8, "ffn": 25600, **_QWEN3},
-        lr=1.5e-4, global_batch=1024, data=16, pipe=4, tensor=8, virtual=4,
-    ),
-}  # fmt: skip
+PRESETS = presets(
+    {
+        "qwen3-8b": (36, 4096, 32, 8, 12288, 3e-4, 1024, 16, 1, 4, 1),
+        "qwen3-32b": (64, 5120, 64, 8, 25600, 1.5e-4, 1024, 16, 4, 8, 4),
+    },
+    head_dim=128, vocab=151936, sequence=4096, rotary_base=1e6, norm_epsilon=1e-6, tied=False,
+)  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from mtx.config import ModelConfig, Recompute
 from mtx.costs.ask import layer_cost, shared_cost
@@ -67,6 +67,13 @@ class Passes(NamedTuple):
         return Passes(*(part * times for part in self))
 
 
+class Machine(TypedDict):
+    """What collectives and matmuls are timed on."""
+
+    hardware: Hardware
+    calibration: Calibration
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """What decides the work of one device on one microbatch; hashable, for the caches."""
@@ -92,24 +99,24 @@ class Shard:
         return self.tokens * self.model.hidden * self.item_bytes
 
     @property
+    def machine(self) -> Machine:
+        return {"hardware": self.hardware, "calibration": self.calibration}
+
+    @property
     def group(self) -> Group:
         return Group(size=self.tensor, stride=1)
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """`batch` products [m, k] x [k, n] in the compute type, by `mtx.plan.gemm.matmul_s`."""
         return matmul_s(
-            m, n, k, batch=batch, hardware=self.hardware, calibration=self.calibration,
-            dtype=self.model.compute_dtype, item_bytes=self.item_bytes,
+            m, n, k, batch=batch, dtype=self.model.compute_dtype, item_bytes=self.item_bytes,
+            **self.machine,
         )  # fmt: skip
 
     def memory_s(self, moved_bytes: float, kernels: int = 0) -> float:
         """Reading and writing so many bytes in so many kernels."""
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
         return moved_bytes / rate + kernels * self.calibration.kernel_s
-
-    def drops(self, probability: float) -> bool:
-        """Whether there is dropout where the model's config says `probability`."""
-        return probability > 0 or self.calibration.software.dropout
 
     def cost(self, kind: str) -> Cost:
         """Of one layer. Its probabilities have no dropout here, which is priced with them."""
@@ -121,14 +128,10 @@ class Shard:
 
     def all_reduce_s(self) -> float:
         """Of b s h over `tensor`; a gather and a scatter with sequence parallelism take as long."""
-        return all_reduce_s(
-            self.hidden_bytes, self.group, hardware=self.hardware, calibration=self.calibration
-        )
+        return all_reduce_s(self.hidden_bytes, self.group, **self.machine)
 
     def gather_s(self) -> float:
-        return gather_s(
-            self.hidden_bytes, self.group, hardware=self.hardware, calibration=self.calibration
-        )
+        return gather_s(self.hidden_bytes, self.group, **self.machine)
 
 
 @lru_cache(maxsize=16384)
@@ -195,10 +198,9 @@ def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
 
 def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
     """Collectives over `tensor` of these passes, one after the other."""
-    machine = dict(hardware=shard.hardware, calibration=shard.calibration)
     return sum(
         (all_reduce_s if each.kind == "psum" else gather_s)(
-            each.bytes.at(shard.microbatch), shard.group, **machine
+            each.bytes.at(shard.microbatch), shard.group, **shard.machine
         )
         for each in cost.collectives
         if each.during in during and each.axes == ("tensor",)
@@ -258,7 +260,8 @@ def _unfused_s(shard: Shard, batch: int, queries: int, keys: int, size: int) -> 
     values_s = shard.product_s(queries, size, keys, batch)
     square_bytes = batch * queries * keys * shard.item_bytes
     mask = 1 / shard.item_bytes  # a byte
-    drop = 2 + mask if shard.drops(shard.model.attention_dropout) else 0.0
+    drops = shard.model.attention_dropout > 0 or shard.calibration.software.dropout
+    drop = 2 + mask if drops else 0.0
     forward, backward = _softmax_passes(shard)
     return (
         scores_s + values_s + shard.memory_s((forward + drop) * square_bytes, 2),

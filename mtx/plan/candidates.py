@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Memory, predict_memory
+from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
-ZERO = (1, 3)  # what this program trains with
+ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Fixed:
     schedule: str | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
-    zero: int | None = None
+    zero: Zero | None = None
 
     def ways(self) -> tuple[str, ...]:
         """To recompute, the fastest first."""
@@ -47,14 +49,14 @@ class Question:
     fixed: Fixed
     scatter_gather: bool = True
 
-    def time(self, layout: Layout, zero: int, *, bound: bool = False) -> StepTime:
+    def time(self, layout: Layout, zero: Zero, *, bound: bool = False) -> StepTime:
         """The predicted step. UserError where the model cannot be laid out."""
         return predict_step(
             self.model, layout, self.global_batch, self.hardware, zero=zero,
             scatter_gather=self.scatter_gather, bound=bound,
         )  # fmt: skip
 
-    def memory(self, layout: Layout, zero: int) -> Memory:
+    def memory(self, layout: Layout, zero: Zero) -> Memory:
         """Predicted bytes of a device. UserError where the model cannot be laid out."""
         return predict_memory(
             self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
@@ -65,13 +67,7 @@ class Question:
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the model can be laid out so, and the batch be divided."""
-        try:
-            layout.check(self.model)
-            layout.microbatches(self.global_batch)
-        except UserError:
-            return False
-        return True
+        return divides(layout, self.model, self.global_batch)
 
     def meshes(self) -> list[Layout]:
         """Every data x pipe x tensor that model and batch allow, in its leanest settings."""
@@ -91,11 +87,11 @@ class Question:
                 found.append(mesh)
         return found
 
-    def zeros(self, mesh: Layout) -> tuple[int, ...]:
+    def zeros(self, mesh: Layout) -> tuple[Zero, ...]:
         """The values of `zero` to try: 3 is as 1 where there is one replica."""
         return choices(self.fixed.zero, ZERO if mesh.data > 1 else ZERO[:1])
 
-    def state_fits(self, mesh: Layout, zero: int) -> bool:
+    def state_fits(self, mesh: Layout, zero: Zero) -> bool:
         """Whether parameters, gradients and optimizer do, with as many chunks as can be: zero=3
         then has least of the parameters gathered."""
         if self.fixed.virtual is None and mesh.stage_layers == "even":
@@ -129,12 +125,22 @@ class Question:
         return choices(self.fixed.sequence_parallel, tried)
 
 
-def choices(given, tried: tuple) -> tuple:
+def divides(layout: Layout, model: ModelConfig, global_batch: int) -> bool:
+    """Whether the model can be laid out so, and the batch be divided."""
+    try:
+        layout.check(model)
+        layout.microbatches(global_batch)
+    except UserError:
+        return False
+    return True
+
+
+def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
     """What is tried, unless something is given."""
     return tried if given is None else (given,)
 
 
-def with_zero(layout: Layout, zero: int) -> Layout:
+def with_zero(layout: Layout, zero: Zero) -> Layout:
     """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
     return replace(layout, zero=zero or 1)
 

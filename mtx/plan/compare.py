@@ -23,7 +23,22 @@ PART_NAMES = {
     "bubble_s": "idle in the pipeline",
     "data_comm_s": "reductions over data",
     "optimizer_s": "optimizer",
+    "parameters_bytes": "parameters",
+    "gradients_bytes": "gradients, float32",
+    "optimizer_bytes": "masters and moments",
+    "stash_bytes": "stash between F and B",
+    "transfer_bytes": "sends and receives",
+    "activations_bytes": "activations of one layer's B",
+    "logits_bytes": "logits",
 }
+
+
+def part_name(field: str) -> str:
+    """What a part of the step or of the memory is called on pages and in pictures."""
+    name = field.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return PART_NAMES.get(field, name)
+
+
 _WORTH_SAYING = 0.2  # of the largest difference between two candidates' parts
 
 
@@ -50,7 +65,7 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
     if name == "bubble_s":
         other_bubble = f"{other.time.bubble_over_ideal:.2%}"
         return f"{bubble_text(one.time.bubble_over_ideal)} instead of {other_bubble}"
-    what = PART_NAMES.get(name, name.removesuffix("_s").replace("_", " "))
+    what = part_name(name)
     crossing = [_crosses(layout, name, hardware) for layout in (mine, theirs)]
     if name in ("tensor_comm_s", "data_comm_s") and crossing == [False, True]:
         what += " inside a node"
@@ -70,9 +85,6 @@ def _crosses(layout: Layout, part: str, hardware: Hardware) -> bool:
 def seconds(value: float) -> str:
     """12.30 s, or 4.56 ms."""
     return f"{value:,.2f} s" if value >= 0.995 else f"{value * 1e3:.3g} ms"
-
-
-_OTHERS = ("gpipe",)  # schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +121,7 @@ def changes(
         place = values.index(getattr(mesh, name))
         asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
     asked += [("recompute", way) for way in RECOMPUTE]
-    asked += [("schedule", name) for name in (*_OTHERS, LOOPED[0]) if mesh.pipe > 1]
+    asked += [("schedule", name) for name in ("gpipe", LOOPED[0]) if mesh.pipe > 1]
     asked += [("zero", zero) for zero in (0, 1, 3) if mesh.data > 1]
     listed = []
     for name, value in asked:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from mtx.config import Layout, RunConfig
 from mtx.errors import UserError
 from mtx.plan.attention import Backend
+from mtx.plan.candidates import divides, divisors
 from mtx.plan.flops import parameters
 from mtx.plan.memory import predict_memory
 from mtx.presets import NAMES, preset
@@ -59,7 +60,7 @@ class _Room:
         if shared:
             size = machine_bytes()
         else:
-            limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+            limits = [(device.memory_stats() or {}).get("bytes_limit") or 0 for device in local]
             if not all(limits):
                 return None
             size = min(limits)
@@ -104,7 +105,7 @@ def fit_layout(layout: Layout, devices: int) -> Layout:
     for axis in ("data", "tensor", "pipe"):
         size = getattr(layout, axis)
         room = max(devices * size // layout.devices, 1)
-        fitting = max(n for n in range(1, size + 1) if size % n == 0 and n <= room)
+        fitting = max(n for n in divisors(size) if n <= room)
         if axis == "pipe" and fitting < size and isinstance(layout.stage_layers, tuple):
             layout = replace(layout, stage_layers="balanced")
         layout = replace(layout, **{axis: fitting})
@@ -126,7 +127,7 @@ def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = 
             layout
             for layout in _layouts(run.layout, count, near)
             if all(getattr(layout, axis) == getattr(run.layout, axis) for axis in kept)
-            and _divides(run, layout)
+            and divides(layout, run.model, run.global_batch)
         ]
         for layout in layouts:
             backend = room.backend if room else "xla"
@@ -138,23 +139,11 @@ def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = 
 
 def _layouts(layout: Layout, count: int, most_tensor: int) -> Iterator[Layout]:
     """All over `count` devices, those of fewer and nearer shards first."""
-    for shards in _divisors(count):
-        for tensor in reversed(_divisors(shards)):
+    for shards in divisors(count):
+        for tensor in reversed(divisors(shards)):
             if tensor <= most_tensor:
                 pipe, data = shards // tensor, count // shards
                 yield replace(layout, data=data, pipe=pipe, tensor=tensor)
-
-
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def _divides(run: RunConfig, layout: Layout) -> bool:
-    try:
-        layout.check(run.model)
-        return layout.microbatches(run.global_batch) > 0
-    except UserError:
-        return False
 
 
 def machine_bytes() -> int:

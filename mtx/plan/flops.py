@@ -13,7 +13,7 @@ f the feed-forward multiple (4 in the paper)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,7 @@ class ForwardFlops:
 def forward_flops(model: ModelConfig, batch: int, *, causal: bool) -> ForwardFlops:
     """One forward pass of `batch` sequences. causal: scores that the mask hides are not counted."""
     model = replace(model, dropout=0.0, attention_dropout=0.0)  # which is no matmul
-    layers: Counter = Counter()
+    layers: dict[str, float] = defaultdict(float)
     scores = 0.0
     for kind, count in Counter(pattern_of(model)).items():
         for matmul in layer_cost(model, kind=kind, kernel="cudnn").matmuls:

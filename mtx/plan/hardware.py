@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from mtx.errors import UserError, shown, unknown_name
 from mtx.fields import Between, checked
@@ -41,7 +41,7 @@ class Hardware:
     tile: tuple[Count, Count] = (128, 128)  # rows and columns of the product that a core computes
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s of matrix products of `dtype`; UserError where there is no such unit."""
+        """FLOP/s of matrix products of `dtype`; UserError where it has no unit for them."""
         if dtype not in self.peak_tflops:
             raise UserError(
                 f"{self.name} has no unit for {dtype}; use {' or '.join(self.peak_tflops)}"
@@ -76,12 +76,12 @@ def _row(
     )  # fmt: skip
 
 
-_HOPPER = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132)
+_HOPPER: dict[str, Any] = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132)
 _HOPPER_NODE = (8, 450, 50)  # NVLink 4; 400 Gb/s NDR InfiniBand a GPU
-_AMPERE = dict(b16=312, fp32=19.5, cores=108)
+_AMPERE: dict[str, Any] = dict(b16=312, fp32=19.5, cores=108)
 _AMPERE_NODE = (8, 300, 25)  # NVLink 3; 200 Gb/s HDR InfiniBand a GPU, as in SC'21
 # A TPU's matrix units are seen as one: what counts is that sizes are padded to theirs.
-_TPU_V5 = dict(fp16=False, tile=(128, 128))
+_TPU_V5: dict[str, Any] = dict(fp16=False, tile=(128, 128))
 
 _ROWS = (
     _row(
@@ -186,15 +186,16 @@ def _from_toml(given: dict, *, default_name: str) -> Hardware:
     for key in given:
         if key not in kinds:
             raise unknown_name("field", key, kinds)
-    read = {
+    read: dict[str, Any] = {
         key: _peaks(value) if key == "peak_tflops" else checked(key, value, kinds[key])
         for key, value in given.items()
     }
-    values = {"name": default_name, "device_kinds": (), "source": f"{default_name}.toml"}
+    source = f"{default_name}.toml"
+    values: dict[str, Any] = {"name": default_name, "device_kinds": (), "source": source}
     if "like" in read:
         base = hardware(read.pop("like"))
         values = {each.name: getattr(base, each.name) for each in fields(Hardware)} | {
-            "name": default_name, "source": f"{default_name}.toml, like {base.name}"
+            "name": default_name, "source": f"{source}, like {base.name}"
         }  # fmt: skip
     values |= read
     for each in fields(Hardware):

@@ -103,11 +103,9 @@ def render(what: RenderableType, *, width: int) -> list[str]:
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
-def rows_html(rows: Iterable[Row], *, heading: str = "") -> str:
+def rows_html(rows: Iterable[Row]) -> str:
     """Rows as an HTML table; a section is a row of its own."""
     lines, section = ["<table>"], None
-    if heading:
-        lines.append(f"<caption>{html.escape(heading)}</caption>")
     left = ' style="text-align:left"'
     for row in rows:
         if row.section != section:

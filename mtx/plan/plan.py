@@ -24,7 +24,7 @@ from mtx.plan.candidates import with_zero
 from mtx.plan.choose import resolve
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware, load_hardware
-from mtx.plan.memory import Memory, predict_memory
+from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
@@ -71,7 +71,7 @@ class Plan(PricedRun):
 
 
 def make_plan(
-    run: RunConfig, *, target: str | Hardware = "a100-80gb", zero: int | None = None,
+    run: RunConfig, *, target: str | Hardware = "a100-80gb", zero: Zero | None = None,
     scatter_gather: bool = True,
     chosen: tuple[str, ...] = (), compiled: Compiled | None = None,
 ) -> Plan:  # fmt: skip
@@ -238,7 +238,7 @@ def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
     read = read_toml if Path(path).suffix.lower() == ".toml" else read_json
     values = read(path, "plan file")
     if not isinstance(values, dict) or not isinstance(values.get("plan", {}), dict):
-        raise UserError(f"{path} is no plan file; `mtx plan PRESET --save FILE` writes one")
+        raise UserError(f"{path} must be a plan file; `mtx plan PRESET --save FILE` writes one")
     options = values.pop("plan", {})
     try:
         for name, kind in (("target", str), ("scatter_gather", bool)):

@@ -10,7 +10,7 @@ from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Memory, predict_memory
+from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
 
 GIB = 2**30
@@ -25,7 +25,7 @@ class PricedRun:
     run: RunConfig
     target: str  # a name in `mtx.plan.hardware`, or the path of a TOML file
     hardware: Hardware
-    zero: int  # sharded over data: 0 nothing (only priced), 1 the optimizer, 3 parameters as well
+    zero: Zero  # sharded over data: 0 nothing (only priced), 1 the optimizer, 3 parameters as well
     scatter_gather: bool  # messages between stages are cut over `tensor`
     time: StepTime
     memory: Memory

@@ -4,7 +4,7 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 Megatron-LM", SC'21 (arXiv 2104.04473v5). A100-SXM4-80GB, fp16, full recomputation, end to end.
 Models and layouts of table 1 are those of `mtx.presets`. TeraFLOP/s are in the unit of
 `mtx.plan.flops.sc21_flops`. All single runs, those of the figures too, beside what is predicted for
-them: `mtx.plan.published_runs`.
+them: `experiments/published_runs.py`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ Schedules that have to be simulated, as zero bubble's, are priced on the setting
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from mtx.fields import checked
 from mtx.plan.candidates import MEMORY_AT_MOST, Fixed, Question, with_zero
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import LOOPED
-from mtx.plan.memory import Memory
+from mtx.plan.memory import Memory, Zero
 from mtx.plan.time import StepTime
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual, maker
@@ -45,7 +46,7 @@ class Candidate:
     """A layout that fits, with its price."""
 
     layout: Layout
-    zero: int
+    zero: Zero
     time: StepTime
     memory: Memory
 
@@ -75,7 +76,7 @@ class _Waiting(NamedTuple):
     least_s: float  # its time, or a bound of it
     order: tuple[int, ...]  # of arrival; one number alone stands for all numbers of chunks
     layout: Layout
-    zero: int
+    zero: Zero
     way: int = 0  # its place in the ways to recompute
     priced: tuple[StepTime, Memory] | None = None  # None: `least_s` is a bound
 
@@ -101,7 +102,10 @@ def search(
     if wanted not in (None, "auto"):
         return _simulated(question, wanted, top)
     found = _looped(question, top)
-    leaders = [_improve(question, one, _SIMULATED) for one in found.ranked[:_LEADERS]]
+    leaders = [
+        _improve(question, one, _SIMULATED, below_s=one.time.step_s) or one
+        for one in found.ranked[:_LEADERS]
+    ]
     return replace(found, ranked=_by_time([*leaders, *found.ranked[_LEADERS:]]))
 
 
@@ -139,7 +143,7 @@ def _looped(question: Question, top: int) -> Found:
 
 def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
     """What stands for every candidate that recomputes least, whatever its chunks."""
-    fastest = [
+    fastest: list[tuple[Layout, Zero]] = [
         (layout, zero)
         for mesh in meshes
         for zero in question.zeros(mesh)
@@ -185,7 +189,7 @@ def _simulated(question: Question, wanted: str, top: int) -> Found:
     question = replace(question, fixed=replace(question.fixed, virtual=virtual))
     found = _looped(question, top)
     tried = [
-        _improve(question, one, (wanted,), anyway=True)
+        _improve(question, one, (wanted,), most_ops=16 * _MOST_OPS)
         for one in found.ranked
         if one.layout.pipe > 1
     ]
@@ -200,29 +204,29 @@ def _simulated(question: Question, wanted: str, top: int) -> Found:
 
 
 def _improve(
-    question: Question, one: Candidate, schedules: tuple[str, ...], *, anyway: bool = False
-) -> Candidate | None:
-    """The candidate with the fastest of `schedules` that fits, or as it is where none is faster.
-
-    anyway: None where none fits, whatever is faster. Tables of too many ops are passed over.
-    """
-    best = None if anyway else one
+    question: Question, one: Candidate, schedules: tuple[str, ...], *, below_s: float = math.inf,
+    most_ops: int = _MOST_OPS,
+) -> Candidate | None:  # fmt: skip
+    """The candidate with the fastest of `schedules` that fits and takes less than `below_s`; None
+    where none does. Tables of more ops are passed over."""
+    best = None
     microbatches = one.layout.microbatches(question.global_batch)
     for name in schedules if one.layout.pipe > 1 else ():
         virtual = maker(name).virtual or one.layout.virtual
         ops = microbatches * one.layout.pipe * virtual
-        if ops > _MOST_OPS * (16 if anyway else 1) or question.fixed.virtual not in (None, virtual):
+        if ops > most_ops or question.fixed.virtual not in (None, virtual):
             continue
         for way in question.fixed.ways():
             layout = replace(one.layout, schedule=name, virtual=virtual, recompute=way)
             if not question.allows(layout):
                 break
             time = question.time(layout, one.zero)
-            if best and time.step_s >= best.time.step_s:
+            if time.step_s >= below_s:
                 break
             memory = question.memory(layout, one.zero)
             if question.holds(memory.total_bytes):
                 best = Candidate(layout=layout, zero=one.zero, time=time, memory=memory)
+                below_s = time.step_s
                 break
     return best
 

@@ -18,7 +18,7 @@ from mtx.costs.ask import model_parameters
 from mtx.plan import flops
 from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
-from mtx.plan.compare import PART_NAMES, seconds
+from mtx.plan.compare import part_name, seconds
 from mtx.plan.compiled import Compiled
 from mtx.plan.hardware import hardware
 from mtx.plan.makespan import LOOPED
@@ -144,23 +144,6 @@ def _layout(plan: PricedRun) -> list[Row]:
         Row("Layout", "activations", kept, source),
         Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
     ]
-
-
-_MEMORY_NAMES = {
-    "parameters_bytes": "parameters",
-    "gradients_bytes": "gradients, float32",
-    "optimizer_bytes": "masters and moments",
-    "stash_bytes": "stash between F and B",
-    "transfer_bytes": "sends and receives",
-    "activations_bytes": "activations of one layer's B",
-    "logits_bytes": "logits",
-}
-
-
-def part_name(field: str) -> str:
-    """What a part of the memory or of the step is called on pages and in pictures."""
-    known = _MEMORY_NAMES | PART_NAMES
-    return known.get(field, field.removesuffix("_bytes").removesuffix("_s").replace("_", " "))
 
 
 def _memory(plan: PricedRun) -> list[Row]:

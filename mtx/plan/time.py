@@ -34,6 +34,7 @@ from mtx.plan.network import (
     send_s,
 )
 from mtx.schedules.partition import place_layers
+from mtx.sizes import StageLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,8 @@ class _OnStages:
 
 
 def _added(seconds: Seconds, more: Seconds) -> Seconds:
-    return tuple(map(add, seconds, more))
+    forward, backward, weight = map(add, seconds, more)
+    return forward, backward, weight
 
 
 def _on_stages(
@@ -213,13 +215,13 @@ def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
         return 0.0
     cut = layout.tensor > 1 and (layout.sequence_parallel or scatter_gather)
     payload_bytes = shard.hidden_bytes / (layout.tensor if cut else 1)
-    sent_s = send_s(payload_bytes, layout, hardware=shard.hardware, calibration=shard.calibration)
+    sent_s = send_s(payload_bytes, layout, **shard.machine)
     return sent_s + (shard.gather_s() if cut and not layout.sequence_parallel else 0.0)
 
 
 @lru_cache(maxsize=4096)
 def _stage_layers(
-    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers: tuple[int, ...] | str
+    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers: StageLayers
 ) -> tuple[dict[str, int], ...]:
     placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
     return tuple(
@@ -236,7 +238,7 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     # All stages compute logits: the last one's output goes to all, its gradient comes from all.
     shared_s = all_reduce_s(
         shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1),
-        pipe_group(layout), hardware=shard.hardware, calibration=shard.calibration,
+        pipe_group(layout), **shard.machine,
     )  # fmt: skip
     shared = Work(tensor_comm_s=shared_s)
     head = head_work(shard, layout.vocab_shards)
@@ -277,8 +279,7 @@ def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: 
 
     last_s: the blocks' B of the last microbatch, under which some software reduces.
     """
-    software, group = shard.calibration.software, data_group(layout)
-    machine = dict(hardware=shard.hardware, calibration=shard.calibration)
+    software, group, machine = shard.calibration.software, data_group(layout), shard.machine
     reduced_s = gather_s(held * software.gradient_bytes, group, **machine)
     back_bytes = software.parameter_bytes if zero else software.gradient_bytes
     reduced_s += gather_s(held * back_bytes, group, **machine)
@@ -309,9 +310,8 @@ def _zero3_s(
     single card a node, however many GPUs took part: so they are priced here.
     """
     software = shard.calibration.software
-    machine = dict(hardware=shard.hardware, calibration=shard.calibration)
     each_s = [
-        one_card_gather_s(held * size, data_group(layout), **machine)
+        one_card_gather_s(held * size, data_group(layout), **shard.machine)
         for size in (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
     ]
     return _beside(microbatches * sum(each_s), computed_s, shard.calibration)

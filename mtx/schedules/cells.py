@@ -168,8 +168,8 @@ def _check_counted(cells: Cells, values: np.ndarray, noun: str) -> None:
     """They are counted from 0 and none is left out."""
     found = np.unique(values)
     if found[-1] != len(found) - 1:
-        gap = f"there is no {noun} {int((found != np.arange(len(found))).argmax())}"
-        what = f"{noun} {found[-1]}, but {gap}; they count from 0 without gaps"
+        gap = f"{noun} {int((found != np.arange(len(found))).argmax())} is missing"
+        what = f"{noun} {found[-1]}, and {gap}; they count from 0 without gaps"
         cells.refuse(int(values.argmax()), what)
 
 
@@ -238,7 +238,7 @@ def _check_once(cells: Cells) -> None:
     missing = cells.describe(kind, virtual_stage, item)
     partner = mine & (cells.item == item)
     if partner.any():
-        cells.refuse(int(partner.argmax()), f"there is no {missing} with it")
+        cells.refuse(int(partner.argmax()), f"its {missing} is missing")
     stage = int(cells.stage[mine.argmax()])
     last = len(cells.stage) - 1 - int((cells.stage[::-1] == stage).argmax())
     cells.refuse(
@@ -247,4 +247,4 @@ def _check_once(cells: Cells) -> None:
 
 
 def _op_of(cells: Cells, index: int) -> tuple[int, int, int]:
-    return tuple(int(array[index]) for array in (cells.kind, cells.virtual_stage, cells.item))
+    return int(cells.kind[index]), int(cells.virtual_stage[index]), int(cells.item[index])

@@ -110,5 +110,5 @@ def from_json(text: str, name: str = "json") -> Schedule:
     except json.JSONDecodeError as error:
         raise misplaced(error.lineno, error.colno, f"this is not JSON: {error.msg}") from None
     except (RecursionError, ValueError) as error:  # brackets or digits without end
-        raise misplaced(1, 1, f"this is no schedule: {shorten(str(error))}") from None
+        raise misplaced(1, 1, f"expected a schedule: {shorten(str(error))}") from None
     return from_dict(record, name)

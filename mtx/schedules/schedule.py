@@ -187,7 +187,7 @@ class Schedule:
     @cached_property
     def weight_stash(self) -> Ring | None:
         """From B to W."""
-        if not self.split:
+        if self.weight_ticks is None:
             return None
         return assign_slots(self.backward_ticks, self.weight_ticks, self.ticks)
 

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mtx.errors import UserError
 from mtx.schedules.makers import MAKERS, make
 from mtx.schedules.schedule import Schedule
@@ -163,13 +165,11 @@ def _with_reasons(ranked: Sequence[Candidate], limit: float | None) -> Iterator[
         elif not candidate.fits:
             over = f"keeps {candidate.memory:.4g} stashes, over the limit of {limit:g}"
             yield replace(candidate, reason=over)
-        elif leader is not None and _same_table(candidate.schedule, leader.schedule):
+        elif leader is not None and _same_table(candidate, leader):
             yield replace(candidate, reason=f"the same table as {leader.label}")
         else:
             leader = candidate
-            others = (
-                o for o in fitting[place + 1 :] if not _same_table(o.schedule, leader.schedule)
-            )
+            others = (other for other in fitting[place + 1 :] if not _same_table(other, leader))
             yield replace(
                 candidate, reason=_advantage(leader, next(others, None)) + _remark(leader)
             )
@@ -190,18 +190,15 @@ def _advantage(candidate: Candidate, other: Candidate | None) -> str:
     return f"as fast and as small as {other.label}"
 
 
-def _same_table(one: Schedule, other: Schedule) -> bool:
-    def same(a, b):
-        return a.shape == b.shape and bool((a == b).all())
-
+def _same_table(first: Candidate, second: Candidate) -> bool:
+    one, other = first.schedule, second.schedule
     return (
-        one.split == other.split
+        one is not None
+        and other is not None
         and one.slices == other.slices
-        and same(one.virtual_stages, other.virtual_stages)
-        and all(
-            same(a.item, b.item) and same(a.chunk, b.chunk)
-            for a, b in zip(one.halves, other.halves, strict=True)
-        )
+        and np.array_equal(one.virtual_stages, other.virtual_stages)
+        and len(one.tables) == len(other.tables)
+        and all(map(np.array_equal, one.tables, other.tables))
     )
 
 

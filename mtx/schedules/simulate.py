@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from mtx.errors import UserError
-from mtx.schedules.orders import B, BadOp, F, Op, Orders, W, orders_of, stages_in_order
+from mtx.schedules.orders import B, BadOp, F, Orders, W, orders_of, stages_in_order
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Times
 
@@ -44,9 +44,6 @@ class Simulation:
     orders: Orders  # the ops that start and end belong to
     start: np.ndarray  # float [P, K]
     end: np.ndarray  # float [P, K]
-    before: np.ndarray
-    # int [P, K]: stage * K + position of the op, of whichever stage, that this one waited for last;
-    # NOTHING where it started at once
 
     @cached_property
     def makespan(self) -> float:
@@ -104,22 +101,6 @@ class Simulation:
         during = after + (kind == B) * (1 - share) + (kind == W) * share
         return np.stack([during, after], axis=-1) / (self.schedule.slices * self.schedule.virtual)
 
-    def critical_path(self) -> list[tuple[int, Op]]:
-        """(stage, op), first to last: ops that each had to wait for the one before it, up to the op
-        that ends last. Their times, and comm where the stage changes, add up to the makespan; in
-        the lock-step model they are each tick's longest stage, and comm is once a tick."""
-        ops = self.start.shape[1]
-        before = self.before.ravel()
-        at = int(self.end.argmax())
-        path = []
-        while at != NOTHING:
-            path.append(at)
-            at = int(before[at])
-        rows = [array.ravel()[path].tolist()
-                for array in (self.orders.kind, self.orders.item, self.orders.chunk)]  # fmt: skip
-        walked = [(at // ops, Op(*op)) for at, *op in zip(path, *rows, strict=True)]
-        return walked[::-1]
-
 
 def simulate(
     schedule: Schedule,
@@ -146,16 +127,16 @@ def simulate(
     if model == "asynchronous":
         orders = schedule.orders
         lasts = durations(schedule, orders, times)
-        start, end, before = _run_asynchronous(schedule, lasts, times.comm)
+        start, end = _run_asynchronous(schedule, lasts, times.comm)
     elif model == "lockstep":
         orders = orders_of(*schedule.tables)
         lasts = durations(schedule, orders, times)
-        start, end, before = _run_lockstep(schedule, orders, lasts, times.comm)
+        start, end = _run_lockstep(schedule, orders, lasts, times.comm)
     else:
         raise UserError(f"unknown model {model!r}: known are asynchronous, lockstep")
     return Simulation(
         schedule=schedule, times=times, model=model, weight_share=weight_share, orders=orders,
-        start=start, end=end, before=before,
+        start=start, end=end,
     )  # fmt: skip
 
 
@@ -170,7 +151,7 @@ def durations(schedule: Schedule, orders: Orders, times: Times) -> np.ndarray:
 
 def _run_asynchronous(
     schedule: Schedule, lasts_PK: np.ndarray, comm: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     orders = schedule.orders
     stages, ops = orders.kind.shape
     sender_PK = _senders(schedule)
@@ -207,10 +188,8 @@ def _run_asynchronous(
     end_PK = np.array(end).reshape(stages, ops)
     arrival = np.where(sender_PK >= 0, end_PK.ravel()[sender_PK] + comm, 0.0)
     free = np.pad(end_PK[:, :-1], ((0, 0), (1, 0)))
-    own = np.arange(stages * ops).reshape(stages, ops) - 1
-    own[:, 0] = NOTHING
     # The loop adds the same numbers in the same order, so these starts are exactly its own.
-    return np.maximum(arrival, free), end_PK, np.where(arrival > free, sender_PK, own)
+    return np.maximum(arrival, free), end_PK
 
 
 def _senders(schedule: Schedule) -> np.ndarray:
@@ -243,30 +222,17 @@ def _check_finished(schedule: Schedule, position: list[int], ops: int) -> None:
 
 def _run_lockstep(
     schedule: Schedule, orders: Orders, lasts_PK: np.ndarray, comm: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    stages, ops = orders.kind.shape
+) -> tuple[np.ndarray, np.ndarray]:
+    stages = schedule.stages
     stage = np.broadcast_to(np.arange(stages)[:, None], orders.kind.shape)
     tick = np.stack(schedule.tables)[orders.kind, orders.item, orders.chunk, stage]
     by_kind = np.zeros((3, schedule.ticks, stages))
     by_kind[orders.kind, tick, stage] = lasts_PK
     until = by_kind.cumsum(axis=0)  # F, B and W of a tick follow one another
-    longest = until[-1].argmax(axis=1)
     length = until[-1].max(axis=1) + comm * _sends(schedule)
     begin = np.concatenate([[0.0], length.cumsum()[:-1]])
     end = begin[tick] + until[orders.kind, tick, stage]
-    start = begin[tick] + (until - by_kind)[orders.kind, tick, stage]
-
-    # What an op waits for: its stage's op before it in the tick, else the longest stage of the last
-    # tick that had any.
-    index = np.arange(stages * ops).reshape(stages, ops)
-    last_of = np.full((schedule.ticks, stages), NOTHING)
-    last_of[tick, stage] = index  # in order, so that the last op of a tick is what remains
-    last_op = last_of[np.arange(schedule.ticks), longest]
-    filled = np.maximum.accumulate(np.where(last_op >= 0, np.arange(schedule.ticks), -1))
-    earlier = np.concatenate([[NOTHING], np.where(filled >= 0, last_op[filled], NOTHING)[:-1]])
-    same_tick = np.zeros(tick.shape, bool)
-    same_tick[:, 1:] = tick[:, 1:] == tick[:, :-1]
-    return start, end, np.where(same_tick, index - 1, earlier[tick])
+    return begin[tick] + (until - by_kind)[orders.kind, tick, stage], end
 
 
 def _sends(schedule: Schedule) -> np.ndarray:

@@ -3,7 +3,7 @@
 After the heuristic of Qi et al., ICLR'24 (arXiv 2401.10241), section 3.1. Microbatch by microbatch,
 the stages run one more F, first to last, then B of this microbatch, last to first. W goes where a
 stage would otherwise wait, or must make room for an F; what is left of it comes last. Three rules
-may go either way, and every combination that makes a difference is tried.
+may go either way, and every combination is tried.
 
 An order is a list of kinds a stage: the n-th F of a stage is that of microbatch n, as are B and W.
 """
@@ -48,17 +48,11 @@ def automatic_kinds(
     costs = _Costs.of(shape)
     most = math.floor(min(memory_limit, shape.microbatches) + 1e-9)
     kinds = None
-    tried: list[tuple[list[int], dict[str, bool]]] = []  # with the rules that made a difference
-    for delay_backward in (False, True):
+    for delay_backward, hold, fill in product((False, True), (True, False), (True, False)):
         warm_up = _count_warm_up(costs, shape.microbatches, most, delay_backward)
-        for hold, fill in product((True, False), repeat=2):
-            rules = {"hold": hold, "fill": fill}
-            if any(warm_up == other and same.items() <= rules.items() for other, same in tried):
-                continue
-            run = _Greedy(costs, shape.microbatches, memory_limit, weight_share, rules)
-            if run.finish(warm_up, below=below):
-                below, kinds = run.longest, run.kinds
-            tried.append((warm_up, {rule: rules[rule] for rule in run.mattered}))
+        run = _Greedy(costs, shape.microbatches, memory_limit, weight_share, hold, fill)
+        if run.finish(warm_up, below=below):
+            below, kinds = run.longest, run.kinds
     return kinds
 
 
@@ -98,13 +92,13 @@ class _Greedy:
         microbatches: int,
         memory_limit: float,
         weight_share: float,
-        rules: dict[str, bool],
+        hold: bool,
+        fill: bool,
     ):
         stages = len(costs.forward)
-        self.costs, self.rules, self.microbatches = costs, rules, microbatches
+        self.costs, self.microbatches, self.hold, self.fill = costs, microbatches, hold, fill
         self.memory_limit, self.weight_share = memory_limit, weight_share
         self.kinds: list[list[int]] = [[] for _ in range(stages)]
-        self.mattered: set[str] = set()  # the rules that were asked
         self.clock = [0.0] * stages  # when the stage is free
         self.begun = [0] * stages  # F
         self.in_flight = [0] * stages  # between F and B
@@ -179,14 +173,9 @@ class _Greedy:
                 fit = min(fit, int((gap + close) / weight))
             self._run_weights(stage, fit)
             gap -= fit * weight
-            if gap > close and self.pending[stage]:
-                run = gap > self._slack(stage)
-                if not run:
-                    self.mattered.add("fill")
-                    run = self.rules["fill"]
-                if run:
-                    self._run_weights(stage, 1)
-                    return
+            if gap > close and self.pending[stage] and (self.fill or gap > self._slack(stage)):
+                self._run_weights(stage, 1)
+                return
         if gap > close:
             self.clock[stage] = arrival
             self.takes[stage] += gap
@@ -213,10 +202,8 @@ class _Greedy:
         for stage in reversed(range(len(self.clock))):
             if self.begun[stage] == self.microbatches:
                 break
-            if self._may_hold_forward(stage):
-                self.mattered.add("hold")
-                if self.rules["hold"]:
-                    break
+            if self.hold and self._may_hold_forward(stage):
+                break
             running.append(stage)
         return running[::-1]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from mtx.errors import UserError
 from mtx.plan.candidates import MEMORY_AT_MOST
+from mtx.plan.compare import part_name
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
-from mtx.plan.summary import part_name
 from mtx.view import picture
 from mtx.view.picture import COMMUNICATION, INK, LIMIT, SHADES
 from mtx.view.spans import short_table

@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtx.plan.compare import seconds
+from mtx.plan.compare import part_name, seconds
 from mtx.plan.plan import Plan, make_plan
-from mtx.plan.summary import NOTHING, part_name, title
+from mtx.plan.summary import NOTHING, title
 from mtx.plan.time import stage_times
 from mtx.schedules.shape import Times
 from mtx.schedules.simulate import bubble_text, simulate

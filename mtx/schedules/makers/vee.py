@@ -311,7 +311,7 @@ def vee_maker(
     source: str,
     *,
     idle: Callable[[int, int], int],
-    in_flight: Callable[[int, int], np.ndarray],
+    in_flight: Callable[[int, int], np.ndarray | None],
     least: Callable[[int], int] = lambda p: 1,
     times_matter: bool = True,
 ) -> Maker:

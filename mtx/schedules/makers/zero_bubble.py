@@ -82,6 +82,7 @@ def automatic(shape: Shape, memory_limit: float) -> Schedule:
             best, least = schedule, run.cost
     kinds = automatic_kinds(shape, memory_limit=memory_limit, weight_share=share, below=least)
     if kinds is None:
+        assert best is not None  # else any order is below
         return best
     return Schedule.from_orders("automatic", Orders.from_kinds(kinds, shape.microbatches))
 

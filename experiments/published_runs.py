@@ -222,14 +222,14 @@ TABLE_2 = _table_2()
 
 def _korthikanti() -> tuple[PublishedRun, ...]:
     rows = (
-        ("22B", _gpt(48, 6144, 64), dict(tensor=8, microbatch=4), 4, 1.42, 1.10),
-        ("175B", _GPT3, dict(pipe=8, tensor=8, virtual=3), 64, 18.13, 13.75),
-        ("530B", _530B, dict(pipe=35, tensor=8, virtual=3), 280, 49.05, 37.83),
-        ("1T", _gpt(128, 25600, 160), dict(pipe=64, tensor=8), 512, 94.42, 71.49),
+        ("22B", _gpt(48, 6144, 64), _sc21(tensor=8, microbatch=4), 4, 1.42, 1.10),
+        ("175B", _GPT3, _sc21(pipe=8, tensor=8, virtual=3), 64, 18.13, 13.75),
+        ("530B", _530B, _sc21(pipe=35, tensor=8, virtual=3), 280, 49.05, 37.83),
+        ("1T", _gpt(128, 25600, 160), _sc21(pipe=64, tensor=8), 512, 94.42, 71.49),
     )
-    full = [(name, model, _sc21(**layout), b, s) for name, model, layout, b, s, _ in rows]
+    full = [(name, model, layout, b, s) for name, model, layout, b, s, _ in rows]
     selective = [
-        (name, model, Layout(recompute="selective", sequence_parallel=True, **layout), b, s)
+        (name, model, replace(layout, recompute="selective", sequence_parallel=True), b, s)
         for name, model, layout, b, _, s in rows
     ]
     common = dict(unit="seconds", software="megatron-2022")
