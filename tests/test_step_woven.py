@@ -11,6 +11,8 @@ import reference
 from errors import names
 
 import mtx
+from mtx.compile.compiler import find_compiler
+from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.weave import Order, Step, order
@@ -38,19 +40,19 @@ class InPlace(mtx.Trainer):
     [
         (mtx.Trainer, GPT, Layout(pipe=2, tensor=4)),
         (InPlace, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, recompute="selective")),
-        (InPlace, LLAMA, Layout(pipe=2, tensor=2, virtual=4, idle="phases", recompute="full")),
+        (InPlace, LLAMA, Layout(pipe=2, tensor=2, virtual=4, recompute="full")),
         (mtx.Trainer, LLAMA, Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3)),
         (mtx.Trainer, LLAMA, Layout(data=4, tensor=2, sequence_parallel=False)),
         (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),
-        (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first", idle="phases")),
+        (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_stay(trainer, model, layout):
     batch = reference.random_batch(model, 8)
     found = []
-    for weave in ("on", "off"):
-        run = RunConfig(model=model, layout=replace(layout, weave=weave), global_batch=8)
+    for each in (replace(layout, weave="on", idle="phases"), layout):
+        run = RunConfig(model=model, layout=each, global_batch=8)
         one = trainer(run)
         found.append(one.loss_and_gradients(one.init(), batch))
     reference.assert_same(*found)
@@ -80,16 +82,17 @@ def test_the_head_runs_a_tick_before_its_backward(name, stages, virtual):
     [
         (dict(slices=2, schedule="terapipe"), ("slices=2", "slices=1")),
         (dict(stash="inputs"), ("stash='inputs'", "stash='residuals'")),
+        (dict(idle="skip"), ("idle='skip'", "idle='phases'")),
     ],
 )
 def test_what_is_not_made_is_refused(options, values):
     with pytest.raises(UserError) as error:
-        Layout(pipe=2, weave="on", **options)
+        Layout(**dict(pipe=2, weave="on", idle="phases") | options)
     names(error, "weave='on'", *values)
 
 
 def test_chunks_that_differ_are_refused():
-    layout = Layout(pipe=2, weave="on", stage_layers=(3, 5))
+    layout = Layout(pipe=2, weave="on", idle="phases", stage_layers=(3, 5))
     with pytest.raises(UserError) as error:
         layout.check(GPT)
     names(error, "weave='on'", "stage_layers='even'")
@@ -145,3 +148,20 @@ def test_any_order_is_right():
                 Step(rng.uniform(0.1, 2), rng.random() < 0.4, later, rng.choice("FB"), before)
             )
         _check(order(tuple(steps)), tuple(steps))
+
+
+def test_compiled_for_gpus_layers_hide_their_collectives():
+    """What is left over `tensor`: the first gather of a tick, what lies beside attention in blocks,
+    and ticks with F or B alone."""
+    if find_compiler("h100", 8).backend != "gpu":
+        pytest.skip("XLA's compiler for GPUs is not installed: pip install mtx[aot]")
+    model = ModelConfig(layers=8, hidden=8192, heads=64, sequence=2048, vocab=51200)
+    exposed_s = {}
+    for weave in ("off", "on"):
+        layout = Layout(pipe=2, tensor=4, weave=weave, idle="phases", attention="blocked")
+        run = RunConfig(model=model, layout=layout, global_batch=16)
+        compiled = compile_plan(run, target="h100")
+        (over_tensor,) = [e for e in compiled.overlap_estimate if e.axes == ("tensor",)]
+        exposed_s[weave] = over_tensor.exposed_s
+        assert compiled.matmul_flops == pytest.approx(compiled.formula_flops, rel=1e-3)
+    assert exposed_s["on"] < 0.6 * exposed_s["off"]

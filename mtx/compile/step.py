@@ -35,7 +35,6 @@ from mtx.compile.overlap import Machine, timeline
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
-from mtx.pipeline.woven import codes
 from mtx.plan.attention import kernel_of
 from mtx.plan.compiled import Compiled, Traffic
 from mtx.plan.flops import hardware_matmul_flops
@@ -217,7 +216,7 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
 
 
 _TAKEN_OR_NOT = re.compile(
-    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|(?:last/)?W|embed|head|embed_backward)/cond$"
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward)/cond$"
 )
 
 
@@ -230,8 +229,7 @@ def busy_shares(
     of runs of one chunk's ops; the schedule's table says how often. Shares are those of the mean
     stage; `of_slowest`: in each tick, of the stage that has most to do, for which the others wait.
     """
-    schedule, phased = trainer.schedule, trainer.run.layout.idle == "phases"
-    phases = trainer.pipeline.phases
+    schedule, phases = trainer.schedule, trainer.pipeline.phases
 
     def share_of(taken, kind: str) -> float:
         """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
@@ -245,7 +243,6 @@ def busy_shares(
     shares = {
         "F": share_of(forward.busy, "forward"),
         "B": share_of(backward.busy, "backward"),
-        "last/W": share_of(backward.busy, "backward"),
         "embed": share_of(schedule.embed >= 0, "forward"),
         "head": share_of(schedule.head >= 0, "any" if woven else "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
@@ -260,36 +257,13 @@ def busy_shares(
             "reduce_scatter": share_of(weight.runs[1], "weight"),
         }
 
-    def cases(count: int) -> Sequence[float]:
-        """Of a tick's F and B together. In phases all branches of one have the same to do."""
-        if phased:
-            return (1 / count,) * count
-        by_chunk = trainer.axes.in_place and trainer.run.layout.zero != 3
-        pair = codes(schedule.halves, by_chunk=by_chunk, always=False, wanted=(True, True))
-        totals = np.zeros(count)
-        for phase in phases:
-            f, b = (code[phase.start : phase.stop] for code in pair)
-            found, place = np.unique(np.stack([f, b], axis=-1).reshape(-1, 2), axis=0,
-                                     return_inverse=True)  # fmt: skip
-            if len(found) != count:
-                continue
-            place = place.reshape(f.shape)
-            if of_slowest:  # B has more to do than F
-                most = (2 * (b > 0) + (f > 0)).argmax(axis=1)
-                place = np.take_along_axis(place, most[:, None], axis=1)
-            totals += np.bincount(place.ravel(), minlength=count) / place.shape[1]
-        return tuple(totals / totals.sum())
-
     def branches(conditional: Instruction) -> Sequence[float]:
         count, where = len(conditional.branches), _TAKEN_OR_NOT.search(conditional.op_name)
-        if conditional.op_name.endswith("/woven/cond"):
-            found = cases(count)
-            return found[::-1] if "true_computation=" in conditional.attributes else found
         if where and count == 2:
             taken = shares[where[1]]
             true_first = "true_computation=" in conditional.attributes
             return (taken, 1 - taken) if true_first else (1 - taken, taken)
-        if conditional.op_name.endswith("/chunk/cond") or count == schedule.slices:
+        if conditional.op_name.endswith(("/chunk/cond", "/woven/cond")) or count == schedule.slices:
             return (1 / count,) * count  # of chunks, or of attention's slices: equally often
         if count == len(trainer.placement.kinds):
             layers = [trainer.placement.pattern.count(kind) for kind in trainer.placement.kinds]

@@ -56,7 +56,7 @@ class Layout:
             )
 
         if self.weave == "on":
-            for name, wanted in (("stash", "residuals"), ("slices", 1)):
+            for name, wanted in (("idle", "phases"), ("stash", "residuals"), ("slices", 1)):
                 if (value := getattr(self, name)) != wanted:
                     raise UserError(
                         f"weave='on' is not made for {name}={value!r}; use {name}={wanted!r} with "

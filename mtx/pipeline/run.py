@@ -364,7 +364,7 @@ class Run:
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
     def unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):
-        run = self._chunk_by_chunk(compute)
+        run = self.by_chunk(compute)
         if self.layout.idle == "skip":
             return lax.cond(op.busy, run, idle, *args)
         return run(*args)
@@ -375,7 +375,7 @@ class Run:
         constants: XLA:GPU adds gradients in place at no others."""
         return self.axes.in_place and self.weights.shards is None and self.schedule.virtual > 1
 
-    def _chunk_by_chunk(self, compute: Callable) -> Callable:
+    def by_chunk(self, compute: Callable) -> Callable:
         if not self.in_branches:
             return compute
 

@@ -15,7 +15,7 @@ T ticks · P stages
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +31,6 @@ from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
 
 Tree = Any
-
-
-class Case(NamedTuple):
-    """What a stage may have to do in a tick: F and B, each of a chunk, or IDLE."""
-
-    forward: int
-    backward: int
-
-
-def codes(halves, *, by_chunk: bool, always: bool, wanted: tuple[bool, bool]) -> tuple:
-    """For F and for B: 1 + the chunk, or 0 where there is none; of a table's halves, [T, P], or of
-    a tick's ops, []. by_chunk: else chunks count as 0. always: what is sat out counts as chunk 0.
-    """
-
-    def of(half, is_wanted: bool):
-        chunk = 1 + half.chunk * by_chunk
-        return chunk * (1 if always else half.busy) * is_wanted
-
-    return of(halves[0], wanted[0]), of(halves[1], wanted[1])
 
 
 class WovenRun(Run):
@@ -71,22 +52,22 @@ class WovenRun(Run):
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered = self.embed(op) if forward else self.zeros()
 
-        def branch(case: Case, op: Tick, kept: Kept):
+        def compute(chunks: tuple[int, int], op: Tick, kept: Kept):
             f, b = None, None
-            if case.forward != IDLE:
+            if forward:
                 x = self.input(op, entered, receives, messages.x)
-                f = self._side(op.forward, case.forward, weights[0], x)
-            if case.backward != IDLE:
+                f = self._side(op.forward, chunks[0], weights[0], x)
+            if backward:
                 is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
                 taken = self.take(returns, messages.dx, op.gradient_receives)
                 d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
-                b = self._side(op.backward, case.backward, weights[1], d)
+                b = self._side(op.backward, chunks[1], weights[1], d)
             return self.layers.run(f, b, kept)
 
-        cases, number = self.cases(op, phase)
+        pairs, number = self.chunks(op, phase)
         with jax.named_scope("woven"):
             y, dx, kept, last = lax.switch(
-                number, [partial(branch, case) for case in cases], op,
+                number, [partial(compute, pair) for pair in pairs], op,
                 Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred),
             )  # fmt: skip
         messages = messages._replace(receives=receives, gradient_receives=returns)
@@ -126,18 +107,18 @@ class WovenRun(Run):
             carry = carry._replace(gradients=gradients._replace(shared=shared))
         return carry
 
-    def cases(self, op: Tick, phase: Phase) -> tuple[list[Case], jax.Array]:
-        """All that occur in a phase, and the place of this tick's among them, int32 []."""
-        of = partial(
-            codes, by_chunk=self.in_branches, always=self.layout.idle != "skip",
-            wanted=(phase.forward, phase.backward),
-        )  # fmt: skip
-        table = np.stack(of(self.schedule.halves), axis=-1)[phase.start : phase.stop]
-        found = np.unique(table.reshape(-1, 2), axis=0)
-        places = np.zeros((self.schedule.virtual + 1,) * 2, np.int32)
+    def chunks(self, op: Tick, phase: Phase) -> tuple[list[tuple[int, int]], jax.Array]:
+        """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
+        One, where the program needs no branch for each."""
+        if not self.in_branches:
+            return [(0, 0)], jnp.zeros((), jnp.int32)
+        wanted = np.array([phase.forward, phase.backward])
+        table = np.stack([half.chunk for half in self.schedule.halves[:2]], axis=-1) * wanted
+        found = np.unique(table[phase.start : phase.stop].reshape(-1, 2), axis=0)
+        places = np.zeros((self.schedule.virtual,) * 2, np.int32)
         places[*found.T] = np.arange(len(found))
-        now = of((op.forward, op.backward))
-        return [Case(*row) for row in (found - 1).tolist()], read(jnp.asarray(places), *now)
+        now = op.forward.chunk * phase.forward, op.backward.chunk * phase.backward
+        return [(f, b) for f, b in found.tolist()], read(jnp.asarray(places), *now)
 
     def gather(self, carry: Carry, op: Tick, forward: bool, backward: bool) -> tuple:
         """The parameters of F's chunk and of B's."""
@@ -154,11 +135,8 @@ class WovenRun(Run):
         """With the weight gradients of the last layer of this tick's B, where W is not split."""
         of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
         if not self.schedule.split:
-            with jax.named_scope("last/W"):
-                of_b = self.unless_idle(
-                    op.backward, self.layers.last_weights, lambda op, waits, gradients: gradients,
-                    op.backward, waits, of_b,
-                )  # fmt: skip
+            with jax.named_scope("W"):
+                of_b = self.by_chunk(self.layers.last_weights)(op.backward, waits, of_b)
         with jax.named_scope("B"):
             of_b, reduced = self.weights.reduce_scatter(
                 of_b, reduced, op.scatter[0], op.backward.chunk

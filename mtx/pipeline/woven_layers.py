@@ -102,10 +102,9 @@ class WovenLayers:
     def run(self, f: Side | None, b: Side | None, kept: Kept) -> tuple:
         """(y, dx, kept, what waits for the weight gradients of B's last layer): F of one chunk and
         B of another, or one of the two."""
-        waits = self.zeros_of_last()
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.stream)
         if f is None and b is None:
-            return nothing, nothing, kept, waits
+            return nothing, nothing, kept, ()
         x, d = (nothing if side is None else side.stream for side in (f, b))
         ahead = self.ahead(f, self.period[0], 0) if f else ()
         size = len(self.period)
@@ -129,7 +128,7 @@ class WovenLayers:
         carry = loop(last.count - 1, partial(turn, last, repeats - 1), carry)
         carry, waits = self.pair(f, b, last, self.layers - 1, carry, is_last=True)
         x, _, d, kept = carry
-        return x, d, kept, waits if waits else self.zeros_of_last()
+        return x, d, kept, waits
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, n, carry, *, is_last=False):
         """(carry, what waits) after layer n of F and layer N - 1 - n of B."""
@@ -191,13 +190,6 @@ class WovenLayers:
         kind = self.period[0]
         dparams = self.sides[kind].cut.weight(waits)
         return gradients | {kind: add(gradients[kind], dparams, op.held, 0)}
-
-    def zeros_of_last(self) -> Arrays:
-        """What waits, where there is no B."""
-        if self.split:
-            return ()
-        deferred = self.sides[self.period[0]].cut.deferred
-        return tuple(jnp.zeros(a.shape, a.dtype) for a in deferred)
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
