@@ -139,16 +139,18 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
     from mtx.step.trainer import Trainer
 
     start = time.perf_counter()
-    changes = {"layout": dataclasses.replace(run.layout, attention=compiler.attention)}
+    layout, model = dataclasses.replace(run.layout, attention=compiler.attention), run.model
     if compiler.backend == "cpu":
-        changes["model"] = dataclasses.replace(run.model, compute_dtype="float32")
-    compiled_run = dataclasses.replace(run, **changes)
+        model = dataclasses.replace(model, compute_dtype="float32")
+    compiled_run = dataclasses.replace(run, layout=layout, model=model)
     mesh = _mesh(compiled_run, target, compiler)
     trainer = Trainer(compiled_run, mesh=mesh)
     executable = trainer.compile_step(mesh)
     elapsed = time.perf_counter() - start
 
-    stats, program = executable.memory_analysis(), read_program(executable.as_text())
+    stats, text = executable.memory_analysis(), executable.as_text()
+    assert stats is not None and text is not None  # the compilers for CPU, GPU and TPU have both
+    program = read_program(text)
     temp = stats.temp_size_in_bytes
     if compiler.backend == "cpu":
         temp = _halve_temp(temp, run)
