@@ -1,19 +1,28 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from mtx.launch.start import use_virtual_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Whatever the terminal: plain text, as wide as where there is none.
+os.environ["COLUMNS"] = "80"
+for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
 # What a test reads in a compiled program must have been compiled; and nothing is left in a home.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mtx-tests-")
+# Costs are traced once for all of pytest's processes: a file is there whole or not at all.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mtx-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # The tests compile hundreds of programs and run each once: LLVM's optimisations, jax 0.10's new
 # fusion emitters and code cut up for several threads cost more than they give. They come after
 # everything that the tests read in a compiled program.
@@ -25,8 +34,36 @@ os.environ["XLA_FLAGS"] = " ".join([
 ])  # fmt: skip
 use_virtual_devices(8)
 
-settings.register_profile("mtx", deadline=None)
+# A busy machine is no failure.
+settings.register_profile("mtx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mtx")
+
+
+@pytest.fixture(scope="module")
+def kept_programs(tmp_path_factory):
+    """What is compiled is kept for the module's other runs, as `mtx train` does."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    changes = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    for values in (changes, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is changes:
+            yield
+
+
+@pytest.fixture
+def few_presets(monkeypatch):
+    """Among which the largest that fits is found soon: each costs the traces of its layers."""
+    monkeypatch.setattr("mtx.plan.fit.NAMES", ("miniature", "gpt-1.7b", "gpt-18b"))
 
 
 @pytest.fixture

@@ -184,9 +184,9 @@ def test_sizes_of_another_family(capsys):
 
 def test_sizes_with_an_odd_number_of_gpus(capsys):
     """The batch is one that 96 = 3 * 32 GPUs can share."""
-    plan = numbers(capsys, "--model.hidden 3072 --model.layers 24 --gpus 96 --target h200")
+    plan = numbers(capsys, "--model.hidden 6144 --model.layers 40 --gpus 96")
     assert plan["global_batch"] % 3 == 0 and plan["gpus"] == 96
-    whole = numbers(capsys, "--model.hidden 1024 --model.layers 8 --data 2 --pipe 2 --tensor 2")
+    whole = numbers(capsys, "--model.hidden 6144 --model.layers 40 --data 2 --pipe 2 --tensor 2")
     assert layout_of(whole)[:3] == (2, 2, 2)
 
 
@@ -203,7 +203,7 @@ def test_a_plan_file_runs_and_can_be_planned_again(capsys):
     assert other["target"] == "a100-80gb" == load_plan("best.json").target
 
 
-def test_a_plan_is_trained_on_what_is_named(capsys):
+def test_a_plan_is_trained_on_what_is_named(capsys, few_presets):
     """Not on the text that Python carries, and not in bytes, unless that is said."""
     numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
     text = Path("best.toml").read_text()

@@ -378,7 +378,7 @@ def test_many_processes_build_one_cache_at_once(corpus, tmp_path):
         )
         for _ in range(4)
     ]  # fmt: skip
-    said = [process.communicate(timeout=120) for process in running]
+    said = [process.communicate(timeout=300) for process in running]
     assert {error for _, error in said} == {""} and len({out for out, _ in said}) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
 

@@ -62,6 +62,7 @@ def test_it_learns_writes_and_says_where_things_are(gpt_1t, tmp_path, monkeypatc
     assert "gpt_1t.py --full" in out
 
 
+@pytest.mark.usefixtures("few_presets")
 def test_the_full_size_is_refused_before_anything_is_made(gpt_1t, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"1,008,038,758,400 parameters needs at least [\d,.]+ GiB"):
@@ -70,6 +71,7 @@ def test_the_full_size_is_refused_before_anything_is_made(gpt_1t, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("few_presets")
 def test_a_plan_file_is_what_runs(gpt_1t, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = preset("gpt-39b")

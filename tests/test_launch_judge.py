@@ -91,11 +91,34 @@ def test_a_broken_connection_between_the_living():
     assert "all processes live, but a connection broke: process 1 (host h1" in verdict.text
 
 
+def test_who_is_silent_since_it_compiled_is_lost_where_a_connection_broke():
+    judge = Judge(silent_s=10, suspect_s=2)
+
+    def each(s, tick):
+        error = "Gloo: reset by peer" if s > 5 else ""
+        return seen(sent(0, tick, error=error), sent(1, min(tick, 10), phase="compile"))
+
+    after_s, verdict = watch(judge, 60, each)
+    assert 15 <= after_s <= 16.5 and verdict.culprits == (1,)
+    assert "last seen at step 7, in compile: no sign of life" in verdict.text
+
+
 def test_a_process_that_was_away_itself_blames_nobody():
     judge = Judge(silent_s=10, suspect_s=2)
     judge.see(seen(sent(0, 1), sent(1, 1)), 0.0)
     assert judge.see(seen(sent(0, 2), sent(1, 1)), 100.0) is None  # frozen for 100 s
     assert judge.see(seen(sent(0, 3), sent(1, 2)), 100.5) is None
+
+
+def test_a_judge_that_often_comes_late_still_names_who_is_lost():
+    """On a busy machine it looks every 1.5 s, and not twice a second."""
+    judge = Judge(silent_s=10, suspect_s=2)
+    for tick in range(20):
+        error = "Gloo: reset by peer" if tick > 3 else ""
+        verdict = judge.see(seen(sent(0, tick, error=error), sent(1, min(tick, 3))), 1.5 * tick)
+        if verdict:
+            break
+    assert tick <= 7 and verdict.culprits == (1,)
 
 
 def test_who_has_finished_may_fall_silent():

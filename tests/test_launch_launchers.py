@@ -38,7 +38,7 @@ def fake(folder: Path, name: str, *lines: str) -> None:
 def run_script(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess:
     path = f"{folder / 'bin'}:/usr/bin:/bin"
     return subprocess.run(
-        ["bash", LAUNCH / name, *arguments], capture_output=True, text=True, timeout=60,
+        ["bash", LAUNCH / name, *arguments], capture_output=True, text=True, timeout=300,
         env={"PATH": path, "OUT": str(folder / "out"), "SLURM_JOB_ID": "7", "RESTARTS": "0"},
     )  # fmt: skip
 

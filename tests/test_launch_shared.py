@@ -100,7 +100,7 @@ def said(tmp_path_factory):
     found: dict[str, list[str]] = {}
     try:
         for process, worker in enumerate(workers):
-            out, errors = worker.communicate(timeout=240)
+            out, errors = worker.communicate(timeout=300)
             assert worker.returncode == Exit.MISTAKE, errors
             assert "Traceback" not in errors, errors
             # Process 0 says it always, another one only if it was the first to find it.

@@ -88,7 +88,7 @@ def test_virtual_devices_exist(before):
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT.format(before=before)],
         env={name: value for name, value in os.environ.items() if name not in names},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

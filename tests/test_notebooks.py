@@ -102,7 +102,7 @@ def test_what_only_a_kernel_could_show_is_left_out(tmp_path):
     ran = subprocess.run(
         [sys.executable, ROOT / "notebooks" / "execute.py", path], cwd=tmp_path,
         env=os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")}, capture_output=True, text=True,
-        timeout=120,
+        timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert kinds(path) == [["text/plain"]] and set(json.loads(path.read_text())["metadata"]) == {

@@ -206,7 +206,7 @@ def test_the_head_counts_where_it_needs_more_than_a_layer():
 )
 def test_closed_forms_are_the_tables(name, microbatches, pipe, virtual):
     layout = Layout(pipe=pipe, virtual=virtual, schedule=name)
-    table = plan_memory._slots_of_table(name, pipe, virtual, 1, microbatches)
+    table = plan_memory._slots_of_table(name, pipe, virtual, 1, microbatches, "off")
     assert plan_memory._slots(layout, microbatches) == table
 
 

@@ -324,37 +324,44 @@ def test_collectives_move_what_rings_move():
 # --- sanity, anywhere -----------------------------------------------------------------------------
 
 
-@st.composite
-def cases(draw):
-    heads = draw(st.sampled_from([16, 32, 64]))
-    family = draw(st.sampled_from(["gpt", "llama", "bert"]))
-    of_family = {
-        "gpt": {},
-        "llama": {"kv_heads": draw(st.sampled_from([1, 4, heads]))},
-        "bert": {"norm_placement": draw(st.sampled_from(["pre", "post"]))},
-    }
-    model = ModelConfig(
-        family=family,
-        layers=48,
-        hidden=heads * draw(st.sampled_from([32, 64, 128])),
-        heads=heads,
-        sequence=draw(st.sampled_from([256, 2048])),
-        vocab=51200,
-        tied=draw(st.booleans()) or family == "bert",
-        **of_family[family],
+def model_of(heads, width, sequence, **more):
+    return ModelConfig(
+        layers=48, hidden=heads * width, heads=heads, sequence=sequence, vocab=51200, **more
     )
+
+
+# Few, since each is traced once with each number of shards.
+MODELS = [
+    model_of(16, 64, 256), model_of(64, 128, 2048, tied=False),
+    model_of(32, 32, 2048, family="llama", kv_heads=1, tied=False),
+    model_of(16, 128, 256, family="llama", kv_heads=4, tied=True),
+    model_of(64, 64, 2048, family="llama", kv_heads=64, tied=False),
+    model_of(16, 64, 256, family="bert", norm_placement="pre"),
+    model_of(32, 128, 2048, family="bert", norm_placement="post"),
+]  # fmt: skip
+SHARDS = st.fixed_dictionaries(
+    {
+        "tensor": st.sampled_from([1, 2, 8, 16]),
+        "sequence_parallel": st.booleans(),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+    }
+)
+ONE_SHARD = st.just({"tensor": 2, "sequence_parallel": True, "recompute": "selective"})
+
+
+@st.composite
+def cases(draw, shards=SHARDS):
     schedule = draw(st.sampled_from([*LOOPED, "breadth_first", "aligned_zb", "zb_v", "v_half"]))
     layout = Layout(
         data=draw(st.sampled_from([1, 2, 8, 64])),
         pipe=draw(st.sampled_from([1, 2, 8])),
-        tensor=draw(st.sampled_from([1, 2, 8, 16])),
         virtual=MAKERS[schedule].virtual or draw(st.sampled_from([1, 2, 3])),
         microbatch=draw(st.sampled_from([1, 4])),
-        sequence_parallel=draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
         schedule=schedule,
+        **draw(shards),
     )
-    return model, layout, layout.data * layout.microbatch * draw(st.integers(1, 32))
+    batch = layout.data * layout.microbatch * draw(st.integers(1, 32))
+    return draw(st.sampled_from(MODELS)), layout, batch
 
 
 MACHINES = st.sampled_from(["a100-80gb", "h100", "gb200", "mi300x", "tpu-v5p"])
@@ -394,5 +401,14 @@ def test_work_adds_up_and_no_device_exceeds_its_peak(case, machine, options):
     assert time.step_s < twice.step_s
     if layout.schedule in LOOPED:
         assert twice.step_s <= 2 * time.step_s * (1 + 1e-9)
-    deeper = dataclasses.replace(model, layers=96)
-    assert predict_step(deeper, layout, batch, machine, **options).step_s > time.step_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(ONE_SHARD), MACHINES, OPTIONS)
+def test_twice_the_layers_take_longer(case, machine, options):
+    model, layout, batch = case
+    one, deeper = (
+        predict_step(each, layout, batch, hardware(machine), **options).step_s
+        for each in (model, dataclasses.replace(model, layers=96))
+    )
+    assert deeper > one

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import mtx
+from mtx.costs import ask
 
 ROOT = Path(__file__).parent.parent
 CHECK = """
@@ -42,6 +43,9 @@ def test_names_are_listed():
 
 
 def test_importing_it_loads_no_jax():
+    """Nor does it to plan a model that was planned before."""
+    ask._answer.cache_clear()
+    mtx.make_plan(mtx.preset("gpt-1t"))
     code = "import sys, mtx; mtx.make_plan(mtx.preset('gpt-1t')); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

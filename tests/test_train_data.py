@@ -23,6 +23,8 @@ from mtx.errors import UserError
 from mtx.train import loop
 from mtx.train.loop import run_training
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 S = 16
 
 

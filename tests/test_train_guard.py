@@ -27,6 +27,8 @@ from mtx.train.history import MOST_STEPS, History
 from mtx.train.loop import run_training
 from mtx.train.programs import Programs
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 MODEL = ModelConfig(
     layers=2, hidden=32, heads=4, sequence=16, vocab=96, compute_dtype="float32", vocab_multiple=8
 )

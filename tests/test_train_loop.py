@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,7 +228,7 @@ def test_what_is_finished_is_only_evaluated(first, tmp_path):
         ),
     ],
 )
-def test_refused_before_anything_is_written(tmp_path, change, values):
+def test_refused_before_anything_is_written(tmp_path, few_presets, change, values):
     run = small_run(tmp_path)
     run = replace(run, **{name: replace(getattr(run, name), **c) for name, c in change.items()})
     with pytest.raises(UserError) as error:
@@ -289,7 +290,7 @@ def test_out_that_cannot_be_written(tmp_path):
 def held(tmp_path):
     """A folder that a run in another process has locked."""
     code = f"import fcntl, os, time; folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
-    code += "fcntl.flock(folder, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
+    code += "fcntl.flock(folder, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
@@ -343,7 +344,8 @@ mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_l
 lock(mutex)
 lock(mutex)  # waits for itself, and no signal wakes it
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == Exit.PREEMPTED
     assert "interrupted before the first step" in ended.stderr
 
@@ -404,13 +406,16 @@ def start_process(run: RunConfig, *, devices: int, **environment: str) -> subpro
     )  # fmt: skip
 
 
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(process.communicate())
+        time.sleep(0.05)
+
+
 def wait_for_steps(run: RunConfig, count: int, process: subprocess.Popen) -> None:
     log = Path(run.out) / "log.jsonl"
-    while process.poll() is None:
-        if log.exists() and log.read_text().count('"kind": "step"') >= count:
-            return
-        time.sleep(0.1)
-    raise AssertionError(process.communicate())
+    wait_for(lambda: log.exists() and log.read_text().count('"kind": "step"') >= count, process)
 
 
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
@@ -418,7 +423,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     process = start_process(run, devices=1)
     wait_for_steps(run, 2, process)
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "finishing this step, then saving; once more leaves at once" in errors
     log = read_log(Path(run.out) / "log.jsonl")
@@ -434,21 +439,38 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     assert int(checkpoints.restore(Trainer(run)).step) == last
 
 
+# It waits after its seventh step, until a process has been killed; `known`: no longer than that
+# since all have heard that process 1 has come so far.
+_UNTIL_ONE_IS_KILLED = """
+from pathlib import Path
+def on_step(record, known=Path(sys.argv[3]), killed=Path(sys.argv[4])):
+    from jax._src import distributed
+    while record.step == 7 and not killed.exists():
+        if '"loop"' in distributed.global_state.client.key_value_try_get("mtx/heartbeat/1"):
+            known.touch()
+        time.sleep(0.05)
+"""
+
+
 def test_two_processes_train_one_model_though_one_is_killed(first, tmp_path):
     """Under `mtx launch`, and with the values of one process that nobody kills; what they save
     together, one process reads."""
     run = replace(first.run, out=str(tmp_path / "out"), eval_every=0, layout=Layout(data=2))
-    slowly = _PROCESS.replace("argv[1])))", "argv[1])), on_step=lambda _: time.sleep(0.3))")
-    command = [sys.executable, "-c", slowly, json.dumps(to_dict(run)), "1"]
+    known, killed = tmp_path / "known", tmp_path / "killed"
+    program = _PROCESS.replace("argv[1])))", "argv[1])), on_step=on_step)")
+    program = program.replace("\nsummary", f"\n{_UNTIL_ONE_IS_KILLED}summary")
+    command = [sys.executable, "-c", program, json.dumps(to_dict(run)), "1", known, killed]
     with (tmp_path / "printed").open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "mtx", "launch", "-n", "2", "--cpu", "--", *command],
             cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
             env=dict(os.environ) | {"XLA_FLAGS": _FLAGS},
         )  # fmt: skip
+    wait_for(lambda: known.exists() and Checkpoints(run.out).steps() == [5], process)
     wait_for_steps(run, 7, process)
     printed = (tmp_path / "printed").read_text
     os.kill(int(re.search(r"process 1 of 2 on \S+, pid (\d+): 1 of 2", printed())[1]), 9)
+    killed.touch()
     assert process.wait(300) == 0, printed()
     assert re.search(r"lost process 1 \(host \S+, pid \d+, stage 0\), last seen at", printed())
     assert re.search(r"\[launch] process 1 \(pid .*was killed by SIGKILL", printed())

@@ -25,6 +25,8 @@ from mtx.evaluation.score import score_batch
 from mtx.step.trainer import Trainer
 from mtx.train.start import find_start
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 TEXT = "What goes on was there before; what was there before goes on. \n" * 60
 TINY = [
     "--model.hidden", "16", "--model.layers", "2", "--model.heads", "2", "--model.sequence", "16",

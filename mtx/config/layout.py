@@ -102,9 +102,15 @@ class Layout:
 
     def check(self, model: ModelConfig) -> None:
         """Raises UserError where `model` cannot be laid out this way."""
-        place_layers(
+        placement = place_layers(
             model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
         )
+        if self.weave == "on" and not placement.even:
+            raise UserError(
+                f"weave='on' needs as many layers in every chunk, and layers={model.layers} on "
+                f"pipe*virtual={self.pipe}*{self.virtual} with stage_layers={self.stage_layers!r} "
+                "are uneven; use stage_layers='even' or weave='off'"
+            )
         groups, widths = model.groups, model.split_widths
         common = math.gcd(*widths.values(), groups)
         for name, value in widths.items():

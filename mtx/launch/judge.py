@@ -117,8 +117,9 @@ class Judge:
         if self._last_s is None or self._first_s is None:
             self._first_s = self._last_s = now_s
         away_s, self._last_s = now_s - self._last_s, now_s
-        if away_s > self.suspect_s / 2:  # it was this process that did not run: look again
-            self._seen = {p: (count, now_s) for p, (count, _) in self._seen.items()}
+        # Longer than this it was this process that did not run: that is nobody's silence.
+        away_s = max(away_s - self.suspect_s / 2, 0.0)
+        self._seen = {p: (count, since_s + away_s) for p, (count, since_s) in self._seen.items()}
         for process, heartbeat in heartbeats.items():
             if process not in self._seen or self._seen[process][0] != heartbeat.count:
                 self._seen[process] = heartbeat.count, now_s
@@ -139,6 +140,9 @@ class Judge:
         limit_s = self.suspect_s if broken else self.silent_s
         silent = {p: now_s - self._seen[p][1] for p in running}
         lost = [p for p, age_s in silent.items() if age_s > limit_s * patience(running[p].phase)]
+        given_up = bool(broken) and now_s - self._broken_s > self.silent_s
+        if given_up and not lost:  # who was last heard of as it compiled may be gone as well
+            lost = [p for p, age_s in silent.items() if age_s > self.suspect_s]
         if lost:
             who = "; ".join(
                 f"{running[p].who.describe()}, last seen at step {running[p].step:,}, in "
@@ -148,7 +152,7 @@ class Judge:
             )
             seen = f"; {_first_error(broken)}" if broken else ""
             return Verdict(text=f"lost {who}{seen}", exit=Exit.LOST, culprits=tuple(lost))
-        if broken and now_s - self._broken_s > self.silent_s:
+        if given_up:
             text = f"all processes live, but a connection broke: {_first_error(broken)}"
             return Verdict(text=text, exit=Exit.LOST)
         return None

@@ -18,6 +18,7 @@ from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
+from mtx.config.layout import Weave
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
 from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
 from mtx.optimizers import optimizer_module
@@ -78,7 +79,7 @@ def predict_memory(
         gradients_bytes=gradients,
         optimizer_bytes=-(-_optimizer_bytes(held, optimizer) // shards),
         stash_bytes=stash + waiting,
-        transfer_bytes=(2 + slots.rings) * device.stream_bytes(),
+        transfer_bytes=(2 + (layout.weave == "on") + slots.rings) * device.stream_bytes(),
         activations_bytes=working,
         logits_bytes=max(0, head - working),
     )
@@ -236,7 +237,8 @@ class _Device:
         its matrices where the chunk is that one layer: without a loop XLA adds them up last); what
         is computed again (with stash="inputs", of the whole chunk); four arrays of whole sequences,
         which are gathered or about to be scattered; and scores with their gradients, two in float32
-        and one in the compute type, where no kernel keeps them to itself.
+        and one in the compute type, where no kernel keeps them to itself. A woven tick has as many
+        whole sequences of F's layer, and what waits for the weight gradients of B's last.
         """
         layout, item = self.layout, ITEM_BYTES[self.model.compute_dtype]
         rows, shards = layout.microbatch, layout.tensor if layout.sequence_parallel else 1
@@ -252,6 +254,9 @@ class _Device:
             working = item * max(matrices) + 4 * (sum if alone else max)(matrices)
             working += 4 * shards * total(self.cost(kind).stream, rows)
             working += (2 * 4 + item) * self.cost(kind).scores.at(rows)
+            if layout.weave == "on":
+                working += 4 * shards * total(self.cost(kind).stream, rows)
+                working += total(self.cost(kind).deferred, rows)
             every, kept = (total(self.cost(kind, way).kept, rows) for way in ("none", None))
             largest = max(largest, working + every - kept)
         return largest + (self._of_chunk("kept") if layout.stash == "inputs" else 0)
@@ -298,24 +303,27 @@ class _Slots(NamedTuple):
 def _slots(layout: Layout, microbatches: int) -> _Slots:
     """In closed form for SC'21's schedules; from the table for all others."""
     pipe, virtual, name = layout.pipe, layout.virtual, layout.schedule
-    if layout.slices == 1 and name in ("1f1b", "interleaved_1f1b", "eager_1f1b"):
+    plain = layout.slices == 1 and layout.weave == "off"
+    if plain and name in ("1f1b", "interleaved_1f1b", "eager_1f1b"):
         warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
         # One more than are in flight where a stage sits ticks out: it writes to a free slot.
         most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
         return _Slots(stash=most, weight_stash=0, rings=0, caches=0)
-    if layout.slices == 1 and name == "gpipe":
+    if plain and name == "gpipe":
         most = microbatches * virtual + 1
         return _Slots(stash=most, weight_stash=0, rings=microbatches + 1, caches=0)
-    slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches)
+    slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches, layout.weave)
     if slots.weight_stash and layout.idle != "skip":  # a slot of zeros, which an idle W reads
         return slots._replace(weight_stash=slots.weight_stash + 1)
     return slots
 
 
 @lru_cache(maxsize=4096)
-def _slots_of_table(name: str, pipe: int, virtual: int, slices: int, microbatches: int) -> _Slots:
+def _slots_of_table(
+    name: str, pipe: int, virtual: int, slices: int, microbatches: int, weave: Weave
+) -> _Slots:
     """The planner's one view of a schedule's table that has to do with memory."""
-    layout = Layout(pipe=pipe, virtual=virtual, schedule=name, slices=slices)
+    layout = Layout(pipe=pipe, virtual=virtual, schedule=name, slices=slices, weave=weave)
     table = schedule_for(layout, microbatches)
     boxes = [route.ring for route in (*table.receives, *table.gradient_receives)]
     caches = [cache.slots for cache in (table.cache, table.gradient_cache) if cache]

@@ -119,6 +119,14 @@ class Placement:
             place += count
         return Period(len(chunk) // size, size, tuple(runs))
 
+    def describe(self) -> str:
+        """One line a stage: the layers of each of its chunks."""
+        lines = []
+        for stage, chunks in enumerate(self.layer):
+            spans = [_span(layers[layers != EMPTY]) for layers in chunks]
+            lines.append(f"stage {stage}: " + " | ".join(spans))
+        return "\n".join(lines)
+
 
 def place_layers(
     layers: int | Sequence[str],
@@ -177,3 +185,9 @@ def _balance(layers: int, number: int) -> np.ndarray:
     counts = np.full(number, layers // number)
     counts[start : start + heavy] += 1
     return counts
+
+
+def _span(layers: np.ndarray) -> str:
+    if len(layers) == 0:
+        return "none"
+    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

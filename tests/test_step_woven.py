@@ -1,0 +1,147 @@
+"""Woven ticks: the same values, in an order in which collectives lie beside matmuls."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+import reference
+from errors import names
+
+import mtx
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.errors import UserError
+from mtx.pipeline.weave import Order, Step, order
+from mtx.schedules.makers import make
+
+SIZES = dict(
+    layers=8, hidden=32, heads=4, sequence=16, vocab=61, ffn_multiple=2, vocab_multiple=8,
+    compute_dtype="float32",
+)  # fmt: skip
+GPT = ModelConfig(**SIZES)
+LLAMA = ModelConfig(family="llama", kv_heads=2, tied=False, **SIZES)
+GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4})
+
+
+class InPlace(mtx.Trainer):
+    """A trainer whose local shards are written for GPUs: a branch for each pair of chunks."""
+
+    @functools.cached_property
+    def axes(self):
+        return replace(super().axes, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "layout"),
+    [
+        (mtx.Trainer, GPT, Layout(pipe=2, tensor=4)),
+        (InPlace, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, recompute="selective")),
+        (InPlace, LLAMA, Layout(pipe=2, tensor=2, virtual=4, idle="phases", recompute="full")),
+        (mtx.Trainer, LLAMA, Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3)),
+        (mtx.Trainer, LLAMA, Layout(data=4, tensor=2, sequence_parallel=False)),
+        (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
+        (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),
+        (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first", idle="phases")),
+    ],
+)  # fmt: skip
+def test_losses_and_gradients_stay(trainer, model, layout):
+    batch = reference.random_batch(model, 8)
+    found = []
+    for weave in ("on", "off"):
+        run = RunConfig(model=model, layout=replace(layout, weave=weave), global_batch=8)
+        one = trainer(run)
+        found.append(one.loss_and_gradients(one.init(), batch))
+    reference.assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "virtual"),
+    [("1f1b", 4, 1), ("1f1b", 4, 3), ("zb_h1", 4, 1), ("zb_v", 3, 2), ("gpipe", 2, 1)],
+)
+def test_the_head_runs_a_tick_before_its_backward(name, stages, virtual):
+    table = make(name, microbatches=6, stages=stages, virtual=virtual)
+    woven = table.woven
+    chunk, last = woven.last_virtual_stage
+    backward, forward = (
+        each[:, chunk, last] for each in (woven.backward_ticks, woven.forward_ticks)
+    )
+    for item in range(6):
+        (head,) = [tick for tick, each in enumerate(woven.head) if each == item]
+        assert forward[item] <= head == backward[item] - 1
+    late = woven.ticks - table.ticks
+    assert 0 <= late <= 1 and (woven.backward_ticks == table.backward_ticks + late).all()
+    assert woven.slots <= table.slots + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        (dict(slices=2, schedule="terapipe"), ("slices=2", "slices=1")),
+        (dict(stash="inputs"), ("stash='inputs'", "stash='residuals'")),
+    ],
+)
+def test_what_is_not_made_is_refused(options, values):
+    with pytest.raises(UserError) as error:
+        Layout(pipe=2, weave="on", **options)
+    names(error, "weave='on'", *values)
+
+
+def test_chunks_that_differ_are_refused():
+    layout = Layout(pipe=2, weave="on", stage_layers=(3, 5))
+    with pytest.raises(UserError) as error:
+        layout.check(GPT)
+    names(error, "weave='on'", "stage_layers='even'")
+
+
+def _chain(side: str, seconds: list[tuple[bool, float]], first: int) -> list[Step]:
+    steps = []
+    for place, (communicates, s) in enumerate(seconds, start=first):
+        before = frozenset({place - 1}) if place > first else frozenset()
+        steps.append(Step(s, communicates, False, side, before))
+    return steps
+
+
+def _check(found: Order, steps: tuple[Step, ...]) -> None:
+    """Each step once, after those that it waits for; what is exposed is what is not covered."""
+    done, exposed_s = set(), 0.0
+    for block in found.blocks:
+        first, *beside = block
+        assert steps[first].before <= done
+        for place in beside:
+            assert not steps[place].communicates and not steps[place].later
+            assert steps[place].before <= done
+            done.add(place)
+        done.add(first)
+        if steps[first].communicates:
+            covered_s = sum(steps[place].seconds for place in beside)
+            exposed_s += max(0.0, steps[first].seconds - covered_s)
+        else:
+            assert not beside
+    assert done == set(range(len(steps))) and exposed_s == pytest.approx(found.exposed_s)
+
+
+def test_two_chains_cover_each_other():
+    link, work = (True, 1.0), (False, 1.2)
+    layer = [link, work, work, link, link, work, work]
+    f = _chain("F", layer[1:], 0)
+    steps = (*f, *_chain("B", layer, len(f)))
+    found = order(steps)
+    _check(found, steps)
+    assert found.exposed_s == 0.0 and found.collective_s == 5.0
+    alone = order(tuple(f))
+    assert alone.exposed_s == alone.collective_s == 2.0
+
+
+def test_any_order_is_right():
+    rng = random.Random(1)
+    for _ in range(50):
+        steps = []
+        for place in range(rng.randrange(1, 30)):
+            before = frozenset(p for p in range(place) if rng.random() < 0.2)
+            later = rng.random() < 0.2
+            steps.append(
+                Step(rng.uniform(0.1, 2), rng.random() < 0.4, later, rng.choice("FB"), before)
+            )
+        _check(order(tuple(steps)), tuple(steps))
