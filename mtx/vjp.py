@@ -109,17 +109,17 @@ class Cut:
         flat = Strand.of(backward, *arguments)
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
-        of_b, of_w = divide(flat.jaxpr, weights, stay)
+        of_b, of_w = divide(flat, weights, stay)
         from_w = {var for eqn in of_w for var in eqn.outvars}
-        dweights, rest = flat.jaxpr.outvars[:weights], flat.jaxpr.outvars[weights:]
-        waits = inputs_of(of_w, exclude=set(flat.jaxpr.constvars))
+        dweights, rest = flat.outvars[:weights], flat.outvars[weights:]
+        waits = inputs_of(of_w, exclude=set(flat.constvars))
         made_by_w = [var in from_w if not isinstance(var, Literal) else False for var in dweights]
         in_b = [var for var, waits_for_w in zip(dweights, made_by_w) if not waits_for_w]
         in_w = [var for var, waits_for_w in zip(dweights, made_by_w) if waits_for_w]
         return cls(
             deferred=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits),
             made_by_w=structure.unflatten(made_by_w),
-            b=flat.part(of_b, flat.jaxpr.invars, [*in_b, *rest, *waits]),
+            b=flat.part(of_b, flat.invars, [*in_b, *rest, *waits]),
             w=flat.part(of_w, waits, in_w),
             others=jax.tree.structure(shapes[1]),
         )
@@ -165,7 +165,7 @@ NESTED = {  # primitives whose equations are taken out of them, and where they k
 class Strand:
     """A function of arrays as equations, without nested functions among them."""
 
-    jaxpr: Any
+    jaxpr: Any  # its first inputs are the constants
     constants: Sequence
 
     @classmethod
@@ -179,19 +179,39 @@ class Strand:
             return _evaluate(closed.jaxpr, closed.consts, leaves)
 
         flat = jax.make_jaxpr(run)(*jax.tree.leaves(arguments))
-        return cls(flat.jaxpr, flat.consts)
+        inputs = [*flat.jaxpr.constvars, *flat.jaxpr.invars]
+        return cls(_replaced(flat.jaxpr, invars=inputs), flat.consts)
+
+    @property
+    def constvars(self) -> list:
+        return self.jaxpr.invars[: len(self.constants)]
+
+    @property
+    def invars(self) -> list:
+        return self.jaxpr.invars[len(self.constants) :]
+
+    @property
+    def outvars(self) -> list:
+        return self.jaxpr.outvars
+
+    @property
+    def eqns(self) -> list:
+        return self.jaxpr.eqns
 
     def part(self, eqns, invars, outvars) -> Strand:
         """Some of the equations."""
-        jaxpr = self.jaxpr.replace(
-            constvars=self.jaxpr.constvars if self.constants else [],
-            eqns=list(eqns), invars=list(invars), outvars=list(outvars),
-            debug_info=self.jaxpr.debug_info.with_unknown_names(),
-        )  # fmt: skip
-        return Strand(jaxpr, self.constants)
+        inputs = [*self.constvars, *invars]
+        part = _replaced(self.jaxpr, eqns=list(eqns), invars=inputs, outvars=list(outvars))
+        return Strand(part, self.constants)
 
     def __call__(self, *arrays) -> list:
-        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.constants))(*arrays)
+        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))(*self.constants, *arrays)
+
+
+def _replaced(jaxpr, **changes):
+    """The jaxpr with other equations, inputs or outputs, and without constants."""
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(constvars=[], debug_info=debug_info, **changes)
 
 
 def bind(jaxpr, eqn, inputs: Sequence) -> list:
@@ -219,25 +239,25 @@ def _evaluate(jaxpr, constants, arguments) -> list:
     return [read(var) for var in jaxpr.outvars]
 
 
-def divide(jaxpr, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
+def divide(flat, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
     """The equations of B and of W, each in their order; the first `weights` outputs are weight
     gradients. stay: as in `Cut.of`."""
-    needed = needed_of(jaxpr.eqns, jaxpr.outvars[weights:])
-    wanted = needed_of(jaxpr.eqns, jaxpr.outvars)
+    needed = needed_of(flat.eqns, flat.outvars[weights:])
+    wanted = needed_of(flat.eqns, flat.outvars)
     later, made_later = set(), set()
-    for i, eqn in enumerate(jaxpr.eqns):
+    for i, eqn in enumerate(flat.eqns):
         if i in wanted and i not in needed:
             follows = any(not isinstance(v, Literal) and v in made_later for v in eqn.invars)
             if follows or eqn.primitive.name == "dot_general":
                 later.add(i)
                 made_later.update(eqn.outvars)
     # What only W uses moves there too, where that leaves less, or no more, to wait.
-    free = set(jaxpr.constvars)
-    outputs = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
-    waiting = set(inputs_of([jaxpr.eqns[i] for i in sorted(later)], exclude=free))
+    free = set(flat.constvars)
+    outputs = {var for var in flat.outvars if not isinstance(var, Literal)}
+    waiting = set(inputs_of([flat.eqns[i] for i in sorted(later)], exclude=free))
     for i in sorted(wanted - needed - later, reverse=True):
-        eqn = jaxpr.eqns[i]
-        users = [j for j in wanted if set(eqn.outvars) & set(variables_of(jaxpr.eqns[j].invars))]
+        eqn = flat.eqns[i]
+        users = [j for j in wanted if set(eqn.outvars) & set(variables_of(flat.eqns[j].invars))]
         if not users or not set(users) <= later or set(eqn.outvars) & outputs:
             continue
         if eqn.primitive.name in stay:
@@ -246,8 +266,8 @@ def divide(jaxpr, weights: int, stay: Collection[str] = ()) -> tuple[list, list]
         if _bytes(inputs) <= _bytes(eqn.outvars):
             later.add(i)
             waiting = (waiting - set(eqn.outvars)) | inputs
-    now = [eqn for i, eqn in enumerate(jaxpr.eqns) if i in wanted and i not in later]
-    return now, [jaxpr.eqns[i] for i in sorted(later)]
+    now = [eqn for i, eqn in enumerate(flat.eqns) if i in wanted and i not in later]
+    return now, [flat.eqns[i] for i in sorted(later)]
 
 
 def needed_of(eqns, outvars) -> set[int]:

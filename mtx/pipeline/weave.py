@@ -48,21 +48,19 @@ class Braid:
         return numbers
 
     def add(
-        self, strand: Strand, inputs: Sequence[int], *, side: str, later: frozenset = frozenset()
+        self, strand: Strand, inputs: list[int], *, side: str, later: frozenset = frozenset()
     ) -> list[int]:
         """The numbers of a function's outputs, of inputs by their numbers; nothing runs yet. side:
         F or B. later: of its equations, by their place, those that only weight gradients need."""
-        jaxpr = strand.jaxpr
-        known = dict(zip(jaxpr.constvars, self.given(strand.constants), strict=True))
-        known |= dict(zip(jaxpr.invars, inputs, strict=True))
-        for place, eqn in enumerate(jaxpr.eqns):
+        known = dict(zip(strand.jaxpr.invars, self.given(strand.constants) + inputs, strict=True))
+        for place, eqn in enumerate(strand.eqns):
             outputs = self.given([None] * len(eqn.outvars))
             reads = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
-            self._nodes.append(_Node(jaxpr, eqn, reads, outputs, side, place in later))
+            self._nodes.append(_Node(strand.jaxpr, eqn, reads, outputs, side, place in later))
             known.update(zip(eqn.outvars, outputs))
         return [
             self.given([atom.val])[0] if isinstance(atom, Literal) else known[atom]
-            for atom in jaxpr.outvars
+            for atom in strand.outvars
         ]
 
     def read(self, numbers: Sequence[int]) -> list:
@@ -240,16 +238,15 @@ def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
 def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
     """The places of the equations that only weight gradients need, of a backward pass whose first
     `weights` outputs they are."""
-    _, later = divide(strand.jaxpr, weights)
+    _, later = divide(strand, weights)
     ids = set(map(id, later))
-    return frozenset(i for i, eqn in enumerate(strand.jaxpr.eqns) if id(eqn) in ids)
+    return frozenset(i for i, eqn in enumerate(strand.eqns) if id(eqn) in ids)
 
 
 def split_ahead(strand: Strand) -> tuple[Strand, Strand] | None:
     """A function in two: up to its first collective, to be computed ahead, and the rest, which
     takes what the first part gives before its own inputs. None where a matmul comes before it."""
-    jaxpr = strand.jaxpr
-    eqns, free = jaxpr.eqns, set(jaxpr.constvars)
+    eqns, free = strand.eqns, set(strand.constvars)
     first = next((eqn for eqn in eqns if eqn.primitive.name in COLLECTIVES), None)
     if first is None:
         return None
@@ -259,12 +256,12 @@ def split_ahead(strand: Strand) -> tuple[Strand, Strand] | None:
     before = [eqn for i, eqn in enumerate(eqns) if i in ahead]
     rest = [eqn for i, eqn in enumerate(eqns) if i not in ahead]
     made = {var for eqn in before for var in eqn.outvars}
-    outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal) and v in made]
+    outputs = [v for v in strand.outvars if not isinstance(v, Literal) and v in made]
     reads = [v for v in inputs_of(rest, exclude=free) if v in made]
     crossing = list(dict.fromkeys([*reads, *outputs]))
     return (
-        strand.part(before, jaxpr.invars, crossing),
-        strand.part(rest, [*crossing, *jaxpr.invars], jaxpr.outvars),
+        strand.part(before, strand.invars, crossing),
+        strand.part(rest, [*crossing, *strand.invars], strand.outvars),
     )
 
 

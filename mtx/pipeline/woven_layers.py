@@ -265,14 +265,14 @@ class KindStrands:
     @cached_property
     def late(self) -> set[int]:
         """The residuals that weight gradients read."""
-        jaxpr = self.vjp.strands[1].jaxpr
+        backward = self.vjp.strands[1]
         read_by_w = {
             atom
             for place in self.later
-            for atom in jaxpr.eqns[place].invars
+            for atom in backward.eqns[place].invars
             if not isinstance(atom, Literal)
         }
-        residuals = jaxpr.invars[: len(self.vjp.residuals)]
+        residuals = backward.invars[: len(self.vjp.residuals)]
         return {place for place, var in enumerate(residuals) if var in read_by_w}
 
     @property
