@@ -9,15 +9,19 @@ turn.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mtx.compile.hlo import Program
 from mtx.compile.hlo_text import Instruction, Shape, read_shape
 from mtx.plan.compiled import Buffer
+
+if TYPE_CHECKING:
+    from mtx.step.trainer import Trainer
 
 # Of an array's shape: what the step knows under that shape, or None.
 NameOf = Callable[[Shape], str | None]
@@ -149,3 +153,72 @@ def _op_of(place: Place, made_by: dict[str, Instruction]) -> str:
             scopes = _SCOPES.findall(made.op_name)
             ops[f"{scopes[-1] if scopes else 'step'}: {made.op_name.rpartition('/')[2]}"] += 1
     return ops.most_common(1)[0][0] if ops else place.tenants[0].name
+
+
+# -- names of the step's arrays --------------------------------------------------------------------
+
+
+def names_of_arrays(trainer: Trainer) -> NameOf:
+    """What the step holds under an array's shape, on one device; shapes count without their ones
+    and in any order, since XLA transposes at will."""
+    run, slots = trainer.run, trainer.schedule.slots
+    places = trainer.placement.layer.shape[-1]
+    known: dict[tuple, tuple[str, list[str]]] = {}
+    for path, whole, padded in _parameters(trainer):
+        layer = whole[3:] if path.startswith("layers.") else ()
+        for dims, in_float32, in_compute_type in (
+            (whole, "gradient of {}", "{} in the compute type"),
+            (padded, "gradient of {}, padded", "{}, gathered"),
+            (layer, "gradient of a layer's {}", "a layer's {}, or its gradient"),
+        ):
+            _add_name(known, "float32", dims, in_float32, path)
+            _add_name(known, run.model.compute_dtype, dims, in_compute_type, path)
+    batch, sequence = run.layout.microbatch, run.model.sequence
+    rows = trainer.model.vocab_rows // run.layout.vocab_shards
+    _add_name(known, "float32", (batch, sequence, rows), "logits")
+    _add_name(known, run.model.compute_dtype, (batch, sequence, rows), "gradient of the logits")
+
+    def name_of(shape: Shape) -> str | None:
+        if found := known.get(_key(shape.dtype, shape.dims)):
+            return found[0].format(" or ".join(found[1]))
+        leading = (slots,) if run.layout.stash == "inputs" else (slots, places)
+        if shape.dims[: len(leading)] == leading and len(shape.dims) > 2:
+            return f"stash of {slots} microbatches' {run.layout.stash}"
+        return None
+
+    return name_of
+
+
+def _parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(name, shape on one device, shape with the padding of its master) of every parameter."""
+    import jax
+    from jax.tree_util import keystr, tree_leaves_with_path
+
+    masters = jax.tree.leaves(trainer.states.shapes.params)
+    specs = jax.tree.leaves(trainer.states.param_specs)
+    for (path, leaf), master, spec in zip(
+        tree_leaves_with_path(trainer.states.param_shapes), masters, specs, strict=True
+    ):
+        entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+        entries += [()] * (leaf.ndim - len(entries))
+        parts = [math.prod(trainer.run.layout.sizes[axis] for axis in entry) for entry in entries]
+        whole, padded = (
+            tuple(size // part for size, part in zip(each.shape, parts, strict=True))
+            for each in (leaf, master)
+        )
+        yield keystr(path, simple=True, separator="."), whole, padded
+
+
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def _key(dtype: str, dims: tuple[int, ...]) -> tuple:
+    return _SHORT.get(dtype, dtype), *sorted(dim for dim in dims if dim > 1)
+
+
+def _add_name(known: dict, dtype: str, dims: tuple[int, ...], name: str, path: str = "") -> None:
+    """Small arrays are left out: their shapes are those of many."""
+    if math.prod(dims) >= 4096:
+        first, paths = known.setdefault(_key(dtype, dims), (name, []))
+        if first == name and path not in paths:
+            paths.append(path)

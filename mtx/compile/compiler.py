@@ -113,7 +113,8 @@ def _find_cuda() -> tuple[str, str] | None:
         plugin = f"jax-{cuda}-pjrt"
         if not (_has(f"jax_plugins.xla_{cuda}") and _has(package)):
             continue
-        for place in map(Path, importlib.util.find_spec(package).submodule_search_locations):
+        spec = importlib.util.find_spec(package)
+        for place in map(Path, (spec and spec.submodule_search_locations) or ()):
             if not ((place / "bin/ptxas").exists() and (place / "nvvm/libdevice").exists()):
                 continue
             if _version(plugin) != _version("jaxlib"):

@@ -26,7 +26,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-Branch = Literal["max", "sum"] | Callable[[Instruction], Sequence[float]]
+Weights = Callable[[Instruction], Sequence[float]]  # of a conditional's branches
+Branch = Literal["max", "sum"] | Weights
 TripCounts = float | Mapping[str, float] | None
 
 
@@ -219,9 +220,10 @@ def _bound(test: Computation) -> int | None:
     """N of a loop whose whole test is counter < N: JAX counts from 0 by 1. TPUs' texts say no more
     than that."""
     last = list(test.values())[-1]
-    bound = test.get(last.operands[-1]) if last.opcode == "compare" else None
-    is_count = bound and bound.opcode == "constant" and "direction=LT" in last.attributes
-    return int(bound.attributes) if is_count and bound.attributes else None
+    is_less = last.opcode == "compare" and "direction=LT" in last.attributes
+    bound = test.get(last.operands[-1]) if is_less else None
+    value = bound.attributes if bound and bound.opcode == "constant" else ""
+    return int(value) if value else None
 
 
 def _collective_bytes(computation: Computation, instruction: Instruction) -> float:

@@ -68,12 +68,12 @@ class Instruction:
         return match[1] if match else ""
 
     @property
-    def called(self) -> str | None:
-        """The computation that a fusion, a call or an async wrapper runs, once."""
+    def called(self) -> str:
+        """The computation that a fusion, a call or an async wrapper runs, once; "" elsewhere."""
         if self.opcode.endswith(("-done", "-update")):
-            return None  # its start ran it
+            return ""  # its start ran it
         called = self.computation("calls")
-        return called or (self.computation("to_apply") if self.operation == "call" else None)
+        return called or (self.computation("to_apply") if self.operation == "call" else "")
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -84,14 +84,14 @@ class Instruction:
         found = (self.computation(kind) for kind in ("true_computation", "false_computation"))
         return tuple(name for name in found if name)
 
-    def computation(self, kind: str) -> str | None:
-        """The name in the attribute of that kind, as in body=%name."""
+    def computation(self, kind: str) -> str:
+        """The name in the attribute of that kind, as in body=%name; "" without one."""
         match = re.search(rf"\b{kind}=%?([^\s,{{}}]+)", self.attributes)
-        return match[1] if match else None
+        return match[1] if match else ""
 
     def number(self, kind: str) -> int:
         """Of the attribute index=3, or of a parameter's number."""
-        return int(re.search(rf"\b{kind}=(\d+)", self.attributes)[1])
+        return int(_found(rf"\b{kind}=(\d+)", self.attributes)[1])
 
 
 Computation = dict[str, Instruction]  # by name, in program order; the last one is its result
@@ -154,7 +154,7 @@ def _read_instruction(line: str) -> Instruction | None:
 
 def read_shape(text: str) -> Shape:
     """The shape that is written so: "bf16[8,128]"."""
-    return _shape(*_SHAPE.match(text).groups())
+    return _shape(*_found(_SHAPE, text).groups())
 
 
 def _shape(dtype: str, dims: str) -> Shape:
@@ -175,4 +175,11 @@ def _element_bits(dtype: str) -> int:
     """Bits of an element: the digits of its name, except for pred, token and opaque."""
     if dtype in ("pred", "token", "opaque"):
         return 8 if dtype == "pred" else 0
-    return int(re.search(r"\d+", dtype)[0])
+    return int(_found(r"\d+", dtype)[0])
+
+
+def _found(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
+    match = re.search(pattern, text)
+    if match is None:
+        raise UserError(f"{text[:80]!r} is not as XLA writes it; pass compiled.as_text() unchanged")
+    return match

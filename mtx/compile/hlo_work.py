@@ -48,8 +48,7 @@ def _dot_flops(computation: Computation, instruction: Instruction, contracting) 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> float:
     target, config = instruction.target, instruction.config
-    left = computation[instruction.operands[0]].shapes[0] if instruction.operands else None
-    result = instruction.shapes[0]
+    operands, result = operand_shapes(computation, instruction), instruction.shapes[0]
     try:
         if target in ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"):
             dims = config["gemm_backend_config"]["dot_dimension_numbers"]
@@ -57,14 +56,14 @@ def _library_flops(computation: Computation, instruction: Instruction) -> float:
         if target.startswith("__cudnn$fmha"):  # left is q, [B, S, H, K] or [B, H, S, K]
             scores = config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
             matmuls = 5 if "Backward" in target else 2
-            return 2.0 * matmuls * math.prod(int(dim) for dim in scores) * left.dims[-1]
+            return 2.0 * matmuls * math.prod(int(dim) for dim in scores) * operands[0].dims[-1]
     except KeyError as error:
         raise UserError(
             f"{instruction.name!r} calls {target!r} without {error} in its configuration; count a "
             "program without it"
         ) from None
     if target == "__onednn$matmul":  # [..., M, N]; the left operand has K times the M rows
-        return 2.0 * result.elements * left.elements / math.prod(result.dims[:-1])
+        return 2.0 * result.elements * operands[0].elements / math.prod(result.dims[:-1])
     if re.search(r"gemm|matmul|dot|conv(?!ert)|fmha|attention", target, re.IGNORECASE):
         raise UserError(
             f"{instruction.name!r} calls {target!r}, whose FLOPs are not known here; count a "

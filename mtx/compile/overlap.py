@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mtx.compile.hlo import COLLECTIVES, Branch, Collective, Program, TripCounts
+from mtx.compile.groups import Groups
+from mtx.compile.hlo import COLLECTIVES, Collective, Program, TripCounts, Weights
 from mtx.compile.hlo_text import Computation, Instruction
 from mtx.compile.hlo_work import matmul_flops, moved_bytes, operand_shapes
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.compiled import Exposure
 from mtx.plan.hardware import Hardware
-from mtx.plan.network import all_reduce_s, gather_s, message_s
+from mtx.plan.network import Group, all_reduce_s, gather_s, message_s
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _SAME_VALUE = ("bitcast", "copy", "opt-barrier", "async-update")
@@ -69,29 +70,30 @@ class Machine:
         return flops / (self.hardware.peak_flops(dtype) * share)
 
     def collective_s(self, collective: Collective) -> float:
-        machine = dict(hardware=self.hardware, calibration=self.calibration)
         if collective.kind == "collective-permute":
-            crosses = self.crosses(collective)
-            return message_s(collective.operand_bytes, crosses=crosses, **machine)
-        group = _Placed(groups=collective.groups)
+            return message_s(
+                collective.operand_bytes, crosses=self.crosses(collective),
+                hardware=self.hardware, calibration=self.calibration,
+            )  # fmt: skip
+        group = _Placed.of(collective.groups)
         whole = max(collective.operand_bytes, collective.result_bytes)
         takes = all_reduce_s if collective.kind == "all-reduce" else gather_s
-        return takes(whole, group, **machine)
+        return takes(whole, group, hardware=self.hardware, calibration=self.calibration)
 
     def crosses(self, collective: Collective) -> bool:
         """Whether it needs the network: whether some group has members in two nodes."""
-        return _Placed(groups=collective.groups).crosses(self.hardware)
+        return _Placed.of(collective.groups).crosses(self.hardware)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Placed:
-    """Groups of devices at known places, as `mtx.plan.network` asks of a `Group`."""
+class _Placed(Group):
+    """Groups of devices at known places, so that the stride does not matter."""
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
 
-    @property
-    def size(self) -> int:
-        return max(map(len, self.groups), default=1)
+    @classmethod
+    def of(cls, groups: Groups) -> _Placed:
+        return cls(size=max(map(len, groups), default=1), stride=1, groups=groups)
 
     def members_in_node(self, hardware: Hardware) -> int:
         """Of the first group: all lie alike."""
@@ -112,13 +114,13 @@ class Timeline(NamedTuple):
 
 
 def timeline(
-    program: Program, machine: Machine, branch: Branch, *, trip_counts: TripCounts = None
+    program: Program, machine: Machine, branch: Weights, *, trip_counts: TripCounts = None
 ) -> Timeline:
     """The program in the order of its schedule, with computations on one stream and collectives on
     another for each kind of link: its seconds, those of collectives by the mesh axes that they run
     over, and how many of them are exposed.
 
-    branch, trip_counts: as in `Program.matmul_flops`; of a conditional, one weight per branch.
+    branch, trip_counts: as in `Program.matmul_flops`.
     """
     replay = _Replay(program=program, machine=machine, branch=branch, trip_counts=trip_counts)
     replay.run(program.entry, {}, share=1.0)
@@ -157,7 +159,7 @@ class _Replay:
 
     program: Program
     machine: Machine
-    branch: Branch
+    branch: Weights
     trip_counts: TripCounts
     clock: float = 0.0
     free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
@@ -306,10 +308,8 @@ class _Replay:
             return body_s and body_s * self.program.trips(instruction, self.trip_counts)
         if opcode == "conditional":
             each_s = [self._quiet_s(name) for name in instruction.branches]
-            weights = self.branch(instruction)
-            if None in each_s:
-                return None
-            return sum(weight * one_s for weight, one_s in zip(weights, each_s, strict=True))
+            weighted = zip(self.branch(instruction), each_s, strict=True)
+            return _sum([one_s and weight * one_s for weight, one_s in weighted])
         if instruction.called:
             inside_s = self._quiet_s(instruction.called)
             if inside_s is None or instruction.operation != "fusion":
@@ -319,6 +319,11 @@ class _Replay:
     def _quiet_s(self, name: str) -> float | None:
         if name not in self.quiet:
             computation = self.program.computations[name]
-            each_s = [self._seconds(computation, each) for each in computation.values()]
-            self.quiet[name] = None if None in each_s else sum(each_s)
+            self.quiet[name] = _sum([self._seconds(computation, i) for i in computation.values()])
         return self.quiet[name]
+
+
+def _sum(each_s: list[float | None]) -> float | None:
+    """None where one is None."""
+    known_s = [one_s for one_s in each_s if one_s is not None]
+    return sum(known_s) if len(known_s) == len(each_s) else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import resource
@@ -21,16 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtx.compile.buffers import NameOf, largest_buffers
+from mtx.compile.buffers import largest_buffers, names_of_arrays
 from mtx.compile.compiler import Compiler, find_compiler
 from mtx.compile.hlo import Program, read_program
-from mtx.compile.hlo_text import Instruction, Shape
+from mtx.compile.hlo_text import Instruction
 from mtx.compile.overlap import Machine, timeline
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
@@ -138,16 +137,18 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
     from mtx.step.trainer import Trainer
 
     start = time.perf_counter()
-    changes = {"layout": dataclasses.replace(run.layout, attention=compiler.attention)}
+    layout, model = dataclasses.replace(run.layout, attention=compiler.attention), run.model
     if compiler.backend == "cpu":
-        changes["model"] = dataclasses.replace(run.model, compute_dtype="float32")
-    compiled_run = dataclasses.replace(run, **changes)
+        model = dataclasses.replace(model, compute_dtype="float32")
+    compiled_run = dataclasses.replace(run, layout=layout, model=model)
     mesh = _mesh(compiled_run, target, compiler)
     trainer = Trainer(compiled_run, mesh=mesh)
     executable = trainer.compile_step(mesh)
     elapsed = time.perf_counter() - start
 
-    stats, program = executable.memory_analysis(), read_program(executable.as_text())
+    stats, text = executable.memory_analysis(), executable.as_text()
+    assert stats is not None and text is not None  # the compilers for CPU, GPU and TPU have both
+    program = read_program(text)
     temp = stats.temp_size_in_bytes
     if compiler.backend == "cpu":
         temp = _halve_temp(temp, run)
@@ -312,72 +313,6 @@ def _largest(dump: Path, program: Program, trainer: Trainer):
         return ()  # libtpu dumps none
     text = max(texts, key=lambda path: path.stat().st_size).read_text()
     return largest_buffers(text, program, names_of_arrays(trainer))
-
-
-def names_of_arrays(trainer: Trainer) -> NameOf:
-    """What the step holds under an array's shape, on one device; shapes count without their ones
-    and in any order, since XLA transposes at will."""
-    run, slots = trainer.run, trainer.schedule.slots
-    places = trainer.placement.layer.shape[-1]
-    known: dict[tuple, tuple[str, list[str]]] = {}
-    for path, whole, padded in _parameters(trainer):
-        layer = whole[3:] if path.startswith("layers.") else ()
-        for dims, in_float32, in_compute_type in (
-            (whole, "gradient of {}", "{} in the compute type"),
-            (padded, "gradient of {}, padded", "{}, gathered"),
-            (layer, "gradient of a layer's {}", "a layer's {}, or its gradient"),
-        ):
-            _add_name(known, "float32", dims, in_float32, path)
-            _add_name(known, run.model.compute_dtype, dims, in_compute_type, path)
-    batch, sequence = run.layout.microbatch, run.model.sequence
-    rows = trainer.model.vocab_rows // run.layout.vocab_shards
-    _add_name(known, "float32", (batch, sequence, rows), "logits")
-    _add_name(known, run.model.compute_dtype, (batch, sequence, rows), "gradient of the logits")
-
-    def name_of(shape: Shape) -> str | None:
-        if found := known.get(_key(shape.dtype, shape.dims)):
-            return found[0].format(" or ".join(found[1]))
-        leading = (slots,) if run.layout.stash == "inputs" else (slots, places)
-        if shape.dims[: len(leading)] == leading and len(shape.dims) > 2:
-            return f"stash of {slots} microbatches' {run.layout.stash}"
-        return None
-
-    return name_of
-
-
-def _parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(name, shape on one device, shape with the padding of its master) of every parameter."""
-    import jax
-    from jax.tree_util import keystr, tree_leaves_with_path
-
-    masters = jax.tree.leaves(trainer.states.shapes.params)
-    specs = jax.tree.leaves(trainer.states.param_specs)
-    for (path, leaf), master, spec in zip(
-        tree_leaves_with_path(trainer.states.param_shapes), masters, specs, strict=True
-    ):
-        entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
-        entries += [()] * (leaf.ndim - len(entries))
-        parts = [math.prod(trainer.run.layout.sizes[axis] for axis in entry) for entry in entries]
-        whole, padded = (
-            tuple(size // part for size, part in zip(each.shape, parts, strict=True))
-            for each in (leaf, master)
-        )
-        yield keystr(path, simple=True, separator="."), whole, padded
-
-
-_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-
-
-def _key(dtype: str, dims: tuple[int, ...]) -> tuple:
-    return _SHORT.get(dtype, dtype), *sorted(dim for dim in dims if dim > 1)
-
-
-def _add_name(known: dict, dtype: str, dims: tuple[int, ...], name: str, path: str = "") -> None:
-    """Small arrays are left out: their shapes are those of many."""
-    if math.prod(dims) >= 4096:
-        first, paths = known.setdefault(_key(dtype, dims), (name, []))
-        if first == name and path not in paths:
-            paths.append(path)
 
 
 if __name__ == "__main__":

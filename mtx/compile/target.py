@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from mtx.errors import UserError
@@ -53,44 +54,44 @@ class GpuTarget:
         """
 
 
-_AMPERE = dict(
-    capability=8, cores=108, fpus_per_core=64, clock_ghz=1.41, l2_bytes=41943040,
+_AMPERE = partial(
+    GpuTarget, capability=8, cores=108, fpus_per_core=64, clock_ghz=1.41, l2_bytes=41943040,
     shared_memory_per_core=167936, shared_memory_per_block=166912,
 )  # fmt: skip
-_HOPPER = dict(
-    capability=9, cores=132, fpus_per_core=128, clock_ghz=1.98, l2_bytes=52428800,
+_HOPPER = partial(
+    GpuTarget, capability=9, cores=132, fpus_per_core=128, clock_ghz=1.98, l2_bytes=52428800,
     shared_memory_per_core=233472, shared_memory_per_block=232448,
 )  # fmt: skip
-_BLACKWELL = dict(
-    capability=10, fpus_per_core=128, shared_memory_per_core=233472,
+_BLACKWELL = partial(
+    GpuTarget, capability=10, fpus_per_core=128, shared_memory_per_core=233472,
     shared_memory_per_block=232448,
 )  # fmt: skip
 
 GPU_TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
     {
-        "a100-40gb": GpuTarget(
+        "a100-40gb": _AMPERE(
             description="NVIDIA A100-SXM4-40GB", memory_bytes=42331013120,
-            memory_bytes_per_s=1555200000000, **_AMPERE,
+            memory_bytes_per_s=1555200000000,
         ),
-        "a100-80gb": GpuTarget(
+        "a100-80gb": _AMPERE(
             description="NVIDIA A100-SXM4-80GB", memory_bytes=85100068864,
-            memory_bytes_per_s=2039040000000, **_AMPERE,
+            memory_bytes_per_s=2039040000000,
         ),
-        "h100": GpuTarget(
+        "h100": _HOPPER(
             description="NVIDIA H100 80GB HBM3", memory_bytes=84942979072,
-            memory_bytes_per_s=3352320000000, **_HOPPER,
+            memory_bytes_per_s=3352320000000,
         ),
-        "h200": GpuTarget(
+        "h200": _HOPPER(
             description="NVIDIA H200 141GB HBM3e", memory_bytes=151397597184,
-            memory_bytes_per_s=4800000000000, **_HOPPER,
+            memory_bytes_per_s=4800000000000,
         ),
-        "b200": GpuTarget(
+        "b200": _BLACKWELL(
             description="NVIDIA B200", cores=148, clock_ghz=1.965, memory_bytes=191514411008,
-            memory_bytes_per_s=7672320000000, l2_bytes=132644864, **_BLACKWELL,
+            memory_bytes_per_s=7672320000000, l2_bytes=132644864,
         ),
-        "gb200": GpuTarget(
+        "gb200": _BLACKWELL(
             description="NVIDIA GB200", cores=152, clock_ghz=2.062, memory_bytes=197897748480,
-            memory_bytes_per_s=7928064000000, l2_bytes=135528448, **_BLACKWELL,
+            memory_bytes_per_s=7928064000000, l2_bytes=135528448,
         ),
     }
 )  # fmt: skip

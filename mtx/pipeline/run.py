@@ -50,7 +50,7 @@ class Parts:
 class Run:
     """One call of a pipeline, while it is traced: what does not change, and a tick."""
 
-    def __init__(self, pipeline: Parts, params, batch, samples_MB=None, rng=None, loss_weight=None):
+    def __init__(self, pipeline: Parts, params, batch, samples_MB=None, rng=None, loss_weight=1.0):
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes = pipeline.layout, pipeline.axes
         self.shared, self.batch = {part: params[part] for part in ("embed", "head")}, batch
@@ -114,7 +114,7 @@ class Run:
         schedule, stage = self.schedule, self.stage
         by_inputs = self.layout.stash == "inputs"
         made_by_w, held = stage.made_by_w(), self.weights.start()
-        waiting = schedule.weight_stash.slots + self.zero_slot if schedule.split else 0
+        waits, cache, dcache = schedule.weight_stash, schedule.cache, schedule.gradient_cache
 
         def zeros(by_w: bool):
             return jax.tree.map(
@@ -133,9 +133,9 @@ class Run:
             ),
             stash=Stash(
                 layers=self.ring(schedule.slots) if by_inputs else stage.stash(schedule.slots),
-                deferred=stage.weight_stash(waiting),
-                caches=stage.caches(schedule.cache.slots) if schedule.cache else None,
-                dcaches=stage.caches(schedule.gradient_cache.slots) if schedule.cache else None,
+                deferred=stage.weight_stash(waits.slots + self.zero_slot if waits else 0),
+                caches=stage.caches(cache.slots) if cache else None,
+                dcaches=stage.caches(dcache.slots) if dcache else None,
             ),
             weights=(held, held),
             gradients=Gradients(
@@ -165,7 +165,7 @@ class Run:
         if phase.backward:
             carry = self.backward_half(carry, op, y)
         if phase.weight and op.weight is not None:
-            carry = self.weight_half(carry, op)
+            carry = self.weight_half(carry, op.weight, op.scatter[1])
         return carry, None
 
     def forward_half(self, carry: Carry, op: Tick):
@@ -216,18 +216,18 @@ class Run:
             shared = self.embed_backward(carry.gradients.shared, op, dx)
         return carry._replace(gradients=carry.gradients._replace(shared=shared))
 
-    def weight_half(self, carry: Carry, op: Tick) -> Carry:
+    def weight_half(self, carry: Carry, op: Op, scatter: jax.Array) -> Carry:
         with jax.named_scope("W"):
             of_w = self.unless_idle(
-                op.weight,
+                op,
                 self.stage.weight,
                 lambda op, deferred, gradients: gradients,
-                op.weight,
+                op,
                 carry.stash.deferred,
                 carry.gradients.of_w,
             )
         of_w, reduced = self.weights.reduce_scatter(
-            of_w, carry.gradients.reduced, op.scatter[1], op.weight.chunk
+            of_w, carry.gradients.reduced, scatter, op.chunk
         )
         return carry._replace(gradients=carry.gradients._replace(of_w=of_w, reduced=reduced))
 
@@ -294,7 +294,7 @@ class Run:
                 self.shared,
                 self.last_output(y),
             )
-            dshared, dy = vjp(self.loss_weight.astype(value.dtype))
+            dshared, dy = vjp(jnp.asarray(self.loss_weight, value.dtype))
             return loss + value, _add(total, dshared), dy
 
         def idle(loss, total, y):

@@ -180,9 +180,9 @@ class Stage:
             return others[0]
 
         places = op.held, op.deferred, op.cache_gradient
-        kept = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
-        dstream, kept = self._layers(op, layer, dstream, kept, backward=True)
-        return dstream, Kept(**kept)
+        trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
+        dstream, trees = self._layers(op, layer, dstream, trees, backward=True)
+        return dstream, Kept(**trees)
 
     def weight(self, op: Op, deferred, gradients):
         """The gradients, with those of the weights that have waited added at [held, n]."""
@@ -270,7 +270,7 @@ class Stage:
 
         return lax.fori_loop(0, count, layer, start)
 
-    def _given(self, op: Op, params, own: Own, sliced: bool, caches=None):
+    def _given(self, op: Op, params, own: Own, sliced: bool, caches=None) -> tuple[Tree, tuple]:
         """(parameters, what else a layer is given); of its cache, by default its own entry"""
         given = (self.context(op.item, read(self.tables["layer"], op.chunk, own.n)),)
         if sliced:

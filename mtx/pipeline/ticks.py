@@ -64,20 +64,20 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
     chunk at a time are gathered.
     """
 
-    def column(table):
-        return None if table is None else read(jnp.asarray(table.T), stage)
+    def column(table: np.ndarray) -> jax.Array:
+        return read(jnp.asarray(table.T), stage)
 
     def op(half: Half, deferred=None, cache=None, cache_gradient=None) -> Op:
         held = np.zeros_like(half.chunk) if one_chunk else half.chunk
-        columns = half.item, half.chunk, held, half.slot, deferred, cache, cache_gradient
-        return Op(*map(column, columns))
+        rings = (None if a is None else column(a) for a in (deferred, cache, cache_gradient))
+        return Op(*map(column, (half.item, half.chunk, held, half.slot)), *rings)
 
     def receives(routes: tuple[Route, ...]) -> tuple[Receive, ...]:
         rings = [(route.ring.write, route.ring.read, route.used) for route in routes]
         return tuple(Receive(*map(column, ring)) for ring in rings)
 
     weight, waits = None, None
-    if schedule.split:
+    if schedule.weight and schedule.weight_stash:
         weight, waits = op(schedule.weight), schedule.weight_stash.write
         if zero_slot:
             slot = jnp.where(weight.busy, weight.slot, schedule.weight_stash.slots)

@@ -213,12 +213,12 @@ def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
         return place
 
     while left:
-        link, work = next_of(True), next_of(False, later=False)
-        if link is None or (steps[link].later and work is None and next_of(False) is not None):
-            alone = work if work is not None else next_of(False)
-            done.add(take(alone))
-            blocks.append((alone,))
+        link, work = next_of(True), next_of(False)
+        if work is not None and (link is None or (steps[link].later and steps[work].later)):
+            done.add(take(work))
+            blocks.append((work,))
             continue
+        assert link is not None  # no step waits for itself
         take(link)
         uncovered_s, block = steps[link].seconds, [link]
         collective_s += uncovered_s

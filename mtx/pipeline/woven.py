@@ -95,7 +95,7 @@ class WovenRun(Run):
         if phase.backward:
             carry = self.last_weights(carry, op, last)
         if phase.weight and op.weight is not None:
-            carry = self.weight_half(carry, op)
+            carry = self.weight_half(carry, op.weight, op.scatter[1])
         if (self.schedule.head[phase.start : phase.stop] != IDLE).any():
             with jax.named_scope("head"):
                 carry, dy = self.head(carry, op, y)

@@ -75,8 +75,8 @@ def make_optimizer(
     rest_lr = config.rest_lr or config.lr
     rate = replace(config, lr=rest_lr, min_lr=config.min_lr * rest_lr / config.lr)
     labels = jax.tree.map(lambda role: "matrix" if role == "matrix" else "rest", roles)
-    parts = {"matrix": of_matrices, "rest": make(config.rest, learning_rate(rate, steps))}
-    return optax.partition(parts, labels)
+    rest = make(config.rest, learning_rate(rate, steps))
+    return optax.partition({"matrix": of_matrices, "rest": rest}, labels)
 
 
 def _is_masked(leaf: Any) -> bool:
@@ -116,7 +116,7 @@ def _check(name: str) -> None:
                 "and can keep only arrays like the parameters, one of each name; use another"
             )
     for equation in _equations(jax.make_jaxpr(made.update)(params, state, params).jaxpr):
-        of_arrays = any(variable.aval.shape for variable in equation.invars)
+        of_arrays = any(getattr(variable.aval, "shape", ()) for variable in equation.invars)
         if of_arrays and equation.primitive.name not in _ELEMENTWISE:
             raise UserError(
                 f"optimizer {name!r} looks at more than an element at a time "

@@ -91,7 +91,8 @@ class States:
         params = jax.tree.map(lambda shard: shard.spec, self.shards)
         moments = state_specs(self.shapes.moments, params)
         checksums = P(*AXES) if self.run.guard.checksums else None
-        return TrainState(P(), params, moments, LossScale(P(), P()), P(), checksums)
+        others = jax.tree.map(lambda _: P(), self.shapes)
+        return others._replace(params=params, moments=moments, checksums=checksums)
 
     @cached_property
     def shapes(self) -> TrainState:

@@ -26,7 +26,7 @@ from mtx.sharding.mesh import Axes, make_mesh
 from mtx.step import xla
 from mtx.step.forward import Forward
 from mtx.step.order import from_canonical, to_canonical
-from mtx.step.state import Metrics, States, TrainState
+from mtx.step.state import States, TrainState
 from mtx.step.step import Step
 
 Tree = Any
@@ -182,8 +182,7 @@ class Trainer:
     def train_step(self):
         """(state, batch) -> (state, metrics), compiled at the first call; the state is donated."""
         specs = self.states.specs
-        metrics = Metrics(*(P() for _ in Metrics._fields))
-        step = self.shard_map(self.step, (specs, _BATCH_SPEC), (specs, metrics))
+        step = self.shard_map(self.step, (specs, _BATCH_SPEC), (specs, P()))
         options = xla.options(self.platform) or None
         return jax.jit(step, donate_argnums=0, compiler_options=options)
 
