@@ -150,11 +150,12 @@ def test_any_order_is_right():
         _check(order(tuple(steps)), tuple(steps))
 
 
+@pytest.mark.skipif(
+    find_compiler("h100", 8).backend != "gpu", reason="pip install 'mtx[aot]' compiles for GPUs"
+)
 def test_compiled_for_gpus_layers_hide_their_collectives():
     """What is left over `tensor`: the first gather of a tick, what lies beside attention in blocks,
     and ticks with F or B alone."""
-    if find_compiler("h100", 8).backend != "gpu":
-        pytest.skip("XLA's compiler for GPUs is not installed: pip install mtx[aot]")
     model = ModelConfig(layers=8, hidden=8192, heads=64, sequence=2048, vocab=51200)
     exposed_s = {}
     for weave in ("off", "on"):

@@ -4,7 +4,8 @@ Runs inside the step's `shard_map`. A tick is: receive, embed, F, send x, head a
 of the embedding, and W where the table splits it from B; the gradient is sent at the start of the
 next tick. So the send of a tick's F has its B to run beside, and that of its B has W and the next
 F; XLA:GPU keeps them there with the options of `mtx.step.xla`. A tick is written out in `run`, what
-F, B and W do with a stage's layers in `stage`. Nothing here grows with the microbatches.
+F, B and W do with a stage's layers in `stage`. With weave="on" a tick is that of `woven`. Nothing
+here grows with the microbatches.
 
 What it knows of a model stands in `model`. Embedding and head are sharded over `pipe`, so all
 stages run them together, in the ticks that the table names; their collectives span `pipe` and must
