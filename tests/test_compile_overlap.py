@@ -5,9 +5,11 @@ send over `pipe` 2 s; memory is as good as free.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from mtx.compile.costly import costliest
 from mtx.compile.hlo import read_program
 from mtx.compile.hlo_work import moved_bytes
 from mtx.compile.overlap import Machine, timeline
@@ -282,3 +284,28 @@ def test_bytes_that_an_instruction_moves(lines, moved):
     program = read_program(text)
     main = program.computations["main"]
     assert moved_bytes(program.computations, main, main["o"]) == moved
+
+
+def test_the_costliest_is_neither_matmul_nor_collective():
+    """The same made in the same part of the step counts together; what a loop runs, as often."""
+
+    def line(name, how, scope):
+        named = f'metadata={{op_name="jit(step)/pipeline/{scope}/{how}"}}'
+        return f"%{name} = bf16[1000000]{{0}} {how}(%x, %x), {named}"
+
+    start, done = gather("g")
+    text = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n" + computation(
+        "main", *PARTS, start, *matmuls(1), done,
+        line("a", "add", "head"), line("b", "add", "head"), line("d", "add", "update"),
+        line("c", "multiply", "while/body/woven/cond"), entry="ENTRY ",
+    )  # fmt: skip
+    slow = replace(MACHINE, hardware=replace(SLOW, memory_gb_s=1e-3))
+    find = partial(costliest, read_program(text), slow, lambda _: (0.5, 0.5), trip_counts=None)
+    first, *others = find()
+    assert (first.what, first.part) == ("bf16[1000000] add", "head")
+    assert {(one.what, one.part) for one in others} == {
+        ("bf16[1000000] multiply", "woven"),
+        ("bf16[1000000] add", "update"),
+    }
+    assert all(first.seconds == pytest.approx(2 * one.seconds) and one.seconds for one in others)
+    assert find(most=1) == (first,)

@@ -9,7 +9,7 @@ from errors import names
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.compare import part_name
-from mtx.plan.compiled import Buffer, Compiled, Exposure, Traffic
+from mtx.plan.compiled import Buffer, Compiled, Costly, Exposure, Traffic
 from mtx.plan.flops import forward_flops, parameters_by_part
 from mtx.plan.page import plan_lines, render, rows_table
 from mtx.plan.plan import make_plan
@@ -222,6 +222,10 @@ COMPILED = Compiled(
         Exposure(axes=("tensor",), seconds=1.25, exposed_s=0.75),
         Exposure(axes=("pipe", "data"), seconds=0.004, exposed_s=0.0),
     ),
+    costliest=(
+        Costly(what="bf16[1,2048,6144] mul", part="woven", seconds=0.123),
+        Costly(what="f32[8] copy", part="", seconds=0.05),
+    ),
 )  # fmt: skip
 
 
@@ -246,6 +250,8 @@ def test_what_the_compiler_says():
     assert facts["3.00 GiB"] == "f32[4]: masters"
     assert facts["all-gather over tensor"] == "1,024 of 8, 8.00 GiB sent in bf16"
     assert facts["over tensor"] == "1.25 s, 750 ms of it exposed"
+    assert facts["123 ms"] == "bf16[1,2048,6144] mul, in woven"
+    assert facts["50 ms"] == "f32[8] copy"
     assert facts["over pipe x data"] == "4 ms, 0 ms of it exposed"
     sections = {row.section for row in rows if row.name.startswith("over ")}
     assert [section for section in sections if "estimate" in section] == list(sections)

@@ -16,6 +16,7 @@ from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.weave import Order, Step, order
+from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
 
 SIZES = dict(
@@ -89,6 +90,17 @@ def test_what_is_not_made_is_refused(options, values):
     with pytest.raises(UserError) as error:
         Layout(**dict(pipe=2, weave="on", idle="phases") | options)
     names(error, "weave='on'", *values)
+
+
+def test_the_plan_keeps_a_slot_more():
+    """Of the stash, since B is a tick later; and what a woven tick has at once."""
+    layout = Layout(pipe=4, tensor=2, virtual=2, idle="phases")
+    plain, woven = (predict_memory(GPT, replace(layout, weave=weave), 8) for weave in ("off", "on"))
+    table = make("1f1b", microbatches=8, stages=4, virtual=2)
+    slots = table.slots, table.woven.slots
+    assert woven.stash_bytes * slots[0] == plain.stash_bytes * slots[1] and slots[0] < slots[1]
+    assert woven.activations_bytes > plain.activations_bytes
+    assert woven.parameters_bytes == plain.parameters_bytes
 
 
 def test_chunks_that_differ_are_refused():

@@ -87,7 +87,7 @@ class Program:
 
         Raises UserError at a loop without a count, and at a matmul that it cannot read.
         """
-        counts = self._count(matmul_flops, branch, trip_counts)
+        counts = self.costs(matmul_flops, branch, trip_counts)
         return float(sum(count * flops for count, flops in counts.values()))
 
     def collectives(
@@ -98,7 +98,7 @@ class Program:
         Options and errors as for `matmul_flops`; here the costliest branch is the one whose
         operands have the most bytes.
         """
-        counts = self._count(_collective_bytes, branch, trip_counts)
+        counts = self.costs(_collective_bytes, branch, trip_counts)
         return [
             self.collective(computation, instruction, counts[place][0])
             for place, computation, instruction in self._instructions()
@@ -151,7 +151,7 @@ class Program:
             op_name=instruction.op_name,
         )
 
-    def _count(self, cost, branch: Branch, trip_counts: TripCounts):
+    def costs(self, cost, branch: Branch, trip_counts: TripCounts):
         """{(computation, instruction): (executions, cost of one)} of all that cost anything."""
         known: dict[str, dict[tuple[str, str], tuple[float, float]]] = {}
 

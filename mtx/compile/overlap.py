@@ -51,12 +51,15 @@ class Machine:
         """The longer of its matmuls, those inside of a fusion too, and of its bytes."""
         moved = moved_bytes(program.computations, computation, instruction)
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
-        return max(moved / rate, self._matmul_s(program, computation, instruction))
+        return max(moved / rate, self.matmul_s(program, computation, instruction))
 
-    def _matmul_s(self, program: Program, computation: Computation, instruction: Instruction):
+    def matmul_s(
+        self, program: Program, computation: Computation, instruction: Instruction
+    ) -> float:
+        """Of its matmuls, those inside of a fusion too."""
         if instruction.operation == "fusion":
             inside = program.computations[instruction.called]
-            return sum(self._matmul_s(program, inside, each) for each in inside.values())
+            return sum(self.matmul_s(program, inside, each) for each in inside.values())
         flops = matmul_flops(computation, instruction)
         if not flops:
             return 0.0

@@ -28,6 +28,7 @@ import numpy as np
 
 from mtx.compile.buffers import largest_buffers, names_of_arrays
 from mtx.compile.compiler import Compiler, find_compiler
+from mtx.compile.costly import costliest
 from mtx.compile.hlo import Program, read_program
 from mtx.compile.hlo_text import Instruction
 from mtx.compile.overlap import Machine, timeline
@@ -158,11 +159,12 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         compiled_run.model, compiled_run.layout, run.global_batch,
         backend="cuda" if compiler.attention == "cudnn" else "xla",
     )  # fmt: skip
-    step_s, overlap = None, ()
+    step_s, overlap, others = None, (), ()
     if compiler.backend == "gpu":
         machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
         slowest = busy_shares(trainer, of_slowest=True)
         step_s, overlap = timeline(program, machine, slowest, trip_counts=trips)
+        others = costliest(program, machine, slowest, trip_counts=trips)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -179,6 +181,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
         step_s=step_s,
         overlap_estimate=overlap,
+        costliest=others,
         matmul_flops=flops * run.layout.devices,
         formula_flops=formula,
         compile_s=elapsed,

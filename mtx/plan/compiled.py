@@ -44,6 +44,15 @@ class Exposure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Costly:
+    """Time of one step that goes into no matmul and no collective, by `mtx.compile.costly`."""
+
+    what: str  # bf16[1,2048,6144] mul: what is made, and how
+    part: str  # of the step: woven, F, B, W, head, update, ...; "" where XLA does not say
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """One training step, compiled for devices that are not there. Memory is that of one device."""
 
@@ -61,6 +70,7 @@ class Compiled:
     collectives: tuple[Traffic, ...]  # most bytes first
     step_s: float | None  # by `mtx.compile.overlap`; None where no GPU was compiled for
     overlap_estimate: tuple[Exposure, ...]  # most exposed first; () where no GPU was compiled for
+    costliest: tuple[Costly, ...]  # the ten costliest; () likewise
     matmul_flops: float  # of the whole cluster in one step, loops weighted by their trip counts
     formula_flops: float  # `hardware_matmul_flops` of the same program
     compile_s: float  # tracing, lowering and compiling
@@ -80,6 +90,7 @@ class Compiled:
         """The inverse of `to_dict`, also after a way through JSON."""
         values = {name: value for name, value in values.items() if name != "total_bytes"}
         values["largest"] = tuple(Buffer(**buffer) for buffer in values["largest"])
+        values["costliest"] = tuple(Costly(**row) for row in values["costliest"])
         for name, kind in (("collectives", Traffic), ("overlap_estimate", Exposure)):
             rows = (kind(**row | {"axes": tuple(row["axes"])}) for row in values[name])
             values[name] = tuple(rows)

@@ -323,7 +323,9 @@ def _slots_of_table(
     name: str, pipe: int, virtual: int, slices: int, microbatches: int, weave: Weave
 ) -> _Slots:
     """The planner's one view of a schedule's table that has to do with memory."""
-    layout = Layout(pipe=pipe, virtual=virtual, schedule=name, slices=slices, weave=weave)
+    layout = Layout(
+        pipe=pipe, virtual=virtual, schedule=name, slices=slices, weave=weave, idle="phases"
+    )
     table = schedule_for(layout, microbatches)
     boxes = [route.ring for route in (*table.receives, *table.gradient_receives)]
     caches = [cache.slots for cache in (table.cache, table.gradient_cache) if cache]

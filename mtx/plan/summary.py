@@ -270,6 +270,9 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
     for one in compiled.overlap_estimate:
         taken = f"{seconds(one.seconds)}, {seconds(one.exposed_s)} of it exposed"
         rows.append(("Time of the collectives, an estimate", f"over {' x '.join(one.axes)}", taken))
+    for one in compiled.costliest:
+        said = f"{one.what}, in {one.part}" if one.part else one.what
+        rows.append(("Neither matmuls nor collectives", seconds(one.seconds), said))
     return [Row(*row, "compiled") for row in rows]
 
 
