@@ -11,6 +11,7 @@ from errors import names
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.families.gpt import TABLE1
 from mtx.plan.candidates import Fixed, divisors
 from mtx.plan.compare import changes, part_name, reasons
 from mtx.plan.hardware import hardware
@@ -191,9 +192,7 @@ def best_of(name: str):
     ).best
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt-1.7b", "gpt-7.5b", "gpt-18b", "gpt-76b", "gpt-530b", "gpt-1t"]
-)
+@pytest.mark.parametrize("name", TABLE1)
 def test_the_best_is_at_least_as_fast_as_the_papers_layout(name):
     run, best = preset(name), best_of(name)
     paper = predict_step(run.model, run.layout, run.global_batch, A100)

@@ -126,8 +126,8 @@ def test_figure_7_has_its_shape_and_within_20_percent_its_height():
 def test_figure_7_fits_neither_fused_operators_nor_a_softmax_in_float32():
     """Why it is taken for a run without them: what its comment in `published_runs` says."""
     for software, least, most in (
-        ("megatron-2021", 0.25, 0.32),
-        ("megatron-2021-torch-operators", -0.36, -0.26),
+        ("megatron-2021", 0.259, 0.32),
+        ("megatron-2021-torch-operators", -0.354, -0.26),
     ):
         for run in FIGURE_7:
             assert least < dataclasses.replace(run, software=software).error() < most
@@ -136,7 +136,7 @@ def test_figure_7_fits_neither_fused_operators_nor_a_softmax_in_float32():
 def test_what_fused_operators_gain_is_what_section_5_8_says():
     """Counted, not fitted: 113 teraFLOP/s at 175 billion parameters, 11 % at 530 billion."""
     (run,) = FUSED_OPERATORS
-    assert run.predicted() == pytest.approx(run.published, rel=0.025)
+    assert run.predicted() == pytest.approx(run.published, rel=0.021)
     fused = next(run for run in TABLE_2 if run.series == "PTD-P, 530B")
     by_torch = dataclasses.replace(fused, software=run.software)
     gain = fused.predicted() / by_torch.predicted()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import replace
 
 import pytest
 import reference
 from errors import names
+from test_step_in_place import GPT, LLAMA, SIZES, InPlace
 
 import mtx
 from mtx.compile.compiler import find_compiler
@@ -19,21 +19,7 @@ from mtx.pipeline.weave import Order, Step, order
 from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
 
-SIZES = dict(
-    layers=8, hidden=32, heads=4, sequence=16, vocab=61, ffn_multiple=2, vocab_multiple=8,
-    compute_dtype="float32",
-)  # fmt: skip
-GPT = ModelConfig(**SIZES)
-LLAMA = ModelConfig(family="llama", kv_heads=2, tied=False, **SIZES)
 GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4})
-
-
-class InPlace(mtx.Trainer):
-    """A trainer whose local shards are written for GPUs: a branch for each pair of chunks."""
-
-    @functools.cached_property
-    def axes(self):
-        return replace(super().axes, in_place=True)
 
 
 @pytest.mark.parametrize(
