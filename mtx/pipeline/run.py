@@ -30,6 +30,7 @@ from mtx.sharding.collectives import (
     shard_of_sequence,
     shift,
 )
+from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
 
 Tree = Any
@@ -119,7 +120,7 @@ class Run:
         def zeros(by_w: bool):
             return jax.tree.map(
                 lambda a, is_by_w: _float_zeros(a) if is_by_w == by_w else None,
-                self.weights.gathered(held),
+                arrays_of(self.weights.gathered(held)),
                 made_by_w,
             )
 

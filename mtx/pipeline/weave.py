@@ -141,7 +141,8 @@ class _Node:
         if not communicates and not flops:
             return None
         moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
-        seconds = max(moved) / _LINK if communicates else max(flops / _FLOPS, sum(moved) / _MEMORY)
+        rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
+        seconds = max(moved) / _LINK if communicates else max(flops / rate, sum(moved) / _MEMORY)
         return Step(seconds, communicates, self.later, self.side)
 
     def compute(self, values: Sequence) -> list:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline import slots
+from mtx.sharding.fp8 import arrays_of, is_quantised
 
 Tree = Any
 
@@ -53,13 +54,17 @@ class Weights:
 
     def _gather(self, chunk) -> Tree:
         def gather(a, shard):
-            return shard.gather(slots.read(a, chunk), a.dtype)[None]
+            a = slots.read(a, chunk)
+            if not is_quantised(a):
+                return shard.gather(a, a.dtype)[None]
+            whole = a.apply(lambda values: shard.gather(values, values.dtype))
+            return jax.tree.map(lambda a: a[None], whole)
 
-        return jax.tree.map(gather, self.layers, self.shards)
+        return jax.tree.map(gather, self.layers, self.shards, is_leaf=is_quantised)
 
     def sums(self) -> Tree:
         """Float32 zeros like the parameters' shards; None where gradients are summed later."""
-        return None if self.shards is None else _zeros(self.layers, jnp.float32)
+        return None if self.shards is None else _zeros(arrays_of(self.layers), jnp.float32)
 
     def reduce_scatter(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
         """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over

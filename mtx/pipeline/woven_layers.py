@@ -27,6 +27,7 @@ from mtx.pipeline.stage import Stage, loop
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
 from mtx.schedules.partition import Placement
+from mtx.sharding.fp8 import arrays_of
 from mtx.vjp import Arrays, Cut, LayerVJP, Strand
 
 Tree = Any
@@ -234,11 +235,11 @@ class KindStrands:
     def of(cls, vjp: LayerVJP, split: bool) -> KindStrands:
         forward, backward = vjp.strands
         ahead, rest = split_ahead(forward) or (None, forward)
-        weights = len(jax.tree.leaves(vjp.params))
+        weights, gradients = (len(jax.tree.leaves(a)) for a in (vjp.params, arrays_of(vjp.params)))
         return cls(
             vjp=vjp, ahead=ahead, rest=rest, first=weights, split=split,
             outputs=jax.tree.structure((vjp.output, vjp.residuals)),
-            later=weight_equations(backward, weights),
+            later=weight_equations(backward, gradients),
         )  # fmt: skip
 
     def with_stream(self, inputs: Sequence[int], stream: Sequence[int]) -> list[int]:
@@ -283,6 +284,6 @@ class KindStrands:
         if cut or self.split:
             dparams, others, waits = self.cut.of_b(values)
             return dparams, others[0], waits
-        structure = jax.tree.structure((self.vjp.params, (self.vjp.stream,)))
+        structure = jax.tree.structure((arrays_of(self.vjp.params), (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
         return dparams, dstream, ()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
+QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
 DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head"})  # as in Megatron-LM
 
 

@@ -15,7 +15,7 @@ N layers of a kind in a chunk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,10 +26,12 @@ from jax import lax
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
-from mtx.sharding.axes import AXES, BATCH, sum_axes
+from mtx.sharding.axes import AXES, BATCH, axes_of, sum_axes
 from mtx.sharding.checksum import checksum, on_each_device
+from mtx.sharding.fp8 import Quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.optimizer import global_norm
+from mtx.sharding.parameter import QUANTISED
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
@@ -96,16 +98,29 @@ class Step:
     def gather(self, masters: Tree) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
         layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard."""
-        dtype = jnp.dtype(self.run.model.compute_dtype)
+        dtype, roles = jnp.dtype(self.run.model.compute_dtype), self.states.model.roles
 
-        def gather(path, master, shard):
+        def gather(path, master, shard, role):
             if not is_of_layers(path):
                 return shard.gather(master, dtype)
+            if self.run.model.fp8 != "off" and role in QUANTISED:
+                return self._quantised(master[0], shard.below(1))
             if self.run.layout.zero == 3:
                 return master[0].astype(dtype)
             return shard.below(1).gather(master[0], dtype)
 
-        return jax.tree.map_with_path(gather, masters, self.states.shards)
+        return jax.tree.map_with_path(gather, masters, self.states.shards, roles)
+
+    def _quantised(self, master, shard) -> Quantised:
+        """A stage's weights [C, N, ...], each layer's a tensor of its own; gathered as `gather`
+        does, a byte an element."""
+        model, over = self.run.model, axes_of(shard.spec[2:])
+        w = weight(master, fp8=model.fp8, dtype=model.compute_dtype, axes=over, stacked=2)
+        if self.run.layout.zero != 3:
+            w = w.apply(lambda values: shard.gather(values, values.dtype))
+            if shard.dim is not None and shard.dim < 2:
+                w = replace(w, unit=shard.gather(w.unit, w.unit.dtype))
+        return replace(w, unit=w.unit.reshape(w.unit.shape[:2]))
 
     def _reduce(self, path, gradient, spec, shard):
         """A gradient's shard of its sum over `sum_axes`; with zero=3 the pipeline has summed those
