@@ -55,7 +55,9 @@ class Run:
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes = pipeline.layout, pipeline.axes
         self.shared, self.batch = {part: params[part] for part in ("embed", "head")}, batch
-        self.weights = Weights(layers=params["layers"], shards=pipeline.data_shards)
+        self.weights = Weights(
+            layers=params["layers"], inputs=self.model.inputs["layers"], shards=pipeline.data_shards
+        )
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement

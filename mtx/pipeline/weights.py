@@ -28,6 +28,7 @@ class Weights:
     """The parameters of a stage's layers."""
 
     layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
+    inputs: Tree  # how many of a matrix's first dims are
     shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: all are gathered
 
     @property
@@ -53,14 +54,14 @@ class Weights:
             return lax.cond(wanted, self._gather, lambda _: held, chunk)
 
     def _gather(self, chunk) -> Tree:
-        def gather(a, shard):
+        def gather(a, shard, inputs):
             a = slots.read(a, chunk)
             if not is_quantised(a):
                 return shard.gather(a, a.dtype)[None]
             whole = a.apply(lambda values: shard.gather(values, values.dtype))
-            return jax.tree.map(lambda a: a[None], whole)
+            return jax.tree.map(lambda a: a[None], whole.with_transposed(inputs, stacked=1))
 
-        return jax.tree.map(gather, self.layers, self.shards, is_leaf=is_quantised)
+        return jax.tree.map(gather, self.layers, self.shards, self.inputs, is_leaf=is_quantised)
 
     def sums(self) -> Tree:
         """Float32 zeros like the parameters' shards; None where gradients are summed later."""

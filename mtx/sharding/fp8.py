@@ -37,6 +37,8 @@ class Quantised:
 
     values: jax.Array  # float8
     unit: jax.Array  # float32 [], a power of two; of a stack one each
+    # Of a weight, [*outputs, *inputs]: Hopper's matmuls want what is summed over to come last.
+    transposed: jax.Array | None
     dtype: str = struct.field(pytree_node=False)  # of products
     gradients: str = struct.field(pytree_node=False)  # of output gradients, a name of float8
 
@@ -57,8 +59,19 @@ class Quantised:
         return replace(self, values=f(self.values))
 
     def gradient(self, dvalues) -> Quantised:
-        """The gradient of these, for `jax.vjp`: it wants the same structure."""
-        return replace(self, values=dvalues, unit=jnp.zeros_like(self.unit))
+        """The gradient of these, as a custom VJP gives it."""
+        return replace(self, values=dvalues, unit=None, transposed=None)
+
+    def turned(self) -> Quantised:
+        """A weight, [*outputs, *inputs]."""
+        return replace(self, values=self.transposed, transposed=None)
+
+    def with_transposed(self, inputs: int, stacked: int) -> Quantised:
+        """inputs: how many dims those of a weight are, behind the stack's."""
+        dims = range(self.ndim)
+        first, last = stacked, stacked + inputs
+        order = *dims[:first], *dims[last:], *dims[first:last]
+        return replace(self, transposed=jnp.transpose(self.values, order))
 
     def __jax_array__(self):
         raise UserError(
@@ -109,20 +122,20 @@ def largest(x, axes=None, *, stacked: int = 0):
 def activation(x, w: Quantised, axes=None) -> Quantised:
     """x, shards on `axes` of one tensor, as the matmuls with w take it."""
     values, unit = quantise(x, _FORWARD, largest(x, axes))
-    return replace(w, values=values, unit=unit)
+    return replace(w, values=values, unit=unit, transposed=None)
 
 
 def output_gradient(dy, w: Quantised, axes=None) -> Quantised:
     """dy, shards on `axes` of one tensor, as the matmuls of w's backward pass take it."""
     values, unit = quantise(dy, w.gradients, largest(dy, axes))
-    return replace(w, values=values, unit=unit)
+    return replace(w, values=values, unit=unit, transposed=None)
 
 
 def weight(master, *, fp8: str, dtype: str, axes=(), stacked: int = 0) -> Quantised:
     """A float32 parameter, or a stack of such with `stacked` dims, shards on `axes` of the whole.
-    fp8: a format; dtype: of products. The units have the stack's dims, and dims of 1."""
+    fp8: a format; dtype: of products. Not yet transposed; units have the stack's dims, and then 1."""
     values, unit = quantise(master, _FORWARD, largest(master, axes, stacked=stacked))
-    return Quantised(values, unit, dtype, GRADIENTS[fp8])
+    return Quantised(values, unit, None, dtype, GRADIENTS[fp8])
 
 
 def dot(a, b, contract, dtype=None):

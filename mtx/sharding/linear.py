@@ -13,6 +13,7 @@ its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,10 @@ MATMUL_OUTPUT = "matmul_output"  # what selective recomputation keeps
 
 def _product(x, w, inputs: int):
     """x[..., inputs] times w[inputs, outputs...], over the `inputs` last dims of x."""
-    first = x.ndim - inputs
-    return fp8.dot(x, w, (tuple(range(first, x.ndim)), tuple(range(inputs))))
+    over = tuple(range(x.ndim - inputs, x.ndim))
+    if fp8.is_quantised(w):
+        return fp8.dot(x, w.turned(), (over, tuple(range(w.ndim - inputs, w.ndim))))
+    return fp8.dot(x, w, (over, tuple(range(inputs))))
 
 
 def _input_gradient(dy, w, inputs: int):
@@ -123,10 +126,14 @@ def _own(w, dim: int | None, axes: Axes):
     if dim is None:
         return w
 
-    def part(w):
-        return lax.dynamic_slice_in_dim(w, _head(w, dim, axes), 1, dim)
+    head = _head(w, dim, axes)
 
-    return w.apply(part) if fp8.is_quantised(w) else part(w)
+    def part(array, dim=dim):
+        return lax.dynamic_slice_in_dim(array, head, 1, dim)
+
+    if fp8.is_quantised(w):
+        return replace(w, values=part(w.values), transposed=part(w.transposed, dim - 1))
+    return part(w)
 
 
 def _head(w, dim: int, axes: Axes):
@@ -217,7 +224,7 @@ class RowLinear(nnx.Module):
     def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         shape = (*inputs, outputs)
         w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.w = parameter(w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix")
+        self.w = parameter(w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix", inputs=len(inputs))
         if bias:
             self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
         self.bias = bias

@@ -98,26 +98,29 @@ class Step:
     def gather(self, masters: Tree) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
         layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard."""
-        dtype, roles = jnp.dtype(self.run.model.compute_dtype), self.states.model.roles
+        dtype, model = jnp.dtype(self.run.model.compute_dtype), self.states.model
 
-        def gather(path, master, shard, role):
+        def gather(path, master, shard, role, inputs):
             if not is_of_layers(path):
                 return shard.gather(master, dtype)
             if self.run.model.fp8 != "off" and role in QUANTISED:
-                return self._quantised(master[0], shard.below(1))
+                return self._quantised(master[0], shard.below(1), inputs)
             if self.run.layout.zero == 3:
                 return master[0].astype(dtype)
             return shard.below(1).gather(master[0], dtype)
 
-        return jax.tree.map_with_path(gather, masters, self.states.shards, roles)
+        return jax.tree.map_with_path(
+            gather, masters, self.states.shards, model.roles, model.inputs
+        )
 
-    def _quantised(self, master, shard) -> Quantised:
+    def _quantised(self, master, shard, inputs: int) -> Quantised:
         """A stage's weights [C, N, ...], each layer's a tensor of its own; gathered as `gather`
         does, a byte an element."""
         model, over = self.run.model, axes_of(shard.spec[2:])
         w = weight(master, fp8=model.fp8, dtype=model.compute_dtype, axes=over, stacked=2)
         if self.run.layout.zero != 3:
             w = w.apply(lambda values: shard.gather(values, values.dtype))
+            w = w.with_transposed(inputs, stacked=2)
             if shard.dim is not None and shard.dim < 2:
                 w = replace(w, unit=shard.gather(w.unit, w.unit.dtype))
         return replace(w, unit=w.unit.reshape(w.unit.shape[:2]))
