@@ -124,6 +124,8 @@ class Layout:
                 f"kv_heads={groups} can neither be divided over tensor={self.tensor} nor be "
                 f"repeated on it; use tensor={nearest_divisors(common, self.tensor)}"
             )
+        if model.fp8 != "off":
+            self._check_fp8(model)
         if self.slices > 1 and not model.causal:
             raise UserError(
                 f"slices={self.slices} needs a model that sees no later positions, and family="
@@ -147,3 +149,19 @@ class Layout:
                 f"{nearest_multiples(model.sequence, self.slices * self.tensor)} "
                 "or sequence_parallel=False"
             )
+
+    def _check_fp8(self, model: ModelConfig) -> None:
+        """Of float8 the matmuls of GPUs take sizes in units of 16."""
+        t, size = self.tensor, model.head_size
+        sizes = {
+            "hidden": model.hidden, "ffn_hidden/tensor": model.ffn_hidden // t,
+            "heads*head_size/tensor": model.heads * size // t,
+            "kv_heads*head_size/tensor": max(1, model.groups // t) * size,
+            "microbatch*sequence/slices": self.microbatch * model.sequence // self.slices,
+        }  # fmt: skip
+        for name, value in sizes.items():
+            if value % 16:
+                raise UserError(
+                    f"fp8={model.fp8!r} needs multiples of 16, and {name}={value}; use "
+                    f"{nearest_multiples(value, 16)}, or fp8='off'"
+                )
