@@ -151,12 +151,19 @@ class Layout:
             )
 
     def _check_fp8(self, model: ModelConfig) -> None:
-        """Of float8 the matmuls of GPUs take sizes in units of 16."""
+        """Of float8 the matmuls of GPUs take sizes in units of 16. A head that is repeated would
+        have its gradient rounded in parts."""
+        if model.groups % self.tensor:
+            raise UserError(
+                f"fp8={model.fp8!r} needs kv_heads={model.groups} to be a multiple of tensor="
+                f"{self.tensor}; use tensor={nearest_divisors(model.groups, self.tensor)}, or "
+                "fp8='off'"
+            )
         t, size = self.tensor, model.head_size
         sizes = {
             "hidden": model.hidden, "ffn_hidden/tensor": model.ffn_hidden // t,
             "heads*head_size/tensor": model.heads * size // t,
-            "kv_heads*head_size/tensor": max(1, model.groups // t) * size,
+            "kv_heads*head_size/tensor": model.groups * size // t,
             "microbatch*sequence/slices": self.microbatch * model.sequence // self.slices,
         }  # fmt: skip
         for name, value in sizes.items():

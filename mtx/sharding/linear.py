@@ -13,7 +13,6 @@ its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -123,17 +122,7 @@ def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Ax
 
 def _own(w, dim: int | None, axes: Axes):
     """This device's part of a whole weight: one of the heads along `dim`."""
-    if dim is None:
-        return w
-
-    head = _head(w, dim, axes)
-
-    def part(array, dim=dim):
-        return lax.dynamic_slice_in_dim(array, head, 1, dim)
-
-    if fp8.is_quantised(w):
-        return replace(w, values=part(w.values), transposed=part(w.transposed, dim - 1))
-    return part(w)
+    return w if dim is None else lax.dynamic_slice_in_dim(w, _head(w, dim, axes), 1, dim)
 
 
 def _head(w, dim: int, axes: Axes):
@@ -164,7 +153,7 @@ def _column_products_backward(repeats, axes, saved, dys):
             jnp.zeros(w.shape, dw.dtype), dw, _head(w, dim, axes), dim
         )
         # With sequence parallelism the step sums over `tensor` what `tensor` does not shard.
-        return _gradient_of(w, dw if axes.sequence_parallel else lax.psum(dw, axes.tensor))
+        return dw if axes.sequence_parallel else lax.psum(dw, axes.tensor)
 
     return dx, tuple(gradient(*each) for each in zip(weights, repeats, dys))
 
