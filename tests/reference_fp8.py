@@ -1,5 +1,5 @@
-"""The oracle of float8: the GPT of `reference`, unsharded, a sequence at a time, its layers' weights
-multiplied in plain float32 after each operand was rounded; nothing of `mtx`."""
+"""The oracle of float8: the GPT of `reference`, unsharded, a sequence at a time; products with the
+weights of layers in plain float32, of operands that were rounded. Nothing of `mtx`."""
 
 import jax
 import jax.numpy as jnp

@@ -2,7 +2,6 @@
 what of the program is float8."""
 
 import functools
-import importlib.util
 import re
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ SIZES = dict(
     compute_dtype="float32", init_std=0.1,
 )  # fmt: skip
 GPT = ModelConfig(fp8="hybrid", **SIZES)
+E4M3 = replace(GPT, fp8="e4m3")
 LLAMA = ModelConfig(family="llama", kv_heads=2, tied=False, fp8="e4m3", **SIZES)
 # What is summed in another order may lie on the other side of the middle of two numbers of float8,
 # an element in a million: losses keep their five digits, gradients of a leaf three.
@@ -51,7 +51,7 @@ def found_on(model, layout, rows):
     [
         (GPT, Layout(pipe=2, virtual=2, tensor=2)),
         (GPT, Layout(data=2, tensor=2, zero=3)),
-        (replace(GPT, fp8="e4m3"), Layout(tensor=2, sequence_parallel=False, recompute="selective")),
+        (E4M3, Layout(tensor=2, sequence_parallel=False, recompute="selective")),
         (GPT, Layout(data=2, microbatch=2, recompute="full")),
         (GPT, Layout(pipe=2, virtual=2, tensor=2, schedule="zb_v", weave="on", idle="phases")),
     ],
@@ -67,7 +67,9 @@ def test_the_reference_is_far_from_float32():
     (loss, gradients), (want, wanted) = exact, reference_of(GPT, 4)
     assert abs(loss / want - 1) > 10 * LOSS
     for name in ("attention", "mlp"):
-        for got, other in zip(*(jax.tree.leaves(g["layers"]["block"][name]) for g in (gradients, wanted))):
+        for got, other in zip(
+            *(jax.tree.leaves(g["layers"]["block"][name]) for g in (gradients, wanted))
+        ):
             assert np.linalg.norm(got - other) > 5 * GRADIENT * np.linalg.norm(other)
 
 
@@ -94,10 +96,10 @@ def test_weights_are_quantised_once_a_step(layout):
     """From float32, and gathered as float8: nothing in the loop of ticks makes float8 of them."""
     run = RunConfig(model=GPT, layout=layout, global_batch=8)
     trainer = mtx.Trainer(run)
-    text = trainer.train_step.lower(
-        trainer.states.shapes, trainer.model.batch_fields(8)
-    ).as_text()
-    made = re.findall(r"stablehlo.convert .*\(tensor<([\dx]+)xf32>\) -> tensor<[\dx]+xf8E4M3FN>", text)
+    text = trainer.train_step.lower(trainer.states.shapes, trainer.model.batch_fields(8)).as_text()
+    made = re.findall(
+        r"stablehlo.convert .*\(tensor<([\dx]+)xf32>\) -> tensor<[\dx]+xf8E4M3FN>", text
+    )
     d, f = GPT.hidden, GPT.ffn_hidden
     up = [shape for shape in made if shape.endswith(f"x{f}") and shape.count("x") == 3]
     stage = 1, 2, d, f
@@ -109,7 +111,11 @@ def test_what_does_not_go_is_refused():
     for config, layout, values in (
         (dict(compute_dtype="float16"), Layout(), ("fp8='hybrid'", "float16", "bfloat16")),
         (dict(hidden=40), Layout(), ("fp8='hybrid'", "hidden=40", "32", "48")),
-        ({}, Layout(tensor=4, sequence_parallel=False), ("fp8='hybrid'", "heads*head_size/tensor=8", "fp8='off'")),
+        (
+            {},
+            Layout(tensor=4, sequence_parallel=False),
+            ("fp8='hybrid'", "heads*head_size/tensor=8", "fp8='off'"),
+        ),
     ):
         with pytest.raises(UserError) as error:
             RunConfig(model=replace(GPT, **config), layout=layout)

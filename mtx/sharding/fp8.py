@@ -133,7 +133,7 @@ def output_gradient(dy, w: Quantised, axes=None) -> Quantised:
 
 def weight(master, *, fp8: str, dtype: str, axes=(), stacked: int = 0) -> Quantised:
     """A float32 parameter, or a stack of such with `stacked` dims, shards on `axes` of the whole.
-    fp8: a format; dtype: of products. Not yet transposed; units have the stack's dims, and then 1."""
+    fp8: a format; dtype: of products. Not yet transposed; units have the stack's dims, then 1."""
     values, unit = quantise(master, _FORWARD, largest(master, axes, stacked=stacked))
     return Quantised(values, unit, None, dtype, GRADIENTS[fp8])
 
@@ -160,6 +160,4 @@ def is_quantised(x) -> bool:
 
 def arrays_of(params: Tree) -> Tree:
     """A tree with one array for each parameter: gradients, or shapes of them."""
-    return jax.tree.map(
-        lambda a: a.values if is_quantised(a) else a, params, is_leaf=is_quantised
-    )
+    return jax.tree.map(lambda a: a.values if is_quantised(a) else a, params, is_leaf=is_quantised)

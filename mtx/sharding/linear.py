@@ -213,7 +213,9 @@ class RowLinear(nnx.Module):
     def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         shape = (*inputs, outputs)
         w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.w = parameter(w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix", inputs=len(inputs))
+        self.w = parameter(
+            w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix", inputs=len(inputs)
+        )
         if bias:
             self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
         self.bias = bias
