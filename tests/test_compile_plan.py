@@ -474,14 +474,18 @@ def test_float8_is_three_products_of_each_linear_layer():
     script = STEP.replace("vocab=8000", "vocab=8000, fp8='hybrid'")
     script = script.replace("virtual=2", "virtual=1").replace('idle="phases"', 'idle="skip"')
     text = compiled_for_gpus(script)  # one loop of ticks, with one of layers in F and one in B
-    calls = re.findall(r"= .* custom-call\(.*__cublas\$lt\$matmul\$f8.*op_name=\"([^\"]*)", text)
-    assert len(calls) == 12 and all("scaled_dot" in name for name in calls)
-    assert sum("/F/" in name for name in calls) == 4
-    program = read_program(text)
-    assert program.custom_calls()["__cublas$lt$matmul$f8"] == 12
+    calls = re.findall(
+        r" custom-call\((.*?)\), .*__cublas\$lt\$matmul\$f8.*op_name=\"([^\"]*)", text
+    )
+    assert len(calls) == 12 == read_program(text).custom_calls()["__cublas$lt$matmul$f8"]
+    for operands, name in calls:  # which are two matrices and their scales: the product's is in it
+        assert "scaled_dot" in name
+        assert not all("constant" in each for each in operands.split(", ")[2:])
+    assert sum("/F/" in name for _, name in calls) == 4
     assert not re.search(r" = \S+ (dot|scaled-dot)\([^\n]*scaled_dot", text)
-    # Scales go into the product: nothing multiplies by them after it.
-    assert not re.search(r"fusion\([^\n]*scaled_dot\)*/mul", text)
+    for dims in ("2048,1024", "1024,2048", "1024,3,4,128", "4,128,1024"):  # added where they lie
+        sums = re.findall(rf"= (\S+)\[1,4,{dims}\]\S* fusion\([^\n]*pipeline/while/", text)
+        assert sums == ["f32"], dims
 
 
 @needs_gpu_compiler

@@ -48,6 +48,9 @@ def _weight_gradient(x, dy, axes: Axes):
     """x[B, S, inputs...] and dy[B, S, outputs...] give w[inputs..., outputs...] in float32, as it
     is added up: rounded first, XLA:GPU could not have the matmul add it in place."""
     over = (0, 1), (0, 1)
+    if axes.in_place and fp8.is_quantised(x):
+        # XLA:GPU's matmul of float8 would add it to a copy of the sum, and then copy that back.
+        return lax.optimization_barrier(fp8.dot(x, dy, over, "float32"))
     if dy.size >= x.size or axes.in_place:
         return fp8.dot(x, dy, over, "float32")
     # Matmuls on CPUs transpose their first operand: let it be the small one. The barrier keeps XLA
