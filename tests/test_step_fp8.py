@@ -16,6 +16,7 @@ import mtx
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.costs.ask import layer_cost
 from mtx.errors import UserError
+from mtx.evaluation.decoder import Decoder
 from mtx.plan.plan import make_plan
 
 SIZES = dict(
@@ -50,7 +51,7 @@ def found_on(model, layout, rows):
     ("model", "layout"),
     [
         (GPT, Layout(pipe=2, virtual=2, tensor=2)),
-        (GPT, Layout(data=2, tensor=2, zero=3)),
+        (GPT, Layout(data=2, tensor=2, zero=3, zero_unit="layer", weave="on", idle="phases")),
         (E4M3, Layout(tensor=2, sequence_parallel=False, recompute="selective")),
         (GPT, Layout(data=2, microbatch=2, recompute="full")),
         (GPT, Layout(pipe=2, virtual=2, tensor=2, schedule="zb_v", weave="on", idle="phases")),
@@ -105,6 +106,17 @@ def test_weights_are_quantised_once_a_step(layout):
     stage = 1, 2, d, f
     held = np.prod(stage) // layout.data
     assert [np.prod(list(map(int, shape.split("x")))) for shape in up] == [held]
+
+
+def test_texts_are_written_in_the_compute_type():
+    """By the parameters as they are, which are held for long."""
+    written = []
+    for model in (GPT, replace(GPT, fp8="off")):
+        trainer = mtx.Trainer(RunConfig(model=model, layout=Layout(pipe=2), global_batch=1))
+        decoder = Decoder(trainer, trainer.init(), vocab=model.vocab)
+        (choices,) = decoder.read([[3, 1, 4, 1, 5]], count=8)
+        written.append(choices.logits)
+    np.testing.assert_array_equal(*written)
 
 
 def test_what_does_not_go_is_refused():

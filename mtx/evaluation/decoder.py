@@ -166,7 +166,7 @@ class Programs:
         """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
 
         def gather(masters):
-            params = self._trainer.step.gather(masters)
+            params = self._trainer.step.gather(masters, float8=False)
             return params | {"layers": jax.tree.map(lambda a: a[None], params["layers"])}
 
         masters = self._trainer.states.specs.params
@@ -224,8 +224,11 @@ class Programs:
     def _specs(self) -> Tree:
         """Of gathered parameters."""
         trainer = self._trainer
-        masters, specs = trainer.states.specs.params, trainer.states.param_specs
-        return specs | {"layers": (masters if trainer.run.layout.zero == 3 else specs)["layers"]}
+        states = trainer.states
+        return jax.tree.map(
+            lambda by_pipeline, master, whole: master if by_pipeline else whole,
+            states.by_pipeline, states.specs.params, states.param_specs,
+        )  # fmt: skip
 
     def _pipeline(self, batch: Tree, most: int) -> Pipeline:
         """For the rows of this replica, in microbatches of `most` at most."""

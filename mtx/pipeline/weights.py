@@ -1,9 +1,10 @@
-"""A stage's parameters, gathered all the time or, with zero=3, a chunk at a time.
+"""A stage's parameters: gathered all the time or, with zero=3, a chunk or a layer at a time.
 
-With zero=3 every device keeps its shard over the replicas of each chunk's parameters. A chunk is
+With zero=3 every device keeps its shard over the replicas of its layers' parameters. A chunk is
 gathered when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
 breadth-first table v times a step for F and v times for B, under 1F1B with every group of
-microbatches. The collectives are in branches that all replicas take together.
+microbatches. The collectives are in branches that all replicas take together. A layer is gathered
+by its F and its B, as part of them (`LayerShards`).
 
 Legend: C chunks · N layers of a kind in a chunk
 """
@@ -11,6 +12,7 @@ Legend: C chunks · N layers of a kind in a chunk
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,18 +25,43 @@ from mtx.sharding.fp8 import arrays_of, is_quantised
 Tree = Any
 
 
+@dataclass(frozen=True, eq=False)
+class LayerShards:
+    """How one layer's parameters are sharded over the replicas."""
+
+    shards: Tree
+    inputs: Tree  # how many of a matrix's first dims are
+
+    def gather(self, params: Tree) -> Tree:
+        gather = partial(_gathered, stacked=0)
+        with jax.named_scope("all_gather"):
+            return jax.tree.map(gather, params, self.shards, self.inputs, is_leaf=is_quantised)
+
+    def reduce_scatter(self, gradients: Tree) -> Tree:
+        """In float32; those of what is not sharded as they are."""
+
+        def scatter(gradient, shard):
+            if shard.dim is None:
+                return gradient
+            return shard.reduce_scatter(gradient.astype(jnp.float32), stacked=False)
+
+        with jax.named_scope("reduce_scatter"):
+            return jax.tree.map(scatter, gradients, self.shards)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """The parameters of a stage's layers."""
 
     layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
     inputs: Tree  # how many of a matrix's first dims are
-    shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: all are gathered
+    shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: no chunk is gathered
 
     @property
     def layer(self) -> Tree:
-        """Shapes and dtypes of one layer's parameters of each kind."""
-        return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.gathered(self.start())))
+        """Shapes and dtypes of one layer's parameters of each kind, as F and B are given them."""
+        held = self.gathered(jax.eval_shape(self.start))
+        return jax.eval_shape(lambda all: jax.tree.map(lambda a: a[0, 0], all), held)
 
     def start(self) -> Tree:
         """[1, N, ...] zeros, before a chunk is gathered; None where all are gathered."""
@@ -55,11 +82,8 @@ class Weights:
 
     def _gather(self, chunk) -> Tree:
         def gather(a, shard, inputs):
-            a = slots.read(a, chunk)
-            if not is_quantised(a):
-                return shard.gather(a, a.dtype)[None]
-            whole = a.apply(lambda values: shard.gather(values, values.dtype))
-            return jax.tree.map(lambda a: a[None], whole.with_transposed(inputs, stacked=1))
+            whole = _gathered(slots.read(a, chunk), shard, inputs, stacked=1)
+            return jax.tree.map(lambda a: a[None], whole)
 
         return jax.tree.map(gather, self.layers, self.shards, self.inputs, is_leaf=is_quantised)
 
@@ -85,6 +109,19 @@ class Weights:
 
         with jax.named_scope("reduce_scatter"):
             return lax.cond(done, scatter, lambda *kept: kept, gradients, sums)
+
+
+def _gathered(a, shard, inputs: int, *, stacked: int):
+    """A parameter of a layer, or of so many dims of them, whole; one in float8 transposed as well,
+    where it is not yet."""
+
+    def whole(a):
+        return shard.gather(a, a.dtype, stacked=bool(stacked))
+
+    if not is_quantised(a):
+        return whole(a)
+    a = a.apply(whole)
+    return a.with_transposed(inputs, stacked) if a.transposed is None else a
 
 
 def _zeros(tree: Tree, dtype=None) -> Tree:
