@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from mtx.sharding.fp8 import arrays_of, scaled_dot
+from mtx.sharding.fp8 import SCALED_DOT, arrays_of
 
 Arrays = tuple[jax.Array, ...]
 Tree = Any
@@ -260,7 +260,7 @@ def _evaluate(jaxpr, constants, arguments) -> list:
 def is_matmul(eqn) -> bool:
     """Whether an equation is a product alone, or one of float8 tensors with its scale, which stays
     one equation."""
-    return eqn.primitive.name == "dot_general" or eqn.params.get("name") == scaled_dot.__name__
+    return eqn.primitive.name == "dot_general" or eqn.params.get("name") == SCALED_DOT
 
 
 def divide(flat, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:

@@ -29,6 +29,7 @@ Tree = Any
 # The types of output gradients, by format; activations and weights are e4m3 in both.
 GRADIENTS = {"hybrid": "float8_e5m2", "e4m3": "float8_e4m3fn"}
 _FORWARD = "float8_e4m3fn"
+SCALED_DOT = "scaled_dot"  # how JAX's equations call `scaled_dot`
 
 
 @struct.dataclass
