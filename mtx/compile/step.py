@@ -28,10 +28,10 @@ import numpy as np
 
 from mtx.compile.buffers import largest_buffers, names_of_arrays
 from mtx.compile.compiler import Compiler, find_compiler
-from mtx.compile.costly import costliest
 from mtx.compile.hlo import Program, read_program
 from mtx.compile.hlo_text import Instruction
-from mtx.compile.overlap import Machine, timeline
+from mtx.compile.machine import Machine
+from mtx.compile.overlap import timeline
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
@@ -159,12 +159,13 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         compiled_run.model, compiled_run.layout, run.global_batch,
         backend="cuda" if compiler.attention == "cudnn" else "xla",
     )  # fmt: skip
-    step_s, overlap, others = None, (), ()
+    times = None
     if compiler.backend == "gpu":
         machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
-        slowest = busy_shares(trainer, of_slowest=True)
-        step_s, overlap = timeline(program, machine, slowest, trip_counts=trips)
-        others = costliest(program, machine, slowest, trip_counts=trips)
+        branch = busy_shares(trainer, of_slowest=True)
+        times = timeline(program, machine, branch, trip_counts=trips)
+        mean = timeline(program, machine, busy, trip_counts=trips, busy=busy_ticks(trainer))
+        times = dataclasses.replace(times, spent=mean.spent)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -179,9 +180,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         temp_bytes=temp,
         largest=_largest(dump, program, trainer),
         collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
-        step_s=step_s,
-        overlap_estimate=overlap,
-        costliest=others,
+        timeline=times,
         matmul_flops=flops * run.layout.devices,
         formula_flops=formula,
         compile_s=elapsed,
@@ -278,6 +277,26 @@ def busy_shares(
         )
 
     return branches
+
+
+def busy_ticks(trainer: Trainer) -> Callable[[Instruction], float]:
+    """Of a loop over ticks, the part that the mean stage has work in: 1 where conditionals skip
+    what a stage sits out, and in all other loops."""
+    schedule, phases = trainer.schedule, trainer.pipeline.phases
+    shares: dict[int, float] = {}
+    for phase in phases:
+        ticks = slice(phase.start, phase.stop)
+        halves = zip((phase.forward, phase.backward), (schedule.forward, schedule.backward))
+        shares[phase.stop - phase.start] = float(
+            np.mean([half.busy[ticks].mean() for asked, half in halves if asked] or [1.0])
+        )
+
+    def busy(loop: Instruction) -> float:
+        count = loop.config.get("known_trip_count", {}).get("n", 0)
+        is_phase = trainer.run.layout.idle == "phases" and loop.op_name.endswith("/pipeline/while")
+        return shares.get(int(count), 1.0) if is_phase else 1.0
+
+    return busy
 
 
 def layers_per_chunk(trainer: Trainer) -> float:

@@ -256,10 +256,10 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
                                           f"{_size(compiled.temp_bytes)}"),
         (section, "matmul FLOPs", f"{compiled.matmul_flops:.4e}, {ratio:.4f} of the formula's"),
     ]  # fmt: skip
-    if compiled.step_s is not None:
+    if times := compiled.timeline:
         peak = plan.hardware.peak_flops(plan.run.model.compute_dtype) * compiled.devices
-        mfu = flops.model_flops(plan.run.model, plan.run.global_batch) / (compiled.step_s * peak)
-        said = f"{seconds(compiled.step_s)}, MFU {mfu:.1%}: its program on the plan's machine"
+        mfu = flops.model_flops(plan.run.model, plan.run.global_batch) / (times.step_s * peak)
+        said = f"{seconds(times.step_s)}, MFU {mfu:.1%}: its program on the plan's machine"
         rows.append((section, "a step, by its timeline", said))
     for buffer in compiled.largest:
         rows.append(("Largest buffers", _size(buffer.bytes), f"{buffer.shape}: {buffer.what}"))
@@ -267,10 +267,10 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
         name = f"{one.kind} over {' x '.join(one.axes) or 'none'}"
         traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}"
         rows.append(("Collectives of a step, one device", name, traffic))
-    for one in compiled.overlap_estimate:
+    for one in times.exposures if times else ():
         taken = f"{seconds(one.seconds)}, {seconds(one.exposed_s)} of it exposed"
         rows.append(("Time of the collectives, an estimate", f"over {' x '.join(one.axes)}", taken))
-    for one in compiled.costliest:
+    for one in times.costliest if times else ():
         said = f"{one.what}, in {one.part}" if one.part else one.what
         rows.append(("Neither matmuls nor collectives", seconds(one.seconds), said))
     return [Row(*row, "compiled") for row in rows]
