@@ -339,11 +339,12 @@ def test_a_tick_is_one_iteration_of_the_loop_that_takes_longest():
         ("matmul", ""): 2, ("matmul", "head"): 0.25, ("exposed over tensor", ""): 1
     }  # fmt: skip
     spans = {
-        (one.row, one.exposed, round(one.start_s, 6), round(one.seconds, 6)) for one in tick.spans
+        (one.row, one.part, one.exposed, round(one.start_s, 6), round(one.seconds, 6))
+        for one in tick.spans
     }
     assert spans == {
-        ("tensor", False, 0, 3), ("matmul", False, 0, 2), ("tensor", True, 2, 1),
-        ("matmul", False, 3, 1),
+        ("tensor", "", False, 0, 3), ("matmul", "", False, 0, 2), ("tensor", "", True, 2, 1),
+        ("matmul", "head", False, 3, 1),
     }  # fmt: skip
     # What a mean stage spends, if it has work in half of the long loop's iterations.
     halved = whole(*lines, busy=lambda loop: 0.5 if loop.name == "long" else 1.0, **options)

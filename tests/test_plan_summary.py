@@ -227,7 +227,7 @@ COMPILED = Compiled(
         costliest=(Spent("bf16[1,2048,6144] mul", "woven", 0.123), Spent("f32[8] copy", "", 0.05)),
         tick=Tick(
             seconds=0.02, count=100, drawn_s=0.03, spent=(Spent("matmul", "woven", 0.02),),
-            spans=(Span("matmul", 0.0, 0.03, False),),
+            spans=(Span("matmul", "woven", 0.0, 0.03, False),),
         ),
     ),
 )  # fmt: skip

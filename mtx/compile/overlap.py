@@ -170,7 +170,7 @@ class _Replay:
         if not seconds:
             return
         part = self._part(instruction)
-        self._draw(kind, self.clock, seconds)
+        self._draw(kind, part, self.clock, seconds)
         self.clock += seconds
         self.computed_s[kind, part] += share * seconds
         if kind == "other":
@@ -187,8 +187,8 @@ class _Replay:
         before = self.last.get(links) if self.free.get(links, 0.0) > self.clock else None
         until = self.free[links] = max(self.clock, self.free.get(links, 0.0)) + takes_s
         self.seconds[axes] += share * takes_s
-        self._draw(" x ".join(axes), until - takes_s, takes_s)
         flight = _Flight(axes, self._part(instruction), self.clock, until, takes_s, before)
+        self._draw(" x ".join(axes), flight.part, until - takes_s, takes_s)
         self.last[links] = flight
         self.open[flight] = share
         config = instruction.config
@@ -211,7 +211,7 @@ class _Replay:
         while waiting is not None and waited_s > 0:
             own_s = min(waited_s, waiting.takes_s) if waiting.before else waited_s
             self.exposed_s[waiting.axes, waiting.part] += share * own_s
-            self._draw(" x ".join(waiting.axes), until - own_s, own_s, exposed=True)
+            self._draw(" x ".join(waiting.axes), waiting.part, until - own_s, own_s, True)
             until, waited_s, waiting = until - own_s, waited_s - own_s, waiting.before
 
     def _loop(self, loop: Instruction, flights: _Flights, share: float) -> _Flights:
@@ -275,9 +275,11 @@ class _Replay:
 
     # -- a tick ------------------------------------------------------------------------------------
 
-    def _draw(self, row: str, start_s: float, seconds: float, *, exposed: bool = False) -> None:
+    def _draw(
+        self, row: str, part: str, start_s: float, seconds: float, exposed: bool = False
+    ) -> None:
         if self.spans is not None:
-            self.spans.append(Span(row, start_s, seconds, exposed))
+            self.spans.append(Span(row, part, start_s, seconds, exposed))
 
     def tick(self) -> Tick | None:
         """One iteration of the longest loop, in which each conditional takes its longest branch:
@@ -316,10 +318,10 @@ def _less(rows: tuple[Spent, ...], before: tuple[Spent, ...]) -> Iterator[Spent]
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Those of one row that follow each other as one."""
-    joined: dict[tuple[str, bool], list[Span]] = {}
+    """Those of one row and part that follow each other as one."""
+    joined: dict[tuple[str, str, bool], list[Span]] = {}
     for span in spans:
-        row = joined.setdefault((span.row, span.exposed), [])
+        row = joined.setdefault((span.row, span.part, span.exposed), [])
         if row and abs(row[-1].start_s + row[-1].seconds - span.start_s) < 1e-9:
             row[-1] = replace(row[-1], seconds=row[-1].seconds + span.seconds)
         else:

@@ -60,6 +60,7 @@ class Span:
     """What a device does for a while."""
 
     row: str  # a Kind, or a collective's axes: pipe x tensor
+    part: str  # of the step, as in Spent
     start_s: float
     seconds: float
     exposed: bool  # whether it is a wait for the collectives of that row

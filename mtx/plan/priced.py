@@ -8,7 +8,7 @@ from mtx.config import Layout, Recompute, RunConfig
 from mtx.plan import flops
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.candidates import MEMORY_AT_MOST
-from mtx.plan.compiled import Compiled
+from mtx.plan.compiled import Compiled, Tick
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
@@ -31,6 +31,12 @@ class PricedRun:
     memory: Memory
     chosen: tuple[str, ...] = ()  # what nobody asked for, and why it is so
     compiled: Compiled | None = None
+
+    @property
+    def compiled_tick(self) -> Tick | None:
+        """Of the compiled step; None where none was compiled for a GPU."""
+        times = self.compiled and self.compiled.timeline
+        return times.tick if times else None
 
     @property
     def calibration(self) -> Calibration:
