@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from mtx.compile.hlo import COLLECTIVES, Program, TripCounts, Weights
@@ -34,17 +34,13 @@ _MOST_COSTLY = 10
 
 def timeline(
     program: Program, machine: Machine, branch: Weights, *, trip_counts: TripCounts = None,
-    busy: Callable[[Instruction], float] = lambda loop: 1.0,
 ) -> Timeline:  # fmt: skip
     """The program in the order of its schedule, with computations on one stream and collectives on
     another for each kind of link.
 
-    branch, trip_counts: as in `Program.matmul_flops`. busy: of what a loop's iterations spend, the
-    part that counts in `spent`, where some have nothing to do; the clock knows nothing of it.
+    branch, trip_counts: as in `Program.matmul_flops`.
     """
-    replay = _Replay(
-        program=program, machine=machine, branch=branch, trip_counts=trip_counts, busy=busy
-    )
+    replay = _Replay(program=program, machine=machine, branch=branch, trip_counts=trip_counts)
     replay.run(program.entry, {}, share=1.0)
     step_s = replay.clock
     for flight, share in tuple(replay.open.items()):  # none is known to lack a done
@@ -92,7 +88,6 @@ class _Replay:
     machine: Machine
     branch: Weights
     trip_counts: TripCounts
-    busy: Callable[[Instruction], float]
     clock: float = 0.0
     free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
     last: dict[bool, _Flight] = field(default_factory=dict)  # what was sent last over each of them
@@ -217,7 +212,6 @@ class _Replay:
     def _loop(self, loop: Instruction, flights: _Flights, share: float) -> _Flights:
         body, begun = loop.computation("body"), self.clock
         trips = self.program.trips(loop, self.trip_counts)
-        share *= self.busy(loop)
         if self.spans is not None:
             for _ in range(round(trips)):
                 flights = self.run(body, {0: flights}, share)
@@ -270,8 +264,8 @@ class _Replay:
         named = [instruction]
         if instruction.operation == "fusion":
             named += reversed(self.program.computations[instruction.called].values())
-        found = filter(None, (_PARTS.search(each.op_name) for each in named))
-        return next((match[1] for match in found), "")
+        found = (_PARTS.findall(each.op_name) for each in named)
+        return next((scopes[-1] for scopes in found if scopes), "")
 
     # -- a tick ------------------------------------------------------------------------------------
 
@@ -289,7 +283,7 @@ class _Replay:
         whole_s, loop, count, spent = self.longest
         body, drawn = loop.computation("body"), _Replay(
             program=self.program, machine=self.machine, branch=self._fullest,
-            trip_counts=self.trip_counts, busy=lambda _: 1.0, known=self.known, spans=[],
+            trip_counts=self.trip_counts, known=self.known, spans=[],
         )  # fmt: skip
         flights = drawn.run(body, {}, 1.0)
         begun, drawn.spans = drawn.clock, [one for one in drawn.spans or ()

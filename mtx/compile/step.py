@@ -36,7 +36,7 @@ from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
 from mtx.plan.attention import kernel_of
-from mtx.plan.compiled import Compiled, Traffic
+from mtx.plan.compiled import Compiled, Spent, Traffic
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import parameters_per_device
@@ -164,8 +164,8 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
         branch = busy_shares(trainer, of_slowest=True)
         times = timeline(program, machine, branch, trip_counts=trips)
-        mean = timeline(program, machine, busy, trip_counts=trips, busy=busy_ticks(trainer))
-        times = dataclasses.replace(times, spent=mean.spent)
+        mean = timeline(program, machine, busy, trip_counts=trips)
+        times = dataclasses.replace(times, spent=of_mean_stage(trainer, mean.spent))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -279,24 +279,19 @@ def busy_shares(
     return branches
 
 
-def busy_ticks(trainer: Trainer) -> Callable[[Instruction], float]:
-    """Of a loop over ticks, the part that the mean stage has work in: 1 where conditionals skip
-    what a stage sits out, and in all other loops."""
-    schedule, phases = trainer.schedule, trainer.pipeline.phases
-    shares: dict[int, float] = {}
-    for phase in phases:
-        ticks = slice(phase.start, phase.stop)
-        halves = zip((phase.forward, phase.backward), (schedule.forward, schedule.backward))
-        shares[phase.stop - phase.start] = float(
-            np.mean([half.busy[ticks].mean() for asked, half in halves if asked] or [1.0])
-        )
-
-    def busy(loop: Instruction) -> float:
-        count = loop.config.get("known_trip_count", {}).get("n", 0)
-        is_phase = trainer.run.layout.idle == "phases" and loop.op_name.endswith("/pipeline/while")
-        return shares.get(int(count), 1.0) if is_phase else 1.0
-
-    return busy
+def of_mean_stage(trainer: Trainer, spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
+    """What the mean stage spends on its own microbatches, of what its ticks spend: with
+    idle="phases" some have none. (Else conditionals skip those, by `busy_shares`.)"""
+    if trainer.run.layout.idle != "phases":
+        return spent
+    schedule = trainer.schedule
+    asked = (half.busy[half.busy.any(axis=1)] for half in schedule.halves)
+    forward, backward, *weight = (float(busy.mean()) for busy in asked)
+    shares = {"F": forward, "B": backward, "W": weight[0] if weight else backward}
+    shares |= {"woven": backward, "send_x": forward, "send_dx": backward}
+    return tuple(
+        dataclasses.replace(one, seconds=one.seconds * shares.get(one.part, 1.0)) for one in spent
+    )
 
 
 def layers_per_chunk(trainer: Trainer) -> float:

@@ -118,12 +118,13 @@ class Shard:
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
         return moved_bytes / rate + kernels * self.calibration.kernel_s
 
-    def cost(self, kind: str) -> Cost:
+    def cost(self, kind: str, recompute: Recompute = "none") -> Cost:
         """Of one layer. Its probabilities have no dropout here, which is priced with them."""
         dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
         return layer_cost(
             replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
-            tensor=self.tensor, sequence_parallel=self.sequence_parallel, kernel="cudnn",
+            tensor=self.tensor, sequence_parallel=self.sequence_parallel, recompute=recompute,
+            kernel="cudnn",
         )  # fmt: skip
 
     def all_reduce_s(self) -> float:
@@ -146,6 +147,9 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         elementwise_s=_elementwise_s(shard, cost, "F"),
         tensor_comm_s=_comm_s(shard, cost, "F"),
     )
+    copies = shard.calibration.software.stash_copies
+    kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
+    stashed = Work(elementwise_s=shard.memory_s(copies * kept_bytes))
     inputs_s = [shard.product_s(m, k, n, batch) for batch, m, n, k in weights]
     weights_s = [shard.product_s(k, n, m, batch) for batch, m, n, k in weights]
     backward = Work(
@@ -161,7 +165,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         backward += Work(attention_s=attention_forward_s)
     size = sum(batch * k * n for batch, _, n, k in weights)
     weight = Work(matmul_s=sum(weights_s), elementwise_s=_accumulate_s(shard, size, len(weights)))
-    return Passes(forward=forward, backward=backward, weight=weight)
+    return Passes(forward=forward + stashed, backward=backward, weight=weight)
 
 
 def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
@@ -302,9 +306,10 @@ def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:
 
 
 @lru_cache(maxsize=4096)
-def embedding_work(shard: Shard) -> Passes:
-    """The lookup, positions, dropout, the sum of its shards, and the table's dense gradient."""
-    rows = shard.model.padded_vocab(shard.tensor) // shard.tensor
+def embedding_work(shard: Shard, shards: int) -> Passes:
+    """The lookup in a `shards`-th of the table, positions, dropout, the sum over `tensor`, and the
+    table's dense gradient."""
+    rows = shard.model.padded_vocab(shards) // shards
     table = rows * shard.model.hidden
     return Passes(
         forward=Work(

@@ -45,7 +45,11 @@ class PricedRun:
 
     def time_of(self, software: str) -> StepTime:
         """The step with other software; a name in `mtx.plan.calibration.SOFTWARE`."""
-        return self._step(self.run.layout, calibration_of(self.hardware, software))
+        return self.time_with(calibration_of(self.hardware, software))
+
+    def time_with(self, calibration: Calibration) -> StepTime:
+        """The step with other constants."""
+        return self._step(self.run.layout, calibration)
 
     def with_recompute(self, less: Recompute) -> tuple[StepTime, Memory] | None:
         """The step and its memory with less recomputation than "full"; None where that is not what

@@ -2,9 +2,10 @@
 
 A stage's time for a microbatch is that of its blocks, embedding and head (`mtx.plan.block`); the
 pipeline adds messages and waiting (`mtx.plan.makespan`); the step ends with the gradients'
-reduction and the optimizer. Nothing hides behind anything else, with two exceptions: collectives in
-B where the calibration's `Software` says so, and ZeRO-3's all-gathers, which run under F and B as
-far as these are long enough.
+reduction and the optimizer. Nothing hides behind anything else, with three exceptions: collectives
+in B where the calibration's `Software` says so; all over `tensor` where F and B are woven, but for
+the first of a tick, as far as computation lasts; and ZeRO-3's all-gathers, which run under F and B
+as far as these are long enough.
 Not counted: reading data, logging, and the first steps.
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from operator import add
+from operator import add, mul
 
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
@@ -22,7 +23,7 @@ from mtx.errors import UserError
 from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.hardware import Hardware
-from mtx.plan.makespan import Seconds, pipeline_s
+from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
 from mtx.plan.network import (
     Group,
@@ -100,7 +101,12 @@ def predict_step(
         layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline,
         bound=bound,
     )  # fmt: skip
+    lone_s = 0.0  # what ticks of F or B alone leave in sight
+    if any(on.hidden) and not bound:
+        lone_s = sum(map(mul, on.hidden, lone_ticks(layout, microbatches))) / layout.virtual
+    pipe_s += lone_s
     blocks = on.layers.all * (microbatches / layout.pipe)
+    blocks += Work(tensor_comm_s=lone_s - sum(on.hidden) * microbatches)
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = _parameters_held(model, layout, on.counts, calibration)
     if zero == 3:
@@ -134,6 +140,7 @@ class _OnStages:
     work: dict[str, Passes]  # of a layer of each kind
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
+    hidden: tuple[float, float]  # of a microbatch's collectives in F and in B, by weaving alone
     virtual: int
 
     @property
@@ -146,8 +153,9 @@ class _OnStages:
     @cached_property
     def layers_s(self) -> list[Seconds]:
         """F, B and W of the layers of each stage."""
+        less = Passes(*(Work(tensor_comm_s=-seconds) for seconds in self.hidden))
         of_counts = {
-            counts: sum((self.work[kind] * n for kind, n in counts), Passes()).seconds
+            counts: sum((self.work[kind] * n for kind, n in counts), less).seconds
             for counts in {tuple(each.items()) for each in self.counts}
         }
         return [of_counts[tuple(each.items())] for each in self.counts]
@@ -189,14 +197,40 @@ def _on_stages(
     )  # fmt: skip
     pattern = pattern_of(model)
     recompute = "full" if layout.stash == "inputs" else layout.recompute
-    return _OnStages(
+    on = _OnStages(
         shard=shard,
         counts=_stage_layers(pattern, layout.pipe, layout.virtual, layout.stage_layers),
         work={kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)},
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
+        hidden=(0.0, 0.0),
         virtual=layout.virtual,
     )
+    if layout.weave == "off" or calibration.software.pipeline == "asynchronous":
+        return on
+    apart = replace(calibration, software=replace(calibration.software, overlaps_tensor=False))
+    shard = replace(shard, calibration=apart)
+    alone = replace(on, work={kind: layer_work(shard, kind, recompute) for kind in on.work})
+    return _woven(on, layout, collectives=alone.layers * (1 / layout.pipe))
+
+
+def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
+    """With what ticks hide in which F and B are woven: of the collectives over `tensor` all but a
+    tick's first gather, as far as F and B compute so long; of messages, as much as the weight
+    gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
+    """
+    each = on.layers * (1 / layout.pipe)
+    forward_s, backward_s = collectives.forward.tensor_comm_s, collectives.backward.tensor_comm_s
+    whole_s = forward_s + backward_s
+    beside_s = collectives.all.total_s - whole_s
+    hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
+    left = 1 - hidden_s / whole_s if whole_s else 1.0
+    hidden = (
+        each.forward.tensor_comm_s - left * forward_s,
+        each.backward.tensor_comm_s - left * backward_s,
+    )
+    last_s = on.layers.weight.matmul_s / on.shard.model.layers
+    return replace(on, hidden=hidden, hop_s=max(0.0, on.hop_s - last_s))
 
 
 def stage_times(
@@ -232,17 +266,17 @@ def _stage_layers(
 
 def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     """What the first stage, the last, and every stage does beside its blocks."""
-    embedding = embedding_work(shard)
     if shard.calibration.software.head == "last stage":
-        return embedding, head_work(shard, layout.tensor), Passes()
-    # All stages compute logits: the last one's output goes to all, its gradient comes from all.
-    shared_s = all_reduce_s(
-        shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1),
-        pipe_group(layout), **shard.machine,
-    )  # fmt: skip
-    shared = Work(tensor_comm_s=shared_s)
-    head = head_work(shard, layout.vocab_shards)
-    return embedding, Passes(), head + Passes(forward=shared, backward=shared)
+        return embedding_work(shard, layout.tensor), head_work(shard, layout.tensor), Passes()
+    # All stages look up and compute logits: embeddings come from all, the last one's output goes to
+    # all, and so do their gradients; the loss needs a maximum and a sum over all logits.
+    stream_bytes = shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
+    pipe, machine = pipe_group(layout), shard.machine
+    shared = Work(tensor_comm_s=2 * all_reduce_s(stream_bytes, pipe, **machine))
+    each_s = sum(all_reduce_s(4 * shard.tokens, group, **machine) for group in (pipe, shard.group))
+    loss = Work(tensor_comm_s=2 * each_s)
+    both = embedding_work(shard, layout.vocab_shards) + head_work(shard, layout.vocab_shards)
+    return Passes(), Passes(), both + Passes(forward=shared + loss, backward=shared)
 
 
 # --- data parallelism -----------------------------------------------------------------------------
