@@ -21,7 +21,7 @@ from mtx.pipeline.model import PipelineModel, Stream
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
-from mtx.pipeline.weights import Weights
+from mtx.pipeline.weights import LayerShards, Weights
 from mtx.schedules.partition import Placement
 from mtx.schedules.schedule import IDLE, Phase, Route, Schedule
 from mtx.sharding.collectives import (
@@ -44,7 +44,8 @@ class Parts:
     placement: Placement
     layout: Layout
     axes: Axes
-    data_shards: Tree = None  # with zero=3: how a chunk's leaves [N, ...] are sharded over `data`
+    # with zero=3: how the leaves of a chunk [N, ...], or of a layer, are sharded over the replicas
+    data_shards: Tree = None
 
 
 class Run:
@@ -54,7 +55,9 @@ class Run:
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes = pipeline.layout, pipeline.axes
         self.shared, self.batch = {part: params[part] for part in ("embed", "head")}, batch
-        self.weights = Weights(layers=params["layers"], shards=pipeline.data_shards)
+        shards, unit = pipeline.data_shards, self.layout.zero_unit
+        chunks, layers = (shards if unit == wanted else None for wanted in ("chunk", "layer"))
+        self.weights = Weights(layers=params["layers"], shards=chunks)
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement
@@ -70,6 +73,7 @@ class Run:
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split,
+            shards=layers and {kind: LayerShards(own) for kind, own in layers.items()},
         )  # fmt: skip
 
     # -- what lies where ------------------------------------------------------------------------
@@ -373,7 +377,8 @@ class Run:
     def in_branches(self) -> bool:
         """Whether each chunk has a branch, whose offsets into weights and gradients then are
         constants: XLA:GPU adds gradients in place at no others."""
-        return self.axes.in_place and self.weights.shards is None and self.schedule.virtual > 1
+        whole = self.layout.zero == 1
+        return self.axes.in_place and whole and self.schedule.virtual > 1
 
     def by_chunk(self, compute: Callable) -> Callable:
         if not self.in_branches:

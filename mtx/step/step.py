@@ -89,8 +89,10 @@ class Step:
             )
             gradients["layers"] = jax.tree.map(lambda a: a[None], gradients["layers"])
         with jax.named_scope("reduce"):
-            specs, shards = self.states.param_specs, self.states.shards
-            gradients = jax.tree.map_with_path(self._reduce, gradients, specs, shards)
+            states = self.states
+            gradients = jax.tree.map(
+                self._reduce, gradients, states.param_specs, states.shards, states.by_pipeline
+            )
         return sum_over_replicas(loss) / tokens, gradients
 
     def gather(self, masters: Tree) -> Tree:
@@ -98,24 +100,24 @@ class Step:
         layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard."""
         dtype = jnp.dtype(self.run.model.compute_dtype)
 
-        def gather(path, master, shard):
-            if not is_of_layers(path):
-                return shard.gather(master, dtype)
-            if self.run.layout.zero == 3:
+        def gather(path, master, shard, by_pipeline):
+            if by_pipeline:
                 return master[0].astype(dtype)
-            return shard.below(1).gather(master[0], dtype)
+            if is_of_layers(path):
+                return shard.below(1).gather(master[0], dtype)
+            return shard.gather(master, dtype)
 
-        return jax.tree.map_with_path(gather, masters, self.states.shards)
+        states = self.states
+        return jax.tree.map_with_path(gather, masters, states.shards, states.by_pipeline)
 
-    def _reduce(self, path, gradient, spec, shard):
-        """A gradient's shard of its sum over `sum_axes`; with zero=3 the pipeline has summed those
-        of the layers over the replicas."""
+    def _reduce(self, gradient, spec, shard, by_pipeline):
+        """A gradient's shard of its sum over `sum_axes`; the pipeline may have summed it over the
+        replicas."""
         over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
         beside_replicas = tuple(axis for axis in over if axis not in BATCH)
         if beside_replicas:
             gradient = lax.psum(gradient, beside_replicas)
-        summed = self.run.layout.zero == 3 and is_of_layers(path)
-        return gradient if summed else shard.reduce_scatter(gradient)
+        return gradient if by_pipeline else shard.reduce_scatter(gradient)
 
     def microbatches(self, batch: Tree) -> Tree:
         """This replica's rows [G/d, S] as microbatches [M, B, S], weighed. Raises UserError where
