@@ -51,12 +51,14 @@ __all__ = ["Compiled", "compile_plan"]
 _NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 
 
-def compile_plan(run: RunConfig, *, target: str) -> Compiled:
+def compile_plan(
+    run: RunConfig, *, target: str, program: str | Path | None = None
+) -> Compiled:  # fmt: skip
     """The step of `run`, compiled for `target`, a name in `mtx.plan.hardware`.
 
-    The attention compiled is that of a run, as far as it can be here; the result says which.
-    UserError where no compiler can serve, and where the compiler fails, with the line that says
-    why.
+    program: a file to keep the text of what was compiled in. The attention compiled is that of a
+    run, as far as it can be here; the result says which. UserError where no compiler can serve, and
+    where the compiler fails, with the line that says why.
     """
     layout = run.layout
     kernel = kernel_of(run.model, hardware(target).backend, layout.slices)
@@ -64,14 +66,14 @@ def compile_plan(run: RunConfig, *, target: str) -> Compiled:
         kernel = "blocked"
     compiler = find_compiler(target, layout.devices, kernel=kernel)
     try:
-        return _in_own_process(run, target, compiler)
+        return _in_own_process(run, target, compiler, program)
     except _TritonFailed:
         without = dataclasses.replace(
             compiler,
             flags=(*compiler.flags, _NO_TRITON),
             label=compiler.label + ", matmuls by cuBLAS (XLA's Triton finds no tiles for some)",
         )
-        return _in_own_process(run, target, without)
+        return _in_own_process(run, target, without, program)
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -81,7 +83,9 @@ class _TritonFailed(Exception):
     """XLA's Triton found no tiles for a matmul."""
 
 
-def _in_own_process(run: RunConfig, target: str, compiler: Compiler) -> Compiled:
+def _in_own_process(
+    run: RunConfig, target: str, compiler: Compiler, program: str | Path | None
+) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="mtx-compile-") as dump:
         flags = (*compiler.flags, f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text")
         environment = os.environ | {
@@ -93,7 +97,7 @@ def _in_own_process(run: RunConfig, target: str, compiler: Compiler) -> Compiled
         }
         request = {
             "run": to_dict(run), "target": target, "dump": dump,
-            "compiler": dataclasses.asdict(compiler),
+            "compiler": dataclasses.asdict(compiler), "program": program and str(program),
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "mtx.compile.step"],
@@ -125,14 +129,16 @@ def main() -> None:
     """Reads a request from stdin and writes what was compiled to stdout, both as JSON."""
     request = json.load(sys.stdin)
     run, compiler = from_dict(RunConfig, request["run"]), Compiler(**request["compiler"])
-    compiled = _compile(run, request["target"], compiler, Path(request["dump"]))
+    compiled = _compile(run, request["target"], compiler, Path(request["dump"]), request["program"])
     print(json.dumps(compiled.to_dict()))
 
 
 # -- inside of it ----------------------------------------------------------------------------------
 
 
-def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Compiled:
+def _compile(
+    run: RunConfig, target: str, compiler: Compiler, dump: Path, kept: str | None
+) -> Compiled:
     import jax
 
     from mtx.step.trainer import Trainer
@@ -149,6 +155,8 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
 
     stats, text = executable.memory_analysis(), executable.as_text()
     assert stats is not None and text is not None  # the compilers for CPU, GPU and TPU have both
+    if kept:
+        Path(kept).write_text(text)
     program = read_program(text)
     temp = stats.temp_size_in_bytes
     if compiler.backend == "cpu":

@@ -156,15 +156,18 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         matmul_s=sum(inputs_s),
         attention_s=attention_backward_s,
         elementwise_s=_elementwise_s(shard, cost, "B"),
-        tensor_comm_s=_comm_s(shard, cost, "BW")
-        - _hidden_s(shard, _columns_s(cost, inputs_s), _columns_s(cost, weights_s)),
+        tensor_comm_s=_comm_s(shard, cost, "BW") - _hidden_s(shard, _columns_s(cost, inputs_s)),
     )
     if recompute == "full":
         backward += forward
     elif recompute == "selective":
         backward += Work(attention_s=attention_forward_s)
     size = sum(batch * k * n for batch, _, n, k in weights)
-    weight = Work(matmul_s=sum(weights_s), elementwise_s=_accumulate_s(shard, size, len(weights)))
+    weight = Work(
+        matmul_s=sum(weights_s),
+        elementwise_s=_accumulate_s(shard, size, len(weights)),
+        tensor_comm_s=-_hidden_s(shard, _columns_s(cost, weights_s), weights=True),
+    )
     return Passes(forward=forward + stashed, backward=backward, weight=weight)
 
 
@@ -211,17 +214,17 @@ def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
     )
 
 
-def _hidden_s(shard: Shard, inputs_s: list[float], weights_s: list[float]) -> float:
-    """Of the collectives of a layer's backward pass, what its matmuls hide.
+def _hidden_s(shard: Shard, under_s: list[float], *, weights: bool = False) -> float:
+    """Of the collectives of a layer's backward pass, what matmuls of inputs, or weights, hide.
 
     Those before a column-parallel layer: without sequence parallelism an all-reduce of its input's
-    gradient; with it a second all-gather of its input, which was kept in shards, and a
-    reduce-scatter of its gradient.
+    gradient, under the weights'; with it a second all-gather of its input, which was kept in
+    shards, and a reduce-scatter of its gradient, each under one of the two.
     """
-    overlaps = shard.calibration.software.overlaps_tensor
-    if not shard.sequence_parallel:
-        return sum(min(shard.all_reduce_s(), overlaps * under_s) for under_s in weights_s)
-    return sum(min(shard.gather_s(), overlaps * s) for s in (*inputs_s, *weights_s))
+    if not shard.calibration.software.overlaps_tensor or not (weights or shard.sequence_parallel):
+        return 0.0
+    longest_s = shard.gather_s() if shard.sequence_parallel else shard.all_reduce_s()
+    return sum(min(longest_s, seconds) for seconds in under_s)
 
 
 def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:

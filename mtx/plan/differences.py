@@ -20,17 +20,38 @@ _PARTS = {
 _KINDS = {"matmul": "matmul_s", "attention": "attention_s", "other": "elementwise_s"}
 
 
+_EXPLAINED = 0.1  # of what was compiled: where the closed form is farther off, a reason is said
+_WHY = {
+    "attention_s": "the kernel compiled is another than the one priced",
+    "elementwise_s": "XLA's kernels read and write more than the trace's chains need: the costliest"
+    " are listed",
+    "embedding_and_head_s": "XLA's kernels, and collectives that wait for no matmul",
+    "tensor_comm_s": "XLA's order of them; in ticks of F or B alone it hides other ones",
+    "pipeline_comm_s": "what XLA puts beside the sends; the head's collectives share their links",
+    "bubble_s": "ticks last as long as the slowest stage's, with all that XLA leaves in sight",
+    "data_comm_s": "what XLA puts beside them",
+    "optimizer_s": "with it what sets buffers to zero and copies arguments, once a step",
+    "kernel_starts_s": "counted for each kernel that the trace has; the timeline counts none",
+}
+
+
 class Difference(NamedTuple):
     """Seconds of a step that go into a part of it."""
 
-    part: str  # a field of StepTime; "kernel_starts_s", which the timeline does not count; "step_s"
+    part: str  # a field of StepTime; "kernel_starts_s"; "step_s", the whole
     predicted_s: float
     compiled_s: float
 
     @property
     def share(self) -> float:
-        """Of what was compiled: how much more was predicted."""
-        return self.predicted_s / self.compiled_s - 1 if self.compiled_s else 0.0
+        """How much more was predicted, of what was compiled."""
+        return self.predicted_s / self.compiled_s - 1 if self.compiled_s else float("inf")
+
+    @property
+    def why(self) -> str:
+        """Where they differ by more than a tenth; "" elsewhere."""
+        far = abs(self.predicted_s - self.compiled_s) > _EXPLAINED * self.compiled_s
+        return _WHY.get(self.part, "") if far else ""
 
 
 def differences(plan: PricedRun) -> tuple[Difference, ...]:

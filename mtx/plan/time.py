@@ -103,7 +103,8 @@ def predict_step(
     )  # fmt: skip
     lone_s = 0.0  # what ticks of F or B alone leave in sight
     if any(on.hidden) and not bound:
-        lone_s = sum(map(mul, on.hidden, lone_ticks(layout, microbatches))) / layout.virtual
+        forward, backward = lone_ticks(layout, microbatches)
+        lone_s = sum(map(mul, on.hidden, (forward, backward, backward))) / layout.virtual
     pipe_s += lone_s
     blocks = on.layers.all * (microbatches / layout.pipe)
     blocks += Work(tensor_comm_s=lone_s - sum(on.hidden) * microbatches)
@@ -140,7 +141,7 @@ class _OnStages:
     work: dict[str, Passes]  # of a layer of each kind
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
-    hidden: tuple[float, float]  # of a microbatch's collectives in F and in B, by weaving alone
+    hidden: Seconds  # of a microbatch's collectives, by weaving alone
     virtual: int
 
     @property
@@ -203,7 +204,7 @@ def _on_stages(
         work={kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)},
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
-        hidden=(0.0, 0.0),
+        hidden=(0.0, 0.0, 0.0),
         virtual=layout.virtual,
     )
     if layout.weave == "off" or calibration.software.pipeline == "asynchronous":
@@ -220,17 +221,16 @@ def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
     gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
     """
     each = on.layers * (1 / layout.pipe)
-    forward_s, backward_s = collectives.forward.tensor_comm_s, collectives.backward.tensor_comm_s
-    whole_s = forward_s + backward_s
+    whole_s = collectives.all.tensor_comm_s
     beside_s = collectives.all.total_s - whole_s
     hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
     left = 1 - hidden_s / whole_s if whole_s else 1.0
-    hidden = (
-        each.forward.tensor_comm_s - left * forward_s,
-        each.backward.tensor_comm_s - left * backward_s,
+    forward_s, backward_s, weight_s = (
+        own.tensor_comm_s - left * all_of.tensor_comm_s
+        for own, all_of in zip(each, collectives, strict=True)
     )
     last_s = on.layers.weight.matmul_s / on.shard.model.layers
-    return replace(on, hidden=hidden, hop_s=max(0.0, on.hop_s - last_s))
+    return replace(on, hidden=(forward_s, backward_s, weight_s), hop_s=max(0.0, on.hop_s - last_s))
 
 
 def stage_times(
