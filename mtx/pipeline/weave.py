@@ -25,8 +25,9 @@ from jax.extend.core import Literal
 
 from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of, variables_of
 
-# A second: FLOPs of bfloat16 matmuls, bytes over NVLink, bytes of memory.
-_FLOPS, _LINK, _MEMORY = 740e12, 340e9, 2.8e12
+# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
+# where all devices of a node send at once, those of `tensor` each for a ring of its own.
+_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 340e9, 300e9
 _TRIALS = 240
 
 
@@ -141,8 +142,10 @@ class _Node:
         if not communicates and not flops:
             return None
         moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
-        seconds = max(moved) / _LINK if communicates else max(flops / _FLOPS, sum(moved) / _MEMORY)
-        return Step(seconds, communicates, self.later, self.side)
+        if communicates:
+            return Step(max(moved) / _link(self.eqn), True, self.later, self.side)
+        seconds = max(flops / _FLOPS, sum(moved) / _MEMORY)
+        return Step(seconds, False, self.later, self.side)
 
     def compute(self, values: Sequence) -> list:
         given = iter(values)
@@ -272,6 +275,13 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
 
 def _communicates(eqn) -> bool:
     return eqn.primitive.name in COLLECTIVES
+
+
+def _link(eqn) -> float:
+    """Bytes a second of a collective. Devices along `tensor` are neighbours in a node."""
+    over = eqn.params.get("axis_name", eqn.params.get("axes"))
+    axes = over if isinstance(over, tuple) else (over,)
+    return _LINK if set(axes) == {"tensor"} else _NETWORK / lax.axis_size("tensor")
 
 
 def _bytes(atoms) -> int:

@@ -168,6 +168,10 @@ class WovenLayers:
         rings, gradients, deferred = kept
         if b is not None:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
+            if f is not None and not backward.in_place:
+                of_both = rings[turn.forward], d, dparams, waits
+                ring, d, dparams, waits = lax.optimization_barrier(of_both)
+                rings = rings | {turn.forward: ring}
             index = self._index(kind, m)
             gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, index)}
             if self.split:
@@ -298,8 +302,9 @@ class KindStrands:
         return [*inputs[: self.first], *stream, *inputs[self.first + len(stream) :]]
 
     def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
-        """(residuals, the ring), of which those that weight gradients read are read before F
-        writes: they come late, and XLA would copy the ring to keep what it was."""
+        """(residuals, the ring). F writes there as well, and XLA would copy the ring to keep what
+        it was: what weight gradients read late, where they are added in place, is read first. (Else
+        F writes last, see `WovenLayers.pair`.)"""
         residuals = read(ring, slot, index)
         tied = [
             lax.optimization_barrier(pair) if place in self.late else pair
@@ -309,7 +314,9 @@ class KindStrands:
 
     @cached_property
     def late(self) -> set[int]:
-        """The residuals that weight gradients read."""
+        """The residuals that weight gradients read, where they are added in place."""
+        if not self.in_place:
+            return set()
         strand = self.vjp.strands[1]
         read_by_w = {
             atom
