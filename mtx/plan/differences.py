@@ -86,4 +86,5 @@ def _field(one: Spent) -> str:
         return _PARTS.get(one.part) or _KINDS[one.what]
     if "data" in axes.split(" x "):
         return "data_comm_s"
-    return "pipeline_comm_s" if axes == "pipe" and one.part not in _PARTS else "tensor_comm_s"
+    outside = _PARTS.get(one.part) == "embedding_and_head_s"
+    return "pipeline_comm_s" if axes == "pipe" and not outside else "tensor_comm_s"

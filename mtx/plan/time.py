@@ -22,6 +22,7 @@ from mtx.costs.ask import model_parameters, pattern_of
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.choose import zero_unit
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
@@ -111,7 +112,8 @@ def predict_step(
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = _parameters_held(model, layout, on.counts, calibration)
     if zero == 3:
-        data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + outside.total_s, microbatches)
+        computed_s = blocks.total_s + outside.total_s
+        data_comm_s = _zero3_s(shard, layout, held, computed_s, global_batch)
     else:
         last_s = max(sum(seconds[1:]) for seconds in on.layers_s)
         data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
@@ -335,17 +337,22 @@ def _beside(traffic_s: float, computed_s: float, calibration: Calibration) -> fl
 
 
 def _zero3_s(
-    shard: Shard, layout: Layout, held: float, computed_s: float, microbatches: int
+    shard: Shard, layout: Layout, held: float, computed_s: float, global_batch: int
 ) -> float:
-    """What ZeRO-3's traffic adds to F and B: for every microbatch the parameters are gathered in F
-    and again in B, and the gradients scattered.
+    """What ZeRO-3's traffic adds to F and B: parameters are gathered in F and again in B, and the
+    gradients scattered, for every microbatch. Where this program does so by the chunk it is for p
+    of them together, and nothing hides it; by the layer, woven, all is hidden that can be.
 
     DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
-    single card a node, however many GPUs took part: so they are priced here.
+    single card a node, however many GPUs took part: so other software's are priced here.
     """
-    software = shard.calibration.software
-    each_s = [
-        one_card_gather_s(held * size, data_group(layout), **shard.machine)
-        for size in (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
-    ]
-    return _beside(microbatches * sum(each_s), computed_s, shard.calibration)
+    software, group = shard.calibration.software, data_group(layout)
+    microbatches, ours = layout.microbatches(global_batch), software.pipeline == "lockstep"
+    sizes = (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
+    gather = gather_s if ours else one_card_gather_s
+    each_s = sum(gather(held * size, group, **shard.machine) for size in sizes)
+    if ours and zero_unit(layout, shard.model, global_batch) == "chunk":
+        return -(-microbatches // layout.pipe) * each_s
+    if ours and layout.weave == "on":
+        return max(0.0, microbatches * each_s - computed_s)
+    return _beside(microbatches * each_s, computed_s, shard.calibration)
