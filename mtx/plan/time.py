@@ -341,7 +341,8 @@ def _zero3_s(
 ) -> float:
     """What ZeRO-3's traffic adds to F and B: parameters are gathered in F and again in B, and the
     gradients scattered, for every microbatch. Where this program does so by the chunk it is for p
-    of them together, and nothing hides it; by the layer, woven, all is hidden that can be.
+    of them together, and nothing hides it; by the layer, woven, all is hidden that can be, but for
+    the first and the last layer's.
 
     DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
     single card a node, however many GPUs took part: so other software's are priced here.
@@ -354,5 +355,5 @@ def _zero3_s(
     if ours and zero_unit(layout, shard.model, global_batch) == "chunk":
         return -(-microbatches // layout.pipe) * each_s
     if ours and layout.weave == "on":
-        return max(0.0, microbatches * each_s - computed_s)
+        return max(microbatches * each_s - computed_s, each_s / shard.model.layers)
     return _beside(microbatches * each_s, computed_s, shard.calibration)
