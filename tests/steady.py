@@ -1,7 +1,5 @@
 """The steady tick of a compiled step, read off its instructions without a clock: what stands beside
 its collectives, which weights it copies, which gradients it adds in passes of their own.
-
-    python tests/steady.py PRESET TARGET KEY=VALUE ...    # of the layout: the report of one program
 """
 
 from __future__ import annotations

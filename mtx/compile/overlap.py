@@ -14,9 +14,10 @@ its branches.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mtx.compile.hlo import COLLECTIVES, Program, TripCounts, Weights
 from mtx.compile.hlo_text import Computation, Instruction
@@ -30,6 +31,10 @@ _PARTS = re.compile(
     r"(?=/)"
 )
 _MOST_COSTLY = 10
+
+
+def _sums() -> defaultdict[Any, float]:
+    return defaultdict(float)
 
 
 def timeline(
@@ -46,17 +51,17 @@ def timeline(
     for flight, share in tuple(replay.open.items()):  # none is known to lack a done
         replay.clock = flight.begun
         replay._wait(flight, share)
-    exposed_s: Counter[tuple[str, ...]] = Counter()
+    exposed_s: dict[tuple[str, ...], float] = _sums()
     for (axes, _), seconds in replay.exposed_s.items():
         exposed_s[axes] += seconds
     exposures = [Exposure(axes, seconds, exposed_s[axes]) for axes, seconds in
                  replay.seconds.items()]  # fmt: skip
-    costliest = [Spent(*key, seconds) for key, seconds in replay.others_s.most_common()]
+    others = [Spent(what, part, seconds) for (what, part), seconds in replay.others_s.items()]
     return Timeline(
         step_s=step_s,
         exposures=tuple(sorted(exposures, key=lambda row: -row.exposed_s)),
         spent=replay.spent(),
-        costliest=tuple(costliest[:_MOST_COSTLY]),
+        costliest=tuple(sorted(others, key=lambda row: -row.seconds)[:_MOST_COSTLY]),
         tick=replay.tick(),
     )
 
@@ -92,10 +97,10 @@ class _Replay:
     free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
     last: dict[bool, _Flight] = field(default_factory=dict)  # what was sent last over each of them
     known: dict[Instruction, _Measured] = field(default_factory=dict)
-    computed_s: Counter = field(default_factory=Counter)  # by kind and part of the step
-    others_s: Counter = field(default_factory=Counter)  # by what is made and part of the step
-    seconds: Counter = field(default_factory=Counter)  # of collectives, by axes
-    exposed_s: Counter = field(default_factory=Counter)  # by axes and part of the step
+    computed_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by kind and part
+    others_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by what is made, part
+    seconds: dict[tuple[str, ...], float] = field(default_factory=_sums)  # of collectives, by axes
+    exposed_s: dict[tuple[tuple[str, ...], str], float] = field(default_factory=_sums)  # and part
     open: dict[_Flight, float] = field(default_factory=dict)  # those without a done yet: shares
     depth: int = 0  # loops around what is run now
     longest: tuple[float, Instruction, int, tuple[Spent, ...]] | None = None  # loop, as `Tick` says
@@ -105,7 +110,7 @@ class _Replay:
         exposed = {(f"exposed over {' x '.join(axes)}", part): seconds
                    for (axes, part), seconds in self.exposed_s.items()}  # fmt: skip
         rows = (self.computed_s | exposed).items()
-        return tuple(Spent(*key, seconds) for key, seconds in rows if seconds)
+        return tuple(Spent(what, part, seconds) for (what, part), seconds in rows if seconds)
 
     def run(self, name: str, arguments: dict[int, _Flights], share: float) -> _Flights:
         """Replays a computation; the flights in its result, its arguments' or its own."""

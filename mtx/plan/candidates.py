@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mtx.config import Layout, ModelConfig
+from mtx.config.layout import Weave
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_of
 from mtx.plan.hardware import Hardware
@@ -33,7 +34,7 @@ class Fixed:
     recompute: str | None = None
     sequence_parallel: bool | None = None
     zero: Zero | None = None
-    weave: str | None = None
+    weave: Weave | None = None
 
     def ways(self) -> tuple[str, ...]:
         """To recompute, the fastest first."""
@@ -121,7 +122,7 @@ class Question:
         layers = self.model.layers // layout.pipe
         return choices(self.fixed.virtual, divisors(layers) if matters else (1,))
 
-    def weaves(self, mesh: Layout) -> tuple[str, ...]:
+    def weaves(self, mesh: Layout) -> tuple[Weave, ...]:
         """Whether to weave: where collectives can hide, and the software priced is ours."""
         ours = calibration_of(self.hardware, family=self.model.family).software.name == "mtx"
         return choices(self.fixed.weave, ("off", "on") if ours and mesh.tensor > 1 else ("off",))

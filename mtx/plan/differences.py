@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ def differences(plan: PricedRun) -> tuple[Difference, ...]:
     whole = calibration_of(plan.hardware, "mtx")
     predicted = plan.time_with(replace(whole, kernel_s=0.0))
     step_s = plan.time_with(whole).step_s
-    compiled_s: Counter[str] = Counter()
+    compiled_s: dict[str, float] = defaultdict(float)
     for one in times.spent:
         compiled_s[_field(one)] += one.seconds
     compiled_s["bubble_s"] = times.step_s - sum(compiled_s.values())
