@@ -87,6 +87,12 @@ class Layout:
         return math.prod(self.sizes[axis] for axis in BATCH)
 
     @property
+    def by_windows(self) -> bool:
+        """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
+        ticks (`mtx.schedules.windows`)."""
+        return self.weave == "on" and self.zero == 1 and self.virtual > 1 and self.replicas > 1
+
+    @property
     def vocab_shards(self) -> int:
         """The vocabulary is sharded over `pipe` x `tensor` together."""
         return self.pipe * self.tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.weights import LayerShards, Weights
 from mtx.schedules.partition import Placement
 from mtx.schedules.schedule import IDLE, Phase, Route, Schedule
+from mtx.schedules.windows import Window, gather_windows, scatter_windows
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -46,6 +47,14 @@ class Parts:
     axes: Axes
     # with zero=3: how the leaves of a chunk [N, ...], or of a layer, are sharded over the replicas
     data_shards: Tree = None
+    # with zero=1, where the layers' parameters are gathered and their gradients are scattered a
+    # chunk at a time, in woven ticks: how a chunk's leaves [N, ...] are sharded
+    chunk_shards: Tree = None
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """The ticks in which that is done; none for the first chunk and the last."""
+        return (*gather_windows(self.schedule), *scatter_windows(self.schedule))
 
 
 class Run:
@@ -159,6 +168,14 @@ class Run:
     def ticks(self) -> Tick:
         one_chunk = self.weights.shards is not None
         return ticks_of(self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk)
+
+    def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
+        """The ticks of a phase."""
+        return lax.scan(partial(self.tick, phase=phase), carry, rows)[0]
+
+    def of_layers(self, carry: Carry) -> Tree:
+        """The gradients of the layers' parameters, after the last tick."""
+        return carry.gradients.of_layers
 
     # -- one tick ---------------------------------------------------------------------------------
 

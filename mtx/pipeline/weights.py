@@ -57,7 +57,8 @@ class Weights:
     @property
     def layer(self) -> Tree:
         """Shapes and dtypes of one layer's parameters of each kind, as F and B are given them."""
-        return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.gathered(self.start())))
+        held = self.gathered(jax.eval_shape(self.start))
+        return jax.eval_shape(lambda all: jax.tree.map(lambda a: a[0, 0], all), held)
 
     def start(self) -> Tree:
         """[1, N, ...] zeros, before a chunk is gathered; None where all are gathered."""

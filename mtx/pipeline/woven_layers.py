@@ -9,7 +9,7 @@ Legend: C chunks · N layers of a kind in a chunk · R ring slots
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -24,6 +24,7 @@ from mtx.errors import UserError
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.stage import Stage, loop
 from mtx.pipeline.ticks import Op
+from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
 from mtx.schedules.partition import Placement
 from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
@@ -36,6 +37,7 @@ class Side(NamedTuple):
 
     op: Op
     params: Tree  # {kind: leaves [C, N, ...]}
+    held: Any  # int32 []: the place of its chunk in them
     stream: Tree  # what enters its first layer
 
 
@@ -45,6 +47,7 @@ class Kept(NamedTuple):
     rings: Tree  # [R, N, ...] residuals
     gradients: Tree  # [C, N, ...] float32, None for those that W makes
     deferred: Tree  # [R, N, ...]; None where W is not split
+    moved: Any = None  # of a cargo
 
 
 class Turn(NamedTuple):
@@ -103,11 +106,17 @@ class WovenLayers:
 
     # -- one tick ---------------------------------------------------------------------------------
 
-    def run(self, f: Side | None, b: Side | None, kept: Kept) -> tuple:
+    def run(self, f: Side | None, b: Side | None, kept: Kept, cargo: Cargo | None = None) -> tuple:
         """(y, dx, kept, what waits for the weight gradients of B's last layer): F of one chunk and
-        B of another, or one of the two."""
+        B of another, or one of the two. cargo: a piece of it moves beside each layer."""
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.stream)
         if f is None and b is None:
+            if cargo is not None:
+
+                def move(n, moved):
+                    return cargo.write(moved, cargo.piece(n), n)
+
+                kept = kept._replace(moved=lax.fori_loop(0, self.layers, move, kept.moved))
             return nothing, nothing, kept, ()
         x, d = (nothing if side is None else side.stream for side in (f, b))
         size, braid = len(self.period), Braid()
@@ -119,8 +128,8 @@ class WovenLayers:
 
         def turn(each: Turn, k, i, carry):
             """One layer of each."""
-            carry, _ = self.pair(f, b, each, k * size + each.place + i, carry)
-            return carry
+            n = k * size + each.place + i
+            return self._beside(cargo, n, carry, partial(self.pair, f, b, each, n))[0]
 
         def period(k, carry):
             for each in turns:
@@ -132,9 +141,21 @@ class WovenLayers:
         for each in others:
             carry = loop(each.count, partial(turn, each, repeats - 1), carry)
         carry = loop(last.count - 1, partial(turn, last, repeats - 1), carry)
-        carry, waits = self.pair(f, b, last, self.layers - 1, carry, is_last=True)
+        pair = partial(self.pair, f, b, last, self.layers - 1, is_last=True)
+        carry, waits = self._beside(cargo, self.layers - 1, carry, pair)
         x, _, d, _, kept = carry
         return x, d, kept, waits
+
+    def _beside(self, cargo: Cargo | None, n, carry: tuple, pair: Callable) -> tuple:
+        """What `pair` makes of the carry, with a piece of the cargo moved beside it: begun before
+        and written after it."""
+        if cargo is None:
+            return pair(carry)
+        piece = cargo.piece(n)
+        (x, ahead, d, ahead_back, kept), waits = pair(carry)
+        piece, x, d, gradients = lax.optimization_barrier((piece, x, d, kept.gradients))
+        kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, piece, n))
+        return (x, ahead, d, ahead_back, kept), waits
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, n, carry, *, is_last=False):
         """(carry, what waits) after layer n of F and layer N - 1 - n of B."""
@@ -165,7 +186,7 @@ class WovenLayers:
             if not is_last:
                 of_before = self._ahead_back(braid, b, turn.preceding, m - 1)
         braid.run()
-        rings, gradients, deferred = kept
+        rings, gradients, deferred, _ = kept
         if b is not None:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
             if f is not None and not backward.in_place:
@@ -182,7 +203,8 @@ class WovenLayers:
             x, residuals = jax.tree.unflatten(forward.outputs, braid.read(of_f))
             ring = write(rings[turn.forward], residuals, f.op.slot, self._index(turn.forward, n))
             rings, ahead = rings | {turn.forward: ring}, tuple(braid.read(of_next))
-        return (x, ahead, d, ahead_back, Kept(rings, gradients, deferred)), waits
+        kept = kept._replace(rings=rings, gradients=gradients, deferred=deferred)
+        return (x, ahead, d, ahead_back, kept), waits
 
     def _numbers(self, braid: Braid, inputs: list, of: KindStrands) -> list[int]:
         """Of F's inputs."""
@@ -233,7 +255,7 @@ class WovenLayers:
     def _given(self, side: Side, kind: str, n) -> tuple[Tree, tuple]:
         op = side.op
         layer = read(self.stage.tables["layer"], op.chunk, n)
-        params = read(side.params[kind], op.held, self._index(kind, n))
+        params = read(side.params[kind], side.held, self._index(kind, n))
         return params, (self.stage.context(op.item, layer),)
 
     def _inputs(self, side: Side, kind: str, n, stream: Tree) -> list:

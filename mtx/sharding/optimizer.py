@@ -52,6 +52,19 @@ class DataShard:
             return x
         return lax.slice_in_dim(x, 0, self.size, axis=self.dim)
 
+    def from_shards(self, shards):
+        """The parameter, of the shards of all replicas [d, ...]."""
+        dim = self.dim
+        whole = jnp.moveaxis(shards, 0, dim)
+        shape = *whole.shape[:dim], -1, *whole.shape[dim + 2 :]
+        return _row_major(self.unpad(whole.reshape(shape)))
+
+    def to_shards(self, whole):
+        """The inverse of `from_shards`."""
+        dim, whole = self.dim, self.pad(whole)
+        shape = *whole.shape[:dim], lax.axis_size(BATCH), -1, *whole.shape[dim + 1 :]
+        return jnp.moveaxis(whole.reshape(shape), dim, 0)
+
     def gather(self, master, dtype, *, stacked: bool = True):
         """This device's shard of the parameter, from its shard of the master. In `shard_map`.
         stacked: of layers, whose dims are in front."""

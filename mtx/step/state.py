@@ -87,14 +87,15 @@ class States:
 
     @cached_property
     def shards(self) -> Tree:
-        """How every master is sharded over the replicas; in a layer's own dims, where the pipeline
-        gathers it."""
+        """How every master is sharded over the replicas; in a chunk's own dims, so that one can be
+        gathered, or in a layer's, where the pipeline gathers it."""
 
-        def shard(a, spec, by_pipeline):
-            replicas, stacked = self.run.layout.replicas, 3 if by_pipeline else 0
+        def shard(path, a, spec, by_pipeline):
+            stacked = 3 if by_pipeline else 2 if is_of_layers(path) else 0
+            replicas = self.run.layout.replicas
             return shard_over_replicas(a.shape, spec, replicas=replicas, stacked=stacked)
 
-        return jax.tree.map(shard, self.param_shapes, self.param_specs, self.by_pipeline)
+        return jax.tree.map_with_path(shard, self.param_shapes, self.param_specs, self.by_pipeline)
 
     @cached_property
     def pipeline_shards(self) -> Tree:
@@ -108,6 +109,14 @@ class States:
             lambda shard, by_pipeline: shard.below(stacked) if by_pipeline else WHOLE,
             self.shards["layers"], self.by_pipeline["layers"],
         )  # fmt: skip
+
+    @cached_property
+    def chunk_shards(self) -> Tree:
+        """How a chunk's leaves [N, ...] are sharded, {kind: ...}, where the pipeline gathers and
+        scatters them beside its ticks; else None."""
+        if not self.run.layout.by_windows:
+            return None
+        return jax.tree.map(lambda shard: shard.below(2), self.shards["layers"])
 
     @cached_property
     def specs(self) -> TrainState:

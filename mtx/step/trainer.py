@@ -115,6 +115,7 @@ class Trainer:
         return Pipeline(
             model=self.model, schedule=self.schedule, placement=self.placement,
             layout=self.run.layout, axes=self.axes, data_shards=self.states.pipeline_shards,
+            chunk_shards=self.states.chunk_shards,
         )  # fmt: skip
 
     @cached_property
