@@ -9,21 +9,23 @@ from functools import partial
 
 import pytest
 
-from mtx.compile.costly import costliest
 from mtx.compile.hlo import read_program
 from mtx.compile.hlo_work import moved_bytes
-from mtx.compile.overlap import Machine, timeline
+from mtx.compile.machine import Machine
+from mtx.compile.overlap import timeline
 from mtx.plan.calibration import calibration_of
+from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import hardware
 
 MESH = {"pipe": 2, "data": 1, "tensor": 4}
 SLOW = replace(
     hardware("h100"), node_devices=4, link_gb_s=1e-3, network_gb_s=1e-3, memory_gb_s=1e12,
-    peak_tflops={"bfloat16": 1e-3, "float8": 2e-3},
+    peak_tflops={"bfloat16": 1e-3, "float8": 2e-3}, cores=1, tile=(1, 1),
 )  # fmt: skip
 EXACT = replace(
     calibration_of(SLOW, "mtx"), matmul_share=1.0, memory_share=1.0, network_share=1.0,
     send_share=1.0, link_share=1.0, attention_share=0.5, link_latency_s=0.0, network_latency_s=0.0,
+    matmul_depth=0.0, kernel_s=0.0,
 )  # fmt: skip
 MACHINE = Machine(hardware=SLOW, calibration=EXACT, mesh_shape=MESH)
 
@@ -60,11 +62,19 @@ def computation(name, *lines, entry=""):
     return f"{entry}%{name} (a: f32[]) -> f32[] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
 
 
-def replay(*lines, before="", branch=lambda conditional: (0.5, 0.5), trip_counts=None):
-    """{axes: (seconds, exposed)} of a program whose entry has these lines."""
+def whole(*lines, before="", branch=lambda conditional: (0.5, 0.5), **options):
+    """The timeline of a program whose entry has these lines."""
     header = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
     text = header + before + computation("main", *PARTS, *lines, entry="ENTRY ")
-    _, rows = timeline(read_program(text), MACHINE, branch, trip_counts=trip_counts)
+    return timeline(read_program(text), MACHINE, branch, **options)
+
+
+def replay(*lines, **options):
+    """{axes: (seconds, exposed)} of a program whose entry has these lines."""
+    found = whole(*lines, **options)
+    spent_s = sum(one.seconds for one in found.spent)
+    assert spent_s > found.step_s - 1e-6  # more, where there is a start without a done
+    rows = found.exposures
     assert list(rows) == sorted(rows, key=lambda row: -row.exposed_s)
     return {
         row.axes: (pytest.approx(row.seconds, abs=1e-6), pytest.approx(row.exposed_s, abs=1e-6))
@@ -300,12 +310,61 @@ def test_the_costliest_is_neither_matmul_nor_collective():
         line("c", "multiply", "while/body/woven/cond"), entry="ENTRY ",
     )  # fmt: skip
     slow = replace(MACHINE, hardware=replace(SLOW, memory_gb_s=1e-3))
-    find = partial(costliest, read_program(text), slow, lambda _: (0.5, 0.5), trip_counts=None)
-    first, *others = find()
+    first, *others = timeline(read_program(text), slow, lambda _: (0.5, 0.5)).costliest
     assert (first.what, first.part) == ("bf16[1000000] add", "head")
     assert {(one.what, one.part) for one in others} == {
         ("bf16[1000000] multiply", "woven"),
         ("bf16[1000000] add", "update"),
     }
     assert all(first.seconds == pytest.approx(2 * one.seconds) and one.seconds for one in others)
-    assert find(most=1) == (first,)
+
+
+def test_a_tick_is_one_iteration_of_the_loop_that_takes_longest():
+    """To scale: 3 s over `tensor`, 2 matmuls beside them; then 1 s in a branch that is seldom."""
+    start, done = gather("g")
+    named = 'metadata={op_name="jit(step)/pipeline/while/body/head/cond/dot_general"}'
+    often = computation("often", *PARTS)
+    seldom = computation("seldom", *PARTS, *(f"{line}, {named}" for line in matmuls(1)))
+    choice = "%c = bf16[4]{0} conditional(%p, %p, %q), branch_computations={%often, %seldom}"
+    body = computation("long_body", *PARTS, start, *matmuls(2), done, choice)
+    short = computation("short_body", *PARTS, *matmuls(1))
+    lines = (ARGUMENTS, loop("short", 9), loop("long", 4))
+    options = {"before": TEST + often + seldom + short + body, "branch": lambda _: (0.75, 0.25)}
+    found = whole(*lines, **options)
+    tick = found.tick
+    assert found.step_s == pytest.approx(9 + 4 * 3.25) and tick.count == 4
+    assert tick.seconds == pytest.approx(3.25) and tick.drawn_s == pytest.approx(4)
+    spent = {(one.what, one.part): pytest.approx(one.seconds, abs=1e-6) for one in tick.spent}
+    assert spent == {
+        ("matmul", ""): 2, ("matmul", "head"): 0.25, ("exposed over tensor", ""): 1
+    }  # fmt: skip
+    spans = {
+        (one.row, one.part, one.exposed, round(one.start_s, 6), round(one.seconds, 6))
+        for one in tick.spans
+    }
+    assert spans == {
+        ("tensor", "", False, 0, 3), ("matmul", "", False, 0, 2), ("tensor", "", True, 2, 1),
+        ("matmul", "head", False, 3, 1),
+    }  # fmt: skip
+
+
+def test_a_matmul_takes_what_the_planner_says_of_its_sizes():
+    """Read off its shapes: in tiles and waves. Those in a batch are attention's."""
+    machine = Machine.of(hardware("h100"), mesh_shape=MESH)
+    matmul = partial(
+        matmul_s, hardware=machine.hardware, calibration=machine.calibration, dtype="bfloat16"
+    )
+    lines = (
+        "%a = bf16[300,64]{1,0} parameter(0)", "%b = bf16[200,64]{1,0} parameter(1)",
+        "%o = bf16[300,200]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+        "%q = bf16[6,300,64]{2,1,0} parameter(2)", "%k = bf16[6,64,200]{2,1,0} parameter(3)",
+        "%s = bf16[6,300,200]{2,1,0} dot(%q, %k), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+        "rhs_batch_dims={0}, rhs_contracting_dims={1}",
+    )  # fmt: skip
+    program = read_program("HloModule m, num_partitions=1\n" + computation(
+        "main", *lines, entry="ENTRY "
+    ))  # fmt: skip
+    main = program.computations["main"]
+    compute = partial(machine.compute, program, main)
+    assert compute(main["o"]) == ("matmul", pytest.approx(matmul(300, 200, 64)))
+    assert compute(main["s"]) == ("attention", pytest.approx(matmul(300, 200, 64, batch=6)))

@@ -350,7 +350,7 @@ def test_the_grid_says_where_prediction_and_compiler_differ(
             target=target, devices=run.layout.devices, backend="gpu", label="XLA for a test",
             hint="", jax_version="0.0", arguments_bytes=memory.optimizer_bytes, outputs_bytes=0,
             alias_bytes=0, temp_bytes=int(memory.total_bytes / factor) - memory.optimizer_bytes,
-            largest=(), collectives=(), step_s=None, overlap_estimate=(), costliest=(),
+            largest=(), collectives=(), timeline=None,
             matmul_flops=1.0,
             formula_flops=1.0,
             compile_s=1.0, compiler_peak_bytes=1,

@@ -308,3 +308,22 @@ def test_the_fewest_gpus_hold_the_model_and_half_of_them_do_not():
     with pytest.raises(UserError) as error:
         search(model, gpus=gpus // 2, global_batch=4 * gpus, hardware=A100, top=1)
     names(error, f"{gpus // 2} x a100-80gb", "GiB")
+
+
+def test_weaving_is_chosen_where_it_hides_something():
+    """On an H100, where our program is priced; and not where it is fixed, or has no `tensor`."""
+    model = ModelConfig(layers=32, hidden=8192, heads=64, sequence=2048, vocab=51200)
+    options = dict(gpus=64, global_batch=256, top=3)
+    fixed = dict(tensor=4, pipe=4, schedule="1f1b")
+    best = {
+        weave: search(
+            model, hardware=hardware("h100"), fixed=Fixed(**fixed, weave=weave), **options
+        ).best
+        for weave in (None, "on", "off")
+    }
+    assert best[None] == best["on"] != best["off"]
+    assert best["on"].layout.weave == "on" and best["on"].time.step_s < best["off"].time.step_s
+    alone = Fixed(tensor=1, pipe=8, schedule="1f1b")
+    for machine, given in (("h100", alone), ("a100-80gb", Fixed(**fixed))):
+        found = search(model, hardware=hardware(machine), fixed=given, **options)
+        assert {one.layout.weave for one in found.ranked} == {"off"}

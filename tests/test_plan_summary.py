@@ -9,7 +9,7 @@ from errors import names
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.plan.compare import part_name
-from mtx.plan.compiled import Buffer, Compiled, Costly, Exposure, Traffic
+from mtx.plan.compiled import Buffer, Compiled, Exposure, Span, Spent, Tick, Timeline, Traffic
 from mtx.plan.flops import forward_flops, parameters_by_part
 from mtx.plan.page import plan_lines, render, rows_table
 from mtx.plan.plan import make_plan
@@ -217,21 +217,25 @@ COMPILED = Compiled(
         Traffic(kind="all-gather", axes=("tensor",), group=8, dtype="bf16", count=1024,
                 bytes=2**33),
     ),
-    step_s=2.5,
-    overlap_estimate=(
-        Exposure(axes=("tensor",), seconds=1.25, exposed_s=0.75),
-        Exposure(axes=("pipe", "data"), seconds=0.004, exposed_s=0.0),
-    ),
-    costliest=(
-        Costly(what="bf16[1,2048,6144] mul", part="woven", seconds=0.123),
-        Costly(what="f32[8] copy", part="", seconds=0.05),
+    timeline=Timeline(
+        step_s=2.5,
+        exposures=(Exposure(("tensor",), 1.25, 0.75), Exposure(("pipe", "data"), 0.004, 0.0)),
+        spent=(
+            Spent("matmul", "woven", 1.0), Spent("attention", "B", 0.25), Spent("other", "F", 0.2),
+            Spent("exposed over tensor", "woven", 0.7), Spent("matmul", "head", 0.05),
+        ),
+        costliest=(Spent("bf16[1,2048,6144] mul", "woven", 0.123), Spent("f32[8] copy", "", 0.05)),
+        tick=Tick(
+            seconds=0.02, count=100, drawn_s=0.03, spent=(Spent("matmul", "woven", 0.02),),
+            spans=(Span("matmul", "woven", 0.0, 0.03, False),),
+        ),
     ),
 )  # fmt: skip
 
 
 def test_what_was_compiled_goes_through_json():
     written = json.loads(json.dumps(COMPILED.to_dict()))
-    assert written["overlap_estimate"][0] == {
+    assert written["timeline"]["exposures"][0] == {
         "axes": ["tensor"],
         "seconds": 1.25,
         "exposed_s": 0.75,

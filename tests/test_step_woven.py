@@ -167,7 +167,7 @@ def test_compiled_for_gpus_layers_hide_their_collectives():
         layout = Layout(pipe=2, tensor=4, weave=weave, idle="phases", attention="blocked")
         run = RunConfig(model=model, layout=layout, global_batch=16)
         compiled = compile_plan(run, target="h100")
-        (over_tensor,) = [e for e in compiled.overlap_estimate if e.axes == ("tensor",)]
+        (over_tensor,) = [e for e in compiled.timeline.exposures if e.axes == ("tensor",)]
         exposed_s[weave] = over_tensor.exposed_s
         assert compiled.matmul_flops == pytest.approx(compiled.formula_flops, rel=1e-3)
     assert exposed_s["on"] < 0.6 * exposed_s["off"]

@@ -44,7 +44,9 @@ class PlanOptions:
     scatter_gather: bool = True  # messages between stages cut over tensor
     search: Flag = False  # choose every part of the layout that is not given
     compile: Flag = False  # compile the step for the target, and say what the compiler says
-    draw: File = None  # a picture: .svg, .png or .pdf
+    draw: File = (
+        None  # a picture, .svg, .png or .pdf: the plan; of a step compiled for GPUs, a tick
+    )
     save: File = None  # a plan file, for mtx train: .toml or .json
     tokens: float | None = None  # of the training run whose days are asked for: 300e9
     price: float | None = None  # of a GPU and hour, in any currency
@@ -83,8 +85,9 @@ def plan_command(arguments: list[str]) -> None:
         save_plan(plan, options.save)
     if options.draw:
         from mtx.view.plan import draw_plan
+        from mtx.view.tick import draw_tick
 
-        draw_plan(plan, options.draw)
+        (draw_tick if plan.compiled_tick else draw_plan)(plan, options.draw)
     _print(plan, found, options)
 
 

@@ -1,127 +1,47 @@
-"""How much of a compiled program's communication its computation hides: an estimate, in seconds.
+"""The time of a compiled program: what it computes, and what of its communication that hides.
 
 The program is replayed in the order of its schedule. A device computes one instruction at a time,
-each as long as its matmuls take at the machine's rate, or its bytes. An asynchronous collective
-runs from its start on its own, on the links of the node or on the network, each of which serves one
-collective at a time; so an instruction hides a collective on each of the two at most. What a done
-then still waits for is **exposed**, and a synchronous collective is wholly.
+by `mtx.compile.machine`. An asynchronous collective runs from its start on its own, on the links of
+the node or on the network, each of which serves one collective at a time; so an instruction hides a
+collective on each of the two at most. What a done then still waits for is **exposed**, and a
+synchronous collective is wholly.
 
 A loop's first two iterations are replayed, and the second stands for all that follow: so what
 starts at an iteration's end is found by the done in the next one. A conditional takes the mean of
-its branches. Rates are the planner's (`mtx.plan.calibration`), times of collectives too
-(`mtx.plan.network`); starting a kernel counts as nothing, lest bookkeeping pass for work.
+its branches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mtx.compile.groups import Groups
-from mtx.compile.hlo import COLLECTIVES, Collective, Program, TripCounts, Weights
+from mtx.compile.hlo import COLLECTIVES, Program, TripCounts, Weights
 from mtx.compile.hlo_text import Computation, Instruction
-from mtx.compile.hlo_work import matmul_flops, moved_bytes, operand_shapes
-from mtx.plan.calibration import Calibration, calibration_of
-from mtx.plan.compiled import Exposure
-from mtx.plan.hardware import Hardware
-from mtx.plan.network import Group, all_reduce_s, gather_s, message_s
+from mtx.compile.machine import Machine
+from mtx.plan.compiled import Exposure, Span, Spent, Tick, Timeline
 
-_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _SAME_VALUE = ("bitcast", "copy", "opt-barrier", "async-update")
+_NOTHING = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "opt-barrier")
+_PARTS = re.compile(
+    r"/(woven|F|B|W|head|embed|embed_backward|send_x|send_dx|gather_params|reduce|clip|update)"
+    r"(?=/)"
+)
+_MOST_COSTLY = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Seconds of computation and of collectives, on the devices of a mesh."""
-
-    hardware: Hardware
-    calibration: Calibration
-    mesh_shape: Mapping[str, int]  # in the mesh's order; devices fill nodes row-major
-
-    @classmethod
-    def of(cls, hardware: Hardware, *, mesh_shape: Mapping[str, int]) -> Machine:
-        """With the planner's constants of this program on that hardware."""
-        calibration = calibration_of(hardware, "mtx")
-        return cls(hardware=hardware, calibration=calibration, mesh_shape=mesh_shape)
-
-    def compute_s(
-        self, program: Program, computation: Computation, instruction: Instruction
-    ) -> float:
-        """The longer of its matmuls, those inside of a fusion too, and of its bytes."""
-        moved = moved_bytes(program.computations, computation, instruction)
-        rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
-        return max(moved / rate, self.matmul_s(program, computation, instruction))
-
-    def matmul_s(
-        self, program: Program, computation: Computation, instruction: Instruction
-    ) -> float:
-        """Of its matmuls, those inside of a fusion too."""
-        if instruction.operation == "fusion":
-            inside = program.computations[instruction.called]
-            return sum(self.matmul_s(program, inside, each) for each in inside.values())
-        flops = matmul_flops(computation, instruction)
-        if not flops:
-            return 0.0
-        share = self.calibration.matmul_share
-        if instruction.target.startswith("__cudnn$fmha"):
-            share = self.calibration.attention_share
-            mask = instruction.config["cudnn_fmha_backend_config"].get("mask_type", "")
-            flops /= 2 if "CAUSAL" in mask else 1  # what the mask hides is skipped
-        left = operand_shapes(computation, instruction)[0].dtype
-        dtype = "float8" if left.startswith("f8") else _DTYPES.get(left, "bfloat16")
-        return flops / (self.hardware.peak_flops(dtype) * share)
-
-    def collective_s(self, collective: Collective) -> float:
-        if collective.kind == "collective-permute":
-            return message_s(
-                collective.operand_bytes, crosses=self.crosses(collective),
-                hardware=self.hardware, calibration=self.calibration,
-            )  # fmt: skip
-        group = _Placed.of(collective.groups)
-        whole = max(collective.operand_bytes, collective.result_bytes)
-        takes = all_reduce_s if collective.kind == "all-reduce" else gather_s
-        return takes(whole, group, hardware=self.hardware, calibration=self.calibration)
-
-    def crosses(self, collective: Collective) -> bool:
-        """Whether it needs the network: whether some group has members in two nodes."""
-        return _Placed.of(collective.groups).crosses(self.hardware)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Placed(Group):
-    """Groups of devices at known places, so that the stride does not matter."""
-
-    groups: Groups
-
-    @classmethod
-    def of(cls, groups: Groups) -> _Placed:
-        return cls(size=max(map(len, groups), default=1), stride=1, groups=groups)
-
-    def members_in_node(self, hardware: Hardware) -> int:
-        """Of the first group: all lie alike."""
-        nodes = [device // hardware.node_devices for device in self.groups[0]]
-        return max(nodes.count(node) for node in set(nodes))
-
-    def crosses(self, hardware: Hardware) -> bool:
-        return any(
-            len({device // hardware.node_devices for device in group}) > 1 for group in self.groups
-        )
-
-
-class Timeline(NamedTuple):
-    """One run of a program on one device."""
-
-    step_s: float  # what is computed and, in turn with it, what is exposed
-    exposures: tuple[Exposure, ...]  # the most exposed first
+def _sums() -> defaultdict[Any, float]:
+    return defaultdict(float)
 
 
 def timeline(
-    program: Program, machine: Machine, branch: Weights, *, trip_counts: TripCounts = None
-) -> Timeline:
+    program: Program, machine: Machine, branch: Weights, *, trip_counts: TripCounts = None,
+) -> Timeline:  # fmt: skip
     """The program in the order of its schedule, with computations on one stream and collectives on
-    another for each kind of link: its seconds, those of collectives by the mesh axes that they run
-    over, and how many of them are exposed.
+    another for each kind of link.
 
     branch, trip_counts: as in `Program.matmul_flops`.
     """
@@ -131,11 +51,19 @@ def timeline(
     for flight, share in tuple(replay.open.items()):  # none is known to lack a done
         replay.clock = flight.begun
         replay._wait(flight, share)
-    rows = [
-        Exposure(axes=axes, seconds=seconds, exposed_s=replay.exposed_s.get(axes, 0.0))
-        for axes, seconds in replay.seconds.items()
-    ]
-    return Timeline(step_s, tuple(sorted(rows, key=lambda row: -row.exposed_s)))
+    exposed_s: dict[tuple[str, ...], float] = _sums()
+    for (axes, _), seconds in replay.exposed_s.items():
+        exposed_s[axes] += seconds
+    exposures = [Exposure(axes, seconds, exposed_s[axes]) for axes, seconds in
+                 replay.seconds.items()]  # fmt: skip
+    others = [Spent(what, part, seconds) for (what, part), seconds in replay.others_s.items()]
+    return Timeline(
+        step_s=step_s,
+        exposures=tuple(sorted(exposures, key=lambda row: -row.exposed_s)),
+        spent=replay.spent(),
+        costliest=tuple(sorted(others, key=lambda row: -row.seconds)[:_MOST_COSTLY]),
+        tick=replay.tick(),
+    )
 
 
 @dataclass(eq=False)
@@ -143,6 +71,7 @@ class _Flight:
     """A collective between its start and its done."""
 
     axes: tuple[str, ...]
+    part: str
     begun: float  # on the clock
     until: float
     takes_s: float
@@ -153,7 +82,7 @@ _Flights = dict[tuple[int, ...], _Flight]  # where in a value, a tuple of tuples
 _Measured = tuple[tuple[str, ...], float, bool]  # axes, seconds, and whether it needs the network
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Replay:
     """The clock of one device, and what was counted on the way.
 
@@ -168,10 +97,20 @@ class _Replay:
     free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
     last: dict[bool, _Flight] = field(default_factory=dict)  # what was sent last over each of them
     known: dict[Instruction, _Measured] = field(default_factory=dict)
-    seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
-    exposed_s: dict[tuple[str, ...], float] = field(default_factory=dict)
+    computed_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by kind and part
+    others_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by what is made, part
+    seconds: dict[tuple[str, ...], float] = field(default_factory=_sums)  # of collectives, by axes
+    exposed_s: dict[tuple[tuple[str, ...], str], float] = field(default_factory=_sums)  # and part
     open: dict[_Flight, float] = field(default_factory=dict)  # those without a done yet: shares
-    quiet: dict[str, float | None] = field(default_factory=dict)  # as `_quiet_s` found them
+    depth: int = 0  # loops around what is run now
+    longest: tuple[float, Instruction, int, tuple[Spent, ...]] | None = None  # loop, as `Tick` says
+    spans: list[Span] | None = None  # what is drawn; None: loops are not run through
+
+    def spent(self) -> tuple[Spent, ...]:
+        exposed = {(f"exposed over {' x '.join(axes)}", part): seconds
+                   for (axes, part), seconds in self.exposed_s.items()}  # fmt: skip
+        rows = (self.computed_s | exposed).items()
+        return tuple(Spent(what, part, seconds) for (what, part), seconds in rows if seconds)
 
     def run(self, name: str, arguments: dict[int, _Flights], share: float) -> _Flights:
         """Replays a computation; the flights in its result, its arguments' or its own."""
@@ -202,29 +141,40 @@ class _Replay:
             return {path[1:]: flight for path, flight in given[0].items() if path[:1] == (place,)}
         if opcode in _SAME_VALUE and given[0]:
             return given[0]
-        seconds = self._seconds(computation, instruction)
-        if seconds is not None:
-            self.clock += seconds
-            return given[0] if opcode == "while" else {}
         if opcode == "while":
             return self._loop(instruction, given[0], share)
         if opcode == "conditional":
             return self._choose(instruction, given, share)
-        if instruction.operation in COLLECTIVES:
-            return self._communicate(computation, instruction, share, opcode.endswith("-start"))
-        if opcode == "async-start":  # of a computation that holds the collectives
+        if opcode == "async-start":  # of a computation, with collectives or without
             inside = self.program.computations[instruction.called]
             held = [each for each in inside.values() if each.operation in COLLECTIVES]
-            return {
-                (place, *path): flight
-                for place, each in enumerate(held)
-                for path, flight in self._communicate(inside, each, share, True).items()
-            }
-        if instruction.called:
+            if held:
+                return {
+                    (place, *path): flight
+                    for place, each in enumerate(held)
+                    for path, flight in self._communicate(inside, each, share, True).items()
+                }
+        elif instruction.operation in COLLECTIVES:
+            return self._communicate(computation, instruction, share, opcode.endswith("-start"))
+        if instruction.called and instruction.operation != "fusion":
             return self.run(instruction.called, dict(enumerate(given)), share)
-        for flight in given[0].values():
-            self._wait(flight, share)
+        if opcode.endswith("-done"):
+            for flight in given[0].values():
+                self._wait(flight, share)
+        elif opcode not in _NOTHING:
+            self._compute(computation, instruction, share)
         return {}
+
+    def _compute(self, computation: Computation, instruction: Instruction, share: float) -> None:
+        kind, seconds = self.machine.compute(self.program, computation, instruction)
+        if not seconds:
+            return
+        part = self._part(instruction)
+        self._draw(kind, part, self.clock, seconds)
+        self.clock += seconds
+        self.computed_s[kind, part] += share * seconds
+        if kind == "other":
+            self.others_s[_made(instruction), part] += share * seconds
 
     def _communicate(
         self, computation: Computation, instruction: Instruction, share: float, started: bool
@@ -235,11 +185,10 @@ class _Replay:
         if not axes:
             return {}  # of one device
         before = self.last.get(links) if self.free.get(links, 0.0) > self.clock else None
-        self.free[links] = max(self.clock, self.free.get(links, 0.0)) + takes_s
-        self.seconds[axes] = self.seconds.get(axes, 0.0) + share * takes_s
-        flight = _Flight(
-            axes=axes, begun=self.clock, until=self.free[links], takes_s=takes_s, before=before
-        )
+        until = self.free[links] = max(self.clock, self.free.get(links, 0.0)) + takes_s
+        self.seconds[axes] += share * takes_s
+        flight = _Flight(axes, self._part(instruction), self.clock, until, takes_s, before)
+        self._draw(" x ".join(axes), flight.part, until - takes_s, takes_s)
         self.last[links] = flight
         self.open[flight] = share
         config = instruction.config
@@ -258,21 +207,35 @@ class _Replay:
         self.clock += waited_s
         self.open.pop(flight, None)
         waiting: _Flight | None = flight  # for it, and for those that its links had to send before
+        until = self.clock
         while waiting is not None and waited_s > 0:
             own_s = min(waited_s, waiting.takes_s) if waiting.before else waited_s
-            self.exposed_s[waiting.axes] = self.exposed_s.get(waiting.axes, 0.0) + share * own_s
-            waited_s, waiting = waited_s - own_s, waiting.before
+            self.exposed_s[waiting.axes, waiting.part] += share * own_s
+            self._draw(" x ".join(waiting.axes), waiting.part, until - own_s, own_s, True)
+            until, waited_s, waiting = until - own_s, waited_s - own_s, waiting.before
 
     def _loop(self, loop: Instruction, flights: _Flights, share: float) -> _Flights:
         body, begun = loop.computation("body"), self.clock
         trips = self.program.trips(loop, self.trip_counts)
+        if self.spans is not None:
+            for _ in range(round(trips)):
+                flights = self.run(body, {0: flights}, share)
+            return flights
+        self.depth += 1
         flights = self.run(body, {0: flights}, share * min(trips, 1.0))
         if trips <= 1:
+            self.depth -= 1
             self.clock = begun + trips * (self.clock - begun)
             return flights
-        begun, busy = self.clock, dict(self.free)
+        begun, busy, before = self.clock, dict(self.free), self.spent()
         flights = self.run(body, {0: flights}, share * (trips - 1))
-        skipped_s = (trips - 2) * (self.clock - begun)  # the iterations after the second
+        self.depth -= 1
+        one_s = self.clock - begun
+        if not self.depth and (not self.longest or trips * one_s > self.longest[0]):
+            rows = (Spent(row.what, row.part, row.seconds / (share * (trips - 1)))
+                    for row in _less(self.spent(), before))  # fmt: skip
+            self.longest = trips * one_s, loop, round(trips), tuple(rows)
+        skipped_s = (trips - 2) * one_s  # the iterations after the second
         self.clock += skipped_s
         for flight in {each for each in flights.values() if each.begun >= begun}:
             flight.begun += skipped_s  # it is the last iteration's
@@ -289,6 +252,8 @@ class _Replay:
         ends, frees = [], []
         weights = self.branch(conditional)
         for place, (name, weight) in enumerate(zip(conditional.branches, weights, strict=True)):
+            if not weight:
+                continue
             self.clock, self.free = begun, dict(free)
             carried |= self.run(name, {0: given[place + 1]}, share * weight)
             ends.append(weight * self.clock)
@@ -299,34 +264,72 @@ class _Replay:
         }
         return carried
 
-    # -- what no collective is in ------------------------------------------------------------------
+    def _part(self, instruction: Instruction) -> str:
+        """Of the step. XLA names some fusions after nothing: then what is in them says it."""
+        named = [instruction]
+        if instruction.operation == "fusion":
+            named += reversed(self.program.computations[instruction.called].values())
+        found = (_PARTS.findall(each.op_name) for each in named)
+        return next((scopes[-1] for scopes in found if scopes), "")
 
-    def _seconds(self, computation: Computation, instruction: Instruction) -> float | None:
-        """Of an instruction with all that it runs; None where there is a collective in that."""
-        opcode = instruction.opcode
-        if opcode.removesuffix("-start").removesuffix("-done") in (*COLLECTIVES, "async"):
-            return self._quiet_s(instruction.called) if opcode == "async-start" else None
-        if opcode == "while":
-            body_s = self._quiet_s(instruction.computation("body"))
-            return body_s and body_s * self.program.trips(instruction, self.trip_counts)
-        if opcode == "conditional":
-            each_s = [self._quiet_s(name) for name in instruction.branches]
-            weighted = zip(self.branch(instruction), each_s, strict=True)
-            return _sum([one_s and weight * one_s for weight, one_s in weighted])
-        if instruction.called:
-            inside_s = self._quiet_s(instruction.called)
-            if inside_s is None or instruction.operation != "fusion":
-                return inside_s
-        return self.machine.compute_s(self.program, computation, instruction)
+    # -- a tick ------------------------------------------------------------------------------------
 
-    def _quiet_s(self, name: str) -> float | None:
-        if name not in self.quiet:
-            computation = self.program.computations[name]
-            self.quiet[name] = _sum([self._seconds(computation, i) for i in computation.values()])
-        return self.quiet[name]
+    def _draw(
+        self, row: str, part: str, start_s: float, seconds: float, exposed: bool = False
+    ) -> None:
+        if self.spans is not None:
+            self.spans.append(Span(row, part, start_s, seconds, exposed))
+
+    def tick(self) -> Tick | None:
+        """One iteration of the longest loop, in which each conditional takes its longest branch:
+        one with the head. The second, so that what the one before has sent is on its way."""
+        if self.longest is None:
+            return None
+        whole_s, loop, count, spent = self.longest
+        body, drawn = loop.computation("body"), _Replay(
+            program=self.program, machine=self.machine, branch=self._fullest,
+            trip_counts=self.trip_counts, known=self.known, spans=[],
+        )  # fmt: skip
+        flights = drawn.run(body, {}, 1.0)
+        begun, drawn.spans = drawn.clock, [one for one in drawn.spans or ()
+                                           if one.start_s + one.seconds > drawn.clock]  # fmt: skip
+        drawn.run(body, {0: flights}, 1.0)
+        spans = tuple(replace(one, start_s=one.start_s - begun) for one in _joined(drawn.spans))
+        return Tick(
+            seconds=whole_s / count, count=count, spent=spent, drawn_s=drawn.clock - begun,
+            spans=spans,
+        )  # fmt: skip
+
+    def _fullest(self, conditional: Instruction) -> list[float]:
+        """The longest of the branches that are taken at all."""
+        sizes = [len(self.program.computations[name]) * (weight > 0) for name, weight in
+                 zip(conditional.branches, self.branch(conditional), strict=True)]  # fmt: skip
+        return [float(place == sizes.index(max(sizes))) for place in range(len(sizes))]
 
 
-def _sum(each_s: list[float | None]) -> float | None:
-    """None where one is None."""
-    known_s = [one_s for one_s in each_s if one_s is not None]
-    return sum(known_s) if len(known_s) == len(each_s) else None
+def _less(rows: tuple[Spent, ...], before: tuple[Spent, ...]) -> Iterator[Spent]:
+    """What was spent since."""
+    known = {(row.what, row.part): row.seconds for row in before}
+    for row in rows:
+        seconds = row.seconds - known.get((row.what, row.part), 0.0)
+        if seconds > 1e-9 * row.seconds:
+            yield replace(row, seconds=seconds)
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Those of one row and part that follow each other as one."""
+    joined: dict[tuple[str, str, bool], list[Span]] = {}
+    for span in spans:
+        row = joined.setdefault((span.row, span.part, span.exposed), [])
+        if row and abs(row[-1].start_s + row[-1].seconds - span.start_s) < 1e-9:
+            row[-1] = replace(row[-1], seconds=row[-1].seconds + span.seconds)
+        else:
+            row.append(span)
+    return [span for row in joined.values() for span in row]
+
+
+def _made(instruction: Instruction) -> str:
+    """bf16[1,2048,6144] mul: what is made first, and JAX's or XLA's word for how."""
+    shape = instruction.shapes[0]
+    how = instruction.op_name.rpartition("/")[2] or instruction.operation
+    return f"{shape.dtype}[{','.join(map(str, shape.dims))}] {how}"

@@ -28,15 +28,15 @@ import numpy as np
 
 from mtx.compile.buffers import largest_buffers, names_of_arrays
 from mtx.compile.compiler import Compiler, find_compiler
-from mtx.compile.costly import costliest
 from mtx.compile.hlo import Program, read_program
 from mtx.compile.hlo_text import Instruction
-from mtx.compile.overlap import Machine, timeline
+from mtx.compile.machine import Machine
+from mtx.compile.overlap import timeline
 from mtx.compile.target import GPU_TARGETS
 from mtx.config import RunConfig, from_dict, to_dict
 from mtx.errors import UserError
 from mtx.plan.attention import kernel_of
-from mtx.plan.compiled import Compiled, Traffic
+from mtx.plan.compiled import Compiled, Spent, Traffic
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import parameters_per_device
@@ -51,12 +51,14 @@ __all__ = ["Compiled", "compile_plan"]
 _NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 
 
-def compile_plan(run: RunConfig, *, target: str) -> Compiled:
+def compile_plan(
+    run: RunConfig, *, target: str, program: str | Path | None = None
+) -> Compiled:  # fmt: skip
     """The step of `run`, compiled for `target`, a name in `mtx.plan.hardware`.
 
-    The attention compiled is that of a run, as far as it can be here; the result says which.
-    UserError where no compiler can serve, and where the compiler fails, with the line that says
-    why.
+    program: a file to keep the text of what was compiled in. The attention compiled is that of a
+    run, as far as it can be here; the result says which. UserError where no compiler can serve, and
+    where the compiler fails, with the line that says why.
     """
     layout = run.layout
     hardware(target).check(run.model)
@@ -65,14 +67,14 @@ def compile_plan(run: RunConfig, *, target: str) -> Compiled:
         kernel = "blocked"
     compiler = find_compiler(target, layout.devices, kernel=kernel)
     try:
-        return _in_own_process(run, target, compiler)
+        return _in_own_process(run, target, compiler, program)
     except _TritonFailed:
         without = dataclasses.replace(
             compiler,
             flags=(*compiler.flags, _NO_TRITON),
             label=compiler.label + ", matmuls by cuBLAS (XLA's Triton finds no tiles for some)",
         )
-        return _in_own_process(run, target, without)
+        return _in_own_process(run, target, without, program)
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -82,7 +84,9 @@ class _TritonFailed(Exception):
     """XLA's Triton found no tiles for a matmul."""
 
 
-def _in_own_process(run: RunConfig, target: str, compiler: Compiler) -> Compiled:
+def _in_own_process(
+    run: RunConfig, target: str, compiler: Compiler, program: str | Path | None
+) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="mtx-compile-") as dump:
         flags = (*compiler.flags, f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text")
         environment = os.environ | {
@@ -94,7 +98,7 @@ def _in_own_process(run: RunConfig, target: str, compiler: Compiler) -> Compiled
         }
         request = {
             "run": to_dict(run), "target": target, "dump": dump,
-            "compiler": dataclasses.asdict(compiler),
+            "compiler": dataclasses.asdict(compiler), "program": program and str(program),
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "mtx.compile.step"],
@@ -126,14 +130,16 @@ def main() -> None:
     """Reads a request from stdin and writes what was compiled to stdout, both as JSON."""
     request = json.load(sys.stdin)
     run, compiler = from_dict(RunConfig, request["run"]), Compiler(**request["compiler"])
-    compiled = _compile(run, request["target"], compiler, Path(request["dump"]))
+    compiled = _compile(run, request["target"], compiler, Path(request["dump"]), request["program"])
     print(json.dumps(compiled.to_dict()))
 
 
 # -- inside of it ----------------------------------------------------------------------------------
 
 
-def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Compiled:
+def _compile(
+    run: RunConfig, target: str, compiler: Compiler, dump: Path, kept: str | None
+) -> Compiled:
     import jax
 
     from mtx.step.trainer import Trainer
@@ -150,6 +156,8 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
 
     stats, text = executable.memory_analysis(), executable.as_text()
     assert stats is not None and text is not None  # the compilers for CPU, GPU and TPU have both
+    if kept:
+        Path(kept).write_text(text)
     program = read_program(text)
     temp = stats.temp_size_in_bytes
     if compiler.backend == "cpu":
@@ -160,12 +168,13 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         compiled_run.model, compiled_run.layout, run.global_batch,
         backend="cuda" if compiler.attention == "cudnn" else "xla",
     )  # fmt: skip
-    step_s, overlap, others = None, (), ()
+    times = None
     if compiler.backend == "gpu":
         machine = Machine.of(hardware(target), mesh_shape=trainer.run.layout.sizes)
-        slowest = busy_shares(trainer, of_slowest=True)
-        step_s, overlap = timeline(program, machine, slowest, trip_counts=trips)
-        others = costliest(program, machine, slowest, trip_counts=trips)
+        branch = busy_shares(trainer, of_slowest=True)
+        times = timeline(program, machine, branch, trip_counts=trips)
+        mean = timeline(program, machine, busy, trip_counts=trips)
+        times = dataclasses.replace(times, spent=of_mean_stage(trainer, mean.spent))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Compiled(
         target=target,
@@ -180,9 +189,7 @@ def _compile(run: RunConfig, target: str, compiler: Compiler, dump: Path) -> Com
         temp_bytes=temp,
         largest=_largest(dump, program, trainer),
         collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
-        step_s=step_s,
-        overlap_estimate=overlap,
-        costliest=others,
+        timeline=times,
         matmul_flops=flops * run.layout.devices,
         formula_flops=formula,
         compile_s=elapsed,
@@ -279,6 +286,21 @@ def busy_shares(
         )
 
     return branches
+
+
+def of_mean_stage(trainer: Trainer, spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
+    """What the mean stage spends on its own microbatches, of what its ticks spend: with
+    idle="phases" some have none. (Else conditionals skip those, by `busy_shares`.)"""
+    if trainer.run.layout.idle != "phases":
+        return spent
+    schedule = trainer.schedule
+    asked = (half.busy[half.busy.any(axis=1)] for half in schedule.halves)
+    forward, backward, *weight = (float(busy.mean()) for busy in asked)
+    shares = {"F": forward, "B": backward, "W": weight[0] if weight else backward}
+    shares |= {"woven": backward, "send_x": forward, "send_dx": backward}
+    return tuple(
+        dataclasses.replace(one, seconds=one.seconds * shares.get(one.part, 1.0)) for one in spent
+    )
 
 
 def layers_per_chunk(trainer: Trainer) -> float:

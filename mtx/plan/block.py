@@ -119,12 +119,13 @@ class Shard:
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
         return moved_bytes / rate + kernels * self.calibration.kernel_s
 
-    def cost(self, kind: str) -> Cost:
+    def cost(self, kind: str, recompute: Recompute = "none") -> Cost:
         """Of one layer. Its probabilities have no dropout here, which is priced with them."""
         dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
         return layer_cost(
             replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
-            tensor=self.tensor, sequence_parallel=self.sequence_parallel, kernel="cudnn",
+            tensor=self.tensor, sequence_parallel=self.sequence_parallel, recompute=recompute,
+            kernel="cudnn",
         )  # fmt: skip
 
     def all_reduce_s(self) -> float:
@@ -149,22 +150,28 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         elementwise_s=_elementwise_s(shard, cost, "F"),
         tensor_comm_s=_comm_s(shard, cost, "F"),
     )
+    copies = shard.calibration.software.stash_copies
+    kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
+    stashed = Work(elementwise_s=shard.memory_s(copies * kept_bytes))
     inputs_s = [shard.product_s(m, k, n, b, dtype=t) for b, m, n, k, t in weights]
     weights_s = [shard.product_s(k, n, m, b, dtype=t) for b, m, n, k, t in weights]
     backward = Work(
         matmul_s=sum(inputs_s),
         attention_s=attention_backward_s,
         elementwise_s=_elementwise_s(shard, cost, "B"),
-        tensor_comm_s=_comm_s(shard, cost, "BW")
-        - _hidden_s(shard, _columns_s(cost, inputs_s), _columns_s(cost, weights_s)),
+        tensor_comm_s=_comm_s(shard, cost, "BW") - _hidden_s(shard, _columns_s(cost, inputs_s)),
     )
     if recompute == "full":
         backward += forward
     elif recompute == "selective":
         backward += Work(attention_s=attention_forward_s)
     size = sum(batch * k * n for batch, _, n, k, _ in weights)
-    weight = Work(matmul_s=sum(weights_s), elementwise_s=_accumulate_s(shard, size, len(weights)))
-    return Passes(forward=forward, backward=backward, weight=weight)
+    weight = Work(
+        matmul_s=sum(weights_s),
+        elementwise_s=_accumulate_s(shard, size, len(weights)),
+        tensor_comm_s=-_hidden_s(shard, _columns_s(cost, weights_s), weights=True),
+    )
+    return Passes(forward=forward + stashed, backward=backward, weight=weight)
 
 
 def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
@@ -210,17 +217,17 @@ def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
     )
 
 
-def _hidden_s(shard: Shard, inputs_s: list[float], weights_s: list[float]) -> float:
-    """Of the collectives of a layer's backward pass, what its matmuls hide.
+def _hidden_s(shard: Shard, under_s: list[float], *, weights: bool = False) -> float:
+    """Of the collectives of a layer's backward pass, what matmuls of inputs, or weights, hide.
 
     Those before a column-parallel layer: without sequence parallelism an all-reduce of its input's
-    gradient; with it a second all-gather of its input, which was kept in shards, and a
-    reduce-scatter of its gradient.
+    gradient, under the weights'; with it a second all-gather of its input, which was kept in
+    shards, and a reduce-scatter of its gradient, each under one of the two.
     """
-    overlaps = shard.calibration.software.overlaps_tensor
-    if not shard.sequence_parallel:
-        return sum(min(shard.all_reduce_s(), overlaps * under_s) for under_s in weights_s)
-    return sum(min(shard.gather_s(), overlaps * s) for s in (*inputs_s, *weights_s))
+    if not shard.calibration.software.overlaps_tensor or not (weights or shard.sequence_parallel):
+        return 0.0
+    longest_s = shard.gather_s() if shard.sequence_parallel else shard.all_reduce_s()
+    return sum(min(longest_s, seconds) for seconds in under_s)
 
 
 def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
@@ -305,9 +312,10 @@ def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:
 
 
 @lru_cache(maxsize=4096)
-def embedding_work(shard: Shard) -> Passes:
-    """The lookup, positions, dropout, the sum of its shards, and the table's dense gradient."""
-    rows = shard.model.padded_vocab(shard.tensor) // shard.tensor
+def embedding_work(shard: Shard, shards: int) -> Passes:
+    """The lookup in a `shards`-th of the table, positions, dropout, the sum over `tensor`, and the
+    table's dense gradient."""
+    rows = shard.model.padded_vocab(shards) // shards
     table = rows * shard.model.hidden
     return Passes(
         forward=Work(

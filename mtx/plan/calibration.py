@@ -41,6 +41,7 @@ class Software:
     overlaps_tensor: bool  # B's collectives over `tensor` run under its matmuls
     overlaps_data: bool  # gradients are reduced under the B of the last microbatch
     reduction_bytes: int  # a parameter: copying its gradient to what is reduced, and back
+    stash_copies: int = 0  # of what waits for B: passes over it, beside that which makes it
     # Of rings that share their nodes with others: cards of a node that each one takes, if it has so
     # many, and the part of a card's rate; None, that of a ring which has its nodes to itself.
     ring_cards: int = 1
@@ -112,19 +113,21 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
             Software(
                 name="mtx",
                 source="this program, counted and never measured: fused attention, float32 "
-                "gradients, logits over pipe and tensor",
+                "gradients added inside of the matmuls (GPUs, jax 0.12), logits over pipe and "
+                "tensor, collectives overlapped in B",
                 attention="fused",
                 dropout=False,
-                accumulate_bytes=10,  # reads 2 and 4, writes 4
+                accumulate_bytes=0,
                 optimizer_bytes=40,  # zeroing 4, norm 4, Adam 28, a cast 4
                 gradient_bytes=4,
                 parameter_bytes=2,
                 loss_bytes=16,
                 head="all stages",
                 pipeline="lockstep",
-                overlaps_tensor=False,
+                overlaps_tensor=True,
                 overlaps_data=False,
-                reduction_bytes=0,
+                reduction_bytes=12,  # gradients in another order 8, parameters in theirs 4
+                stash_copies=2,  # XLA writes few of its arrays where they wait
             ),
         )
     }

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mtx.config import Layout, ModelConfig
+from mtx.config.layout import Weave
 from mtx.errors import UserError
+from mtx.plan.calibration import calibration_of
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
@@ -32,6 +34,7 @@ class Fixed:
     recompute: str | None = None
     sequence_parallel: bool | None = None
     zero: Zero | None = None
+    weave: Weave | None = None
 
     def ways(self) -> tuple[str, ...]:
         """To recompute, the fastest first."""
@@ -82,6 +85,7 @@ class Question:
                 virtual=fixed.virtual or 1, microbatch=fixed.microbatch or 1,
                 schedule=fixed.schedule or "1f1b",
                 sequence_parallel=self._sequence_parallel(tensor)[0],
+                weave=fixed.weave or "off",
             )  # fmt: skip
             if self.allows(mesh):
                 found.append(mesh)
@@ -100,12 +104,14 @@ class Question:
         return self.holds(memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes)
 
     def settings(self, mesh: Layout) -> Iterator[Layout]:
-        """Every (microbatch, sequence parallelism) of one mesh; chunks are left as they are."""
+        """Every (microbatch, sequence parallelism, weaving) of one mesh; chunks are left as they
+        are."""
         microbatches = divisors(self.global_batch // mesh.data)
-        for microbatch, parallel in itertools.product(
-            choices(self.fixed.microbatch, microbatches), self._sequence_parallel(mesh.tensor)
-        ):
-            layout = replace(mesh, microbatch=microbatch, sequence_parallel=parallel)
+        for microbatch, parallel, weave in itertools.product(
+            choices(self.fixed.microbatch, microbatches), self._sequence_parallel(mesh.tensor),
+            self.weaves(mesh),
+        ):  # fmt: skip
+            layout = replace(mesh, microbatch=microbatch, sequence_parallel=parallel, weave=weave)
             if self.allows(layout):
                 yield layout
 
@@ -115,6 +121,11 @@ class Question:
         matters = layout.pipe > 1 or layout.data > 1
         layers = self.model.layers // layout.pipe
         return choices(self.fixed.virtual, divisors(layers) if matters else (1,))
+
+    def weaves(self, mesh: Layout) -> tuple[Weave, ...]:
+        """Whether to weave: where collectives can hide, and the software priced is ours."""
+        ours = calibration_of(self.hardware, family=self.model.family).software.name == "mtx"
+        return choices(self.fixed.weave, ("off", "on") if ours and mesh.tensor > 1 else ("off",))
 
     def _sequence_parallel(self, tensor: int) -> tuple[bool, ...]:
         """What may be tried, the leaner first."""

@@ -23,6 +23,8 @@ PART_NAMES = {
     "bubble_s": "idle in the pipeline",
     "data_comm_s": "reductions over data",
     "optimizer_s": "optimizer",
+    "kernel_starts_s": "starts of kernels",
+    "step_s": "the whole step",
     "parameters_bytes": "parameters",
     "gradients_bytes": "gradients, float32",
     "optimizer_bytes": "masters and moments",
@@ -115,6 +117,7 @@ def changes(
         "microbatch": {layout.microbatch for layout in settings},
         "virtual": set(question.virtuals(mesh)),
         "sequence_parallel": {layout.sequence_parallel for layout in settings},
+        "weave": {layout.weave for layout in settings},
     }
     for name, found in tried.items():
         values = sorted(found | {getattr(mesh, name)})

@@ -1,4 +1,4 @@
-"""What the compiler says of one training step: memory, largest buffers, collectives, FLOPs.
+"""What the compiler says of one training step: memory, largest buffers, collectives, FLOPs, time.
 
 Plain data; `mtx.compile.step` fills it in.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Backend = Literal["gpu", "tpu", "cpu"]
 
@@ -33,23 +34,59 @@ class Traffic:
     bytes: float  # that a device sends in a step, by ring algorithms
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Exposure:
-    """An estimate: seconds of the collectives over the same mesh axes in one step of one device,
-    by `mtx.compile.overlap`."""
+    """Seconds of the collectives over the same mesh axes in one step."""
 
     axes: tuple[str, ...]
     seconds: float  # by the planner's model of the network
     exposed_s: float  # of them, those that the schedule puts no computation beside
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costly:
-    """Time of one step that goes into no matmul and no collective, by `mtx.compile.costly`."""
+Kind = Literal["matmul", "attention", "other"]
 
-    what: str  # bf16[1,2048,6144] mul: what is made, and how
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step, or of a tick."""
+
+    what: str  # a Kind; "exposed over tensor"; of the costliest bf16[1,2048,6144] mul: what is made
     part: str  # of the step: woven, F, B, W, head, update, ...; "" where XLA does not say
     seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a device does for a while."""
+
+    row: str  # a Kind, or a collective's axes: pipe x tensor
+    part: str  # of the step, as in Spent
+    start_s: float
+    seconds: float
+    exposed: bool  # whether it is a wait for the collectives of that row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """A steady tick of the step: one iteration of the loop that takes longest."""
+
+    seconds: float  # of the mean one, and where they go
+    spent: tuple[Spent, ...]
+    count: int
+    drawn_s: float  # of one with all that a tick may have, the head's too, and what it does
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """An estimate: one run of the program on one device, by `mtx.compile.overlap`; in each tick of
+    the stage that has most to do, for which the others wait."""
+
+    step_s: float  # what is computed and, in turn with it, what is exposed
+    exposures: tuple[Exposure, ...]  # the most exposed first
+    spent: tuple[Spent, ...]  # the seconds of the step; of a plan, those of the mean stage
+    costliest: tuple[Spent, ...]  # the ten costliest of no matmul, attention or collective
+    tick: Tick | None  # of the loop that takes longest; None where there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +105,7 @@ class Compiled:
     temp_bytes: int
     largest: tuple[Buffer, ...]  # the ten largest, largest first
     collectives: tuple[Traffic, ...]  # most bytes first
-    step_s: float | None  # by `mtx.compile.overlap`; None where no GPU was compiled for
-    overlap_estimate: tuple[Exposure, ...]  # most exposed first; () where no GPU was compiled for
-    costliest: tuple[Costly, ...]  # the ten costliest; () likewise
+    timeline: Timeline | None  # None where no GPU was compiled for
     matmul_flops: float  # of the whole cluster in one step, loops weighted by their trip counts
     formula_flops: float  # `hardware_matmul_flops` of the same program
     compile_s: float  # tracing, lowering and compiling
@@ -88,10 +123,16 @@ class Compiled:
     @classmethod
     def from_dict(cls, values: dict) -> Compiled:
         """The inverse of `to_dict`, also after a way through JSON."""
-        values = {name: value for name, value in values.items() if name != "total_bytes"}
-        values["largest"] = tuple(Buffer(**buffer) for buffer in values["largest"])
-        values["costliest"] = tuple(Costly(**row) for row in values["costliest"])
-        for name, kind in (("collectives", Traffic), ("overlap_estimate", Exposure)):
-            rows = (kind(**row | {"axes": tuple(row["axes"])}) for row in values[name])
-            values[name] = tuple(rows)
-        return cls(**values)
+        return _read(cls, {name: each for name, each in values.items() if name != "total_bytes"})
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Of that type, from plain dicts and lists."""
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is UnionType and value is not None:
+        kind = get_args(kind)[0]
+    if isinstance(value, dict):
+        hints = get_type_hints(kind)
+        return kind(**{name: _read(hints[name], each) for name, each in value.items()})
+    return value

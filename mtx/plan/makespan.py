@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mtx.config import Layout
+from mtx.config.layout import Weave
 from mtx.plan.choose import check_shape, schedule_for
 from mtx.schedules.shape import Times
 from mtx.schedules.simulate import Model, simulate
@@ -33,7 +34,9 @@ def pipeline_s(
     """
     if len(stages) == 1:
         return microbatches * sum(stages[0])
-    case = _Case(layout.schedule, layout.virtual, layout.slices, tuple(stages), hop_s, model)
+    case = _Case(
+        layout.schedule, layout.virtual, layout.slices, layout.weave, tuple(stages), hop_s, model
+    )  # fmt: skip
     delayed = model == "asynchronous" and hop_s > 0  # the slowest stage may wait in every round
     if bound:
         return case.bound_s(microbatches)
@@ -51,6 +54,7 @@ class _Case:
     schedule: str
     virtual: int
     slices: int
+    weave: Weave
     stages: tuple[Seconds, ...]
     hop_s: float
     model: Model
@@ -101,8 +105,9 @@ class _Case:
 def _simulated_s(case: _Case, microbatches: int) -> float:
     """The simulator's time for the whole table."""
     layout = Layout(
-        pipe=len(case.stages), schedule=case.schedule, virtual=case.virtual, slices=case.slices
-    )
+        pipe=len(case.stages), schedule=case.schedule, virtual=case.virtual, slices=case.slices,
+        weave=case.weave, idle="phases",
+    )  # fmt: skip
     table = schedule_for(layout, microbatches)
     check_shape(table, layout, microbatches)
     times = Times(stage_times=case.stages, comm=case.hop_s / case.slices)
@@ -121,3 +126,20 @@ def _looped_s(case: _Case, microbatches: int) -> float:
             return longer_s + (microbatches - short - period) * case.pace_s
         short += max(period, short // period * period)
     return _simulated_s(case, microbatches)
+
+
+def lone_ticks(layout: Layout, microbatches: int) -> tuple[int, int]:
+    """Ticks with an F and no B on any stage, and the other way round. Of SC'21's schedules those of
+    few microbatches, which are as many; but GPipe's."""
+    if layout.schedule in LOOPED and layout.schedule != "gpipe":
+        microbatches = min(microbatches, 2 * layout.pipe + microbatches % layout.pipe)
+    return _lone_ticks(
+        replace(layout, data=1, tensor=1, microbatch=1, stage_layers="even"), microbatches
+    )
+
+
+@lru_cache(maxsize=4096)
+def _lone_ticks(layout: Layout, microbatches: int) -> tuple[int, int]:
+    table = schedule_for(layout, microbatches)
+    forward, backward = (half.busy.any(axis=1) for half in (table.forward, table.backward))
+    return int((forward & ~backward).sum()), int((backward & ~forward).sum())

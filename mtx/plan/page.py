@@ -72,7 +72,7 @@ def _settings(one: Candidate) -> list[str]:
     numbers = (layout.data, layout.pipe, layout.tensor, layout.microbatch, layout.virtual)
     return [
         *map(str, numbers),
-        layout.schedule,
+        layout.schedule + (", woven" if layout.weave == "on" else ""),
         recompute,
         str(one.zero),
         f"{one.time.step_s:,.2f}",

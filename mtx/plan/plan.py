@@ -23,6 +23,7 @@ from mtx.plan import flops
 from mtx.plan.candidates import with_zero
 from mtx.plan.choose import resolve
 from mtx.plan.compiled import Compiled
+from mtx.plan.differences import differences
 from mtx.plan.hardware import Hardware, load_hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.page import rows_html
@@ -64,6 +65,9 @@ class Plan(PricedRun):
             numbers["published"] = dataclasses.asdict(row)
         if self.compiled:
             numbers |= _compiled_numbers(self.compiled)
+            numbers["closed_form_and_timeline"] = [
+                row._asdict() | {"why": row.why} for row in differences(self)
+            ]
         return numbers
 
     def _repr_html_(self) -> str:

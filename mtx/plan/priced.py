@@ -8,7 +8,7 @@ from mtx.config import Layout, Recompute, RunConfig
 from mtx.plan import flops
 from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.candidates import MEMORY_AT_MOST
-from mtx.plan.compiled import Compiled
+from mtx.plan.compiled import Compiled, Tick
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
@@ -33,13 +33,23 @@ class PricedRun:
     compiled: Compiled | None = None
 
     @property
+    def compiled_tick(self) -> Tick | None:
+        """Of the compiled step; None where none was compiled for a GPU."""
+        times = self.compiled and self.compiled.timeline
+        return times.tick if times else None
+
+    @property
     def calibration(self) -> Calibration:
         """Whose software the predicted time is of, and the machine's constants."""
         return calibration_of(self.hardware, family=self.run.model.family)
 
     def time_of(self, software: str) -> StepTime:
         """The step with other software; a name in `mtx.plan.calibration.SOFTWARE`."""
-        return self._step(self.run.layout, calibration_of(self.hardware, software))
+        return self.time_with(calibration_of(self.hardware, software))
+
+    def time_with(self, calibration: Calibration) -> StepTime:
+        """The step with other constants."""
+        return self._step(self.run.layout, calibration)
 
     def with_recompute(self, less: Recompute) -> tuple[StepTime, Memory] | None:
         """The step and its memory with less recomputation than "full"; None where that is not what

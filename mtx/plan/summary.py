@@ -10,7 +10,7 @@ published  SC'21's table 1, where the run is one of its rows
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
 from mtx.config import RunConfig
@@ -20,6 +20,7 @@ from mtx.plan.candidates import MEMORY_AT_MOST
 from mtx.plan.choose import schedule_for
 from mtx.plan.compare import part_name, seconds
 from mtx.plan.compiled import Compiled
+from mtx.plan.differences import Difference, differences
 from mtx.plan.hardware import hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
@@ -136,11 +137,14 @@ def _layout(plan: PricedRun) -> list[Row]:
         types += f", matmuls of layers' weights in float8 ({run.model.fp8})"
     sharded = {0: "nothing", 1: "masters and moments", 3: "parameters and all"}[plan.zero]
     source: Source = "chosen" if plan.chosen else "given"
+    woven = ", woven" if layout.weave == "on" else ""
     batch_chosen = any(choice.startswith("global_batch") for choice in plan.chosen)
     return [
         Row("Layout", "data x pipe x tensor", mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
-        Row("Layout", "schedule", f"{layout.schedule}, virtual v = {layout.virtual}", source),
+        Row(
+            "Layout", "schedule", f"{layout.schedule}, virtual v = {layout.virtual}{woven}", source
+        ),
         Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
         Row("Layout", "computes in", types, "given"),
@@ -259,24 +263,34 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
                                           f"{_size(compiled.temp_bytes)}"),
         (section, "matmul FLOPs", f"{compiled.matmul_flops:.4e}, {ratio:.4f} of the formula's"),
     ]  # fmt: skip
-    if compiled.step_s is not None:
+    if times := compiled.timeline:
         peak = plan.hardware.peak_flops(plan.run.model.compute_dtype) * compiled.devices
-        mfu = flops.model_flops(plan.run.model, plan.run.global_batch) / (compiled.step_s * peak)
-        said = f"{seconds(compiled.step_s)}, MFU {mfu:.1%}: its program on the plan's machine"
+        mfu = flops.model_flops(plan.run.model, plan.run.global_batch) / (times.step_s * peak)
+        said = f"{seconds(times.step_s)}, MFU {mfu:.1%}: its program on the plan's machine"
         rows.append((section, "a step, by its timeline", said))
+    for one in differences(replace(plan, compiled=compiled)):
+        if one.predicted_s + one.compiled_s > NOTHING:
+            rows.append(("Closed form, and timeline", part_name(one.part), _against(one)))
     for buffer in compiled.largest:
         rows.append(("Largest buffers", _size(buffer.bytes), f"{buffer.shape}: {buffer.what}"))
     for one in compiled.collectives:
         name = f"{one.kind} over {' x '.join(one.axes) or 'none'}"
         traffic = f"{one.count:,.6g} of {one.group}, {_size(one.bytes)} sent in {one.dtype}"
         rows.append(("Collectives of a step, one device", name, traffic))
-    for one in compiled.overlap_estimate:
+    for one in times.exposures if times else ():
         taken = f"{seconds(one.seconds)}, {seconds(one.exposed_s)} of it exposed"
         rows.append(("Time of the collectives, an estimate", f"over {' x '.join(one.axes)}", taken))
-    for one in compiled.costliest:
+    for one in times.costliest if times else ():
         said = f"{one.what}, in {one.part}" if one.part else one.what
         rows.append(("Neither matmuls nor collectives", seconds(one.seconds), said))
     return [Row(*row, "compiled") for row in rows]
+
+
+def _against(one: Difference) -> str:
+    """4.60 s, 4.59 s (+0.2%)"""
+    text = f"{seconds(one.predicted_s)}, {seconds(one.compiled_s)}"
+    text += f" ({one.share:+.1%})" if one.compiled_s else ""
+    return f"{text}: {one.why}" if one.why else text
 
 
 def _published(plan: PricedRun, row: Throughput) -> list[Row]:

@@ -2,9 +2,10 @@
 
 A stage's time for a microbatch is that of its blocks, embedding and head (`mtx.plan.block`); the
 pipeline adds messages and waiting (`mtx.plan.makespan`); the step ends with the gradients'
-reduction and the optimizer. Nothing hides behind anything else, with two exceptions: collectives in
-B where the calibration's `Software` says so, and ZeRO-3's all-gathers, which run under F and B as
-far as these are long enough.
+reduction and the optimizer. Nothing hides behind anything else, with three exceptions: collectives
+in B where the calibration's `Software` says so; all over `tensor` where F and B are woven, but for
+the first of a tick, as far as computation lasts; and ZeRO-3's all-gathers, which run under F and B
+as far as these are long enough.
 Not counted: reading data, logging, and the first steps.
 """
 
@@ -12,17 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from operator import add
+from operator import add, mul
 
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_of
+from mtx.plan.choose import zero_unit
 from mtx.plan.hardware import Hardware
-from mtx.plan.makespan import Seconds, pipeline_s
+from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
 from mtx.plan.network import (
     Group,
@@ -100,11 +102,18 @@ def predict_step(
         layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline,
         bound=bound,
     )  # fmt: skip
+    lone_s = 0.0  # what ticks of F or B alone leave in sight
+    if any(on.hidden) and not bound:
+        forward, backward = lone_ticks(layout, microbatches)
+        lone_s = sum(map(mul, on.hidden, (forward, backward, backward))) / layout.virtual
+    pipe_s += lone_s
     blocks = on.layers.all * (microbatches / layout.pipe)
+    blocks += Work(tensor_comm_s=lone_s - sum(on.hidden) * microbatches)
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = _parameters_held(model, layout, on.counts, calibration)
     if zero == 3:
-        data_comm_s = _zero3_s(shard, layout, held, blocks.total_s + outside.total_s, microbatches)
+        computed_s = blocks.total_s + outside.total_s
+        data_comm_s = _zero3_s(shard, layout, held, computed_s, global_batch)
     else:
         last_s = max(sum(seconds[1:]) for seconds in on.layers_s)
         data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
@@ -134,6 +143,7 @@ class _OnStages:
     work: dict[str, Passes]  # of a layer of each kind
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
+    hidden: Seconds  # of a microbatch's collectives, by weaving alone
     virtual: int
 
     @property
@@ -146,8 +156,9 @@ class _OnStages:
     @cached_property
     def layers_s(self) -> list[Seconds]:
         """F, B and W of the layers of each stage."""
+        less = Passes(*(Work(tensor_comm_s=-seconds) for seconds in self.hidden))
         of_counts = {
-            counts: sum((self.work[kind] * n for kind, n in counts), Passes()).seconds
+            counts: sum((self.work[kind] * n for kind, n in counts), less).seconds
             for counts in {tuple(each.items()) for each in self.counts}
         }
         return [of_counts[tuple(each.items())] for each in self.counts]
@@ -189,14 +200,39 @@ def _on_stages(
     )  # fmt: skip
     pattern = pattern_of(model)
     recompute = "full" if layout.stash == "inputs" else layout.recompute
-    return _OnStages(
+    on = _OnStages(
         shard=shard,
         counts=_stage_layers(pattern, layout.pipe, layout.virtual, layout.stage_layers),
         work={kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)},
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
+        hidden=(0.0, 0.0, 0.0),
         virtual=layout.virtual,
     )
+    if layout.weave == "off" or calibration.software.pipeline == "asynchronous":
+        return on
+    apart = replace(calibration, software=replace(calibration.software, overlaps_tensor=False))
+    shard = replace(shard, calibration=apart)
+    alone = replace(on, work={kind: layer_work(shard, kind, recompute) for kind in on.work})
+    return _woven(on, layout, collectives=alone.layers * (1 / layout.pipe))
+
+
+def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
+    """With what ticks hide in which F and B are woven: of the collectives over `tensor` all but a
+    tick's first gather, as far as F and B compute so long; of messages, as much as the weight
+    gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
+    """
+    each = on.layers * (1 / layout.pipe)
+    whole_s = collectives.all.tensor_comm_s
+    beside_s = collectives.all.total_s - whole_s
+    hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
+    left = 1 - hidden_s / whole_s if whole_s else 1.0
+    forward_s, backward_s, weight_s = (
+        own.tensor_comm_s - left * all_of.tensor_comm_s
+        for own, all_of in zip(each, collectives, strict=True)
+    )
+    last_s = on.layers.weight.matmul_s / on.shard.model.layers
+    return replace(on, hidden=(forward_s, backward_s, weight_s), hop_s=max(0.0, on.hop_s - last_s))
 
 
 def stage_times(
@@ -232,17 +268,17 @@ def _stage_layers(
 
 def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     """What the first stage, the last, and every stage does beside its blocks."""
-    embedding = embedding_work(shard)
     if shard.calibration.software.head == "last stage":
-        return embedding, head_work(shard, layout.tensor), Passes()
-    # All stages compute logits: the last one's output goes to all, its gradient comes from all.
-    shared_s = all_reduce_s(
-        shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1),
-        pipe_group(layout), **shard.machine,
-    )  # fmt: skip
-    shared = Work(tensor_comm_s=shared_s)
-    head = head_work(shard, layout.vocab_shards)
-    return embedding, Passes(), head + Passes(forward=shared, backward=shared)
+        return embedding_work(shard, layout.tensor), head_work(shard, layout.tensor), Passes()
+    # All stages look up and compute logits: embeddings come from all, the last one's output goes to
+    # all, and so do their gradients; the loss needs a maximum and a sum over all logits.
+    stream_bytes = shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
+    pipe, machine = pipe_group(layout), shard.machine
+    shared = Work(tensor_comm_s=2 * all_reduce_s(stream_bytes, pipe, **machine))
+    each_s = sum(all_reduce_s(4 * shard.tokens, group, **machine) for group in (pipe, shard.group))
+    loss = Work(tensor_comm_s=2 * each_s)
+    both = embedding_work(shard, layout.vocab_shards) + head_work(shard, layout.vocab_shards)
+    return Passes(), Passes(), both + Passes(forward=shared + loss, backward=shared)
 
 
 # --- data parallelism -----------------------------------------------------------------------------
@@ -301,17 +337,23 @@ def _beside(traffic_s: float, computed_s: float, calibration: Calibration) -> fl
 
 
 def _zero3_s(
-    shard: Shard, layout: Layout, held: float, computed_s: float, microbatches: int
+    shard: Shard, layout: Layout, held: float, computed_s: float, global_batch: int
 ) -> float:
-    """What ZeRO-3's traffic adds to F and B: for every microbatch the parameters are gathered in F
-    and again in B, and the gradients scattered.
+    """What ZeRO-3's traffic adds to F and B: parameters are gathered in F and again in B, and the
+    gradients scattered, for every microbatch. Where this program does so by the chunk it is for p
+    of them together, and nothing hides it; by the layer, woven, all is hidden that can be, but for
+    the first and the last layer's.
 
     DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
-    single card a node, however many GPUs took part: so they are priced here.
+    single card a node, however many GPUs took part: so other software's are priced here.
     """
-    software = shard.calibration.software
-    each_s = [
-        one_card_gather_s(held * size, data_group(layout), **shard.machine)
-        for size in (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
-    ]
-    return _beside(microbatches * sum(each_s), computed_s, shard.calibration)
+    software, group = shard.calibration.software, data_group(layout)
+    microbatches, ours = layout.microbatches(global_batch), software.pipeline == "lockstep"
+    sizes = (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
+    gather = gather_s if ours else one_card_gather_s
+    each_s = sum(gather(held * size, group, **shard.machine) for size in sizes)
+    if ours and zero_unit(layout, shard.model, global_batch) == "chunk":
+        return -(-microbatches // layout.pipe) * each_s
+    if ours and layout.weave == "on":
+        return max(microbatches * each_s - computed_s, each_s / shard.model.layers)
+    return _beside(microbatches * each_s, computed_s, shard.calibration)
