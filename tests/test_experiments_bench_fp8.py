@@ -31,8 +31,8 @@ def test_a_short_training_goes_as_in_bfloat16(bench_fp8):
     )
     exact, _, _ = bench_fp8.train(options, "off")
     float8, trainer, state = bench_fp8.train(options, "hybrid")
-    assert exact[-1] < exact[0] - 0.1
     ends = [np.mean(losses[-6:]) for losses in (exact, float8)]
+    assert max(ends) < exact[0] - 0.03
     assert 0 < abs(ends[1] / ends[0] - 1) < 2.5e-3
     assert np.abs(np.subtract(exact, float8)).max() > 1e-5
     one, other = bench_fp8.apart(options, trainer, state).values()
