@@ -86,6 +86,12 @@ class Layout:
         """The parts into which the batch is split."""
         return math.prod(self.sizes[axis] for axis in BATCH)
 
+    def by_windows(self, model: ModelConfig) -> bool:
+        """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
+        ticks (`mtx.schedules.windows`): of parameters of one type."""
+        several = self.virtual > 1 and self.replicas > 1
+        return self.weave == "on" and self.zero == 1 and several and model.fp8 == "off"
+
     @property
     def vocab_shards(self) -> int:
         """The vocabulary is sharded over `pipe` x `tensor` together."""

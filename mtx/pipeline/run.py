@@ -309,15 +309,16 @@ class Run:
         """The last virtual stage's, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_last, self.axes.pipe), y)
 
-    def head(self, carry: Carry, op: Tick, y: Stream) -> tuple[Carry, Stream]:
-        """(carry with the loss and its gradients of embedding and head added, dy)"""
+    def head(self, carry: Carry, op: Tick, y: Stream, *, sent=False) -> tuple[Carry, Stream]:
+        """(carry with the loss and its gradients of embedding and head added, dy). sent: y is the
+        last virtual stage's already."""
 
         def compute(loss, total, y):
             batch = self.batch_of(op.head)
             value, vjp = jax.vjp(
                 lambda shared, y: self.model.loss(shared, y, batch),
                 self.shared,
-                self.last_output(y),
+                y if sent else self.last_output(y),
             )
             dshared, dy = vjp(jnp.asarray(self.loss_weight, value.dtype))
             return loss + value, _add(total, dshared), dy
@@ -376,11 +377,16 @@ class Run:
             return d
         return jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
 
-    def embed_backward(self, total: Tree, op: Tick, dx: Stream) -> Tree:
-        """`total` with the gradients of virtual stage 0's embedding added."""
+    def first_gradient(self, dx: Stream) -> Stream:
+        """The first virtual stage's, on every stage."""
+        return jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
+
+    def embed_backward(self, total: Tree, op: Tick, dx: Stream, *, sent=False) -> Tree:
+        """`total` with the gradients of virtual stage 0's embedding added. sent: dx is that of
+        virtual stage 0 already."""
 
         def compute(total, dx):
-            dx = jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
+            dx = dx if sent else self.first_gradient(dx)
             item = op.embed_backward
             batch, context = self.batch_of(item), self.context(item, IDLE)
             _, vjp = jax.vjp(lambda shared: self.model.embed(shared, batch, context), self.shared)
