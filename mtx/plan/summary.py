@@ -137,7 +137,7 @@ def _layout(plan: PricedRun) -> list[Row]:
     return [
         Row("Layout", "data x pipe x tensor", mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
-        Row("Layout", "schedule", f"{layout.schedule}, virtual v = {layout.virtual}", source),
+        Row("Layout", "schedule", layout.schedule_text, source),
         Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
         Row("Layout", "computes in", run.model.compute_dtype, "given"),
