@@ -25,20 +25,30 @@ Tree = Any
 _STREAM = 1  # its position among the arguments of a layer
 
 
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
 class LayerVJP:
     """`layer(params, stream, *given)` and its VJP, cut at what waits in between.
 
     `given`: what F and B are both called with: the layer's context and, for slices, the cache.
+    Parameters may be given as shards, which F and B each gather.
     """
 
-    def __init__(self, layer: Callable, params, stream, *given):
-        """The arguments are examples: only their shapes and dtypes count."""
+    def __init__(
+        self, layer: Callable, params, stream, *given,
+        gather: Callable = _same, reduce_scatter: Callable = _same,
+    ):  # fmt: skip
+        """params, stream, given: examples, only their shapes and dtypes count. gather: parameters
+        from what is given of them; reduce_scatter: the same of gradients, back."""
         self._layer, self.params, self.stream = layer, params, stream
+        self._gather, self._reduce_scatter = gather, reduce_scatter
         self._examples = params, stream, *given
         self._structure: Any = None
 
-        def trace(*args):
-            y, vjp = jax.vjp(layer, *args)
+        def trace(params, *args):
+            y, vjp = jax.vjp(layer, gather(params), *args)
             leaves, self._structure = jax.tree.flatten(_without_given(vjp))
             return y, tuple(leaves)
 
@@ -46,17 +56,18 @@ class LayerVJP:
 
     def forward(self, params, stream, *given) -> tuple[Tree, Arrays]:
         """(what the layer returns, residuals)"""
-        y, vjp = jax.vjp(self._layer, params, stream, *given)
+        y, vjp = jax.vjp(self._layer, self._gather(params), stream, *given)
         return y, tuple(jax.tree.leaves(_without_given(vjp)))
 
     def backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
         """The gradients of (params, stream, *given); float0 or None where there is none."""
         vjp = jax.tree.unflatten(self._structure, residuals)
-        arguments = params, None, *given
+        arguments = self._gather(params), None, *given
         for position, value in enumerate(arguments):
             if position != _STREAM:
                 vjp.args_res[position] = value
-        return vjp(dy)
+        dparams, *others = vjp(dy)
+        return self._reduce_scatter(dparams), *others
 
     def _backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
         """(the gradients of params, those of stream and cache)"""
@@ -140,7 +151,11 @@ class Cut:
 
     def weight(self, deferred: Arrays):
         """W: the gradients of the parameters that have waited, None for the others."""
-        gradients = iter(self.w(*deferred))
+        return self.of_w(self.w(*deferred))
+
+    def of_w(self, values: Sequence) -> Tree:
+        """What W gives."""
+        gradients = iter(values)
         return jax.tree.map(lambda w: next(gradients) if w else None, self.made_by_w)
 
 

@@ -42,7 +42,15 @@ CASES = {  # changes of the model, and the layout
     ),
     "sharded over data": (
         {},
-        dict(data=2, pipe=2, virtual=2, schedule="breadth_first", zero=3),
+        dict(data=2, pipe=2, virtual=2, schedule="breadth_first", zero=3, zero_unit="chunk"),
+    ),
+    "sharded over data, by layer": (
+        LLAMA,
+        dict(data=2, pipe=2, zero=3, zero_unit="layer"),
+    ),
+    "sharded over data, by layer, woven": (
+        {},
+        dict(data=4, zero=3, zero_unit="layer", weave="on", idle="phases"),
     ),
     "llama, fewer kv heads than tensor, split": (
         LLAMA,
@@ -225,3 +233,20 @@ def test_a_breadth_first_table_gathers_each_chunk_once_for_f_and_once_for_b():
     assert trainer.schedule.microbatches == 4 > trainer.schedule.virtual == 2
     assert sizes["reduce-scatter", ("data",)] == layers + shared
     assert sizes["all-gather", ("data",)] == (layers + multiplied + shared) / 2
+
+
+@pytest.mark.parametrize(
+    "case", ["sharded over data, by layer", "sharded over data, by layer, woven"]
+)
+def test_by_the_layer_f_and_b_gather_their_matrices_and_b_scatters_their_gradients(case):
+    """With every microbatch; all else is gathered once a step, and scattered once. Where F and B
+    of a woven tick have the same layer, XLA gathers it once for both."""
+    trainer, _, sizes = collectives_of(case)
+    matrices = local_bytes(trainer, "layers", but=("b", "bias", "scale"))
+    others = sum(local_bytes(trainer, part) for part in ("embed", "head", "layers")) - matrices
+    microbatches, replicas = trainer.schedule.microbatches, trainer.run.layout.replicas
+    assert microbatches > 1
+    assert sizes["reduce-scatter", ("data",)] == microbatches * matrices + others
+    gathered = (2 * microbatches * matrices + others) / replicas
+    assert sizes["all-gather", ("data",)] <= gathered
+    assert "woven" in case or sizes["all-gather", ("data",)] == gathered

@@ -242,8 +242,9 @@ def test_evaluation_gives_the_loss_of_the_reference(layout):
     ],
     ids=["breadth_first", "padded", "split", "vee", "sliced", "one stage"],
 )
-def test_gradients_with_parameters_sharded_over_data_equal_the_reference(layout):
-    check(UNTIED, layout, 3)
+@pytest.mark.parametrize("unit", ["layer", "chunk"])
+def test_gradients_with_parameters_sharded_over_data_equal_the_reference(layout, unit):
+    check(UNTIED, dataclasses.replace(layout, zero_unit=unit), 3)
 
 
 @pytest.mark.parametrize(

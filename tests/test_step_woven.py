@@ -29,6 +29,12 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, recompute="selective")),
         (InPlace, LLAMA, Layout(pipe=2, tensor=2, virtual=4, recompute="full")),
         (mtx.Trainer, LLAMA, Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3)),
+        (mtx.Trainer, LLAMA, Layout(data=3, pipe=2, virtual=4)),
+        (InPlace, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="zb_v")),
+        (mtx.Trainer, GEMMA, Layout(data=4, pipe=2, virtual=2, schedule="breadth_first")),
+        (InPlace, LLAMA, Layout(data=4, pipe=2, virtual=2, zero=3, zero_unit="layer")),
+        (mtx.Trainer, GPT, Layout(data=8, zero=3, zero_unit="layer", recompute="selective")),
+        (mtx.Trainer, GEMMA, Layout(data=4, tensor=2, zero=3, zero_unit="layer")),
         (mtx.Trainer, LLAMA, Layout(data=4, tensor=2, sequence_parallel=False)),
         (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),
@@ -36,10 +42,11 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
     ],
 )  # fmt: skip
 def test_losses_and_gradients_stay(trainer, model, layout):
-    batch = reference.random_batch(model, 8)
+    rows = 4 * layout.data if layout.data == 3 else 8
+    batch = reference.random_batch(model, rows)
     found = []
     for each in (replace(layout, weave="on", idle="phases"), layout):
-        run = RunConfig(model=model, layout=each, global_batch=8)
+        run = RunConfig(model=model, layout=each, global_batch=rows)
         one = trainer(run)
         found.append(one.loss_and_gradients(one.init(), batch))
     reference.assert_same(*found)

@@ -19,6 +19,7 @@ from mtx.sizes import Devices, Layers, Sequences, Slices, StageLayers, Stages
 Idle = Literal["skip", "phases"]
 Stash = Literal["residuals", "inputs"]
 Zero = Literal[1, 3]
+ZeroUnit = Literal["auto", "layer", "chunk"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
 Weave = Literal["off", "on"]
@@ -39,6 +40,8 @@ class Layout:
     idle: Idle = "skip"  # idle half ticks: a cond each, or scans in phases
     stash: Stash = "residuals"  # what waits between a microbatch's F and its B
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
+    # with zero=3, what is gathered at a time; "auto": a layer where computation hides it
+    zero_unit: ZeroUnit = "auto"
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other

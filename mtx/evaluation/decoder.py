@@ -224,8 +224,11 @@ class Programs:
     def _specs(self) -> Tree:
         """Of gathered parameters."""
         trainer = self._trainer
-        masters, specs = trainer.states.specs.params, trainer.states.param_specs
-        return specs | {"layers": (masters if trainer.run.layout.zero == 3 else specs)["layers"]}
+        states = trainer.states
+        return jax.tree.map(
+            lambda by_pipeline, master, whole: master if by_pipeline else whole,
+            states.by_pipeline, states.specs.params, states.param_specs,
+        )  # fmt: skip
 
     def _pipeline(self, batch: Tree, most: int) -> Pipeline:
         """For the rows of this replica, in microbatches of `most` at most."""

@@ -18,7 +18,6 @@ T ticks
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from mtx.pipeline.run import Parts, Run
 from mtx.pipeline.slots import write
 from mtx.pipeline.woven import WovenRun
 from mtx.schedules.schedule import IDLE, Phase, by_tick
+from mtx.schedules.windows import cut
 
 Tree = Any
 
@@ -43,20 +43,22 @@ class Pipeline(Parts):
         batch: leaves [M, B, S]; samples_MB: int32, rows of the global batch; rng: uint32 [2];
         loss_weight: float32 [], the gradient of the scalar that is minimised with respect to the
         sum of losses. Gradients are float32 and still to be summed over `sum_axes` (over the
-        replicas those of the layers are summed with zero=3, and sharded like the parameters).
+        replicas those of the layers are summed with zero=3 and with `chunk_shards`, and sharded
+        like the parameters).
         """
         kind = WovenRun if self.layout.weave == "on" else Run
         run = kind(self, params, batch, samples_MB, rng, loss_weight)
         carry, ticks = run.start(), run.ticks()
         for phase in self.phases:
             rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
-            carry, _ = lax.scan(partial(run.tick, phase=phase), carry, rows)
-        gradients = carry.gradients
-        return carry.loss, gradients.shared | {"layers": gradients.of_layers}
+            carry = run.scan(carry, rows, phase)
+        return carry.loss, carry.gradients.shared | {"layers": run.of_layers(carry)}
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The ticks of each scan, and what all stages do in them."""
+        if self.chunk_shards is not None:
+            return cut(self.schedule.phases, self.windows)
         if self.layout.idle == "phases":
             return self.schedule.phases
         return (Phase(0, self.schedule.ticks, True, True, True),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from mtx.pipeline.model import PipelineModel, Stream
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
-from mtx.pipeline.weights import Weights
+from mtx.pipeline.weights import LayerShards, Weights
 from mtx.schedules.partition import Placement
 from mtx.schedules.schedule import IDLE, Phase, Route, Schedule
+from mtx.schedules.windows import Window, gather_windows, scatter_windows
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -44,7 +45,16 @@ class Parts:
     placement: Placement
     layout: Layout
     axes: Axes
-    data_shards: Tree = None  # with zero=3: how a chunk's leaves [N, ...] are sharded over `data`
+    # with zero=3: how the leaves of a chunk [N, ...], or of a layer, are sharded over the replicas
+    data_shards: Tree = None
+    # with zero=1, where the layers' parameters are gathered and their gradients are scattered a
+    # chunk at a time, in woven ticks: how a chunk's leaves [N, ...] are sharded
+    chunk_shards: Tree = None
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """The ticks in which that is done; none for the first chunk and the last."""
+        return (*gather_windows(self.schedule), *scatter_windows(self.schedule))
 
 
 class Run:
@@ -54,7 +64,9 @@ class Run:
         self.model, self.schedule = pipeline.model, pipeline.schedule
         self.layout, self.axes = pipeline.layout, pipeline.axes
         self.shared, self.batch = {part: params[part] for part in ("embed", "head")}, batch
-        self.weights = Weights(layers=params["layers"], shards=pipeline.data_shards)
+        shards, unit = pipeline.data_shards, self.layout.zero_unit
+        chunks, layers = (shards if unit == wanted else None for wanted in ("chunk", "layer"))
+        self.weights = Weights(layers=params["layers"], shards=chunks)
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement
@@ -70,6 +82,7 @@ class Run:
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split,
+            shards=layers and {kind: LayerShards(own) for kind, own in layers.items()},
         )  # fmt: skip
 
     # -- what lies where ------------------------------------------------------------------------
@@ -155,6 +168,14 @@ class Run:
     def ticks(self) -> Tick:
         one_chunk = self.weights.shards is not None
         return ticks_of(self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk)
+
+    def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
+        """The ticks of a phase."""
+        return lax.scan(partial(self.tick, phase=phase), carry, rows)[0]
+
+    def of_layers(self, carry: Carry) -> Tree:
+        """The gradients of the layers' parameters, after the last tick."""
+        return carry.gradients.of_layers
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -373,7 +394,8 @@ class Run:
     def in_branches(self) -> bool:
         """Whether each chunk has a branch, whose offsets into weights and gradients then are
         constants: XLA:GPU adds gradients in place at no others."""
-        return self.axes.in_place and self.weights.shards is None and self.schedule.virtual > 1
+        whole = self.layout.zero == 1
+        return self.axes.in_place and whole and self.schedule.virtual > 1
 
     def by_chunk(self, compute: Callable) -> Callable:
         if not self.in_branches:

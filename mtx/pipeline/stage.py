@@ -24,6 +24,7 @@ from jax import lax
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
+from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.vjp import LayerVJP
 
@@ -46,18 +47,22 @@ class Stage:
     stream: Tree  # shapes and dtypes
     slices: int
     split: bool  # W is an op of its own
+    shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
 
     @cached_property
     def vjps(self) -> dict[str, LayerVJP]:
         """Of a layer of each kind."""
         context = jax.eval_shape(lambda: self.context(0, 0))
-        return {
-            kind: LayerVJP(
-                partial(self.model.layer, kind), params, self.stream, context,
-                *self._empty_cache(kind),
-            )
-            for kind, params in self.layer_params.items()
-        }  # fmt: skip
+
+        def of(kind: str, params: Tree) -> LayerVJP:
+            arguments = params, self.stream, context, *self._empty_cache(kind)
+            layer = partial(self.model.layer, kind)
+            if self.shards is None:
+                return LayerVJP(layer, *arguments)
+            own = self.shards[kind]
+            return LayerVJP(layer, *arguments, gather=own.gather, reduce_scatter=own.reduce_scatter)
+
+        return {kind: of(kind, params) for kind, params in self.layer_params.items()}
 
     # -- what is kept -----------------------------------------------------------------------------
 
@@ -113,7 +118,7 @@ class Stage:
 
         def layer(own: Own, stream):
             layer_params, given = self._given(op, params, own, caches is not None)
-            stream = self.model.layer(own.kind, layer_params, stream, *given)
+            stream = self.model.layer(own.kind, self._whole(own, layer_params), stream, *given)
             if caches is not None:
                 stream, part = stream
                 self._extend(own, part, op)
@@ -154,7 +159,8 @@ class Stage:
                 own.trees["past"] = kept | now
                 return None if positions_B is None else jax.tree.map(held, now)
 
-            return self.model.extend(own.kind, layer_params, stream, context, keep)
+            whole = self._whole(own, layer_params)
+            return self.model.extend(own.kind, whole, stream, context, keep)
 
         stream, kept = self._layers(op, layer, stream, {"past": (past, op.chunk)})
         return stream, kept["past"]
@@ -277,6 +283,9 @@ class Stage:
             cache = read(caches[own.kind], op.cache, own.index) if caches else own.read("cache")
             given += (cache,)
         return read(params[own.kind], op.held, own.index), given
+
+    def _whole(self, own: Own, layer_params: Tree) -> Tree:
+        return self.shards[own.kind].gather(layer_params) if self.shards else layer_params
 
     # -- caches of slices -------------------------------------------------------------------------
 

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import Literal
 
-from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of
+from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of, variables_of
 
-# A second: FLOPs of bfloat16 matmuls, bytes over NVLink, bytes of memory.
-_FLOPS, _LINK, _MEMORY = 740e12, 340e9, 2.8e12
+# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
+# where all devices of a node send at once, those of `tensor` each for a ring of its own.
+_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 340e9, 300e9
 _TRIALS = 240
 
 
@@ -137,12 +138,14 @@ class _Node:
     @cached_property
     def op(self) -> Step | None:
         """What there is to be ordered; None: it is computed in passing."""
-        communicates, flops = self.eqn.primitive.name in COLLECTIVES, _flops(self.eqn)
+        communicates, flops = _communicates(self.eqn), _flops(self.eqn)
         if not communicates and not flops:
             return None
         moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
-        seconds = max(moved) / _LINK if communicates else max(flops / _FLOPS, sum(moved) / _MEMORY)
-        return Step(seconds, communicates, self.later, self.side)
+        if communicates:
+            return Step(max(moved) / _link(self.eqn), True, self.later, self.side)
+        seconds = max(flops / _FLOPS, sum(moved) / _MEMORY)
+        return Step(seconds, False, self.later, self.side)
 
     def compute(self, values: Sequence) -> list:
         given = iter(values)
@@ -243,26 +246,42 @@ def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
     return frozenset(i for i, eqn in enumerate(strand.eqns) if id(eqn) in ids)
 
 
-def split_ahead(strand: Strand) -> tuple[Strand, Strand] | None:
-    """A function in two: up to its first collective, to be computed ahead, and the rest, which
-    takes what the first part gives before its own inputs. None where a matmul comes before it."""
+def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] | None:
+    """The way to the gathers that a function's first matmul needs, to be computed ahead, and the
+    rest, which takes what the first part gives before its own inputs. after: inputs that are not
+    there yet. None where there is no such gather."""
     eqns, free = strand.eqns, set(strand.constvars)
-    first = next((eqn for eqn in eqns if eqn.primitive.name in COLLECTIVES), None)
+    first = next((eqn for eqn in eqns if _flops(eqn)), None)
     if first is None:
         return None
-    ahead = needed_of(eqns, first.outvars)
-    if any(_flops(eqns[i]) for i in ahead):
+    late = set(after)
+    for eqn in eqns:
+        if late.intersection(variables_of(eqn.invars)):
+            late.update(eqn.outvars)
+    needed = (eqns[place] for place in needed_of(eqns, variables_of(first.invars)))
+    gathers = [eqn for eqn in needed if _communicates(eqn) and late.isdisjoint(eqn.outvars)]
+    if not gathers:
         return None
-    before = [eqn for i, eqn in enumerate(eqns) if i in ahead]
-    rest = [eqn for i, eqn in enumerate(eqns) if i not in ahead]
-    made = {var for eqn in before for var in eqn.outvars}
-    outputs = [v for v in strand.outvars if not isinstance(v, Literal) and v in made]
-    reads = [v for v in inputs_of(rest, exclude=free) if v in made]
-    crossing = list(dict.fromkeys([*reads, *outputs]))
+    ahead = needed_of(eqns, [var for eqn in gathers for var in eqn.outvars])
+    before = [eqn for place, eqn in enumerate(eqns) if place in ahead]
+    rest = [eqn for place, eqn in enumerate(eqns) if place not in ahead]
+    read = {*inputs_of(rest, exclude=free), *variables_of(strand.outvars)}
+    crossing = [var for eqn in before for var in eqn.outvars if var in read]
     return (
         strand.part(before, strand.invars, crossing),
         strand.part(rest, [*crossing, *strand.invars], strand.outvars),
     )
+
+
+def _communicates(eqn) -> bool:
+    return eqn.primitive.name in COLLECTIVES
+
+
+def _link(eqn) -> float:
+    """Bytes a second of a collective. Devices along `tensor` are neighbours in a node."""
+    over = eqn.params.get("axis_name", eqn.params.get("axes"))
+    axes = over if isinstance(over, tuple) else (over,)
+    return _LINK if set(axes) == {"tensor"} else _NETWORK / lax.axis_size("tensor")
 
 
 def _bytes(atoms) -> int:

@@ -1,9 +1,10 @@
-"""A stage's parameters, gathered all the time or, with zero=3, a chunk at a time.
+"""A stage's parameters: gathered all the time or, with zero=3, a chunk or a layer at a time.
 
-With zero=3 every device keeps its shard over the replicas of each chunk's parameters. A chunk is
+With zero=3 every device keeps its shard over the replicas of its layers' parameters. A chunk is
 gathered when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
 breadth-first table v times a step for F and v times for B, under 1F1B with every group of
-microbatches. The collectives are in branches that all replicas take together.
+microbatches. The collectives are in branches that all replicas take together. A layer is gathered
+by its F and its B, as part of them (`LayerShards`).
 
 Legend: C chunks · N layers of a kind in a chunk
 """
@@ -22,17 +23,42 @@ from mtx.pipeline import slots
 Tree = Any
 
 
+@dataclass(frozen=True, eq=False)
+class LayerShards:
+    """How one layer's parameters are sharded over the replicas."""
+
+    shards: Tree
+
+    def gather(self, params: Tree) -> Tree:
+        with jax.named_scope("all_gather"):
+            return jax.tree.map(
+                lambda a, shard: shard.gather(a, a.dtype, stacked=False), params, self.shards
+            )
+
+    def reduce_scatter(self, gradients: Tree) -> Tree:
+        """In float32; those of what is not sharded as they are."""
+
+        def scatter(gradient, shard):
+            if shard.dim is None:
+                return gradient
+            return shard.reduce_scatter(gradient.astype(jnp.float32), stacked=False)
+
+        with jax.named_scope("reduce_scatter"):
+            return jax.tree.map(scatter, gradients, self.shards)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """The parameters of a stage's layers."""
 
     layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
-    shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: all are gathered
+    shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: no chunk is gathered
 
     @property
     def layer(self) -> Tree:
-        """Shapes and dtypes of one layer's parameters of each kind."""
-        return jax.eval_shape(lambda: jax.tree.map(lambda a: a[0, 0], self.gathered(self.start())))
+        """Shapes and dtypes of one layer's parameters of each kind, as F and B are given them."""
+        held = self.gathered(jax.eval_shape(self.start))
+        return jax.eval_shape(lambda all: jax.tree.map(lambda a: a[0, 0], all), held)
 
     def start(self) -> Tree:
         """[1, N, ...] zeros, before a chunk is gathered; None where all are gathered."""

@@ -23,9 +23,10 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry
-from mtx.pipeline.run import Run, where
+from mtx.pipeline.run import Parts, Run, where
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op, Tick
+from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.woven_layers import Kept, Side, WovenLayers
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
@@ -36,6 +37,13 @@ Tree = Any
 class WovenRun(Run):
     """One call of a pipeline whose ticks are woven."""
 
+    def __init__(self, pipeline: Parts, params, *arguments):
+        self.traffic = None
+        if pipeline.chunk_shards is not None:
+            self.traffic = Traffic(pipeline.schedule, params["layers"], pipeline.chunk_shards)
+            params = params | {"layers": self.traffic.stacked}
+        super().__init__(pipeline, params, *arguments)
+
     @cached_property
     def layers(self) -> WovenLayers:
         return WovenLayers(stage=self.stage, placement=self.placement, split=self.schedule.split)
@@ -45,7 +53,32 @@ class WovenRun(Run):
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
         return carry._replace(messages=carry.messages._replace(dx=dx, dy=self.zeros()))
 
-    def tick(self, carry: Carry, op: Tick, *, phase: Phase):
+    def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
+        traffic = self.traffic
+        window = traffic and traffic.window(phase)
+        if traffic is None or window is None:
+            return super().scan(carry, rows, phase)
+        layers = self.layers.layers
+        if phase.start == window.start:
+            moved = traffic.begin(window, layers, carry.gradients.of_layers)
+            carry = carry._replace(moved=moved)
+        firsts = layers * (np.arange(phase.start, phase.stop, dtype=np.int32) - window.start)
+
+        def tick(carry: Carry, row):
+            op, first = row
+            return self.tick(carry, op, phase=phase, cargo=traffic.cargo(window, first))
+
+        carry, _ = lax.scan(tick, carry, (rows, jnp.asarray(firsts)))
+        if phase.stop == window.stop:
+            traffic.end(window, carry.moved)
+            carry = carry._replace(moved=None)
+        return carry
+
+    def of_layers(self, carry: Carry) -> Tree:
+        gradients = carry.gradients.of_layers
+        return gradients if self.traffic is None else self.traffic.sums_of(gradients)
+
+    def tick(self, carry: Carry, op: Tick, *, phase: Phase, cargo: Cargo | None = None):
         forward, backward = phase.forward, phase.backward
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         receives = self.deliver(messages.receives, messages.x, op.receives)
@@ -62,13 +95,15 @@ class WovenRun(Run):
                 taken = self.take(returns, messages.dx, op.gradient_receives)
                 d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
                 b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers.run(f, b, kept)
+            return self.layers.run(f, b, kept, cargo)
 
         pairs, number = self.chunks(op, phase)
         with jax.named_scope("woven"):
             y, dx, kept, last = lax.switch(
                 number, [partial(compute, pair) for pair in pairs], op,
-                Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred),
+                Kept(
+                    carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved
+                ),
             )  # fmt: skip
         messages = messages._replace(receives=receives, gradient_receives=returns)
         if forward:
@@ -85,7 +120,7 @@ class WovenRun(Run):
         carry = carry._replace(
             messages=messages, weights=weights,
             stash=carry.stash._replace(layers=kept.rings, deferred=kept.deferred),
-            gradients=carry.gradients._replace(of_b=kept.gradients),
+            gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
         return self.beside_sends(carry, op, phase, y, dx, last), None
 
@@ -143,6 +178,12 @@ class WovenRun(Run):
             )
         return carry._replace(gradients=carry.gradients._replace(of_b=of_b, reduced=reduced))
 
+    @property
+    def in_branches(self) -> bool:
+        return self.traffic is not None or super().in_branches
+
     def _side(self, op: Op, chunk: int, gathered: Tree, stream: Tree) -> Side:
         op = op._replace(held=chunk) if self.in_branches else op
-        return Side(op, self.weights.gathered(gathered), stream)
+        if self.traffic is not None:
+            return Side(op, self.traffic.of(chunk), 0, stream)
+        return Side(op, self.weights.gathered(gathered), op.held, stream)

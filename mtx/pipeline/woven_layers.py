@@ -9,7 +9,7 @@ Legend: C chunks · N layers of a kind in a chunk · R ring slots
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from mtx.errors import UserError
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.stage import Stage, loop
 from mtx.pipeline.ticks import Op
+from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
 from mtx.schedules.partition import Placement
-from mtx.vjp import Arrays, Cut, LayerVJP, Strand
+from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
 
 Tree = Any
 
@@ -37,6 +37,7 @@ class Side(NamedTuple):
 
     op: Op
     params: Tree  # {kind: leaves [C, N, ...]}
+    held: Any  # int32 []: the place of its chunk in them
     stream: Tree  # what enters its first layer
 
 
@@ -46,14 +47,16 @@ class Kept(NamedTuple):
     rings: Tree  # [R, N, ...] residuals
     gradients: Tree  # [C, N, ...] float32, None for those that W makes
     deferred: Tree  # [R, N, ...]; None where W is not split
+    moved: Any = None  # of a cargo
 
 
 class Turn(NamedTuple):
     """Layers of a chunk in which F meets the same kinds: n of F with N - 1 - n of B."""
 
-    forward: str  # the kind of F's layer, of the next one, and of B's
+    forward: str  # the kind of F's layer, of F's next one, and of B's
     following: str
     backward: str
+    preceding: str  # of B's next one
     place: int  # of F's first, among the period's layers
     count: int
 
@@ -85,8 +88,8 @@ class WovenLayers:
 
     def turns(self) -> list[Turn]:
         """Of one period, F's from its first layer, B's from its last."""
-        kinds = self.period
-        met = zip(kinds, (*kinds[1:], kinds[0]), reversed(kinds), strict=True)
+        kinds, back = self.period, self.period[::-1]
+        met = zip(kinds, _next(kinds), back, _next(back), strict=True)
         turns, place = [], 0
         for key, group in groupby(met):
             turns.append(Turn(*key, place, len(list(group))))
@@ -95,26 +98,38 @@ class WovenLayers:
 
     @cached_property
     def sides(self) -> dict[str, KindStrands]:
-        return {kind: KindStrands.of(vjp, self.split) for kind, vjp in self.stage.vjps.items()}
+        in_place = self.stage.shards is None
+        return {
+            kind: KindStrands(vjp=vjp, split=self.split, in_place=in_place)
+            for kind, vjp in self.stage.vjps.items()
+        }
 
     # -- one tick ---------------------------------------------------------------------------------
 
-    def run(self, f: Side | None, b: Side | None, kept: Kept) -> tuple:
+    def run(self, f: Side | None, b: Side | None, kept: Kept, cargo: Cargo | None = None) -> tuple:
         """(y, dx, kept, what waits for the weight gradients of B's last layer): F of one chunk and
-        B of another, or one of the two."""
+        B of another, or one of the two. cargo: a piece of it moves beside each layer."""
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.stream)
         if f is None and b is None:
+            if cargo is not None:
+
+                def move(n, moved):
+                    return cargo.write(moved, cargo.piece(n), n)
+
+                kept = kept._replace(moved=lax.fori_loop(0, self.layers, move, kept.moved))
             return nothing, nothing, kept, ()
         x, d = (nothing if side is None else side.stream for side in (f, b))
-        ahead = self.ahead(f, self.period[0], 0) if f else ()
-        size = len(self.period)
+        size, braid = len(self.period), Braid()
         repeats, turns = self.layers // size, self.turns()
-        carry = (x, ahead, d, kept)
+        of_f = self._ahead(braid, f, turns[0].forward, 0, f.stream) if f else ()
+        of_b = self._ahead_back(braid, b, turns[0].backward, self.layers - 1) if b else ()
+        braid.run()
+        carry = (x, tuple(braid.read(of_f)), d, tuple(braid.read(of_b)), kept)
 
         def turn(each: Turn, k, i, carry):
             """One layer of each."""
-            carry, _ = self.pair(f, b, each, k * size + each.place + i, carry)
-            return carry
+            n = k * size + each.place + i
+            return self._beside(cargo, n, carry, partial(self.pair, f, b, each, n))[0]
 
         def period(k, carry):
             for each in turns:
@@ -126,27 +141,34 @@ class WovenLayers:
         for each in others:
             carry = loop(each.count, partial(turn, each, repeats - 1), carry)
         carry = loop(last.count - 1, partial(turn, last, repeats - 1), carry)
-        carry, waits = self.pair(f, b, last, self.layers - 1, carry, is_last=True)
-        x, _, d, kept = carry
+        pair = partial(self.pair, f, b, last, self.layers - 1, is_last=True)
+        carry, waits = self._beside(cargo, self.layers - 1, carry, pair)
+        x, _, d, _, kept = carry
         return x, d, kept, waits
+
+    def _beside(self, cargo: Cargo | None, n, carry: tuple, pair: Callable) -> tuple:
+        """What `pair` makes of the carry, with a piece of the cargo moved beside it: begun before
+        and written after it."""
+        if cargo is None:
+            return pair(carry)
+        piece = cargo.piece(n)
+        (x, ahead, d, ahead_back, kept), waits = pair(carry)
+        piece, x, d, gradients = lax.optimization_barrier((piece, x, d, kept.gradients))
+        kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, piece, n))
+        return (x, ahead, d, ahead_back, kept), waits
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, n, carry, *, is_last=False):
         """(carry, what waits) after layer n of F and layer N - 1 - n of B."""
-        x, ahead, d, kept = carry
-        braid, waits = Braid(), ()
+        x, ahead, d, ahead_back, kept = carry
+        braid, waits, of_next, of_before = Braid(), (), [], []
         cut = is_last and not self.split
         if f is not None:
             forward = self.sides[turn.forward]
             inputs = self._numbers(braid, self._inputs(f, turn.forward, n, x), forward)
             of_f = braid.add(forward.rest, [*braid.given(ahead), *inputs], side="F")
-            of_next: list[int] = []
-            if not is_last and (following := self.sides[turn.following]).ahead is not None:
-                inputs = self._inputs(f, turn.following, n + 1, None)
-                inputs = self._numbers(braid, inputs, following)
+            if not is_last:
                 stream = of_f[: len(jax.tree.leaves(x))]
-                of_next = braid.add(
-                    following.ahead, following.with_stream(inputs, stream), side="F"
-                )
+                of_next = self._ahead(braid, f, turn.following, n + 1, stream)
         if b is not None:
             kind, m = turn.backward, self.layers - 1 - n
             backward = self.sides[kind]
@@ -154,42 +176,70 @@ class WovenLayers:
             kept = kept._replace(rings=kept.rings | {kind: ring})
             params, given = self._given(b, kind, m)
             inputs = [
+                *braid.given(ahead_back),
                 *braid.given(residuals),
                 *braid.given(jax.tree.leaves(params), weights=True),
                 *braid.given(jax.tree.leaves((given, d))),
             ]
             strand, later = backward.backward(cut=cut)
             of_b = braid.add(strand, inputs, side="B", later=later)
+            if not is_last:
+                of_before = self._ahead_back(braid, b, turn.preceding, m - 1)
         braid.run()
-        rings, gradients, deferred = kept
+        rings, gradients, deferred, _ = kept
         if b is not None:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
+            if f is not None and not backward.in_place:
+                of_both = rings[turn.forward], d, dparams, waits
+                ring, d, dparams, waits = lax.optimization_barrier(of_both)
+                rings = rings | {turn.forward: ring}
             index = self._index(kind, m)
             gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, index)}
             if self.split:
                 waiting = write(deferred[kind], waits, b.op.deferred, index)
                 deferred, waits = deferred | {kind: waiting}, ()
+            ahead_back = tuple(braid.read(of_before))
         if f is not None:
             x, residuals = jax.tree.unflatten(forward.outputs, braid.read(of_f))
             ring = write(rings[turn.forward], residuals, f.op.slot, self._index(turn.forward, n))
             rings, ahead = rings | {turn.forward: ring}, tuple(braid.read(of_next))
-        return (x, ahead, d, Kept(rings, gradients, deferred)), waits
+        kept = kept._replace(rings=rings, gradients=gradients, deferred=deferred)
+        return (x, ahead, d, ahead_back, kept), waits
 
     def _numbers(self, braid: Braid, inputs: list, of: KindStrands) -> list[int]:
         """Of F's inputs."""
         weights = braid.given(inputs[: of.first], weights=True)
         return weights + braid.given(inputs[of.first :])
 
-    def ahead(self, f: Side, kind: str, n) -> tuple:
-        """What is computed ahead of a layer's F."""
-        strand = self.sides[kind].ahead
-        return () if strand is None else tuple(strand(*self._inputs(f, kind, n, f.stream)))
+    def _ahead(self, braid: Braid, f: Side, kind: str, n, stream) -> list[int]:
+        """What is computed ahead of a layer's F, of its stream: arrays, or their numbers."""
+        side = self.sides[kind]
+        if side.ahead is None:
+            return []
+        inputs = self._numbers(braid, self._inputs(f, kind, n, None), side)
+        leaves = jax.tree.leaves(stream)
+        numbers = leaves if isinstance(stream, list) else braid.given(leaves)
+        return braid.add(side.ahead, side.with_stream(inputs, numbers), side="F")
+
+    def _ahead_back(self, braid: Braid, b: Side, kind: str, m) -> list[int]:
+        """The same of B, of its parameters alone."""
+        side = self.sides[kind]
+        if side.ahead_back is None:
+            return []
+        params, _ = self._given(b, kind, m)
+        numbers = braid.given(jax.tree.leaves(params), weights=True)
+        inputs = braid.given([None] * len(side.ahead_back.invars))
+        first = len(side.vjp.residuals)
+        inputs[first : first + len(numbers)] = numbers
+        return braid.add(side.ahead_back, inputs, side="B")
 
     def last_weights(self, op: Op, waits: Arrays, gradients: Tree) -> Tree:
         """With the weight gradients of a chunk's first layer, of which B is done."""
-        kind = self.period[0]
-        dparams = self.sides[kind].cut.weight(waits)
-        return gradients | {kind: add(gradients[kind], dparams, op.held, 0)}
+        kind, braid = self.period[0], Braid()
+        cut = self.sides[kind].cut
+        made = braid.add(cut.w, braid.given(waits), side="B")
+        braid.run()
+        return gradients | {kind: add(gradients[kind], cut.of_w(braid.read(made)), op.held, 0)}
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
@@ -205,7 +255,7 @@ class WovenLayers:
     def _given(self, side: Side, kind: str, n) -> tuple[Tree, tuple]:
         op = side.op
         layer = read(self.stage.tables["layer"], op.chunk, n)
-        params = read(side.params[kind], op.held, self._index(kind, n))
+        params = read(side.params[kind], side.held, self._index(kind, n))
         return params, (self.stage.context(op.item, layer),)
 
     def _inputs(self, side: Side, kind: str, n, stream: Tree) -> list:
@@ -218,35 +268,65 @@ class WovenLayers:
         return [*jax.tree.leaves(params), *leaves, *jax.tree.leaves(given)]
 
 
+def _next(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    return (*kinds[1:], kinds[0])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KindStrands:
     """F and B of a layer of one kind, as equations."""
 
     vjp: LayerVJP
-    ahead: Strand | None  # of F: up to its first gather
-    rest: Strand  # takes what that gives first
-    outputs: Any  # the structure of (stream, residuals)
-    first: int  # of the stream's leaves among F's inputs
-    later: frozenset  # of B's equations, those of weight gradients
     split: bool
+    in_place: bool  # whether weight gradients are added where they lie
 
-    @classmethod
-    def of(cls, vjp: LayerVJP, split: bool) -> KindStrands:
-        forward, backward = vjp.strands
-        ahead, rest = split_ahead(forward) or (None, forward)
-        weights = len(jax.tree.leaves(vjp.params))
-        return cls(
-            vjp=vjp, ahead=ahead, rest=rest, first=weights, split=split,
-            outputs=jax.tree.structure((vjp.output, vjp.residuals)),
-            later=weight_equations(backward, weights),
-        )  # fmt: skip
+    @property
+    def first(self) -> int:
+        """Of the stream's leaves among F's inputs."""
+        return len(jax.tree.leaves(self.vjp.params))
+
+    @property
+    def outputs(self) -> Any:
+        """The structure of (stream, residuals)."""
+        return jax.tree.structure((self.vjp.output, self.vjp.residuals))
+
+    @cached_property
+    def _of_f(self) -> tuple[Strand | None, Strand]:
+        return split_ahead(self.vjp.strands[0]) or (None, self.vjp.strands[0])
+
+    @property
+    def ahead(self) -> Strand | None:
+        """Of F: up to what its first matmul gathers."""
+        return self._of_f[0]
+
+    @property
+    def rest(self) -> Strand:
+        """Of F: takes what `ahead` gives first."""
+        return self._of_f[1]
+
+    @cached_property
+    def _of_b(self) -> dict[bool, tuple[Strand | None, Strand]]:
+        """By whether it is cut: what of B is computed ahead, of parameters alone, and the rest."""
+        first = len(self.vjp.residuals)
+
+        def divided(strand: Strand) -> tuple[Strand | None, Strand]:
+            there = slice(first, first + self.first)
+            late = [v for v in strand.invars if v not in strand.invars[there]]
+            return split_ahead(strand, late) or (None, strand)
+
+        return {True: divided(self.cut.b), False: divided(self.vjp.strands[1])}
+
+    @property
+    def ahead_back(self) -> Strand | None:
+        return self._of_b[self.split][0]
 
     def with_stream(self, inputs: Sequence[int], stream: Sequence[int]) -> list[int]:
         return [*inputs[: self.first], *stream, *inputs[self.first + len(stream) :]]
 
     def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
-        """(residuals, the ring), of which those that weight gradients read are read before F
-        writes: they come late, and XLA would copy the ring to keep what it was."""
+        """(residuals, the ring). F writes there as well, and XLA would copy the ring to keep what
+        it was: what weight gradients read late, where they are added in place, is read first. (Else
+        F writes last, see `WovenLayers.pair`.)"""
         residuals = read(ring, slot, index)
         tied = [
             lax.optimization_barrier(pair) if place in self.late else pair
@@ -256,15 +336,16 @@ class KindStrands:
 
     @cached_property
     def late(self) -> set[int]:
-        """The residuals that weight gradients read."""
-        backward = self.vjp.strands[1]
+        """The residuals that weight gradients read, where they are added in place."""
+        if not self.in_place:
+            return set()
+        strand = self.vjp.strands[1]
         read_by_w = {
             atom
-            for place in self.later
-            for atom in backward.eqns[place].invars
-            if not isinstance(atom, Literal)
+            for place in weight_equations(strand, self.first)
+            for atom in variables_of(strand.eqns[place].invars)
         }
-        residuals = backward.invars[: len(self.vjp.residuals)]
+        residuals = strand.invars[: len(self.vjp.residuals)]
         return {place for place, var in enumerate(residuals) if var in read_by_w}
 
     @property
@@ -273,10 +354,14 @@ class KindStrands:
         return self.vjp.cut if self.split else self.vjp.cut_behind_collectives
 
     def backward(self, *, cut: bool) -> tuple[Strand, frozenset]:
-        """B, and which of its equations only weight gradients need."""
-        if cut or self.split:
-            return self.cut.b, frozenset()
-        return self.vjp.strands[1], self.later
+        """B, after what is computed ahead, and which of its equations only weight gradients need
+        and nothing may lie beside."""
+        cut = cut or self.split
+        return self._of_b[cut][1], frozenset() if cut or not self.in_place else self._later
+
+    @cached_property
+    def _later(self) -> frozenset:
+        return weight_equations(self._of_b[False][1], self.first)
 
     def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
         """What B gives: (gradients of the parameters, that of the stream, what waits)"""

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mtx.config import Layout, ModelConfig
+from mtx.config.layout import ZeroUnit
 from mtx.errors import UserError
 from mtx.schedules.formats import read_schedule
 from mtx.schedules.makers import make
@@ -14,6 +15,7 @@ from mtx.schedules.schedule import Schedule
 from mtx.schedules.search import Candidate, choose, search_schedules
 from mtx.schedules.shape import Times
 
+_HIDES = 4096  # tokens of a microbatch whose FLOPs take as long as its layers' collectives
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
 
 
@@ -61,18 +63,36 @@ def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
 
 
 def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
-    """(the layout with schedule="auto" chosen, why it was); any other layout as it is, and "".
+    """(the layout with schedule="auto" and zero_unit="auto" chosen, why that schedule was); any
+    other schedule as it is, and "".
 
     The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
     again, and a send a hundredth of the three. A layout of virtual > 1, or with a tuple of
     stage_layers, keeps its number of chunks; else every number is tried that gives each chunk the
     same layers, and 1, where stage_layers="balanced" may give more to some.
     """
+    if layout.zero == 3:
+        layout = replace(layout, zero_unit=zero_unit(layout, model, global_batch))
     if layout.schedule != "auto":
         return layout, ""
     found = _choose(layout, model.layers, layout.microbatches(global_batch))
     resolved = replace(layout, schedule=found.name, virtual=found.virtual, slices=found.slices)
     return resolved, f"schedule {found.label}: {found.reason}"
+
+
+def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit:
+    """What zero=3 gathers at a time, "layer" or "chunk"; of "auto" the one that is chosen.
+
+    By the layer, its 8 bytes a parameter (16 bits gathered twice, float32 scattered) move with
+    every microbatch, beside 6 FLOPs a parameter and token: from some thousand tokens on the FLOPs
+    take longer, on A100s and H100s alike, and all but a layer stays sharded. By the chunk they move
+    with every group of microbatches, and nothing hides them; of one microbatch they are the same.
+    """
+    if layout.zero_unit != "auto":
+        return layout.zero_unit
+    tokens = layout.microbatch * model.sequence // layout.slices
+    alone = layout.microbatches(global_batch) * layout.slices == 1
+    return "layer" if alone or tokens >= _HIDES else "chunk"
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
 from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
-from mtx.plan.choose import schedule_for
+from mtx.plan.choose import schedule_for, zero_unit
 from mtx.schedules.partition import place_layers
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
@@ -58,8 +58,8 @@ def predict_memory(
     """The memory of one training step. UserError where the batch or the layers do not divide.
 
     zero: what is sharded over `data` (Rajbhandari et al. 2020); None: what the layout says. 1:
-    masters and moments; 3: gradients and parameters as well, gathered a chunk at a time; 0, which
-    this program does not run: nothing. optimizer: None, AdamW.
+    masters and moments; 3: gradients and parameters as well, gathered a chunk or a layer at a time;
+    0, which this program does not run: nothing. optimizer: None, AdamW.
     """
     zero = layout.zero if zero is None else zero
     slots = _slots(layout, layout.microbatches(global_batch))
@@ -72,7 +72,11 @@ def predict_memory(
         layers = 4 * layout.virtual * held.chunk
         forward = stash if layout.stash == "residuals" else 0
         working = max(working + (waiting or layers), forward, layers)
-    parameters, gradients = _weights_bytes(model, layout, held, zero)
+    parameters, gradients, gathered = _weights_bytes(model, layout, held, zero)
+    if zero == 3 and zero_unit(layout, model, global_batch) == "layer":
+        working += device.gathered_layer_bytes()
+    else:
+        parameters, gradients = parameters + gathered[0], gradients + gathered[1]
     shards = 1 if zero == 0 else layout.data
     return Memory(
         parameters_bytes=parameters,
@@ -139,19 +143,22 @@ def _held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
     return whole
 
 
-def _weights_bytes(model: ModelConfig, layout: Layout, held: Held, zero: Zero) -> tuple[int, int]:
-    """(parameters in the compute type, gradients in float32)"""
+def _weights_bytes(
+    model: ModelConfig, layout: Layout, held: Held, zero: Zero
+) -> tuple[int, int, tuple[int, int]]:
+    """(parameters in the compute type, gradients in float32, both of what zero=3 gathers beside
+    them where that is a chunk)"""
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
         layers = layout.virtual * held.chunk
         shared, shard = held.total - layers, -(-layers // layout.data)
         # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
-        parameters = item * (shared + 2 * held.chunk) + (0 if item == 4 else item * shard)
-        return parameters, 4 * (shared + held.chunk + shard)
+        parameters = item * shared + (0 if item == 4 else item * shard)
+        return parameters, 4 * (shared + shard), (2 * item * held.chunk, 4 * held.chunk)
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.data == 1 or zero == 0)
-    return 0 if same else item * held.total, 4 * held.total
+    return 0 if same else item * held.total, 4 * held.total, (0, 0)
 
 
 def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None) -> int:
@@ -196,6 +203,16 @@ class _Device:
     @property
     def parameters(self) -> Held:
         return parameters_held(self.model, self.layout)
+
+    def gathered_layer_bytes(self) -> int:
+        """Parameters of F's layer and of B's, and gradients of one, not yet scattered: of the kind
+        that has most."""
+        layers = model_parameters(self.model, tensor=self.layout.tensor).layers
+        most = max(
+            sum(_held(each, self.model, self.layout) for each in layers[kind])
+            for kind in self.places
+        )
+        return (2 * ITEM_BYTES[self.model.compute_dtype] + 4) * most
 
     def cost(self, kind: str, recompute: Recompute | None = None) -> Cost:
         model, layout = self.model, self.layout
@@ -310,7 +327,7 @@ def _slots(layout: Layout, microbatches: int) -> _Slots:
         most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
         return _Slots(stash=most, weight_stash=0, rings=0, caches=0)
     if plain and name == "gpipe":
-        most = microbatches * virtual + 1
+        most = microbatches * virtual + (pipe > 1)
         return _Slots(stash=most, weight_stash=0, rings=microbatches + 1, caches=0)
     slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches, layout.weave)
     if slots.weight_stash and layout.idle != "skip":  # a slot of zeros, which an idle W reads

@@ -177,7 +177,10 @@ class Schedule:
     @cached_property
     def _stash(self) -> Ring:
         """From F to B."""
-        return assign_slots(self.forward_ticks, self.backward_ticks, self.ticks)
+        computes = np.zeros(self.ticks, bool)
+        for phase in self.phases:
+            computes[phase.start : phase.stop] = phase.forward
+        return assign_slots(self.forward_ticks, self.backward_ticks, self.ticks, computes)
 
     @property
     def slots(self) -> int:
@@ -297,8 +300,8 @@ class Schedule:
         that none of their stages has: each phase is a scan of its own to compile.
         """
         kinds = np.zeros((self.ticks, 3), bool)
-        for kind, half in enumerate(self.halves):
-            kinds[:, kind] = half.busy.any(axis=1)
+        for kind, table in enumerate(self.tables):
+            kinds[table[table != IDLE], kind] = True
         for kind, arrival in enumerate(self._arrivals):
             kinds[arrival[arrival != IDLE], kind] = True
         cuts = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1))

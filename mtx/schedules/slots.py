@@ -129,11 +129,14 @@ def ring(arrival: np.ndarray, use: np.ndarray, ticks: int) -> Ring:
     return assign_slots(arrival, use, ticks)
 
 
-def assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) -> Ring:
+def assign_slots(
+    write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int, writes: np.ndarray | None = None
+) -> Ring:
     """Gives each item the lowest slot that is free from its write to its read, both included.
 
     That is interval colouring: no assignment needs fewer slots. A stage without a write in a tick
-    is given a slot that nobody holds, so that a program which writes in every tick does no harm.
+    is given a slot that nobody holds, so that a program which writes in every tick does no harm;
+    or in those of `writes`, bool [T].
     """
     stages = write_ticks.shape[2]
     stage = np.broadcast_to(np.arange(stages), write_ticks.shape)
@@ -144,7 +147,7 @@ def assign_slots(write_ticks: np.ndarray, read_ticks: np.ndarray, ticks: int) ->
     read = np.zeros((ticks, stages), np.int32)
     held_until = np.full((stages, 8), IDLE)  # per slot: the tick of its next read
     every = np.arange(stages)
-    for tick in range(ticks):
+    for tick in range(ticks) if writes is None else np.flatnonzero(writes):
         slot = (held_until < tick).argmax(axis=1)
         if (held_until[every, slot] >= tick).any():  # a stage has no free one
             held_until = np.pad(

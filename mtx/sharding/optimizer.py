@@ -52,23 +52,40 @@ class DataShard:
             return x
         return lax.slice_in_dim(x, 0, self.size, axis=self.dim)
 
-    def gather(self, master, dtype):
-        """This device's shard of the parameter, from its shard of the master. In `shard_map`."""
+    def from_shards(self, shards):
+        """The parameter, of the shards of all replicas [d, ...]."""
+        dim = self.dim
+        whole = jnp.moveaxis(shards, 0, dim)
+        shape = *whole.shape[:dim], -1, *whole.shape[dim + 2 :]
+        return _row_major(self.unpad(whole.reshape(shape)))
+
+    def to_shards(self, whole):
+        """The inverse of `from_shards`."""
+        dim, whole = self.dim, self.pad(whole)
+        shape = *whole.shape[:dim], lax.axis_size(BATCH), -1, *whole.shape[dim + 1 :]
+        return jnp.moveaxis(whole.reshape(shape), dim, 0)
+
+    def gather(self, master, dtype, *, stacked: bool = True):
+        """This device's shard of the parameter, from its shard of the master. In `shard_map`.
+        stacked: of layers, whose dims are in front."""
         local = master.astype(dtype)
         if self.dim is None:
             return local
         whole = self.unpad(lax.all_gather(local, BATCH, axis=self.dim, tiled=True))
         # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
         # read one layer's weights would be a copy, in place of an offset into the stack.
-        return _row_major(whole)
+        return _row_major(whole) if stacked else whole
 
-    def reduce_scatter(self, gradient):
+    def reduce_scatter(self, gradient, *, stacked: bool = True):
         """This device's shard of the sum over the replicas of a gradient. In `shard_map`."""
         if self.dim is None:
             return lax.psum(gradient, BATCH) if self.replicas else gradient
         # For the same reason: a matmul adds a layer's gradient in place where layers are in front.
-        gradient = self.pad(_row_major(gradient))
+        gradient = self.pad(_row_major(gradient) if stacked else gradient)
         return lax.psum_scatter(gradient, BATCH, scatter_dimension=self.dim, tiled=True)
+
+
+WHOLE = DataShard(spec=P(), dim=None, size=0, padded=0)  # sharded over no replicas
 
 
 def _row_major(array):

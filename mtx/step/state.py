@@ -19,7 +19,7 @@ from mtx.config import RunConfig
 from mtx.pipeline.model import PipelineModel
 from mtx.schedules.partition import EMPTY, Placement
 from mtx.sharding.axes import AXES
-from mtx.sharding.optimizer import shard_over_replicas
+from mtx.sharding.optimizer import WHOLE, shard_over_replicas
 from mtx.step.optimizer import LossScale, make_optimizer, state_specs
 
 Tree = Any
@@ -74,16 +74,51 @@ class States:
         return jax.eval_shape(self._params, 0)
 
     @cached_property
-    def shards(self) -> Tree:
-        """How every master is sharded over the replicas; a layer's own dims, where a chunk is
-        gathered at a time."""
+    def by_pipeline(self) -> Tree:
+        """Which parameters the pipeline gathers, and reduce-scatters the gradients of: with zero=3
+        those of layers; a layer at a time its matrices. The step does it with all others. bool."""
         layout = self.run.layout
 
-        def shard(path, a, spec):
-            stacked = 3 if layout.zero == 3 and is_of_layers(path) else 0
-            return shard_over_replicas(a.shape, spec, replicas=layout.replicas, stacked=stacked)
+        def is_by_pipeline(path, role) -> bool:
+            late = layout.zero == 3 and is_of_layers(path)
+            return late and (layout.zero_unit == "chunk" or role == "matrix")
 
-        return jax.tree.map_with_path(shard, self.param_shapes, self.param_specs)
+        return jax.tree.map_with_path(is_by_pipeline, self.model.roles)
+
+    @cached_property
+    def shards(self) -> Tree:
+        """How every master is sharded over the replicas; in a chunk's own dims, so that one can be
+        gathered, or in a layer's, where the pipeline gathers it."""
+
+        def shard(path, a, spec, by_pipeline):
+            stacked = 3 if by_pipeline else 2 if is_of_layers(path) else 0
+            replicas = self.run.layout.replicas
+            return shard_over_replicas(a.shape, spec, replicas=replicas, stacked=stacked)
+
+        return jax.tree.map_with_path(shard, self.param_shapes, self.param_specs, self.by_pipeline)
+
+    @cached_property
+    def pipeline_shards(self) -> Tree:
+        """How the leaves of a chunk, [N, ...], or of a layer are sharded until the pipeline gathers
+        them; {kind: ...}. None where it gathers nothing."""
+        layout = self.run.layout
+        if layout.zero != 3:
+            return None
+        stacked = 2 if layout.zero_unit == "chunk" else 3
+        return jax.tree.map(
+            lambda shard, by_pipeline: shard.below(stacked) if by_pipeline else WHOLE,
+            self.shards["layers"], self.by_pipeline["layers"],
+        )  # fmt: skip
+
+    @cached_property
+    def chunk_shards(self) -> Tree:
+        """How a chunk's leaves [N, ...] are sharded, {kind: ...}, where zero=1 and a pipeline that
+        gathers and scatters them a chunk at a time beside its woven ticks; else None."""
+        layout = self.run.layout
+        several = layout.virtual > 1 and layout.replicas > 1
+        if layout.weave == "off" or layout.zero == 3 or not several:
+            return None
+        return jax.tree.map(lambda shard: shard.below(2), self.shards["layers"])
 
     @cached_property
     def specs(self) -> TrainState:

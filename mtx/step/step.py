@@ -79,7 +79,7 @@ class Step:
     def loss_and_gradients(self, masters: Tree, batch: Tree, step, scale):
         """(mean loss, gradients of scale * mean loss), shards like the masters, summed."""
         with jax.named_scope("gather_params"):
-            params = self.gather(masters)
+            params = self.gather(masters, whole=self.pipeline.chunk_shards is None)
         with jax.named_scope("pipeline"):
             batch = self.microbatches(batch)
             tokens = sum_over_replicas(batch["weights"].sum())
@@ -89,32 +89,37 @@ class Step:
             )
             gradients["layers"] = jax.tree.map(lambda a: a[None], gradients["layers"])
         with jax.named_scope("reduce"):
-            specs, shards = self.states.param_specs, self.states.shards
-            gradients = jax.tree.map_with_path(self._reduce, gradients, specs, shards)
+            states, summed = self.states, self.states.by_pipeline
+            if self.pipeline.chunk_shards is not None:
+                summed = summed | {"layers": jax.tree.map(lambda _: True, summed["layers"])}
+            gradients = jax.tree.map(
+                self._reduce, gradients, states.param_specs, states.shards, summed
+            )
         return sum_over_replicas(loss) / tokens, gradients
 
-    def gather(self, masters: Tree) -> Tree:
+    def gather(self, masters: Tree, *, whole: bool = True) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
-        layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard."""
+        layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard; so does whole=
+        False."""
         dtype = jnp.dtype(self.run.model.compute_dtype)
 
-        def gather(path, master, shard):
-            if not is_of_layers(path):
-                return shard.gather(master, dtype)
-            if self.run.layout.zero == 3:
+        def gather(path, master, shard, by_pipeline):
+            if by_pipeline or (is_of_layers(path) and not whole):
                 return master[0].astype(dtype)
-            return shard.below(1).gather(master[0], dtype)
+            if is_of_layers(path):
+                return shard.below(1).gather(master[0], dtype)
+            return shard.gather(master, dtype)
 
-        return jax.tree.map_with_path(gather, masters, self.states.shards)
+        states = self.states
+        return jax.tree.map_with_path(gather, masters, states.shards, states.by_pipeline)
 
-    def _reduce(self, path, gradient, spec, shard):
-        """A gradient's shard of its sum over `sum_axes`; with zero=3 the pipeline has summed those
-        of the layers over the replicas."""
+    def _reduce(self, gradient, spec, shard, summed):
+        """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the
+        pipeline."""
         over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
         beside_replicas = tuple(axis for axis in over if axis not in BATCH)
         if beside_replicas:
             gradient = lax.psum(gradient, beside_replicas)
-        summed = self.run.layout.zero == 3 and is_of_layers(path)
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def microbatches(self, batch: Tree) -> Tree:

@@ -112,12 +112,10 @@ class Trainer:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        shards = None
-        if self.run.layout.zero == 3:  # how a chunk's leaves [N, ...] are sharded over the replicas
-            shards = jax.tree.map(lambda shard: shard.below(2), self.states.shards["layers"])
         return Pipeline(
             model=self.model, schedule=self.schedule, placement=self.placement,
-            layout=self.run.layout, axes=self.axes, data_shards=shards,
+            layout=self.run.layout, axes=self.axes, data_shards=self.states.pipeline_shards,
+            chunk_shards=self.states.chunk_shards,
         )  # fmt: skip
 
     @cached_property

@@ -1,0 +1,197 @@
+"""ZeRO-1's collectives in pieces: a chunk's parameters gathered, and its gradients scattered, a
+piece with each pair of layers that a tick computes (`mtx.schedules.windows` says in which ticks).
+
+A chunk's leaves, shards over the replicas, are laid end to end, and cut into equal pieces: so each
+pair of layers has as much traffic beside it, whatever the leaves are. XLA starts no collective
+before a loop to end it after: pieces are inside of it.
+
+Legend: N layers of a kind in a chunk · K pieces · d replicas
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.pipeline.slots import read, write
+from mtx.schedules.schedule import Phase, Schedule
+from mtx.schedules.windows import Window, gather_windows, scatter_windows
+from mtx.sharding.axes import BATCH
+from mtx.sharding.optimizer import DataShard
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfers:
+    """How the leaves of a chunk [N, ...] lie end to end."""
+
+    shards: Tree  # DataShards of those leaves, all of which are sharded
+    local: Tree  # shapes and dtypes of this device's shards of them
+
+    @property
+    def _all(self) -> list[tuple[DataShard, jax.ShapeDtypeStruct]]:
+        return list(zip(jax.tree.leaves(self.shards), jax.tree.leaves(self.local), strict=True))
+
+    @property
+    def size(self) -> int:
+        """Elements of a chunk's shards."""
+        return sum(math.prod(local.shape) for _, local in self._all)
+
+    def piece(self, pieces: int) -> int:
+        """Elements of one of so many; the last ones are padded."""
+        return -(-self.size // pieces)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def parameters(self, chunk: Tree, pieces: int):
+        """[K, n] of this device's shards."""
+        flat = jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(chunk)])
+        return self._cut(flat[None], pieces)[:, 0]
+
+    @staticmethod
+    def gather(piece):
+        """[n] -> [d, n]"""
+        return lax.all_gather(piece, BATCH)
+
+    def gathered(self, pieces) -> Tree:
+        """Leaves [N, ...], of all pieces [K, d, n]."""
+        flat, at, leaves = _joined(pieces), 0, []
+        for shard, local in self._all:
+            size = math.prod(local.shape)
+            leaves.append(shard.from_shards(flat[:, at : at + size].reshape(-1, *local.shape)))
+            at += size
+        return jax.tree.unflatten(jax.tree.structure(self.local), leaves)
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def gradients(self, chunk: Tree, pieces: int):
+        """[K, d, n] of gradients [N, ...]."""
+        each = zip(self._all, jax.tree.leaves(chunk), strict=True)
+        rows = [shard.to_shards(leaf) for (shard, _), leaf in each]
+        flat = jnp.concatenate([row.reshape(row.shape[0], -1) for row in rows], axis=1)
+        return self._cut(flat, pieces)
+
+    @staticmethod
+    def scatter(piece):
+        """[d, n] -> [n], summed"""
+        return lax.psum_scatter(piece, BATCH)
+
+    def scattered(self, pieces) -> Tree:
+        """This device's shards [N, ...] of the sums, of all pieces [K, n]."""
+        flat, at, leaves = pieces.ravel(), 0, []
+        for _, local in self._all:
+            size = math.prod(local.shape)
+            leaves.append(flat[at : at + size].reshape(local.shape))
+            at += size
+        return jax.tree.unflatten(jax.tree.structure(self.local), leaves)
+
+    def _cut(self, flat, pieces: int):
+        """[d, all] -> [K, d, n]"""
+        n = self.piece(pieces)
+        padded = jnp.pad(flat, ((0, 0), (0, n * pieces - flat.shape[1])))
+        return jnp.swapaxes(padded.reshape(len(flat), pieces, n), 0, 1)
+
+
+def _joined(pieces):
+    """[K, d, n] -> [d, K n]"""
+    return jnp.swapaxes(pieces, 0, 1).reshape(pieces.shape[1], -1)
+
+
+class Cargo(NamedTuple):
+    """What a tick moves beside its layers."""
+
+    pieces: jax.Array  # [K, ...]
+    first: jax.Array  # int32 [], of the tick's
+    move: Callable
+
+    def piece(self, n) -> jax.Array:
+        """Moved, with the tick's layer n."""
+        return self.move(read(self.pieces, self.first + n))
+
+    def write(self, moved: jax.Array, piece: jax.Array, n) -> jax.Array:
+        return write(moved, piece, self.first + n)
+
+
+class Traffic:
+    """The windows of a call of a pipeline, while it is traced: which chunks are there already."""
+
+    def __init__(self, schedule: Schedule, layers: Tree, shards: Tree):
+        """layers: {kind: leaves [C, N, ...]}, this device's shards of parameters; shards: how a
+        chunk's leaves are sharded."""
+        self._layers, self._shards = layers, shards
+        local = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), layers)
+        self._transfers = Transfers(shards=shards, local=local)
+        self._gathers = {w: self._transfers.gather for w in gather_windows(schedule) if w.ticks}
+        self._scatters = {w: self._transfers.scatter for w in scatter_windows(schedule) if w.ticks}
+        self._pieces: Any = None
+        later = {window.chunk for window in self._gathers}
+        self._virtual = schedule.virtual
+        self.chunks = {  # {chunk: {kind: leaves [1, N, ...]}}
+            chunk: jax.tree.map(
+                lambda a, shard, c=chunk: shard.gather(a[c], a.dtype)[None], layers, shards
+            )
+            for chunk in range(schedule.virtual)
+            if chunk not in later
+        }
+        self._sums: dict[int, Tree] = {}
+
+    @property
+    def stacked(self) -> Tree:
+        """Shapes and dtypes of all chunks, gathered: {kind: leaves [C, N, ...]}."""
+        first = next(iter(self.chunks.values()))
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((self._virtual, *a.shape[1:]), a.dtype), first
+        )
+
+    def window(self, phase: Phase) -> Window | None:
+        """The one that a phase lies in."""
+        every = (*self._gathers, *self._scatters)
+        return next((w for w in every if w.start <= phase.start < w.stop), None)
+
+    def begin(self, window: Window, layers: int, gradients: Tree):
+        """What is to be moved, and where it goes to, before the first tick of a window. gradients:
+        {kind: leaves [C, N, ...]} as they are then."""
+        count = window.ticks * layers
+        if window in self._gathers:
+            of_chunk = jax.tree.map(lambda a: a[window.chunk], self._layers)
+            self._pieces = self._transfers.parameters(of_chunk, count)
+        else:
+            of_chunk = jax.tree.map(lambda a: a[window.chunk], gradients)
+            self._pieces = self._transfers.gradients(of_chunk, count)
+        shape = jax.eval_shape(self._move(window), self._pieces[0])
+        return jnp.zeros((count, *shape.shape), shape.dtype)
+
+    def cargo(self, window: Window, first) -> Cargo:
+        return Cargo(self._pieces, first, self._move(window))
+
+    def _move(self, window: Window) -> Callable:
+        return (self._gathers | self._scatters)[window]
+
+    def end(self, window: Window, moved: jax.Array) -> None:
+        """After the last tick of a window."""
+        if window in self._gathers:
+            gathered = self._transfers.gathered(moved)
+            self.chunks[window.chunk] = jax.tree.map(lambda a: a[None], gathered)
+        else:
+            self._sums[window.chunk] = self._transfers.scattered(moved)
+
+    def of(self, chunk: int) -> Tree:
+        """A chunk's parameters; of one that is not there yet, which idle ops ask for, another's."""
+        return self.chunks.get(chunk, next(iter(self.chunks.values())))
+
+    def sums_of(self, gradients: Tree) -> Tree:
+        """{kind: leaves [C, N, ...]}: this device's shards of the sums, after the last tick."""
+
+        def sums(chunk: int) -> Tree:
+            of_chunk = jax.tree.map(lambda a: a[chunk], gradients)
+            return jax.tree.map(lambda a, shard: shard.reduce_scatter(a), of_chunk, self._shards)
+
+        each = [self._sums.get(c) or sums(c) for c in range(self._virtual)]
+        return jax.tree.map(lambda *chunks: jnp.stack(chunks), *each)
