@@ -59,6 +59,7 @@ def compile_plan(run: RunConfig, *, target: str) -> Compiled:
     why.
     """
     layout = run.layout
+    hardware(target).check(run.model)
     kernel = kernel_of(run.model, hardware(target).backend, layout.slices)
     if kernel == "cudnn" and layout.attention == "blocked":
         kernel = "blocked"

@@ -31,6 +31,7 @@ from mtx.sharding.collectives import (
     shard_of_sequence,
     shift,
 )
+from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
 
 Tree = Any
@@ -66,7 +67,8 @@ class Run:
         self.shared, self.batch = {part: params[part] for part in ("embed", "head")}, batch
         shards, unit = pipeline.data_shards, self.layout.zero_unit
         chunks, layers = (shards if unit == wanted else None for wanted in ("chunk", "layer"))
-        self.weights = Weights(layers=params["layers"], shards=chunks)
+        inputs = self.model.inputs["layers"]
+        self.weights = Weights(layers=params["layers"], inputs=inputs, shards=chunks)
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement
@@ -82,7 +84,9 @@ class Run:
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split,
-            shards=layers and {kind: LayerShards(own) for kind, own in layers.items()},
+            shards=layers and {
+                kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
+            },
         )  # fmt: skip
 
     # -- what lies where ------------------------------------------------------------------------
@@ -132,7 +136,7 @@ class Run:
         def zeros(by_w: bool):
             return jax.tree.map(
                 lambda a, is_by_w: _float_zeros(a) if is_by_w == by_w else None,
-                self.weights.gathered(held),
+                arrays_of(self.weights.gathered(held)),
                 made_by_w,
             )
 
@@ -305,15 +309,16 @@ class Run:
         """The last virtual stage's, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_last, self.axes.pipe), y)
 
-    def head(self, carry: Carry, op: Tick, y: Stream) -> tuple[Carry, Stream]:
-        """(carry with the loss and its gradients of embedding and head added, dy)"""
+    def head(self, carry: Carry, op: Tick, y: Stream, *, sent=False) -> tuple[Carry, Stream]:
+        """(carry with the loss and its gradients of embedding and head added, dy). sent: y is the
+        last virtual stage's already."""
 
         def compute(loss, total, y):
             batch = self.batch_of(op.head)
             value, vjp = jax.vjp(
                 lambda shared, y: self.model.loss(shared, y, batch),
                 self.shared,
-                self.last_output(y),
+                y if sent else self.last_output(y),
             )
             dshared, dy = vjp(jnp.asarray(self.loss_weight, value.dtype))
             return loss + value, _add(total, dshared), dy
@@ -372,11 +377,16 @@ class Run:
             return d
         return jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
 
-    def embed_backward(self, total: Tree, op: Tick, dx: Stream) -> Tree:
-        """`total` with the gradients of virtual stage 0's embedding added."""
+    def first_gradient(self, dx: Stream) -> Stream:
+        """The first virtual stage's, on every stage."""
+        return jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
+
+    def embed_backward(self, total: Tree, op: Tick, dx: Stream, *, sent=False) -> Tree:
+        """`total` with the gradients of virtual stage 0's embedding added. sent: dx is that of
+        virtual stage 0 already."""
 
         def compute(total, dx):
-            dx = jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
+            dx = dx if sent else self.first_gradient(dx)
             item = op.embed_backward
             batch, context = self.batch_of(item), self.context(item, IDLE)
             _, vjp = jax.vjp(lambda shared: self.model.embed(shared, batch, context), self.shared)

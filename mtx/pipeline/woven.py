@@ -127,18 +127,26 @@ class WovenRun(Run):
     def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, dx, last: Arrays) -> Carry:
         """What a tick's sends have beside them. y, dx: what F and B have made; last: what waits for
         the weight gradients of B's last layer."""
+        has_head = (self.schedule.head[phase.start : phase.stop] != IDLE).any()
+        # In the branches of head and embedding nothing could lie beside these.
+        with jax.named_scope("broadcast"):
+            y = self.last_output(y) if has_head else y
+            dx = self.first_gradient(dx) if phase.backward else dx
         if phase.backward:
             carry = self.last_weights(carry, op, last)
+            # Before the head, which waits for y.
+            y, of_b = lax.optimization_barrier((y, carry.gradients.of_b))
+            carry = carry._replace(gradients=carry.gradients._replace(of_b=of_b))
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
-        if (self.schedule.head[phase.start : phase.stop] != IDLE).any():
+        if has_head:
             with jax.named_scope("head"):
-                carry, dy = self.head(carry, op, y)
+                carry, dy = self.head(carry, op, y, sent=True)
             carry = carry._replace(messages=carry.messages._replace(dy=dy))
         if phase.backward:
             gradients = carry.gradients
             with jax.named_scope("embed_backward"):
-                shared = self.embed_backward(gradients.shared, op, dx)
+                shared = self.embed_backward(gradients.shared, op, dx, sent=True)
             carry = carry._replace(gradients=gradients._replace(shared=shared))
         return carry
 

@@ -112,11 +112,9 @@ class States:
 
     @cached_property
     def chunk_shards(self) -> Tree:
-        """How a chunk's leaves [N, ...] are sharded, {kind: ...}, where zero=1 and a pipeline that
-        gathers and scatters them a chunk at a time beside its woven ticks; else None."""
-        layout = self.run.layout
-        several = layout.virtual > 1 and layout.replicas > 1
-        if layout.weave == "off" or layout.zero == 3 or not several:
+        """How a chunk's leaves [N, ...] are sharded, {kind: ...}, where the pipeline gathers and
+        scatters them beside its ticks; else None."""
+        if not self.run.layout.by_windows(self.run.model):
             return None
         return jax.tree.map(lambda shard: shard.below(2), self.shards["layers"])
 
