@@ -21,6 +21,12 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
+def reason(error: BaseException) -> str:
+    """What a library says is wrong, as a part of a line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for a name that is not known: the known ones, and which of them is near, if any."""
     known = sorted(known)

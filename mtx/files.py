@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 from mtx.paths import user_path
 
 MOST_BYTES = 2**28  # of a file that is read whole: ten times the largest tokenizers
@@ -102,7 +102,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"more than {_MOST_LEVELS} lists and tables within each other"
-    return str(error).partition("; use sys.")[0]  # of a number with thousands of digits
+    return reason(error).partition("; use sys.")[0]  # of a number with thousands of digits
 
 
 def _within_64_bits(value: Any, path: Name) -> Any:

@@ -1,5 +1,6 @@
 """`mtx report`: a table, numbers, and pictures of a log."""
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -45,6 +46,23 @@ def run(tmp_path):
         for n in range(1, 7)
     ]
     return write_log(tmp_path, records, to_dict(RUN))
+
+
+def test_woven_ticks_are_said(tmp_path):
+    layout = dataclasses.replace(RUN.layout, weave="on", idle="phases")
+    woven = write_log(tmp_path, LOG, to_dict(dataclasses.replace(RUN, layout=layout)))
+    facts = report_facts(summarize(read_log(woven / "log.jsonl")))
+    assert "1f1b, virtual v = 2, woven ticks" in [row.value for row in facts]
+
+
+def test_pages_are_written_before_anything_is_printed(run, tmp_path, monkeypatch):
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("mtx.cli.report.say", gone)
+    monkeypatch.setattr("mtx.cli.process.os.dup2", lambda *_: None)
+    assert main(["report", str(run), "--out", str(tmp_path / "r.html")]) == 141
+    assert (tmp_path / "r.html").stat().st_size > 1000
 
 
 def test_it_prints_a_table_and_writes_the_numbers(run, capsys):

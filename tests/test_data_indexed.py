@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import struct
 
@@ -220,6 +221,8 @@ def test_missing_files_are_named(example, tmp_path):
     assert refusal(IndexedDataset, tmp_path / "b").startswith(f"{tmp_path}/b.idx does not exist")
     example.with_suffix(".bin").unlink()
     assert refusal(IndexedDataset, example).startswith(f"{example}.bin does not exist")
+    os.mkfifo(f"{example}.bin")  # nobody writes to it: a reader would wait for ever
+    assert f"{example}.bin" in refusal(IndexedDataset, example)
 
 
 @settings(max_examples=300)

@@ -198,3 +198,10 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, text, said):
     with pytest.raises(UserError) as error:
         load_tokenizer(str(tmp_path / "gone.json"))
     assert names(error, "gone.json")
+
+
+def test_what_the_library_says_of_a_long_value_is_cut():
+    described = {"model": {"type": "BPE", "vocab": "x" * 5000, "merges": []}}
+    with pytest.raises(UserError) as error:
+        SubwordTokenizer(described, name="t.json", eod="auto")
+    assert names(error, "t.json") and len(str(error.value)) < 300

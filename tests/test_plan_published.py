@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from published_runs import (
+    ELSEWHERE,
     FIGURE_11,
     FIGURE_12,
     FIGURE_13,
@@ -11,6 +12,7 @@ from published_runs import (
     FITTED_RUNS,
     HELD_OUT_RUNS,
     KORTHIKANTI,
+    MEGASCALE,
     TABLE_1_RUNS,
     TABLE_2,
 )
@@ -29,7 +31,7 @@ from mtx.plan.published import (
 from mtx.presets import preset
 from mtx.schedules.makers import make
 
-ALL_RUNS = FITTED_RUNS + HELD_OUT_RUNS
+ALL_RUNS = FITTED_RUNS + HELD_OUT_RUNS + ELSEWHERE
 
 
 def test_table_1_has_the_presets_of_table_1():
@@ -97,8 +99,10 @@ def test_bubble_is_the_tables_idle_time_over_ideal_time(pipe, virtual, m):
 def test_every_published_run_can_be_laid_out(run):
     run.layout.check(run.model)
     assert run.layout.microbatches(run.global_batch) >= 1
-    assert (run.model.sequence, run.model.vocab) == (2048, 51200)
-    if run.where != "Korthikanti table 5":
+    assert run.model.sequence == 2048
+    if run not in ELSEWHERE:
+        assert run.model.vocab == 51200
+    if run not in MEGASCALE and not run.where.startswith("Korthikanti"):
         assert run.layout.recompute == "full" and not run.layout.sequence_parallel
 
 
@@ -176,6 +180,15 @@ def test_korthikantis_seconds_and_utilization_agree():
         flops = 3 * forward_flops(run.model, run.global_batch, causal=False).total
         utilization.append(100 * flops / (run.published * run.layout.devices * 312e12))
     assert utilization == pytest.approx([41.5, 51.4, 56.0, 56.3], abs=0.2)
+
+
+def test_megascales_seconds_and_utilization_agree():
+    """The MFU that table 2 has beside the seconds, which counts no more than our formula."""
+    published = 53.0, 49.9, 46.7, 44.7, 48.7, 47.8, 43.3, 41.2
+    for run, percent in zip(MEGASCALE, published, strict=True):
+        flops = 3 * forward_flops(run.model, run.global_batch, causal=True).total
+        utilization = 100 * flops / (run.published * run.layout.devices * 312e12)
+        assert utilization == pytest.approx(percent, rel=0.03)
 
 
 def test_selective_recomputation_was_a_third_faster():

@@ -37,7 +37,6 @@ def report_command(line: Line[ReportOptions]) -> None:
     numbers = summarize(records)
     table = rows_table(report_facts(numbers), heading=f"run {directory}")
     width = shutil.get_terminal_size((100, 24)).columns
-    say(numbers, render(table, width=width), as_json=options.json)
     if options.out:
         write_text(options.out, report_page(records, Path(directory).absolute().name))
     if options.draw:
@@ -46,3 +45,4 @@ def report_command(line: Line[ReportOptions]) -> None:
 
         with replacing(Path(options.draw).expanduser()) as written:
             save_figure(draw_run(records), written)
+    say(numbers, render(table, width=width), as_json=options.json)

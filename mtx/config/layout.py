@@ -69,6 +69,12 @@ class Layout:
         checked("pipe*virtual", self.pipe * self.virtual, Layers)
 
     @property
+    def schedule_text(self) -> str:
+        """As reports and plans say it."""
+        woven = ", woven ticks" if self.weave == "on" else ""
+        return f"{self.schedule}, virtual v = {self.virtual}{woven}"
+
+    @property
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SUFFIXES)
 

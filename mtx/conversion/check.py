@@ -24,7 +24,7 @@ from flax.traverse_util import unflatten_dict
 
 from mtx.config import ModelConfig
 from mtx.conversion.huggingface import Canonical, HuggingFaceModel
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 from mtx.layers.model import Model
 from mtx.layers.norm import layer_norm
 
@@ -202,9 +202,8 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
             ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
             out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
     except Exception as error:  # whatever it makes of a config.json
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"transformers cannot run {theirs.directory}: {line}; use check='ours'"
+            f"transformers cannot run {theirs.directory}: {reason(error)}; use check='ours'"
         ) from error
     finally:
         logging.set_verbosity(level)

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 from mtx.huggingface import Shape
 
 DTYPES = {  # those of parameters
@@ -44,10 +44,10 @@ class SafetensorsFile:
                 self.tensors[name] = described.get_dtype(), shape
         except SafetensorError as error:
             raise UserError(
-                f"{self.path} is not a whole safetensors file: {_line(error)}"
+                f"{self.path} is not a whole safetensors file: {reason(error)}"
             ) from error
         except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {_line(error)}") from error
+            raise UserError(f"{self.path} cannot be read: {reason(error)}") from error
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """A tensor, or some rows of it, in its own dtype; UserError where that is not in DTYPES."""
@@ -61,12 +61,7 @@ class SafetensorsFile:
                 return self._file.get_tensor(name)[rows if shape else ...]
             return self._file.get_slice(name)[slice(*rows.indices(shape[0])[:2])]
         except (SafetensorError, ValueError, OSError) as error:
-            raise UserError(f"{self.path}: {name} cannot be read: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+            raise UserError(f"{self.path}: {name} cannot be read: {reason(error)}") from error
 
 
 def write_safetensors(

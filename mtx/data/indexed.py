@@ -29,7 +29,7 @@ import numpy as np
 
 from mtx.data.tokenizer_base import TokenizerIdentity
 from mtx.errors import UserError
-from mtx.files import Name, read_json
+from mtx.files import Name, open_file, read_json
 from mtx.paths import check_path
 
 MAGIC = b"MMIDIDX\0\0"
@@ -360,18 +360,18 @@ def sync(file) -> None:
 
 def _map(path: str) -> mmap.mmap | bytes:
     """The content of a file, mapped; of an empty file, which cannot be mapped, no bytes."""
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise UserError(
             f"{path} does not exist (from {Path.cwd()}); a dataset is a .bin and an .idx of one "
             "prefix"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+        )
+    with open_file(path) as file:
+        try:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise UserError(f"cannot read {path}: {error}") from None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mtx.data.tokenizer_base import Eod, Tokenizer, TokenizerIdentity, find_eod
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 
 BLANK = "\u2581"  # what SentencePiece writes for a blank
 _CUTS = re.compile(rf"(?<=[^\s{BLANK}])(?= [^\s{BLANK}])")  # before a single blank between words
@@ -35,8 +35,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._vocabulary = {self._processor.id_to_piece(n): n for n in range(count)}
             model = messages.ModelProto.FromString(data)
         except (RuntimeError, UnicodeDecodeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{name} must be a SentencePiece model: {reason}") from None
+            raise UserError(f"{name} must be a SentencePiece model: {reason(error)}") from None
         if eod == "auto" and self._processor.eos_id() >= 0:
             eod = self._processor.eos_id()
         eod = find_eod(self._vocabulary, name=name, eod=eod)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 from mtx.files import open_file, parse_json
 from mtx.paths import user_path
 
@@ -265,7 +265,7 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
                 before, read = read, file.tell()
                 yield block, read - before
         except (EOFError, zlib.error) as error:
-            raise UserError(f"cannot read {path}: {error}; copy it again") from None
+            raise UserError(f"cannot read {path}: {reason(error)}; copy it again") from None
 
 
 def _parquet_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
@@ -293,7 +293,7 @@ def _parquet_chunks(path: Path, reading: Reading) -> Iterator[Chunk]:
                     texts, read, length = [], 0, 0
             yield Chunk(file=str(path), texts=texts, read_bytes=read)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _library(name: str, what: str) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from mtx.data.tokenizer_base import Eod, Tokenizer, TokenizerIdentity, find_eod, hash_of
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 
 MOST_CHARACTERS = 2**22  # of one part: about 600 MB inside of `tokenizers`
 _PART_CHARACTERS = 2**13
@@ -42,7 +42,7 @@ class SubwordTokenizer(Tokenizer):
         try:
             self._model = tokenizers.Tokenizer.from_str(json.dumps(self.described))
         except Exception as error:  # the library raises nothing more special
-            raise UserError(f"{name} must be a tokenizer.json: {error}") from None
+            raise UserError(f"{name} must be a tokenizer.json: {reason(error)}") from None
         self._model.encode_special_tokens = True  # as text
         known = self.vocabulary()
         eod = find_eod(known, name=name, eod=eod)

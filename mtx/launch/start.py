@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Annotated, Any
 
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 from mtx.fields import Between, checked
 from mtx.launch.cluster import Cluster, ClusterOptions, find_cluster
 from mtx.launch.exits import LostProcess
@@ -164,10 +164,10 @@ def _connect(cluster: Cluster, options: ClusterOptions) -> None:
             heartbeat_timeout_seconds=_HEARTBEAT_S, shutdown_timeout_seconds=_SHUTDOWN_S,
         )  # fmt: skip
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
         raise LostProcess(
             f"process {cluster.process} of {cluster.processes} on {socket.gethostname()} did not "
-            f"meet the others at {cluster.coordinator} within {options.connect_s} s: {reason}"
+            f"meet the others at {cluster.coordinator} within {options.connect_s} s: "
+            + reason(error)
         ) from error
     options_of_jax: Any = jax.config  # whose type lacks some of its flags
     if options_of_jax.jax_cpu_collectives_implementation == "gloo":

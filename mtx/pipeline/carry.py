@@ -58,4 +58,4 @@ class Carry(NamedTuple):
     weights: Tree  # [1, N, ...], of the chunk of F and of that of B; None where all are gathered
     gradients: Gradients
     loss: jax.Array  # float32 []
-    moved: Any = None  # pieces that were gathered or scattered in a window of ticks, [K, ...]
+    moved: Any = None  # buckets that were gathered or scattered in a window of ticks, [K, ...]

@@ -377,7 +377,7 @@ class Run:
             return d
         return jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
 
-    def first_gradient(self, dx: Stream) -> Stream:
+    def dx_of_first(self, dx: Stream) -> Stream:
         """The first virtual stage's, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
 
@@ -386,7 +386,7 @@ class Run:
         virtual stage 0 already."""
 
         def compute(total, dx):
-            dx = dx if sent else self.first_gradient(dx)
+            dx = dx if sent else self.dx_of_first(dx)
             item = op.embed_backward
             batch, context = self.batch_of(item), self.context(item, IDLE)
             _, vjp = jax.vjp(lambda shared: self.model.embed(shared, batch, context), self.shared)

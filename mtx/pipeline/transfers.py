@@ -1,11 +1,11 @@
-"""ZeRO-1's collectives in pieces: a chunk's parameters gathered, and its gradients scattered, a
-piece with each pair of layers that a tick computes (`mtx.schedules.windows` says in which ticks).
+"""ZeRO-1's collectives in buckets: a chunk's parameters gathered, and its gradients scattered, one
+with each pair of layers that a tick computes (`mtx.schedules.windows` says in which ticks).
 
-A chunk's leaves, shards over the replicas, are laid end to end, and cut into equal pieces: so each
+A chunk's leaves, shards over the replicas, are laid end to end, and cut into equal buckets: so each
 pair of layers has as much traffic beside it, whatever the leaves are. XLA starts no collective
-before a loop to end it after: pieces are inside of it.
+before a loop to end it after: buckets are inside of it.
 
-Legend: N layers of a kind in a chunk · K pieces · d replicas
+Legend: N layers of a kind in a chunk · K buckets · d replicas
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class Transfers:
         """Elements of a chunk's shards."""
         return sum(math.prod(local.shape) for _, local in self._all)
 
-    def piece(self, pieces: int) -> int:
+    def bucket(self, buckets: int) -> int:
         """Elements of one of so many; the last ones are padded."""
-        return -(-self.size // pieces)
+        return -(-self.size // buckets)
 
     # -- parameters -------------------------------------------------------------------------------
 
-    def parameters(self, chunk: Tree, pieces: int):
+    def parameters(self, chunk: Tree, buckets: int):
         """[K, n] of this device's shards."""
         flat = jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(chunk)])
-        return self._cut(flat[None], pieces)[:, 0]
+        return self._cut(flat[None], buckets)[:, 0]
 
     @staticmethod
-    def gather(piece):
+    def gather(bucket):
         """[n] -> [d, n]"""
-        return lax.all_gather(piece, BATCH)
+        return lax.all_gather(bucket, BATCH)
 
-    def gathered(self, pieces) -> Tree:
-        """Leaves [N, ...], of all pieces [K, d, n]."""
-        flat, at, leaves = _joined(pieces), 0, []
+    def gathered(self, buckets) -> Tree:
+        """Leaves [N, ...], of all buckets [K, d, n]."""
+        flat, at, leaves = _joined(buckets), 0, []
         for shard, local in self._all:
             size = math.prod(local.shape)
             leaves.append(shard.from_shards(flat[:, at : at + size].reshape(-1, *local.shape)))
@@ -71,52 +71,52 @@ class Transfers:
 
     # -- gradients --------------------------------------------------------------------------------
 
-    def gradients(self, chunk: Tree, pieces: int):
+    def gradients(self, chunk: Tree, buckets: int):
         """[K, d, n] of gradients [N, ...]."""
         each = zip(self._all, jax.tree.leaves(chunk), strict=True)
         rows = [shard.to_shards(leaf) for (shard, _), leaf in each]
         flat = jnp.concatenate([row.reshape(row.shape[0], -1) for row in rows], axis=1)
-        return self._cut(flat, pieces)
+        return self._cut(flat, buckets)
 
     @staticmethod
-    def scatter(piece):
+    def scatter(bucket):
         """[d, n] -> [n], summed"""
-        return lax.psum_scatter(piece, BATCH)
+        return lax.psum_scatter(bucket, BATCH)
 
-    def scattered(self, pieces) -> Tree:
-        """This device's shards [N, ...] of the sums, of all pieces [K, n]."""
-        flat, at, leaves = pieces.ravel(), 0, []
+    def scattered(self, buckets) -> Tree:
+        """This device's shards [N, ...] of the sums, of all buckets [K, n]."""
+        flat, at, leaves = buckets.ravel(), 0, []
         for _, local in self._all:
             size = math.prod(local.shape)
             leaves.append(flat[at : at + size].reshape(local.shape))
             at += size
         return jax.tree.unflatten(jax.tree.structure(self.local), leaves)
 
-    def _cut(self, flat, pieces: int):
+    def _cut(self, flat, buckets: int):
         """[d, all] -> [K, d, n]"""
-        n = self.piece(pieces)
-        padded = jnp.pad(flat, ((0, 0), (0, n * pieces - flat.shape[1])))
-        return jnp.swapaxes(padded.reshape(len(flat), pieces, n), 0, 1)
+        n = self.bucket(buckets)
+        padded = jnp.pad(flat, ((0, 0), (0, n * buckets - flat.shape[1])))
+        return jnp.swapaxes(padded.reshape(len(flat), buckets, n), 0, 1)
 
 
-def _joined(pieces):
+def _joined(buckets):
     """[K, d, n] -> [d, K n]"""
-    return jnp.swapaxes(pieces, 0, 1).reshape(pieces.shape[1], -1)
+    return jnp.swapaxes(buckets, 0, 1).reshape(buckets.shape[1], -1)
 
 
 class Cargo(NamedTuple):
     """What a tick moves beside its layers."""
 
-    pieces: jax.Array  # [K, ...]
+    buckets: jax.Array  # [K, ...]
     first: jax.Array  # int32 [], of the tick's
     move: Callable
 
-    def piece(self, n) -> jax.Array:
+    def bucket(self, n) -> jax.Array:
         """Moved, with the tick's layer n."""
-        return self.move(read(self.pieces, self.first + n))
+        return self.move(read(self.buckets, self.first + n))
 
-    def write(self, moved: jax.Array, piece: jax.Array, n) -> jax.Array:
-        return write(moved, piece, self.first + n)
+    def write(self, moved: jax.Array, bucket: jax.Array, n) -> jax.Array:
+        return write(moved, bucket, self.first + n)
 
 
 class Traffic:
@@ -130,7 +130,7 @@ class Traffic:
         self._transfers = Transfers(shards=shards, local=local)
         self._gathers = {w: self._transfers.gather for w in gather_windows(schedule) if w.ticks}
         self._scatters = {w: self._transfers.scatter for w in scatter_windows(schedule) if w.ticks}
-        self._pieces: Any = None
+        self._buckets: Any = None
         later = {window.chunk for window in self._gathers}
         self._virtual = schedule.virtual
         self.chunks = {  # {chunk: {kind: leaves [1, N, ...]}}
@@ -161,15 +161,15 @@ class Traffic:
         count = window.ticks * layers
         if window in self._gathers:
             of_chunk = jax.tree.map(lambda a: a[window.chunk], self._layers)
-            self._pieces = self._transfers.parameters(of_chunk, count)
+            self._buckets = self._transfers.parameters(of_chunk, count)
         else:
             of_chunk = jax.tree.map(lambda a: a[window.chunk], gradients)
-            self._pieces = self._transfers.gradients(of_chunk, count)
-        shape = jax.eval_shape(self._move(window), self._pieces[0])
+            self._buckets = self._transfers.gradients(of_chunk, count)
+        shape = jax.eval_shape(self._move(window), self._buckets[0])
         return jnp.zeros((count, *shape.shape), shape.dtype)
 
     def cargo(self, window: Window, first) -> Cargo:
-        return Cargo(self._pieces, first, self._move(window))
+        return Cargo(self._buckets, first, self._move(window))
 
     def _move(self, window: Window) -> Callable:
         return (self._gathers | self._scatters)[window]

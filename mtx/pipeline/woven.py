@@ -131,7 +131,7 @@ class WovenRun(Run):
         # In the branches of head and embedding nothing could lie beside these.
         with jax.named_scope("broadcast"):
             y = self.last_output(y) if has_head else y
-            dx = self.first_gradient(dx) if phase.backward else dx
+            dx = self.dx_of_first(dx) if phase.backward else dx
         if phase.backward:
             carry = self.last_weights(carry, op, last)
             # Before the head, which waits for y.

@@ -109,13 +109,13 @@ class WovenLayers:
 
     def run(self, f: Side | None, b: Side | None, kept: Kept, cargo: Cargo | None = None) -> tuple:
         """(y, dx, kept, what waits for the weight gradients of B's last layer): F of one chunk and
-        B of another, or one of the two. cargo: a piece of it moves beside each layer."""
+        B of another, or one of the two. cargo: a bucket of it moves beside each layer."""
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.stream)
         if f is None and b is None:
             if cargo is not None:
 
                 def move(n, moved):
-                    return cargo.write(moved, cargo.piece(n), n)
+                    return cargo.write(moved, cargo.bucket(n), n)
 
                 kept = kept._replace(moved=lax.fori_loop(0, self.layers, move, kept.moved))
             return nothing, nothing, kept, ()
@@ -148,14 +148,14 @@ class WovenLayers:
         return x, d, kept, waits
 
     def _beside(self, cargo: Cargo | None, n, carry: tuple, pair: Callable) -> tuple:
-        """What `pair` makes of the carry, with a piece of the cargo moved beside it: begun before
+        """What `pair` makes of the carry, with a bucket of the cargo moved beside it: begun before
         and written after it."""
         if cargo is None:
             return pair(carry)
-        piece = cargo.piece(n)
+        bucket = cargo.bucket(n)
         (x, ahead, d, ahead_back, kept), waits = pair(carry)
-        piece, x, d, gradients = lax.optimization_barrier((piece, x, d, kept.gradients))
-        kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, piece, n))
+        bucket, x, d, gradients = lax.optimization_barrier((bucket, x, d, kept.gradients))
+        kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, bucket, n))
         return (x, ahead, d, ahead_back, kept), waits
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, n, carry, *, is_last=False):

@@ -110,6 +110,16 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
                 accumulate_bytes=0,
                 overlaps_tensor=True,
             ),
+            replace(
+                _MEGATRON_2021,
+                name="megatron-2023",
+                source="Megatron-LM as MegaScale (Jiang et al. 2024, arXiv 2402.15627) ran it: the "
+                "same in bfloat16 with FlashAttention-2, gradients reduced in float32",
+                attention="fused",
+                accumulate_bytes=0,
+                gradient_bytes=4,
+                overlaps_tensor=True,
+            ),
             Software(
                 name="mtx",
                 source="this program, counted and never measured: fused attention, float32 "

@@ -137,14 +137,11 @@ def _layout(plan: PricedRun) -> list[Row]:
         types += f", matmuls of layers' weights in float8 ({run.model.fp8})"
     sharded = {0: "nothing", 1: "masters and moments", 3: "parameters and all"}[plan.zero]
     source: Source = "chosen" if plan.chosen else "given"
-    woven = ", woven" if layout.weave == "on" else ""
     batch_chosen = any(choice.startswith("global_batch") for choice in plan.chosen)
     return [
         Row("Layout", "data x pipe x tensor", mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
-        Row(
-            "Layout", "schedule", f"{layout.schedule}, virtual v = {layout.virtual}{woven}", source
-        ),
+        Row("Layout", "schedule", layout.schedule_text, source),
         Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
         Row("Layout", "computes in", types, "given"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from mtx.errors import UserError
 from mtx.files import read_bytes
-from mtx.schedules.cells import misplaced, shorten
+from mtx.schedules.cells import misplaced
 from mtx.schedules.formats_csv import from_csv, to_csv
 from mtx.schedules.formats_text import (
     Row,
@@ -109,6 +109,6 @@ def from_json(text: str, name: str = "json") -> Schedule:
         record = json.loads(text)
     except json.JSONDecodeError as error:
         raise misplaced(error.lineno, error.colno, f"this is not JSON: {error.msg}") from None
-    except (RecursionError, ValueError) as error:  # brackets or digits without end
-        raise misplaced(1, 1, f"expected a schedule: {shorten(str(error))}") from None
+    except (RecursionError, ValueError):
+        raise misplaced(1, 1, "expected a schedule, not brackets or digits without end") from None
     return from_dict(record, name)

@@ -53,15 +53,15 @@ class DataShard:
         return lax.slice_in_dim(x, 0, self.size, axis=self.dim)
 
     def from_shards(self, shards):
-        """The parameter, of the shards of all replicas [d, ...]."""
-        dim = self.dim
+        """The parameter, of the shards of all replicas [d, ...]; of one that is sharded."""
+        dim = self.dim or 0
         whole = jnp.moveaxis(shards, 0, dim)
         shape = *whole.shape[:dim], -1, *whole.shape[dim + 2 :]
         return _row_major(self.unpad(whole.reshape(shape)))
 
     def to_shards(self, whole):
         """The inverse of `from_shards`."""
-        dim, whole = self.dim, self.pad(whole)
+        dim, whole = self.dim or 0, self.pad(whole)
         shape = *whole.shape[:dim], lax.axis_size(BATCH), -1, *whole.shape[dim + 1 :]
         return jnp.moveaxis(whole.reshape(shape), dim, 0)
 

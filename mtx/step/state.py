@@ -87,11 +87,12 @@ class States:
 
     @cached_property
     def shards(self) -> Tree:
-        """How every master is sharded over the replicas; in a chunk's own dims, so that one can be
-        gathered, or in a layer's, where the pipeline gathers it."""
+        """How every master is sharded over the replicas; in a chunk's own dims or in a layer's,
+        where the pipeline gathers one at a time."""
+        windows = self.run.layout.by_windows(self.run.model)
 
         def shard(path, a, spec, by_pipeline):
-            stacked = 3 if by_pipeline else 2 if is_of_layers(path) else 0
+            stacked = 3 if by_pipeline else 2 if windows and is_of_layers(path) else 0
             replicas = self.run.layout.replicas
             return shard_over_replicas(a.shape, spec, replicas=replicas, stacked=stacked)
 

@@ -138,8 +138,9 @@ def _schedule_text(trainer: Trainer) -> str:
     table, layout = trainer.schedule, trainer.run.layout
     slices = f", slices = {table.slices}" if table.slices > 1 else ""
     idle = bubble_text(simulate(table, model="lockstep").bubble_over_ideal)
+    woven = ", woven ticks" if layout.weave == "on" else ""
     return (
-        f"{layout.schedule}, v = {table.virtual}, m = {table.microbatches}{slices}: {idle}, "
+        f"{layout.schedule}, v = {table.virtual}, m = {table.microbatches}{slices}{woven}: {idle}, "
         "F, B and W taking equally long"
     )
 

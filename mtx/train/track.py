@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mtx.config import RunConfig, to_dict
 from mtx.config.run import Track
-from mtx.errors import UserError
+from mtx.errors import UserError, reason
 
 _AXIS = ("kind", "step", "t_s")  # of a record; its other numbers are curves
 
@@ -63,7 +63,7 @@ class WeightsAndBiases:
             )  # fmt: skip
         except Exception as error:  # it raises errors of many kinds, for a login or a network
             raise UserError(
-                f"track='wandb' did not start ({str(error).splitlines()[0]}); log in, set "
+                f"track='wandb' did not start ({reason(error)}); log in, set "
                 "WANDB_MODE=offline, or leave it out"
             ) from error
 

@@ -52,7 +52,8 @@ _STYLE = (
 .mtx{font:13px/1.45 system-ui,sans-serif;color:%(ink)s;background:#fff;padding:8px;
 box-sizing:border-box;max-width:100%%;overflow-wrap:anywhere}
 .mtx h4{margin:12px 0 4px;font-size:13px}.mtx svg{display:block;max-width:100%%;height:auto}
-.mtx .row{display:flex;flex-wrap:wrap;gap:4px 28px}.mtx .row>div{flex:1 1 380px;min-width:0}
+.mtx .row{display:flex;flex-wrap:wrap;gap:4px 28px}
+.mtx .row>div{flex:1 1 380px;min-width:0;overflow-x:auto}
 .mtx table{border-collapse:collapse;font-size:12px;margin:0;width:100%%}
 .mtx td,.mtx th{text-align:left;padding:1px 10px 1px 0;vertical-align:top;white-space:normal}
 .mtx td:first-child,.mtx .held td:nth-child(2),.mtx th{white-space:nowrap}
@@ -85,7 +86,7 @@ def _headline(look: Look) -> str:
     ]
     sizes = (
         f"{shape_text(layout)} = {layout.devices:,}, "
-        f"virtual {layout.virtual}, microbatches {plan.run.microbatches} of {layout.microbatch}"
+        f"{layout.schedule_text}, microbatches {plan.run.microbatches} of {layout.microbatch}"
     )
     chosen = [tag("small", escape(why)) for why in plan.chosen]
     said = f"{' · '.join(facts)} <small>(predicted)</small>"
@@ -198,11 +199,11 @@ def _tooltip(look: Look, device: Device, ranks: range) -> str:
 
 def _pictures(plan: Plan) -> str:
     """Memory, time of a step, and schedule."""
-    figure = new_figure(7.5, 7.6)
-    memory, time, schedule = split_figure(figure, 2.1, 2.9, 2.6)
-    fill_bars(memory.add_subplot(), [plan])
+    figure = new_figure(5.4, 8.2)  # about as wide as its column, so that its text stays readable
+    memory, time, schedule = split_figure(figure, 2.4, 3.0, 2.8)
+    fill_bars(memory.add_subplot(), [plan], columns=2)
     fill_time(time.add_subplot(), plan)
-    fill_schedule(schedule.add_subplot(), plan, (6.6, 1.8))
+    fill_schedule(schedule.add_subplot(), plan, (4.5, 1.9))
     return Picture(figure=figure).svg()
 
 

@@ -60,8 +60,10 @@ def draw_memory(
     return picture.save_figure(figure, path)
 
 
-def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = None) -> None:
-    """The bars of `draw_memory`."""
+def fill_bars(
+    axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = None, *, columns: int = 4
+) -> None:
+    """The bars of `draw_memory`, with a legend of so many columns."""
     device = plans[0].hardware
     longest = max(plan.memory.total_bytes for plan in plans) / GIB
     # A toy's bars would not be seen beside a whole device.
@@ -83,7 +85,7 @@ def fill_bars(axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = 
                 share * device.memory_gib, 1.01, text, transform=axes.get_xaxis_transform(),
                 fontsize=7, color=LIMIT, ha=align, va="bottom",
             )  # fmt: skip
-    picture.legend_below(axes, 4)
+    picture.legend_below(axes, columns)
 
 
 def _fill_stages(axes: Axes, plan: Plan, waiting: np.ndarray) -> None:

@@ -92,7 +92,7 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
         ("", f"{model.family}, {shape}"),
         ("layout", f"{sizes}{parallel}"),
         ("", f"zero={layout.zero}, recompute={layout.recompute}, stash={layout.stash}"),
-        ("schedule", f"{layout.schedule}, virtual v = {layout.virtual}"),
+        ("schedule", layout.schedule_text),
         ("", f"m = {run.microbatches} microbatches{slices} a replica, of b = {layout.microbatch}"),
         ("data", f"{names}, tokenizer {run.data.tokenizer}, seed {run.data.seed}"),
         ("", f"{run.global_batch:,} sequences, {tokens:,} tokens a step"),
