@@ -20,6 +20,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from mtx.sharding.fp8 import SCALED_DOT, arrays_of
+
 Arrays = tuple[jax.Array, ...]
 Tree = Any
 _STREAM = 1  # its position among the arguments of a layer
@@ -60,14 +62,15 @@ class LayerVJP:
         return y, tuple(jax.tree.leaves(_without_given(vjp)))
 
     def backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
-        """The gradients of (params, stream, *given); float0 or None where there is none."""
+        """The gradients of (params, stream, *given), one array a parameter; float0 or None where
+        there is none."""
         vjp = jax.tree.unflatten(self._structure, residuals)
         arguments = self._gather(params), None, *given
         for position, value in enumerate(arguments):
             if position != _STREAM:
                 vjp.args_res[position] = value
         dparams, *others = vjp(dy)
-        return self._reduce_scatter(dparams), *others
+        return self._reduce_scatter(arrays_of(dparams)), *others
 
     def _backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
         """(the gradients of params, those of stream and cache)"""
@@ -244,7 +247,7 @@ def _evaluate(jaxpr, constants, arguments) -> list:
     for eqn in jaxpr.eqns:
         inputs = [read(var) for var in eqn.invars]
         inner = eqn.params.get(NESTED.get(eqn.primitive.name, ""))
-        if inner is not None:
+        if inner is not None and not is_matmul(eqn):
             constants = inner.consts if isinstance(inner, ClosedJaxpr) else ()
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             outputs = _evaluate(body, constants, inputs)
@@ -252,6 +255,12 @@ def _evaluate(jaxpr, constants, arguments) -> list:
             outputs = bind(jaxpr, eqn, inputs)
         values.update(zip(eqn.outvars, outputs))
     return [read(var) for var in jaxpr.outvars]
+
+
+def is_matmul(eqn) -> bool:
+    """Whether an equation is a product alone, or one of float8 tensors with its scale, which stays
+    one equation."""
+    return eqn.primitive.name == "dot_general" or eqn.params.get("name") == SCALED_DOT
 
 
 def divide(flat, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
@@ -263,7 +272,7 @@ def divide(flat, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
     for i, eqn in enumerate(flat.eqns):
         if i in wanted and i not in needed:
             follows = any(not isinstance(v, Literal) and v in made_later for v in eqn.invars)
-            if follows or eqn.primitive.name == "dot_general":
+            if follows or is_matmul(eqn):
                 later.add(i)
                 made_later.update(eqn.outvars)
     # What only W uses moves there too, where that leaves less, or no more, to wait.

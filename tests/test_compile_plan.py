@@ -465,3 +465,36 @@ def test_float8_matmuls_are_cublas_own():
     program = read_program(compiled_for_gpus(FLOAT8, "--xla_gpu_enable_triton_gemm=false"))
     assert program.custom_calls() == {"__cublas$lt$matmul$f8": 1}
     assert program.matmul_flops() == 2 * 256**3
+
+
+@needs_gpu_compiler
+@pytest.mark.skipif(xla.version() < xla.IN_PLACE, reason="of jax 0.12 on")
+def test_float8_is_three_products_of_each_linear_layer():
+    """Four of them in a layer, and no other product: none of attention, embedding or head, and
+    none that is computed in 16 bits after all."""
+    script = STEP.replace("vocab=8000", "vocab=8000, fp8='hybrid'")
+    script = script.replace("virtual=2", "virtual=1").replace('idle="phases"', 'idle="skip"')
+    text = compiled_for_gpus(script)  # one loop of ticks, with one of layers in F and one in B
+    calls = re.findall(
+        r" custom-call\((.*?)\), .*__cublas\$lt\$matmul\$f8.*op_name=\"([^\"]*)", text
+    )
+    assert len(calls) == 12 == read_program(text).custom_calls()["__cublas$lt$matmul$f8"]
+    for operands, name in calls:  # which are two matrices and their scales: the product's is in it
+        assert "scaled_dot" in name
+        assert not all("constant" in each for each in operands.split(", ")[2:])
+    assert sum("/F/" in name for _, name in calls) == 4
+    assert not re.search(r" = \S+ (dot|scaled-dot)\([^\n]*scaled_dot", text)
+    for dims in ("2048,1024", "1024,2048", "1024,3,4,128", "4,128,1024"):  # added where they lie
+        sums = re.findall(rf"= (\S+)\[1,4,{dims}\]\S* fusion\([^\n]*pipeline/while/", text)
+        assert sums == ["f32"], dims
+
+
+@needs_gpu_compiler
+def test_float8_is_counted():
+    model = ModelConfig(layers=4, hidden=1024, heads=8, sequence=1024, vocab=8000, fp8="e4m3")
+    run = RunConfig(model=model, layout=Layout(data=2, tensor=2, zero=3), global_batch=8)
+    compiled = compile_plan(run, target="h100")
+    assert compiled.matmul_flops == pytest.approx(compiled.formula_flops, rel=1e-12)
+    backend = "cuda" if "cuDNN" in compiled.label else "xla"
+    memory = predict_memory(model, run.layout, 8, backend=backend)
+    assert memory.total_bytes == pytest.approx(compiled.total_bytes, rel=0.15)

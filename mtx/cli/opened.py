@@ -8,7 +8,7 @@ from typing import Any
 from mtx.cli.options import Line, part
 from mtx.config import Layout, ModelConfig, RunConfig
 
-ComputedIn = part(ModelConfig, "compute_dtype")  # its checkpoints hold float32
+ComputedIn = part(ModelConfig, "compute_dtype", "fp8")  # its checkpoints hold float32
 AnyLayout = part(Layout)
 
 

@@ -174,7 +174,7 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
     """Chooses GPUs, batch and layout where they are not given. known: the preset's run."""
     options, target = asked.options, asked.target or "a100-80gb"
     device = load_hardware(target)
-    device.peak_flops(model.compute_dtype)
+    device.check(model)
     fixed = _fixed(asked)
     chosen = _said_sizes(model, asked.sizes) if known is None else []
 

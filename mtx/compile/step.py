@@ -61,6 +61,7 @@ def compile_plan(
     where the compiler fails, with the line that says why.
     """
     layout = run.layout
+    hardware(target).check(run.model)
     kernel = kernel_of(run.model, hardware(target).backend, layout.slices)
     if kernel == "cudnn" and layout.attention == "blocked":
         kernel = "blocked"

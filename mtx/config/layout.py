@@ -86,11 +86,11 @@ class Layout:
         """The parts into which the batch is split."""
         return math.prod(self.sizes[axis] for axis in BATCH)
 
-    @property
-    def by_windows(self) -> bool:
+    def by_windows(self, model: ModelConfig) -> bool:
         """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
-        ticks (`mtx.schedules.windows`)."""
-        return self.weave == "on" and self.zero == 1 and self.virtual > 1 and self.replicas > 1
+        ticks (`mtx.schedules.windows`): of parameters of one type."""
+        several = self.virtual > 1 and self.replicas > 1
+        return self.weave == "on" and self.zero == 1 and several and model.fp8 == "off"
 
     @property
     def vocab_shards(self) -> int:
@@ -133,6 +133,8 @@ class Layout:
                 f"kv_heads={groups} can neither be divided over tensor={self.tensor} nor be "
                 f"repeated on it; use tensor={nearest_divisors(common, self.tensor)}"
             )
+        if model.fp8 != "off":
+            self._check_fp8(model)
         if self.slices > 1 and not model.causal:
             raise UserError(
                 f"slices={self.slices} needs a model that sees no later positions, and family="
@@ -156,3 +158,26 @@ class Layout:
                 f"{nearest_multiples(model.sequence, self.slices * self.tensor)} "
                 "or sequence_parallel=False"
             )
+
+    def _check_fp8(self, model: ModelConfig) -> None:
+        """Of float8 the matmuls of GPUs take sizes in units of 16. A head that is repeated would
+        have its gradient rounded in parts."""
+        if model.groups % self.tensor:
+            raise UserError(
+                f"fp8={model.fp8!r} needs kv_heads={model.groups} to be a multiple of tensor="
+                f"{self.tensor}; use tensor={nearest_divisors(model.groups, self.tensor)}, or "
+                "fp8='off'"
+            )
+        t, size = self.tensor, model.head_size
+        sizes = {
+            "hidden": model.hidden, "ffn_hidden/tensor": model.ffn_hidden // t,
+            "heads*head_size/tensor": model.heads * size // t,
+            "kv_heads*head_size/tensor": model.groups * size // t,
+            "microbatch*sequence/slices": self.microbatch * model.sequence // self.slices,
+        }  # fmt: skip
+        for name, value in sizes.items():
+            if value % 16:
+                raise UserError(
+                    f"fp8={model.fp8!r} needs multiples of 16, and {name}={value}; use "
+                    f"{nearest_multiples(value, 16)}, or fp8='off'"
+                )

@@ -48,6 +48,7 @@ class Matmul(NamedTuple):
     times: float = 1  # how often it runs: branches of a conditional are equally likely
     seen: float = 1  # the share of it that attention's mask leaves
     fused: bool = False  # in a kernel that keeps its result to itself
+    float8: bool = False  # of operands in float8
 
     def shape(self, rows: int, vocab: int = 0) -> tuple[int, ...]:
         """(batch, m, n, k)"""

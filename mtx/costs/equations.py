@@ -207,7 +207,7 @@ class Reader:
             m=_product(n for dim, n in enumerate(left) if dim not in (*contract, *batch)),
             n=_product(n for dim, n in enumerate(right) if dim not in (*k_right, *batch_right)),
             k=_product(left[dim] for dim in contract),
-            times=times,
+            times=times, float8=eqn.invars[0].aval.dtype.itemsize == 1,
         )  # fmt: skip
         self.matmuls.append(matmul)
         if not weight:

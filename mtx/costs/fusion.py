@@ -4,7 +4,8 @@ Stored are the arguments and the results of a pass, what matmuls and the like re
 sums over rows. All else is computed where it is read, and again for each reader; so are sums along
 a row, stored or not. A kernel makes what is stored from what is stored; those that read the same
 are one, and so are sums over rows where one reads a part of what another does. A matmul, or a sum
-over rows, writes its result with what follows from it and from parameters alone, as with a bias.
+over rows, writes its result with what follows from it, from parameters and from numbers alone, as
+with a bias or a scale.
 Reshaped, transposed or cut out an array is the same.
 """
 
@@ -59,7 +60,7 @@ class Kernels:
         if eqn is None or eqn.primitive.name in self.own:
             return
         reads = self._reads(eqn)
-        arrays = frozenset(a for a in reads if not self.tags.get(a))
+        arrays = frozenset(a for a in reads if not self.tags.get(a) and a.aval.ndim)
         if len(arrays) == 1:
             (only,) = arrays
             made = self.made_by.get(only)

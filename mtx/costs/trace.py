@@ -35,7 +35,9 @@ from mtx.costs.cost import (
 from mtx.costs.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
 from mtx.layers.model import Model
 from mtx.sharding.axes import AXES, axes_of
+from mtx.sharding.fp8 import is_quantised, weight
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import QUANTISED
 from mtx.vjp import LayerVJP
 
 _PIPE = 2  # the vocabulary is sharded over stages too; on how many, nothing else depends
@@ -112,17 +114,22 @@ class _Traced:
         return tuple(found)
 
     def _local(self, *names: str) -> Tree:
-        """The parameters of one device, in the compute type."""
+        """The parameters of one device, as its layers are given them."""
         dtype = jnp.dtype(self.model.config.compute_dtype)
 
-        def cut(leaf, spec):
+        def cut(leaf, spec, role, inputs):
             shape = list(leaf.shape)
             for dim, entry in enumerate(spec):
                 shape[dim] //= math.prod(self.sizes[axis] for axis in axes_of([entry]))
-            return jax.ShapeDtypeStruct(shape, dtype)
+            local = jax.ShapeDtypeStruct(shape, dtype)
+            if fp8 == "off" or names[0] != "layers" or role not in QUANTISED:
+                return local
+            quantised = partial(weight, fp8=fp8, dtype=dtype.name)
+            return jax.eval_shape(lambda w: quantised(w).with_transposed(inputs, 0), local)
 
-        shapes, specs = (self._tree(tree, *names) for tree in (self.shapes, self.model.specs))
-        return jax.tree.map(cut, shapes, specs)
+        model, fp8 = self.model, self.model.config.fp8
+        trees = self.shapes, model.specs, model.roles, model.inputs
+        return jax.tree.map(cut, *(self._tree(tree, *names) for tree in trees))
 
     def _batch(self) -> Tree:
         """Arrays of one item: a microbatch, or a slice of its sequences."""
@@ -161,7 +168,9 @@ class _Traced:
 def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
     """Fields of a cost: of `function(params, stream, *given)` and of its backward pass."""
     vjp = LayerVJP(function, params, stream, *given)
-    names = {at: _name(path) for at, (path, _) in enumerate(tree_leaves_with_path(params))}
+    parameters = tree_leaves_with_path(params, is_leaf=is_quantised)
+    names = {at: _name(path) for at, (path, _) in enumerate(parameters)}  # of the gradients
+    read_as = dict(enumerate(_name(path) for path, w in parameters for _ in jax.tree.leaves(w)))
 
     def backward(residuals, params, given, dy):
         dparams, dx, *others = vjp.backward(residuals, params, given, dy)
@@ -175,9 +184,9 @@ def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
     first = len(forward.outvars) - len(vjp.residuals)  # what B does not read nobody stores
     kept = [at < first or both.is_read[at - first] for at in range(len(forward.outvars))]
     outputs = [var for var, is_kept in zip(forward.outvars, kept, strict=True) if is_kept]
-    read.add("F", forward.eqns, outputs, forward.tags(names))
+    read.add("F", forward.eqns, outputs, forward.tags(read_as))
     waiting = len(vjp.residuals)
-    tags = both.tags({at + waiting: name for at, name in names.items()})
+    tags = both.tags({at + waiting: name for at, name in read_as.items()})
     read.add("B", *of_b, tags)
     read.add("W", *of_w, tags, made=both.made(names))
     residuals = zip(vjp.residuals, kept[first:], strict=True)

@@ -166,7 +166,7 @@ class Programs:
         """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
 
         def gather(masters):
-            params = self._trainer.step.gather(masters)
+            params = self._trainer.step.gather(masters, float8=False)
             return params | {"layers": jax.tree.map(lambda a: a[None], params["layers"])}
 
         masters = self._trainer.states.specs.params

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
+Fp8 = Literal["off", "hybrid", "e4m3"]  # as Megatron-LM's --fp8-format
 Objective = Literal["next token", "masked tokens"]
 
 
@@ -73,6 +74,8 @@ class ModelConfig:
     norm_epsilon: float = 1e-5  # under the root of a norm
     vocab_multiple: Width = 128  # the vocabulary is padded to a multiple of this times its shards
     compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
+    # matmuls of layers' weights in float8: e4m3, "hybrid" with output gradients in e5m2
+    fp8: Fp8 = "off"
 
     def __new__(cls, **values: Any) -> ModelConfig:
         if cls is ModelConfig:
@@ -93,6 +96,11 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.fp8 != "off" and self.compute_dtype == "float16":
+            raise UserError(
+                f"fp8={self.fp8!r} is not for compute_dtype='float16', in which products of float8 "
+                "overflow; use compute_dtype='bfloat16' or fp8='off'"
+            )
         self.check()
 
     def check(self) -> None:

@@ -102,7 +102,8 @@ class GroupedProjection(nnx.Module):
     def __call__(self, x_BsD):
         """(q_BShK, kv_BSngK)"""
         repeats = None, 2 if self._repeated else None
-        projected = column_products(x_BsD, (self.q[...], self.kv[...]), repeats, self.axes)
+        weights = self.q.get_value(), self.kv.get_value()
+        projected = column_products(x_BsD, weights, repeats, self.axes)
         if self.bias:
             projected = (
                 add_bias(projected[0], self.q_bias[...], self.axes),

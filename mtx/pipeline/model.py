@@ -50,6 +50,11 @@ class PipelineModel(Protocol):
         ...
 
     @property
+    def inputs(self) -> Tree:
+        """How many of a matrix's first dims are inputs; a tree like `specs`."""
+        ...
+
+    @property
     def vocab_rows(self) -> int:
         """V, of a dim that `specs` shards over `pipe`."""
         ...

@@ -31,6 +31,7 @@ from mtx.sharding.collectives import (
     shard_of_sequence,
     shift,
 )
+from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
 
 Tree = Any
@@ -66,7 +67,8 @@ class Run:
         self.shared, self.batch = {part: params[part] for part in ("embed", "head")}, batch
         shards, unit = pipeline.data_shards, self.layout.zero_unit
         chunks, layers = (shards if unit == wanted else None for wanted in ("chunk", "layer"))
-        self.weights = Weights(layers=params["layers"], shards=chunks)
+        inputs = self.model.inputs["layers"]
+        self.weights = Weights(layers=params["layers"], inputs=inputs, shards=chunks)
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement
@@ -82,7 +84,9 @@ class Run:
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split,
-            shards=layers and {kind: LayerShards(own) for kind, own in layers.items()},
+            shards=layers and {
+                kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
+            },
         )  # fmt: skip
 
     # -- what lies where ------------------------------------------------------------------------
@@ -132,7 +136,7 @@ class Run:
         def zeros(by_w: bool):
             return jax.tree.map(
                 lambda a, is_by_w: _float_zeros(a) if is_by_w == by_w else None,
-                self.weights.gathered(held),
+                arrays_of(self.weights.gathered(held)),
                 made_by_w,
             )
 

@@ -26,6 +26,7 @@ from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
+from mtx.sharding.fp8 import arrays_of
 from mtx.vjp import LayerVJP
 
 Tree = Any
@@ -203,7 +204,7 @@ class Stage:
     def made_by_w(self) -> Tree:
         """Which gradients W makes; B makes the others. bool, like the parameters."""
         if not self.split:
-            return jax.tree.map(lambda _: False, self.layer_params)
+            return jax.tree.map(lambda _: False, arrays_of(self.layer_params))
         return {kind: vjp.cut.made_by_w for kind, vjp in self.vjps.items()}
 
     # -- layers -----------------------------------------------------------------------------------

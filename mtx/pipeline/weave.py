@@ -146,7 +146,8 @@ class _Node:
             twice = 2 if self.eqn.primitive.name in ("psum", "pmax") else 1
             seconds = twice * max(moved) / _link(self.eqn)
             return Step(seconds, True, self.later, self.side)
-        seconds = max(flops / _FLOPS, sum(moved) / _MEMORY)
+        rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
+        seconds = max(flops / rate, sum(moved) / _MEMORY)
         return Step(seconds, False, self.later, self.side)
 
     def compute(self, values: Sequence) -> list:

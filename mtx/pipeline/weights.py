@@ -12,6 +12,7 @@ Legend: C chunks · N layers of a kind in a chunk
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline import slots
+from mtx.sharding.fp8 import arrays_of, is_quantised
 
 Tree = Any
 
@@ -28,12 +30,12 @@ class LayerShards:
     """How one layer's parameters are sharded over the replicas."""
 
     shards: Tree
+    inputs: Tree  # how many of a matrix's first dims are
 
     def gather(self, params: Tree) -> Tree:
+        gather = partial(_gathered, stacked=0)
         with jax.named_scope("all_gather"):
-            return jax.tree.map(
-                lambda a, shard: shard.gather(a, a.dtype, stacked=False), params, self.shards
-            )
+            return jax.tree.map(gather, params, self.shards, self.inputs, is_leaf=is_quantised)
 
     def reduce_scatter(self, gradients: Tree) -> Tree:
         """In float32; those of what is not sharded as they are."""
@@ -52,6 +54,7 @@ class Weights:
     """The parameters of a stage's layers."""
 
     layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
+    inputs: Tree  # how many of a matrix's first dims are
     shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: no chunk is gathered
 
     @property
@@ -78,14 +81,15 @@ class Weights:
             return lax.cond(wanted, self._gather, lambda _: held, chunk)
 
     def _gather(self, chunk) -> Tree:
-        def gather(a, shard):
-            return shard.gather(slots.read(a, chunk), a.dtype)[None]
+        def gather(a, shard, inputs):
+            whole = _gathered(slots.read(a, chunk), shard, inputs, stacked=1)
+            return jax.tree.map(lambda a: a[None], whole)
 
-        return jax.tree.map(gather, self.layers, self.shards)
+        return jax.tree.map(gather, self.layers, self.shards, self.inputs, is_leaf=is_quantised)
 
     def sums(self) -> Tree:
         """Float32 zeros like the parameters' shards; None where gradients are summed later."""
-        return None if self.shards is None else _zeros(self.layers, jnp.float32)
+        return None if self.shards is None else _zeros(arrays_of(self.layers), jnp.float32)
 
     def reduce_scatter(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
         """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over
@@ -105,6 +109,19 @@ class Weights:
 
         with jax.named_scope("reduce_scatter"):
             return lax.cond(done, scatter, lambda *kept: kept, gradients, sums)
+
+
+def _gathered(a, shard, inputs: int, *, stacked: int):
+    """A parameter of a layer, or of so many dims of them, whole; one in float8 transposed as well,
+    where it is not yet."""
+
+    def whole(a):
+        return shard.gather(a, a.dtype, stacked=bool(stacked))
+
+    if not is_quantised(a):
+        return whole(a)
+    a = a.apply(whole)
+    return a.with_transposed(inputs, stacked) if a.transposed is None else a
 
 
 def _zeros(tree: Tree, dtype=None) -> Tree:

@@ -27,6 +27,7 @@ from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
 from mtx.schedules.partition import Placement
+from mtx.sharding.fp8 import arrays_of
 from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
 
 Tree = Any
@@ -286,6 +287,11 @@ class KindStrands:
         return len(jax.tree.leaves(self.vjp.params))
 
     @property
+    def gradients(self) -> int:
+        """How many B gives, of parameters."""
+        return len(jax.tree.leaves(arrays_of(self.vjp.params)))
+
+    @property
     def outputs(self) -> Any:
         """The structure of (stream, residuals)."""
         return jax.tree.structure((self.vjp.output, self.vjp.residuals))
@@ -342,7 +348,7 @@ class KindStrands:
         strand = self.vjp.strands[1]
         read_by_w = {
             atom
-            for place in weight_equations(strand, self.first)
+            for place in weight_equations(strand, self.gradients)
             for atom in variables_of(strand.eqns[place].invars)
         }
         residuals = strand.invars[: len(self.vjp.residuals)]
@@ -361,13 +367,13 @@ class KindStrands:
 
     @cached_property
     def _later(self) -> frozenset:
-        return weight_equations(self._of_b[False][1], self.first)
+        return weight_equations(self._of_b[False][1], self.gradients)
 
     def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
         """What B gives: (gradients of the parameters, that of the stream, what waits)"""
         if cut or self.split:
             dparams, others, waits = self.cut.of_b(values)
             return dparams, others[0], waits
-        structure = jax.tree.structure((self.vjp.params, (self.vjp.stream,)))
+        structure = jax.tree.structure((arrays_of(self.vjp.params), (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
         return dparams, dstream, ()

@@ -106,11 +106,12 @@ class Shard:
     def group(self) -> Group:
         return Group(size=self.tensor, stride=1)
 
-    def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """`batch` products [m, k] x [k, n] in the compute type, by `mtx.plan.gemm.matmul_s`."""
+    def product_s(self, m: int, n: int, k: int, batch: int = 1, *, dtype: str = "") -> float:
+        """`batch` products [m, k] x [k, n], by `mtx.plan.gemm.matmul_s`; dtype: of the operands, by
+        default the compute type."""
         return matmul_s(
-            m, n, k, batch=batch, dtype=self.model.compute_dtype, item_bytes=self.item_bytes,
-            **self.machine,
+            m, n, k, batch=batch, dtype=dtype or self.model.compute_dtype,
+            item_bytes=self.item_bytes, **self.machine,
         )  # fmt: skip
 
     def memory_s(self, moved_bytes: float, kernels: int = 0) -> float:
@@ -139,10 +140,12 @@ class Shard:
 def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     """One layer. recompute: "selective" is the attention's scores again, "full" the layer."""
     cost = shard.cost(kind)
-    weights = [each.shape(shard.microbatch) for each in cost.weights]
+    weights = [
+        (*each.shape(shard.microbatch), "float8" if each.float8 else "") for each in cost.weights
+    ]
     attention_forward_s, attention_backward_s = _attention_s(shard, cost)
     forward = Work(
-        matmul_s=sum(shard.product_s(m, n, k, batch) for batch, m, n, k in weights),
+        matmul_s=sum(shard.product_s(m, n, k, b, dtype=t) for b, m, n, k, t in weights),
         attention_s=attention_forward_s,
         elementwise_s=_elementwise_s(shard, cost, "F"),
         tensor_comm_s=_comm_s(shard, cost, "F"),
@@ -150,8 +153,8 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     copies = shard.calibration.software.stash_copies
     kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
     stashed = Work(elementwise_s=shard.memory_s(copies * kept_bytes))
-    inputs_s = [shard.product_s(m, k, n, batch) for batch, m, n, k in weights]
-    weights_s = [shard.product_s(k, n, m, batch) for batch, m, n, k in weights]
+    inputs_s = [shard.product_s(m, k, n, b, dtype=t) for b, m, n, k, t in weights]
+    weights_s = [shard.product_s(k, n, m, b, dtype=t) for b, m, n, k, t in weights]
     backward = Work(
         matmul_s=sum(inputs_s),
         attention_s=attention_backward_s,
@@ -162,7 +165,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         backward += forward
     elif recompute == "selective":
         backward += Work(attention_s=attention_forward_s)
-    size = sum(batch * k * n for batch, _, n, k in weights)
+    size = sum(batch * k * n for batch, _, n, k, _ in weights)
     weight = Work(
         matmul_s=sum(weights_s),
         elementwise_s=_accumulate_s(shard, size, len(weights)),

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
 from mtx.errors import UserError, shown, unknown_name
+from mtx.families import ModelConfig
 from mtx.fields import Between, checked
 from mtx.files import read_toml
 from mtx.plan.attention import Backend
@@ -47,6 +48,12 @@ class Hardware:
                 f"{self.name} has no unit for {dtype}; use {' or '.join(self.peak_tflops)}"
             )
         return self.peak_tflops[dtype] * 1e12
+
+    def check(self, model: ModelConfig) -> None:
+        """UserError where it has no unit for a type in which the model computes."""
+        self.peak_flops(model.compute_dtype)
+        if model.fp8 != "off" and "float8" not in self.peak_tflops:
+            raise UserError(f"{self.name} has no unit for fp8={model.fp8!r}; use fp8='off'")
 
     @property
     def memory_bytes(self) -> float:

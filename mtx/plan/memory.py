@@ -77,7 +77,7 @@ def predict_memory(
         working += device.gathered_layer_bytes()
     else:
         parameters, gradients = parameters + gathered[0], gradients + gathered[1]
-    if replace(layout, zero=zero or 1).by_windows:
+    if replace(layout, zero=zero or 1).by_windows(model):
         # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
     shards = 1 if zero == 0 else layout.data

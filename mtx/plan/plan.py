@@ -89,7 +89,7 @@ def make_plan(
         raise UserError(f"zero={zero} must be 0 (nothing), 1 (optimizer) or 3 (parameters too)")
     device = target if isinstance(target, Hardware) else load_hardware(target)
     name = target if isinstance(target, str) else target.name
-    device.peak_flops(run.model.compute_dtype)  # where there is none, say so first
+    device.check(run.model)  # where there is no such unit, say so first
     layout, why = resolve(with_zero(run.layout, zero), run.model, run.global_batch)
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch

@@ -132,6 +132,9 @@ def _layout(plan: PricedRun) -> list[Row]:
     kept = f"recompute={layout.recompute}, stash={layout.stash}"
     if layout.tensor > 1:
         kept += f", sequence_parallel={layout.sequence_parallel}"
+    types = run.model.compute_dtype
+    if run.model.fp8 != "off":
+        types += f", matmuls of layers' weights in float8 ({run.model.fp8})"
     sharded = {0: "nothing", 1: "masters and moments", 3: "parameters and all"}[plan.zero]
     source: Source = "chosen" if plan.chosen else "given"
     woven = ", woven" if layout.weave == "on" else ""
@@ -144,7 +147,7 @@ def _layout(plan: PricedRun) -> list[Row]:
         ),
         Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
-        Row("Layout", "computes in", run.model.compute_dtype, "given"),
+        Row("Layout", "computes in", types, "given"),
         Row("Layout", "activations", kept, source),
         Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
     ]

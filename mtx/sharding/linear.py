@@ -13,7 +13,6 @@ its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mtx.sharding.collectives import (
-    all_gather_sequence,
-    copy_to,
-    reduce_from,
-    reduce_scatter_sequence,
-    scatter_sequence,
-)
+from mtx.sharding import fp8
+from mtx.sharding.collectives import all_gather_sequence, copy_to, reduce_scatter_sequence
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
@@ -38,51 +32,79 @@ MATMUL_OUTPUT = "matmul_output"  # what selective recomputation keeps
 
 def _product(x, w, inputs: int):
     """x[..., inputs] times w[inputs, outputs...], over the `inputs` last dims of x."""
-    first = x.ndim - inputs
-    contract = tuple(range(first, x.ndim)), tuple(range(inputs))
-    return lax.dot_general(x, w, (contract, ((), ())))
+    over = tuple(range(x.ndim - inputs, x.ndim))
+    if fp8.is_quantised(w):
+        return fp8.dot(x, w.turned(), (over, tuple(range(w.ndim - inputs, w.ndim))))
+    return fp8.dot(x, w, (over, tuple(range(inputs))))
 
 
 def _input_gradient(dy, w, inputs: int):
     """dy[..., outputs] times w[inputs..., outputs]."""
     outputs = w.ndim - inputs
-    contract = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim))
-    return lax.dot_general(dy, w, (contract, ((), ())))
+    return fp8.dot(dy, w, (tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, w.ndim))))
 
 
 def _weight_gradient(x, dy, axes: Axes):
     """x[B, S, inputs...] and dy[B, S, outputs...] give w[inputs..., outputs...] in float32, as it
     is added up: rounded first, XLA:GPU could not have the matmul add it in place."""
-    product = partial(
-        lax.dot_general, dimension_numbers=(((0, 1), (0, 1)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    over = (0, 1), (0, 1)
+    if axes.in_place and fp8.is_quantised(x):
+        # XLA:GPU's matmul of float8 would add it to a copy of the sum, and then copy that back.
+        return lax.optimization_barrier(fp8.dot(x, dy, over, "float32"))
     if dy.size >= x.size or axes.in_place:
-        return product(x, dy)
+        return fp8.dot(x, dy, over, "float32")
     # Matmuls on CPUs transpose their first operand: let it be the small one. The barrier keeps XLA
     # from swapping them back.
-    dw = lax.optimization_barrier(product(dy, x))
+    dw = lax.optimization_barrier(fp8.dot(dy, x, over, "float32"))
     outputs = dy.ndim - 2
     return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
 
 
+def _gradient_of(w, dw):
+    return w.gradient(dw) if fp8.is_quantised(w) else dw
+
+
+def _gathered(x, axes: Axes):
+    """x_BsD whole, where sequence parallelism shards it."""
+    if not axes.sequence_parallel:
+        return x
+    if fp8.is_quantised(x):
+        return x.apply(lambda values: all_gather_sequence(values, axes.tensor))
+    return all_gather_sequence(x, axes.tensor)
+
+
+def _summed(partial_BSD, axes: Axes):
+    """The sum over `tensor`, a shard of it with sequence parallelism."""
+    if axes.sequence_parallel:
+        return reduce_scatter_sequence(partial_BSD, axes.tensor)
+    return lax.psum(partial_BSD, axes.tensor) if axes.tensor else partial_BSD
+
+
 @custom_vjp(2, 3)
 def matmul(x, w, inputs: int = 1, axes: Axes = Axes()):  # noqa: B008 (frozen)
-    """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims.
+    """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims: a row-parallel layer,
+    whose inputs `tensor` shards. Returns the sum over it, y_BSD; a shard with sequence parallelism.
 
-    Keeps x and w as they are (a reshaped weight would be kept beside the weight), and gives the
-    weight's gradient in the weight's own order: autodiff's is transposed, and slow on CPUs.
+    Forward: a reduce-scatter with sequence parallelism, otherwise an all-reduce. Backward: an
+    all-gather of dy, otherwise nothing. Keeps x and w as the matmul takes them (a reshaped weight
+    would be kept beside the weight), and gives the weight's gradient in the weight's own order:
+    autodiff's is transposed, and slow on CPUs.
     """
-    return _product(x, w, inputs)
+    return _matmul_forward(x, w, inputs, axes)[0]
 
 
 def _matmul_forward(x, w, inputs, axes):
-    return _product(x, w, inputs), (x, w)
+    if fp8.is_quantised(w):
+        x = fp8.activation(x, w, axes.tensor)
+    return _summed(_product(x, w, inputs), axes), (x, w)
 
 
 def _matmul_backward(inputs, axes, saved, dy):
     x, w = saved
-    return _input_gradient(dy, w, inputs), _weight_gradient(x, dy, axes)
+    if fp8.is_quantised(w):
+        dy = fp8.output_gradient(dy, w, axes.tensor if axes.sequence_parallel else None)
+    dy = _gathered(dy, axes)
+    return _input_gradient(dy, w, inputs), _gradient_of(w, _weight_gradient(x, dy, axes))
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -98,9 +120,7 @@ def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Ax
     Backward: all-gather of x again and reduce-scatter of dx; otherwise all-reduce of dx, and of
     the gradients of whole weights, which each device makes its part of.
     """
-    if axes.sequence_parallel:
-        x = all_gather_sequence(x, axes.tensor)
-    return tuple(_product(x, _own(w, dim, axes), 1) for w, dim in zip(weights, repeats))
+    return _column_products_forward(x, weights, repeats, axes)[0]
 
 
 def _own(w, dim: int | None, axes: Axes):
@@ -113,22 +133,25 @@ def _head(w, dim: int, axes: Axes):
 
 
 def _column_products_forward(x, weights, repeats, axes):
-    return column_products(x, weights, repeats, axes), (x, weights)
+    if fp8.is_quantised(weights[0]):
+        x = fp8.activation(x, weights[0], axes.tensor if axes.sequence_parallel else None)
+    whole = _gathered(x, axes)
+    ys = tuple(_product(whole, _own(w, dim, axes), 1) for w, dim in zip(weights, repeats))
+    return ys, (x, weights)
 
 
 def _column_products_backward(repeats, axes, saved, dys):
     x, weights = saved
+    if fp8.is_quantised(x):
+        dys = [fp8.output_gradient(dy, w, axes.tensor) for dy, w in zip(dys, weights)]
     own = [_own(w, dim, axes) for w, dim in zip(weights, repeats)]
-    dx = sum(_input_gradient(dy, w, 1) for dy, w in zip(dys, own))
-    if axes.sequence_parallel:
-        dx, x = reduce_scatter_sequence(dx, axes.tensor), all_gather_sequence(x, axes.tensor)
-    elif axes.tensor:
-        dx = lax.psum(dx, axes.tensor)
+    dx = _summed(sum(_input_gradient(dy, w, 1) for dy, w in zip(dys, own)), axes)
+    x = _gathered(x, axes)
 
     def gradient(w, dim, dy):
         dw = _weight_gradient(x, dy, axes)
         if dim is None:
-            return dw
+            return _gradient_of(w, dw)
         dw = lax.dynamic_update_slice_in_dim(
             jnp.zeros(w.shape, dw.dtype), dw, _head(w, dim, axes), dim
         )
@@ -181,7 +204,7 @@ class ColumnLinear(nnx.Module):
 
     def __call__(self, x):
         """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs]"""
-        (y,) = column_products(x, (self.w[...],), (None,), self.axes)
+        (y,) = column_products(x, (self.w.get_value(),), (None,), self.axes)
         return checkpoint_name(
             add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
         )
@@ -193,7 +216,9 @@ class RowLinear(nnx.Module):
     def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True):
         shape = (*inputs, outputs)
         w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.w = parameter(w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix")
+        self.w = parameter(
+            w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix", inputs=len(inputs)
+        )
         if bias:
             self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
         self.bias = bias
@@ -201,11 +226,8 @@ class RowLinear(nnx.Module):
 
     def __call__(self, x):
         """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
-        partial_BSD = matmul(x, self.w[...], self.w.ndim - 1, self.axes)
-        if self.axes.sequence_parallel:
-            y = scatter_sequence(partial_BSD, self.axes.tensor)
-        else:
-            y = reduce_from(partial_BSD, self.axes.tensor)
+        w = self.w.get_value()
+        y = matmul(x, w, w.ndim - 1, self.axes)
         return checkpoint_name(
             add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
         )

@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
+QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
 DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head"})  # as in Megatron-LM
 
 
-def parameter(value, *, spec: P, role: Role) -> nnx.Param:
-    """`value`, the global array, as a parameter that `spec` shards over the mesh."""
-    return nnx.Param(value, spec=spec, role=role)
+def parameter(value, *, spec: P, role: Role, inputs: int = 1) -> nnx.Param:
+    """`value`, the global array, as a parameter that `spec` shards over the mesh. inputs: of a
+    matrix, how many of its first dims are inputs; the others are outputs."""
+    return nnx.Param(value, spec=spec, role=role, inputs=inputs)

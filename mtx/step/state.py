@@ -114,7 +114,7 @@ class States:
     def chunk_shards(self) -> Tree:
         """How a chunk's leaves [N, ...] are sharded, {kind: ...}, where the pipeline gathers and
         scatters them beside its ticks; else None."""
-        if not self.run.layout.by_windows:
+        if not self.run.layout.by_windows(self.run.model):
             return None
         return jax.tree.map(lambda shard: shard.below(2), self.shards["layers"])
 

@@ -15,7 +15,7 @@ N layers of a kind in a chunk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,10 +26,12 @@ from jax import lax
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
-from mtx.sharding.axes import AXES, BATCH, sum_axes
+from mtx.sharding.axes import AXES, BATCH, axes_of, sum_axes
 from mtx.sharding.checksum import checksum, on_each_device
+from mtx.sharding.fp8 import Quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.optimizer import global_norm
+from mtx.sharding.parameter import QUANTISED
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
@@ -97,21 +99,39 @@ class Step:
             )
         return sum_over_replicas(loss) / tokens, gradients
 
-    def gather(self, masters: Tree, *, whole: bool = True) -> Tree:
+    def gather(self, masters: Tree, *, whole: bool = True, float8: bool = True) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
         layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard; so does whole=
-        False."""
-        dtype = jnp.dtype(self.run.model.compute_dtype)
+        False. float8: those that are chosen by `fp8` are quantised."""
+        dtype, model = jnp.dtype(self.run.model.compute_dtype), self.states.model
+        quantises = float8 and self.run.model.fp8 != "off"
 
-        def gather(path, master, shard, by_pipeline):
-            if by_pipeline or (is_of_layers(path) and not whole):
+        def gather(path, master, shard, by_pipeline, role, inputs):
+            late = by_pipeline or (is_of_layers(path) and not whole)
+            if quantises and is_of_layers(path) and role in QUANTISED:
+                w = self._quantised(master[0], shard.below(1), late)
+                return w if late else w.with_transposed(inputs, stacked=2)
+            if late:
                 return master[0].astype(dtype)
             if is_of_layers(path):
                 return shard.below(1).gather(master[0], dtype)
             return shard.gather(master, dtype)
 
         states = self.states
-        return jax.tree.map_with_path(gather, masters, states.shards, states.by_pipeline)
+        return jax.tree.map_with_path(
+            gather, masters, states.shards, states.by_pipeline, model.roles, model.inputs
+        )
+
+    def _quantised(self, master, shard, late: bool) -> Quantised:
+        """A stage's weights [C, N, ...], each layer's a tensor of its own. late: left to be
+        gathered; else gathered here, a byte an element."""
+        model, over = self.run.model, axes_of(shard.spec[2:])
+        w = weight(master, fp8=model.fp8, dtype=model.compute_dtype, axes=over, stacked=2)
+        if not late:
+            w = w.apply(lambda values: shard.gather(values, values.dtype))
+            if shard.dim is not None and shard.dim < 2:
+                w = replace(w, unit=shard.gather(w.unit, w.unit.dtype))
+        return replace(w, unit=w.unit.reshape(w.unit.shape[:2]))
 
     def _reduce(self, gradient, spec, shard, summed):
         """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the

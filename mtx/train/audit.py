@@ -66,7 +66,7 @@ class Audit:
         trainer = self._trainer
 
         def table(params, moments):
-            gathered = trainer.step.gather(params)
+            gathered = trainer.step.gather(params, float8=False)
             if trainer.run.layout.zero == 3:
                 del gathered["layers"]
             leaves = jax.tree.leaves({"params": params, "moments": moments, "gathered": gathered})

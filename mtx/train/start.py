@@ -37,7 +37,7 @@ from mtx.sharding.agree import agree
 
 RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
-_FREE = ("sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype")
+_FREE = ("sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8")
 
 
 class Start(Protocol):
