@@ -440,7 +440,7 @@ def test_weaving_hides_collectives_over_tensor(schedule):
     woven, plain = woven_and_plain(data=16, pipe=8, tensor=8, **schedule)
     assert woven.tensor_comm_s < 0.4 * plain.tensor_comm_s
     assert woven.step_s < 0.9 * plain.step_s
-    for same in ("matmul_s", "attention_s", "elementwise_s", "embedding_and_head_s", "data_comm_s"):
+    for same in ("matmul_s", "attention_s", "elementwise_s", "embedding_and_head_s"):
         assert getattr(woven, same) == pytest.approx(getattr(plain, same), rel=1e-12)
     if schedule == {"virtual": 2}:
         assert woven.step_s == pytest.approx(6.08, rel=0.03)

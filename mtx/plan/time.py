@@ -319,6 +319,8 @@ def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: 
     reduced_s = gather_s(held * software.gradient_bytes, group, **machine)
     back_bytes = software.parameter_bytes if zero else software.gradient_bytes
     reduced_s += gather_s(held * back_bytes, group, **machine)
+    if software.pipeline == "lockstep" and zero == 1 and layout.by_windows(shard.model):
+        reduced_s /= layout.virtual  # of the first chunk and of the last; others beside the ticks
     if software.overlaps_data:
         reduced_s = _beside(reduced_s, last_s, shard.calibration)
     if group.size > 1:
