@@ -254,6 +254,8 @@ def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:
 class NoPipeline:
     """In a pipeline's place, where only what a step does beside it is to be timed."""
 
+    chunk_shards = None
+
     def gradients(self, params, batch, samples_MB, key, loss_weight):
         """A loss and gradients that cost nothing."""
         return jnp.float32(1), jax.tree.map(lambda a: a.astype(jnp.float32) * loss_weight, params)

@@ -80,6 +80,7 @@ class Hybrid:
 
     specs = property(lambda self: self._each(0))
     roles = property(lambda self: self._each(1))
+    inputs = property(lambda self: jax.tree.map(lambda _: 1, self.roles))
 
     def init_shared(self, seed):
         keys = jax.random.split(jax.random.key(seed), 2)

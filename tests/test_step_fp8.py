@@ -147,4 +147,5 @@ def test_a_plan_is_faster_by_its_matmuls():
         make_plan(RunConfig(model=replace(model, fp8=fp8), layout=layout), target="h100").time
         for fp8 in ("off", "hybrid")
     )
-    assert 0.5 < float8.step_s / exact.step_s < 0.9
+    assert 0.5 < float8.matmul_s / exact.matmul_s < 0.7
+    assert float8.step_s < exact.step_s

@@ -36,6 +36,7 @@ class AutodiffPipeline:
     placement: Placement
     layout: Layout
     axes: Axes
+    chunk_shards = None  # the step gathers all parameters, and scatters all gradients
 
     def gradients(self, params: Tree, batch: Tree, samples_MB, key, loss_weight):
         """(sum of losses, gradients), as `Pipeline.gradients`."""

@@ -44,9 +44,8 @@ class PlanOptions:
     scatter_gather: bool = True  # messages between stages cut over tensor
     search: Flag = False  # choose every part of the layout that is not given
     compile: Flag = False  # compile the step for the target, and say what the compiler says
-    draw: File = (
-        None  # a picture, .svg, .png or .pdf: the plan; of a step compiled for GPUs, a tick
-    )
+    # a picture: .svg, .png or .pdf: of the plan or, of a step compiled for GPUs, a steady tick
+    draw: File = None
     save: File = None  # a plan file, for mtx train: .toml or .json
     tokens: float | None = None  # of the training run whose days are asked for: 300e9
     price: float | None = None  # of a GPU and hour, in any currency
