@@ -134,9 +134,11 @@ class WovenRun(Run):
             dx = self.dx_of_first(dx) if phase.backward else dx
         if phase.backward:
             carry = self.last_weights(carry, op, last)
-            # Before the head, which waits for y.
-            y, of_b = lax.optimization_barrier((y, carry.gradients.of_b))
-            carry = carry._replace(gradients=carry.gradients._replace(of_b=of_b))
+            # Before the head, which waits for y. Nothing may stand right behind gradients that
+            # matmuls add in place; behind their branch it may.
+            if self.in_branches or self.stage.shards is not None:
+                y, of_b = lax.optimization_barrier((y, carry.gradients.of_b))
+                carry = carry._replace(gradients=carry.gradients._replace(of_b=of_b))
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
         if has_head:
