@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.pipeline.run import Parts, Run
+from mtx.pipeline.parts import Parts
+from mtx.pipeline.run import Run
 from mtx.pipeline.slots import write
 from mtx.pipeline.woven import WovenRun
 from mtx.schedules.schedule import IDLE, Phase, by_tick

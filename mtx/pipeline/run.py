@@ -7,24 +7,22 @@ R ring slots
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.config import Layout
 from mtx.pipeline.carry import Carry, Gradients, Messages, Stash
-from mtx.pipeline.model import PipelineModel, Stream
+from mtx.pipeline.model import Stream
+from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.stage import Kept, Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
+from mtx.pipeline.trees import add_up, float_zeros, where
 from mtx.pipeline.weights import LayerShards, Weights
-from mtx.schedules.partition import Placement
-from mtx.schedules.schedule import IDLE, Phase, Route, Schedule
-from mtx.schedules.windows import Window, gather_windows, scatter_windows
+from mtx.schedules.schedule import IDLE, Phase, Route
 from mtx.sharding.collectives import (
     all_gather_sequence,
     broadcast_from,
@@ -32,30 +30,8 @@ from mtx.sharding.collectives import (
     shift,
 )
 from mtx.sharding.fp8 import arrays_of
-from mtx.sharding.mesh import Axes
 
 Tree = Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """A model, where its layers lie, and the table that says when each runs."""
-
-    model: PipelineModel
-    schedule: Schedule
-    placement: Placement
-    layout: Layout
-    axes: Axes
-    # with zero=3: how the leaves of a chunk [N, ...], or of a layer, are sharded over the replicas
-    data_shards: Tree = None
-    # with zero=1, where the layers' parameters are gathered and their gradients are scattered a
-    # chunk at a time, in woven ticks: how a chunk's leaves [N, ...] are sharded
-    chunk_shards: Tree = None
-
-    @cached_property
-    def windows(self) -> tuple[Window, ...]:
-        """The ticks in which that is done; none for the first chunk and the last."""
-        return (*gather_windows(self.schedule), *scatter_windows(self.schedule))
 
 
 class Run:
@@ -135,7 +111,7 @@ class Run:
 
         def zeros(by_w: bool):
             return jax.tree.map(
-                lambda a, is_by_w: _float_zeros(a) if is_by_w == by_w else None,
+                lambda a, is_by_w: float_zeros(a) if is_by_w == by_w else None,
                 arrays_of(self.weights.gathered(held)),
                 made_by_w,
             )
@@ -159,7 +135,7 @@ class Run:
                 of_b=zeros(by_w=False),
                 of_w=zeros(by_w=True),
                 reduced=self.weights.sums(),
-                shared=jax.tree.map(_float_zeros, self.shared),
+                shared=jax.tree.map(float_zeros, self.shared),
             ),
             loss=jnp.zeros((), jnp.float32),
         )
@@ -321,7 +297,7 @@ class Run:
                 y if sent else self.last_output(y),
             )
             dshared, dy = vjp(jnp.asarray(self.loss_weight, value.dtype))
-            return loss + value, _add(total, dshared), dy
+            return loss + value, add_up(total, dshared), dy
 
         def idle(loss, total, y):
             return loss, total, jax.tree.map(jnp.zeros_like, y)
@@ -390,7 +366,7 @@ class Run:
             item = op.embed_backward
             batch, context = self.batch_of(item), self.context(item, IDLE)
             _, vjp = jax.vjp(lambda shared: self.model.embed(shared, batch, context), self.shared)
-            return _add(total, vjp(dx)[0])
+            return add_up(total, vjp(dx)[0])
 
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
@@ -418,15 +394,3 @@ class Run:
                 return lax.switch(op.held, branches, *args)
 
         return run
-
-
-def _float_zeros(a):
-    return jnp.zeros(a.shape, jnp.float32)
-
-
-def _add(totals, gradients):
-    return jax.tree.map(lambda total, g: total + g.astype(total.dtype), totals, gradients)
-
-
-def where(condition, a: Tree, b: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)

@@ -23,10 +23,12 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry
-from mtx.pipeline.run import Parts, Run, where
+from mtx.pipeline.parts import Parts
+from mtx.pipeline.run import Run
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
+from mtx.pipeline.trees import where
 from mtx.pipeline.woven_layers import Kept, Side, WovenLayers
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays

@@ -102,10 +102,7 @@ def predict_step(
         layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline,
         bound=bound,
     )  # fmt: skip
-    lone_s = 0.0  # what ticks of F or B alone leave in sight
-    if any(on.hidden) and not bound:
-        forward, backward = lone_ticks(layout, microbatches)
-        lone_s = sum(map(mul, on.hidden, (forward, backward, backward))) / layout.virtual
+    lone_s = 0.0 if bound else _lone_s(on, layout, microbatches)
     pipe_s += lone_s
     blocks = on.layers.all * (microbatches / layout.pipe)
     blocks += Work(tensor_comm_s=lone_s - sum(on.hidden) * microbatches)
@@ -129,6 +126,14 @@ def predict_step(
         data_comm_s=data_comm_s,
         optimizer_s=shard.memory_s(updated * software.optimizer_bytes),
     )
+
+
+def _lone_s(on: _OnStages, layout: Layout, microbatches: int) -> float:
+    """What ticks of F or B alone leave in sight, of what weaving hides."""
+    if not any(on.hidden):
+        return 0.0
+    forward, backward = lone_ticks(layout, microbatches)
+    return sum(map(mul, on.hidden, (forward, backward, backward))) / layout.virtual
 
 
 # --- stages ---------------------------------------------------------------------------------------
