@@ -118,6 +118,12 @@ def test_recomputing_twice_is_refused_with_both_ways_out():
     assert Layout(stash="inputs", recompute="none").stash == "inputs"
 
 
+@pytest.mark.parametrize("unit", ["layer", "chunk"])
+def test_a_unit_of_gathering_needs_what_is_gathered(unit):
+    refused(Layout, zero_unit=unit, named=[f"zero_unit={unit!r}", "zero=1", "zero=3", "'auto'"])
+    assert Layout(zero=3, zero_unit=unit).zero_unit == unit
+
+
 def test_what_cannot_be_divided_is_refused_with_the_nearest_legal_values():
     model = ModelConfig(heads=6, hidden=96, sequence=100)
     refused(ModelConfig, hidden=100, heads=8, named=["hidden=100", "heads=8", "hidden=96 or 104"])

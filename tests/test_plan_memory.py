@@ -253,9 +253,10 @@ def test_slices_keep_less_of_each_item_and_a_cache():
 
 def test_zero_shards_the_optimizer_or_nothing_or_all():
     """With 3, embedding and head are gathered, and two chunks' parameters and one's gradients."""
-    model, layout = gpt(), Layout(data=4, virtual=2, zero_unit="chunk")
+    model, layout = gpt(), Layout(data=4, virtual=2)
     held = parameters_per_device(model, layout)
-    none, one, three = (predict_memory(model, layout, 4, zero=zero) for zero in (0, 1, 3))
+    chunk_wise = dataclasses.replace(layout, zero=3, zero_unit="chunk")
+    none, one, three = (predict_memory(model, chunk_wise, 4, zero=zero) for zero in (0, 1, 3))
     assert none.optimizer_bytes == 12 * held
     assert one.optimizer_bytes == three.optimizer_bytes == 3 * held
     assert none.parameters_bytes == one.parameters_bytes == 2 * held
@@ -265,7 +266,7 @@ def test_zero_shards_the_optimizer_or_nothing_or_all():
     assert three.gradients_bytes == 4 * (ends + chunk + 2 * chunk / 4)
     assert none.stash_bytes == one.stash_bytes == three.stash_bytes
     assert one == predict_memory(model, layout, 4)
-    assert three == predict_memory(model, dataclasses.replace(layout, zero=3), 4)
+    assert three == predict_memory(model, chunk_wise, 4)
     layer = predict_memory(model, dataclasses.replace(layout, zero=3, zero_unit="layer"), 4)
     assert three.parameters_bytes - layer.parameters_bytes == 2 * 2 * chunk
     assert three.gradients_bytes - layer.gradients_bytes == 4 * chunk

@@ -65,6 +65,7 @@ def write_documents(
 def read_manifest(directory: Path) -> Manifest:
     """Raises Damaged where it is not what was written or its values cannot be, FileNotFoundError
     where there is none, UserError where it is of a format to come."""
+    _require_files(directory)
     text = _read(directory / MANIFEST)
     try:
         whole = _table(text)
@@ -154,10 +155,21 @@ def _write(path: Path, text: str) -> str:
     return _digest(text)
 
 
+def _require_files(directory: Path) -> None:
+    """Raises Damaged where anything of a checkpoint, be it Orbax's own, is no file: a reader of a
+    pipe would wait for ever."""
+    try:
+        for path in sorted(directory.iterdir()):
+            if _OURS.fullmatch(path.name) and path.exists() and not path.is_file():
+                raise Damaged(directory, f"{path.name} must be a file")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(directory, error) from error
+
+
 def _read(path: Path) -> bytes:
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise Damaged(path.parent, f"{path.name} must be a file")
         return path.read_bytes()
     except FileNotFoundError:
         raise

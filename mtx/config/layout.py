@@ -57,7 +57,11 @@ class Layout:
                 "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
                 "third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
-
+        if self.zero != 3 and self.zero_unit != "auto":
+            raise UserError(
+                f"zero_unit={self.zero_unit!r} is what zero=3 gathers at a time, and zero="
+                f"{self.zero}; use zero=3 with it, or zero_unit='auto'"
+            )
         if self.weave == "on":
             for name, wanted in (("idle", "phases"), ("stash", "residuals"), ("slices", 1)):
                 if (value := getattr(self, name)) != wanted:

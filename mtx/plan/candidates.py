@@ -151,10 +151,5 @@ def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
     return tried if given is None else (given,)
 
 
-def with_zero(layout: Layout, zero: Zero) -> Layout:
-    """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
-    return replace(layout, zero=zero or 1)
-
-
 def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -80,6 +80,13 @@ def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layo
     return resolved, f"schedule {found.label}: {found.reason}"
 
 
+def with_zero(layout: Layout, zero: int) -> Layout:
+    """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
+    if zero == 3:
+        return replace(layout, zero=3)
+    return replace(layout, zero=1, zero_unit="auto")
+
+
 def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit:
     """What zero=3 gathers at a time, "layer" or "chunk"; of "auto" the one that is chosen.
 

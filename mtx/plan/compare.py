@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.plan.candidates import RECOMPUTE, Fixed, Question, with_zero
+from mtx.plan.candidates import RECOMPUTE, Fixed, Question
+from mtx.plan.choose import with_zero
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.search import Candidate

@@ -23,7 +23,7 @@ from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
 from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
-from mtx.plan.choose import schedule_for, zero_unit
+from mtx.plan.choose import schedule_for, with_zero, zero_unit
 from mtx.schedules.partition import place_layers
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
@@ -77,7 +77,7 @@ def predict_memory(
         working += device.gathered_layer_bytes()
     else:
         parameters, gradients = parameters + gathered[0], gradients + gathered[1]
-    if replace(layout, zero=zero or 1).by_windows(model):
+    if with_zero(layout, zero).by_windows(model):
         # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
     shards = 1 if zero == 0 else layout.data

@@ -20,8 +20,7 @@ from mtx.fields import checked
 from mtx.files import read_json, read_toml
 from mtx.paths import user_path
 from mtx.plan import flops
-from mtx.plan.candidates import with_zero
-from mtx.plan.choose import resolve
+from mtx.plan.choose import resolve, with_zero
 from mtx.plan.compiled import Compiled
 from mtx.plan.differences import differences
 from mtx.plan.hardware import Hardware, load_hardware

@@ -28,7 +28,8 @@ from typing import NamedTuple
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.fields import checked
-from mtx.plan.candidates import MEMORY_AT_MOST, Fixed, Question, with_zero
+from mtx.plan.candidates import MEMORY_AT_MOST, Fixed, Question
+from mtx.plan.choose import with_zero
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.memory import Memory, Zero
