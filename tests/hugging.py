@@ -93,6 +93,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0,
+    "original_max_position_embeddings": 6,
+}  # fmt: skip
 
 
 def bert(*, heads=("predictions", "pooler", "seq_relationship"), **changes):

@@ -29,6 +29,30 @@ def frequencies(size, base, *, scaling="none", factor=1.0, low=1.0, high=4.0, or
     return np.array(found)
 
 
+def yarn_frequencies(size, base, *, factor, low=1.0, high=32.0, original=8192, truncate=True):
+    """Peng et al. 2023, equations 17 to 23: the ramp lies between two pairs."""
+
+    def pair(turns):
+        return size * math.log(original / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    first, last = pair(high), pair(low)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last, found = max(first, 0), min(last, size - 1), []
+    for place in range(size // 2):
+        turning = base ** (-2 * place / size)
+        slowed = min(1, max(0, (place - first) / (last - first)))
+        found.append((1 - slowed) * turning + slowed * turning / factor)
+    return np.array(found)
+
+
+def dynamic_frequencies(size, base, *, factor, sequence, original):
+    """The base raised so that the slowest pair turns as if positions were divided by `longer`."""
+    longer = max(1, factor * sequence / original - (factor - 1))
+    fastest_to_slowest = np.arange(size // 2) / (size // 2 - 1)
+    return base ** (-2 * np.arange(size // 2) / size) * longer**-fastest_to_slowest
+
+
 def _turn(x, positions, frequency):
     """x [b, s, h, k] as complex numbers of pairs (k, k + K/2); positions [b, s]."""
     half = x.shape[-1] // 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 from errors import names
-from hugging import LLAMA3, bert, gemma2, gpt2, llama, mistral, qwen2, qwen3
+from hugging import LLAMA3, YARN, bert, gemma2, gpt2, llama, mistral, qwen2, qwen3
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
@@ -39,6 +39,14 @@ MODELS = {
     "llama tied, linear": llama(
         tie_word_embeddings=True, rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=1e5
     ),
+    "llama, yarn": llama(
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6},
+    ),
+    "llama, yarn with all its values": llama(
+        rope_parameters=YARN | {"rope_theta": 5e5, "truncate": False, "attention_factor": 1.5},
+    ),
+    "llama, dynamic": llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+    "qwen3, yarn": qwen3(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}),
     "llama 3, all heads": llama(num_key_value_heads=4, rope_parameters=LLAMA3),
     "bert": bert(),
     "bert masked alone": bert(
@@ -302,8 +310,12 @@ REFUSED = [  # what the error names; where nothing is said, the field that is ch
     (llama, {"hidden_act": "gelu"}, ["silu"]),
     (llama, {"partial_rotary_factor": 0.5}, [1.0]),
     (llama, {"rope_parameters": {"partial_rotary_factor": 0.5}}, [1.0]),
-    (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["llama3"]),
-    (llama, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["llama3"]),
+    (llama, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["llama3", "yarn"]),
+    (llama, {"rope_scaling": {"type": "proportional", "factor": 2.0}}, ["dynamic"]),
+    (llama, {"rope_scaling": {"type": "dynamic"}}, ["factor=None"]),
+    (llama, {"rope_scaling": YARN | {"factor": "4"}}, ["factor"]),
+    (llama, {"rope_scaling": YARN | {"beta_fast": 0.5}}, ["rotary_high=0.5"]),
+    (llama, {"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, []),
     (llama, {"rope_scaling": 3}, []),
     (llama, {"rope_parameters": {"rope_type": "llama3"}}, ["factor=None"]),
     (llama, {"quantization_config": {"bits": 4}}, []),

@@ -14,6 +14,7 @@ from errors import names
 import mtx
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
+from mtx.layers.rotary import Rotary, rotate
 
 LLAMA = ModelConfig(
     family="llama", layers=8, hidden=64, heads=8, kv_heads=2, ffn=48, sequence=16, vocab=101,
@@ -168,11 +169,43 @@ def test_scores_are_the_losses_and_the_hits_of_the_logits(layout):
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
 def test_frequencies_are_the_published_ones(scaling):
-    from mtx.layers.rotary import Rotary
-
     rotary = Rotary(base=500000.0, scaling=scaling, factor=8.0)
     want = reference_llama.frequencies(128, 500000.0, scaling=scaling, factor=8.0)
     np.testing.assert_allclose(rotary.frequencies(128), want, rtol=1e-12)
+
+
+SCALED = [
+    {"factor": 4.0, "original": 4096}, {"factor": 32.0, "low": 2.0, "high": 16.0},
+    {"factor": 8.0, "truncate": False}, {"factor": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", SCALED)
+@pytest.mark.parametrize(("size", "base"), [(128, 500000.0), (64, 10000.0), (6, 10000.0)])
+def test_yarn_is_the_published_one(size, base, values):
+    rotary = Rotary(base=base, scaling="yarn", **{"high": 32.0, **values})
+    want = reference_llama.yarn_frequencies(size, base, **values)
+    np.testing.assert_allclose(rotary.frequencies(size), want, rtol=1e-12)
+    assert rotary.amplitude == pytest.approx(0.1 * np.log(values["factor"]) + 1)
+
+
+@pytest.mark.parametrize("sequence", [512, 4096, 16384, 131072])
+def test_dynamic_scaling_is_that_of_the_sequence(sequence):
+    values = {"factor": 2.0, "original": 4096, "sequence": sequence}
+    rotary = Rotary(base=10000.0, scaling="dynamic", **values)
+    want = reference_llama.dynamic_frequencies(128, 10000.0, **values)
+    np.testing.assert_allclose(rotary.frequencies(128), want, rtol=1e-12)
+    plain = Rotary(base=10000.0).frequencies(128)
+    assert (rotary.frequencies(128) == plain).all() == (sequence <= 4096)
+
+
+def test_yarn_scales_what_it_turns_and_its_gradient():
+    rotary = Rotary(base=10000.0, scaling="yarn", factor=4.0, original=16, high=32.0)
+    x, dy = np.random.default_rng(0).normal(size=(2, 1, 8, 2, 6)).astype(np.float32)
+    turned, back = jax.vjp(lambda x: rotate(x, np.arange(8), rotary), x)
+    length = 0.1 * np.log(4) + 1
+    np.testing.assert_allclose(np.linalg.norm(turned), length * np.linalg.norm(x), rtol=1e-6)
+    np.testing.assert_allclose((back(dy)[0] * x).sum(), (dy * turned).sum(), rtol=1e-5)
 
 
 def test_layouts_that_a_family_cannot_have_are_refused():

@@ -68,14 +68,15 @@ def compare(
 
     check: "transformers", or "ours", our model with the parameters of `theirs`; "auto": the former
     where it is installed and memory has room for all of the model. The first row's positions follow
-    each other, those of the second are spread over the whole sequence. UserError for
+    each other, those of the second are spread from the first of the sequence to the last, from
+    which transformers takes the base of "dynamic" rotary positions. UserError for
     check="transformers" where that is not installed.
     """
     stream = np.random.default_rng(0)
     size = min(_MOST_POSITIONS, model.sequence)
     tokens_BS = stream.integers(0, model.vocab, (_ROWS, size), dtype=np.int32)
-    positions_BS = np.arange(size, dtype=np.int32) * np.array([[1], [model.sequence // size]])
-    positions_BS = positions_BS.astype(np.int32)
+    spread_S = np.arange(size) * (model.sequence - 1) // max(1, size - 1)
+    positions_BS = np.stack([np.arange(size), spread_S]).astype(np.int32)
     has_head = "head.masked" not in theirs.absent
     own = our_outputs(model, ours, tokens_BS, positions_BS, has_head=has_head)
     if check == "transformers" or (check == "auto" and _transformers_can(theirs)):

@@ -138,8 +138,8 @@ def model_to_train(
                 f"sequence={sequence}: a {theirs.config['model_type']} has a table of "
                 f"{model.sequence} positions; leave it out"
             )
-        if not 1 <= sequence <= model.sequence:
-            raise UserError(f"sequence={sequence} must lie between 1 and {model.sequence}")
+        if not 1 <= sequence <= model.longest:
+            raise UserError(f"sequence={sequence} must lie between 1 and {model.longest}")
     return replace(model, sequence=sequence or model.sequence, compute_dtype=dtype)
 
 

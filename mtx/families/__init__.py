@@ -138,6 +138,11 @@ class ModelConfig:
         return True
 
     @property
+    def longest(self) -> int:
+        """The longest sequence that the same parameters are said to be for."""
+        return self.sequence
+
+    @property
     def split_widths(self) -> dict[str, int]:
         """The sizes that `tensor` has to divide, by their names."""
         return {"heads": self.heads, "ffn_hidden": self.ffn_hidden}

@@ -15,7 +15,8 @@ from mtx.fields import Between, require_above
 from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight, ffn_field
 from mtx.sizes import Tokens, Width
 
-RotaryScaling = Literal["none", "linear", "llama3"]
+RotaryScaling = Literal["none", "linear", "llama3", "yarn", "dynamic"]
+_HIGH = {"llama3": 4.0, "yarn": 32.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +27,25 @@ class Llama(ModelConfig):
     kv_heads: Width | None = None  # G, heads of keys and values; None: as many as heads
     head_dim: Width | None = None  # K; None: hidden / heads
     rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
-    rotary_scaling: RotaryScaling = "none"  # of a model that was first trained on shorter texts
+    # of a model that was first trained on shorter texts; "dynamic" goes by this run's sequence, for
+    # shorter texts and generated ones as well
+    rotary_scaling: RotaryScaling = "none"
     rotary_factor: Annotated[float, Between(1, 2**20)] = 1.0  # how much longer they are now
-    rotary_low: float = 1.0  # "llama3": wavelengths above rotary_original / this are all scaled,
-    rotary_high: float = 4.0  # those below rotary_original / this not at all
-    rotary_original: Tokens = 8192  # "llama3": the sequence of the first training
+    rotary_low: float = 1.0  # wavelengths above rotary_original / this are all scaled,
+    # those below rotary_original / this not at all: "llama3", "yarn"; None: 4, with YaRN 32
+    rotary_high: float | None = None
+    rotary_original: Tokens = 8192  # all but "linear": the sequence of the first training
+    rotary_attention: float | None = None  # "yarn": of cos and sin; None: 0.1 ln(rotary_factor) + 1
+    rotary_truncate: bool = True  # "yarn": whole pairs are the bounds of what is partly scaled
 
     def check(self) -> None:
         require_above(self, 0, "rotary_base", "rotary_low")
-        require_above(self, self.rotary_low, "rotary_high")
+        if self.rotary_high is not None:
+            require_above(self, self.rotary_low, "rotary_high")
+        if self.rotary_attention is not None:
+            require_above(self, 0, "rotary_attention")
+        if self.rotary_scaling == "yarn":
+            require_above(self, 1, "rotary_base")
         if self.head_dim is None:
             super().check()
         if self.head_size % 2:
@@ -56,6 +67,12 @@ class Llama(ModelConfig):
     def sequence_is_fixed(self) -> bool:
         return False
 
+    @property
+    def longest(self) -> int:
+        if self.rotary_scaling not in ("yarn", "dynamic"):
+            return self.sequence
+        return max(self.sequence, int(self.rotary_factor * self.rotary_original))
+
     # -- what it is made of ------------------------------------------------------------------------
 
     def norm(self):
@@ -63,17 +80,22 @@ class Llama(ModelConfig):
 
         return Norm(kind="rms", epsilon=self.norm_epsilon)
 
+    def rotary(self):
+        from mtx.layers.rotary import Rotary
+
+        high = _HIGH.get(self.rotary_scaling, 0.0) if self.rotary_high is None else self.rotary_high
+        return Rotary(
+            base=self.rotary_base, scaling=self.rotary_scaling, factor=self.rotary_factor,
+            low=self.rotary_low, high=high, original=self.rotary_original,
+            sequence=self.sequence, truncate=self.rotary_truncate, scale=self.rotary_attention,
+        )  # fmt: skip
+
     def attention(self, **others: Any):
         """others: fields of `mtx.layers.attention.Attention` that a family sets."""
         from mtx.layers.attention import Attention
-        from mtx.layers.rotary import Rotary
 
-        rotary = Rotary(
-            base=self.rotary_base, scaling=self.rotary_scaling, factor=self.rotary_factor,
-            low=self.rotary_low, high=self.rotary_high, original=self.rotary_original,
-        )  # fmt: skip
         return Attention(
-            heads=self.heads, groups=self.groups, size=self.head_size, rotary=rotary,
+            heads=self.heads, groups=self.groups, size=self.head_size, rotary=self.rotary(),
             dropout=self.attention_dropout, **others,
         )  # fmt: skip
 
@@ -151,20 +173,42 @@ def _rotary(fields: Fields) -> Json:
         return {"rotary_base": base}
     scaling.require("partial_rotary_factor", None, 1.0)
     name = "type" if "type" in scaling and "rope_type" not in scaling else "rope_type"
-    known = {"default": "none", "linear": "linear", "llama3": "llama3"}
+    known = {kind: kind for kind in ("linear", "llama3", "yarn", "dynamic")} | {"default": "none"}
     kind = scaling.choice(name, known) if name in scaling else "none"
     if kind == "none":
         return {"rotary_base": base}
-    found = {
-        "rotary_base": base, "rotary_scaling": kind, "rotary_factor": scaling.number("factor")
+    original = longest = fields.whole("max_position_embeddings")
+    for table in (scaling, fields) if kind in _HIGH else ():
+        if "original_max_position_embeddings" in table:
+            original = table.whole("original_max_position_embeddings")
+    given = "factor" in scaling or kind != "yarn"
+    factor = scaling.number("factor") if given else longest / original
+    found: Json = {"rotary_base": base, "rotary_scaling": kind, "rotary_factor": factor}
+    if kind != "linear":
+        found["rotary_original"] = original
+    if kind == "llama3":
+        found |= {ours: scaling.number(name) for ours, name in _OF_LLAMA3.items()}
+    return found | _yarn(scaling, factor) if kind == "yarn" else found
+
+
+_OF_LLAMA3 = {"rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor"}
+_OF_YARN = {
+    "rotary_low": "beta_slow", "rotary_high": "beta_fast", "rotary_attention": "attention_factor"
+}  # fmt: skip
+
+
+def _yarn(scaling: Fields, factor: float) -> Json:
+    from mtx.layers.rotary import yarn_scale
+
+    found: Json = {
+        "rotary_low": 1.0, "rotary_high": _HIGH["yarn"],
+        "rotary_truncate": bool(scaling.get("truncate", True)),
     }  # fmt: skip
-    if kind == "linear":
-        return found
-    return found | {
-        "rotary_low": scaling.number("low_freq_factor"),
-        "rotary_high": scaling.number("high_freq_factor"),
-        "rotary_original": scaling.whole("original_max_position_embeddings"),
-    }
+    found |= {ours: scaling.number(name) for ours, name in _OF_YARN.items() if name in scaling}
+    weights = [scaling.number(name) for name in ("mscale", "mscale_all_dim") if name in scaling]
+    if "rotary_attention" not in found and len(weights) == 2 and all(weights):
+        found["rotary_attention"] = yarn_scale(factor, weights[0]) / yarn_scale(factor, weights[1])
+    return found
 
 
 def to_config(model: Llama) -> Json:
@@ -172,12 +216,17 @@ def to_config(model: Llama) -> Json:
     rotary: Json = {"rope_type": "default"}
     if model.rotary_scaling != "none":
         rotary = {"rope_type": model.rotary_scaling, "factor": model.rotary_factor}
-    if model.rotary_scaling == "llama3":
-        rotary |= {
-            "low_freq_factor": model.rotary_low, "high_freq_factor": model.rotary_high,
-            "original_max_position_embeddings": model.rotary_original,
-        }  # fmt: skip
+    if model.rotary_scaling in _HIGH:
+        rotary["original_max_position_embeddings"] = model.rotary_original
+        named = _OF_YARN if model.rotary_scaling == "yarn" else _OF_LLAMA3
+        values = {name: getattr(model, ours) for ours, name in named.items()}
+        values[named["rotary_high"]] = model.rotary().high
+        rotary |= {name: value for name, value in values.items() if value is not None}
+    if model.rotary_scaling == "yarn":
+        rotary["truncate"] = model.rotary_truncate
+    longest = model.rotary_original if model.rotary_scaling == "dynamic" else model.sequence
     return {
+        "max_position_embeddings": longest,  # with "dynamic" the original, there is no other
         "num_key_value_heads": model.groups, "head_dim": model.head_size,
         "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
         "rope_theta": model.rotary_base,

@@ -15,6 +15,8 @@ import numpy as np
 
 from mtx.sharding.custom_vjp import custom_vjp
 
+Scaling = Literal["none", "linear", "llama3", "yarn", "dynamic"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
@@ -23,33 +25,74 @@ class Rotary:
     For texts that are `factor` times longer than those of the first training, "linear" (Chen et al.
     2023) turns every pair that much slower; "llama3" (Llama 3.1) only those that turn less than
     `low` times in `original` positions, leaves alone those that turn `high` times or more, and
-    goes evenly from one to the other in between.
+    goes evenly from one to the other in between. "yarn" (Peng et al. 2023) does so too, evenly by
+    the number of the pair, and multiplies cosine and sine by `scale`. "dynamic" (NTK, for a
+    `sequence` above the original) raises the base, so that the slowest pair alone turns as much
+    slower as the sequence is longer.
     """
 
     base: float
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: Scaling = "none"
     factor: float = 1.0
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
+    sequence: int | None = None  # "dynamic": of all texts, whatever their own length
+    truncate: bool = True  # "yarn": the first and the last pair of those in between are whole
+    scale: float | None = None  # "yarn": of cosine and sine; None: 0.1 ln(factor) + 1
+
+    @property
+    def amplitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        if self.scaling != "yarn":
+            return 1.0
+        return yarn_scale(self.factor) if self.scale is None else self.scale
 
     def frequencies(self, size: int) -> np.ndarray:
         """Radians a position of each pair of a head of that size, float64 [K/2]."""
-        turning = self.base ** -(np.arange(0, size, 2) / size)
-        slower = turning / self.factor
-        if self.scaling == "none":
+        turning = self._base(size) ** -(np.arange(0, size, 2) / size)
+        if self.scaling in ("none", "dynamic"):
             return turning
+        slower = turning / self.factor
         if self.scaling == "linear":
             return slower
-        turns = self.original * turning / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        if self.scaling == "yarn":
+            kept = self._kept_by_yarn(size)
+        else:
+            turns = self.original * turning / (2 * math.pi)
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return kept * turning + (1 - kept) * slower
+
+    def _base(self, size: int) -> float:
+        longer = (self.sequence or 0) / self.original
+        if self.scaling != "dynamic" or longer <= 1 or size == 2:
+            return self.base
+        return self.base * (self.factor * longer - (self.factor - 1)) ** (size / (size - 2))
+
+    def _kept_by_yarn(self, size: int) -> np.ndarray:
+        """How much of each pair's frequency is: 1 above, 0 below what is to be slowed."""
+
+        def pair(turns: float) -> float:
+            """The one that turns so often in `original` positions, which may be a fraction."""
+            return size * math.log(self.original / (turns * 2 * math.pi)) / 2 / math.log(self.base)
+
+        first, last = pair(self.high), pair(self.low)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        last += 0.001 * (first == last)
+        return 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0, 1)
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Peng et al.'s root of 1/t, for texts that are `factor` times longer."""
+    return 0.1 * weight * math.log(factor) + 1
 
 
 @custom_vjp(2)
 def rotate(x_BShK, positions_S, rotary: Rotary):
-    """x turned by its positions, int32 [S] or [B, S]; in float32, x's dtype out. Keeps only the
-    positions."""
+    """x turned by its positions, int32 [S] or [B, S], and scaled; in float32, x's dtype out. Keeps
+    only the positions."""
     return _turn(x_BShK, positions_S, rotary, 1)
 
 
@@ -57,6 +100,8 @@ def _turn(x_BShK, positions_S, rotary, sign):
     frequencies_K = rotary.frequencies(x_BShK.shape[-1]).astype(np.float32)
     angle_SK = positions_S[..., None].astype(jnp.float32) * frequencies_K
     cos, sin = jnp.cos(angle_SK)[..., None, :], sign * jnp.sin(angle_SK)[..., None, :]
+    if rotary.amplitude != 1:
+        cos, sin = rotary.amplitude * cos, rotary.amplitude * sin
     first, second = jnp.split(x_BShK.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x_BShK.dtype)

@@ -38,6 +38,11 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0,
+    "original_max_position_embeddings": S // 4,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def gpt2(layers=2, hidden=32, heads=4, sequence=S, vocab=V, **others):
@@ -91,6 +96,12 @@ SMALL = {
     "gpt2, untied, erf": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
     "llama": llama,
     "llama 3, tied": lambda: llama(rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "llama, yarn": lambda: llama(rope_parameters=YARN),
+    "llama, yarn of all values": lambda: llama(rope_parameters=YARN | {
+        "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False,
+    }),
+    "llama, dynamic": lambda: llama(rope_parameters=DYNAMIC),
+    "qwen3, yarn": lambda: windowed("Qwen3", rope_parameters=YARN | {"attention_factor": 1.3}),
     "bert": bert,
     "megatron-bert": lambda: bert(kind="MegatronBert", hidden_act="gelu_new"),
     "mistral, no window": lambda: windowed(
@@ -264,6 +275,47 @@ def test_logits_loss_and_gradients(tmp_path, name):
         assert found["loss"] < 1e-6, layout
         assert found["norm"] < 1e-5, layout
         assert found["gradient"] < 1e-4, layout
+
+
+def test_dynamic_scaling_of_a_longer_sequence(tmp_path):
+    """transformers takes the base from the longest text of a batch, we from the run's sequence."""
+    make = lambda: llama(rope_parameters=DYNAMIC)  # noqa: E731
+    [(_, found)] = differences(make, tmp_path, LAYOUTS[:1], size=2 * S)
+    assert found["logits"] < 1e-5 and found["loss"] < 1e-6 and found["gradient"] < 1e-4
+
+
+ROTARY = [
+    {"rope_type": "default", "rope_theta": 1e4},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    LLAMA3 | {"original_max_position_embeddings": 8192},
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "truncate": False},
+    {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.707,
+        "mscale_all_dim": 1.0, "beta_fast": 24, "beta_slow": 2,
+    },
+    {"rope_type": "yarn", "rope_theta": 5e5, "factor": 1.0, "attention_factor": 0.9},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", ROTARY)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("longer", [1, 3])
+def test_rotary_frequencies_are_those_of_transformers(values, size, longer):
+    if values["rope_type"] == "yarn" and longer > 1:
+        values = values | {"original_max_position_embeddings": 2048}
+    config = transformers.LlamaConfig(
+        hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=4096,
+        rope_parameters=dict(values),
+    )  # fmt: skip
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    last = longer * 4096 - 1
+    module(torch.zeros(1), torch.tensor([[last]]))
+    model, _ = configs.read_config(config.to_dict(), "config.json")
+    rotary = replace(model, sequence=last + 1).rotary()
+    np.testing.assert_allclose(rotary.frequencies(size), module.inv_freq, rtol=1e-6, atol=1e-9)
+    assert rotary.amplitude == pytest.approx(module.attention_scaling, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", SMALL)
