@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mtx.layers.head import Fields, fields_of_targets, row_at
+from mtx.layers.kernels import head_positions
 from mtx.layers.mlp import Activation, activate
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
@@ -43,6 +44,9 @@ class Pretraining:
 
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
         return PretrainingHead(self, build, rows, rngs)
+
+    def positions(self, rows: int, positions: int, vocab: int) -> int:
+        return head_positions(rows, positions, vocab)
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
         fields = fields_of_targets(rows, sequence)
@@ -178,6 +182,10 @@ class Classes:
 
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
         return ClassifierHead(self, build, rngs)
+
+    def positions(self, rows: int, positions: int, vocab: int) -> int:
+        """All: it has no logits of tokens."""
+        return positions
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
         fields, number = fields_of_targets(rows, sequence), jax.ShapeDtypeStruct((rows,), jnp.int32)

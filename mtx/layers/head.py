@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mtx.layers.embedding import token_table
+from mtx.layers.kernels import head_positions
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import all_gather_sequence
@@ -39,6 +40,10 @@ class NextToken:
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
         """rows: V, padded"""
         return NextTokenHead(self, build, rows, rngs)
+
+    def positions(self, rows: int, positions: int, vocab: int) -> int:
+        """How many are taken at once: see `mtx.layers.kernels.head_positions`."""
+        return head_positions(rows, positions, vocab)
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
         """The arrays of a training batch of that many rows; others may come beside them."""
@@ -70,7 +75,7 @@ class NextTokenHead(nnx.Module):
 
     def next_logits(self, tokens_vD, x_BsD, positions_B):
         """logits_Bv in float32 of one position a row, padding -inf; x the same on every stage."""
-        x_B1D = row_at(self.norm(x_BsD), positions_B, self.axes)
+        x_B1D = self.norm(row_at(x_BsD, positions_B, self.axes))
         table_vD, config = self._table(tokens_vD), self.config
         return vocab_logits(x_B1D, table_vD, config.vocab, self.axes, None, config.softcap)[:, 0]
 

@@ -1,9 +1,11 @@
-"""Which way attention is computed, for who only wants to know: no JAX."""
+"""How attention and head are computed, for who only wants to know: no JAX."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+MOST_LOGITS_BYTES = 1 << 30  # float32, of what a head takes at once on one device
+_TILE = 128  # rows of a matmul
 AttentionKernel = Literal["blocked", "cudnn", "described"]
 
 
@@ -17,3 +19,19 @@ def cudnn_takes(*, head_size: int, sequence: int, dtype: str) -> bool:
     the sequence is even for the sake of masks."""
     heads = head_size <= 128 and head_size % 8 == 0
     return heads and sequence % 2 == 0 and dtype != "float32"
+
+
+def head_positions(rows: int, positions: int, vocab: int) -> int:
+    """How many positions a head takes at once, of so many rows and so much of the vocabulary.
+
+    All, up to MOST_LOGITS_BYTES of logits. That is 2,048 of one row with Llama 3's 128,256 tokens
+    on one device: each part adds to the table's gradient, 8 bytes read and written for 6 FLOPs and
+    position, so that with fewer of them this would cost more than a tenth of the head's time.
+    """
+    most = max(1, MOST_LOGITS_BYTES // (4 * rows * vocab))
+    if most >= positions:
+        return positions
+    unit = _TILE if most >= _TILE else 1
+    most -= most % unit
+    even = -(-positions // -(-positions // most))
+    return min(most, -(-even // unit) * unit)

@@ -153,6 +153,13 @@ class Model:
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
         return self._call_head("loss", shared, stream, batch)
 
+    def head_positions(self, shared: Tree, stream: Stream) -> int:
+        """Of a shard of the sequence, how many positions the head takes at once."""
+        rows, positions = stream["x"].shape[:2]
+        shards = self.axes.tensor_shards if self.axes.sequence_parallel else 1
+        vocab = shared["embed"]["tokens"].shape[0]
+        return self._head.positions(rows * shards, positions, vocab)
+
     def scores(self, shared: Tree, stream: Stream, batch: Tree):
         """(losses, hits) float32 [B, S] of batch["targets"]: a hit is 1 where the target is the
         likeliest token."""

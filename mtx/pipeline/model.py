@@ -99,6 +99,12 @@ class PipelineModel(Protocol):
         """The sum of the weighted losses, float32 []; the stream is the same on every stage."""
         ...
 
+    def head_positions(self, shared: Tree, stream: Stream) -> int:
+        """Of a shard of the sequence, how many positions `loss` and `scores` are to be given at
+        once: with them what a batch has for these, and what it has for a row with the first alone.
+        """
+        ...
+
     def scores(self, shared: Tree, stream: Stream, batch: Tree) -> tuple[jax.Array, jax.Array]:
         """(losses, hits) float32 [B, S] of batch["targets"], unweighted: a hit is 1 where the
         target is the likeliest token."""

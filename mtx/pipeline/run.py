@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Gradients, Messages, Stash
+from mtx.pipeline.head import add_gradients
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import read, write
@@ -289,21 +290,17 @@ class Run:
         """(carry with the loss and its gradients of embedding and head added, dy). sent: y is the
         last virtual stage's already."""
 
-        def compute(loss, total, y):
+        def compute(sums, y):
+            y = y if sent else self.last_output(y)
             batch = self.batch_of(op.head)
-            value, vjp = jax.vjp(
-                lambda shared, y: self.model.loss(shared, y, batch),
-                self.shared,
-                y if sent else self.last_output(y),
-            )
-            dshared, dy = vjp(jnp.asarray(self.loss_weight, value.dtype))
-            return loss + value, add_up(total, dshared), dy
+            return add_gradients(self.model, self.shared, y, batch, self.loss_weight, sums)
 
-        def idle(loss, total, y):
-            return loss, total, jax.tree.map(jnp.zeros_like, y)
+        def idle(sums, y):
+            return sums, jax.tree.map(jnp.zeros_like, y)
 
         gradients = carry.gradients
-        loss, shared, dy = lax.cond(op.head != IDLE, compute, idle, carry.loss, gradients.shared, y)
+        sums = carry.loss, gradients.shared
+        (loss, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y)
         return carry._replace(loss=loss, gradients=gradients._replace(shared=shared)), dy
 
     def backward_op(self, carry: Carry, tick: Tick, arrived, dy: Stream) -> tuple[Carry, Stream]:

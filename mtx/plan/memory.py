@@ -21,6 +21,7 @@ from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.config.layout import Weave
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
 from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
+from mtx.layers.kernels import head_positions
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import schedule_for, with_zero, zero_unit
@@ -282,19 +283,23 @@ class _Device:
         return largest + (self._of_chunk("kept") if layout.stash == "inputs" else 0)
 
     def head_bytes(self) -> int:
-        """Logits in float32, their gradient in the compute type, this device's part of both."""
+        """Logits in float32, their gradient in the compute type, this device's part of both, of as
+        many positions as the head takes at once."""
         model, layout = self.model, self.layout
         head = shared_cost(
             model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel
         )
-        shards = layout.vocab_shards
-        vocab = model.padded_vocab(shards) // shards
+        vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
         logits = sum(
             each.m.at(layout.microbatch) * each.n.at(1, vocab)
             for each in head.matmuls
             if each.during == "F" and each.n.vocab
         )
-        return (4 + ITEM_BYTES[model.compute_dtype]) * logits // layout.slices
+        shards = layout.tensor if layout.sequence_parallel else 1
+        positions = model.sequence // layout.slices // shards
+        at_once = head_positions(layout.microbatch * shards, positions, vocab)
+        item = ITEM_BYTES[model.compute_dtype]
+        return (4 + item) * logits // layout.slices * at_once // positions
 
 
 def _places(model: ModelConfig, layout: Layout) -> dict[str, int]:

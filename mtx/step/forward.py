@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from mtx.pipeline.head import by_parts
 from mtx.pipeline.program import Pipeline
 from mtx.schedules.makers import forward_table
 from mtx.step.step import Step, sum_over_replicas
@@ -34,7 +35,8 @@ class Forward:
     def evaluate(self, masters: Tree, batch: Tree):
         """(sum of losses, sum of weights); float32 []."""
         params, batch = self._start(masters, batch)
-        losses_M = self.pipeline.forward(params, batch, self.step.states.model.loss)
+        loss = by_parts(self.step.states.model, self.step.states.model.loss)
+        losses_M = self.pipeline.forward(params, batch, loss)
         return sum_over_replicas((losses_M.sum(), batch["weights"].sum()))
 
     def predict(self, masters: Tree, batch: Tree):
@@ -50,7 +52,8 @@ class Forward:
     def score(self, masters: Tree, batch: Tree):
         """(losses, hits) [G, S] float32 of batch["targets"], unweighted."""
         params, batch = self._start(masters, batch)
-        scores_MBS = self.pipeline.forward(params, batch, self.step.states.model.scores)
+        scores = by_parts(self.step.states.model, self.step.states.model.scores)
+        scores_MBS = self.pipeline.forward(params, batch, scores)
         return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), scores_MBS)
 
     def _start(self, masters: Tree, batch: Tree) -> tuple[Tree, Tree]:

@@ -1,0 +1,126 @@
+"""Head and loss, some positions of a microbatch at a time, so that its logits are never whole.
+
+The backward pass of a part runs before the forward pass of the next one: nothing of it waits, no
+logit is computed twice, and gradients of embedding and head are added up where they lie. The model
+says how many positions it takes at once: all of them, where their logits are few.
+
+Legend: B rows · S sequence (s: shard) · n positions of a shard that are taken at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.pipeline.model import PipelineModel, Stream
+from mtx.pipeline.trees import add_up
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """The positions of a shard: `first` ones, and then `others` times n."""
+
+    positions: int  # s
+    first: int
+    size: int  # n
+    others: int
+
+    @classmethod
+    def of(cls, model: PipelineModel, shared: Tree, stream: Stream) -> _Parts:
+        positions = jax.tree.leaves(stream)[0].shape[1]
+        size = model.head_positions(shared, stream)
+        others = -(-positions // size) - 1
+        first = positions - others * size
+        return cls(positions=positions, first=first, size=size, others=others)
+
+    def start(self, number):
+        """Where one of the others begins."""
+        return self.first + number * self.size
+
+    def of_stream(self, stream: Stream, start, size: int) -> Stream:
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, axis=1), stream)
+
+    def of_batch(self, batch: Tree, start, size: int) -> Tree:
+        """Of what is [B, S] the same positions of each shard. What a row has beside them comes with
+        the first part alone."""
+
+        def cut(a):
+            by_shard = a.reshape(a.shape[0], -1, self.positions)
+            part = lax.dynamic_slice_in_dim(by_shard, start, size, axis=2)
+            return part.reshape(a.shape[0], -1)
+
+        is_first = isinstance(start, int)
+        return {n: cut(a) if a.ndim > 1 else a for n, a in batch.items() if a.ndim > 1 or is_first}
+
+    def written(self, whole, part, start):
+        """A leaf [B, s, ...], or [B, S], with the part that begins there."""
+        if whole.ndim > 2:
+            return lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)
+        rows = whole.shape[0]
+        by_shard = whole.reshape(rows, -1, self.positions)
+        part = part.reshape(rows, by_shard.shape[1], -1)
+        return lax.dynamic_update_slice_in_dim(by_shard, part, start, axis=2).reshape(whole.shape)
+
+
+def add_gradients(
+    model: PipelineModel, shared: Tree, y: Stream, batch: Tree, weight, sums: tuple[Any, Tree]
+) -> tuple[tuple[Any, Tree], Stream]:
+    """(sums, dy): sums of the loss and of its gradients of `shared`, those of this microbatch
+    added, of which each is `weight` times that of the loss."""
+
+    def add(sums, y, batch):
+        loss, total = sums
+        value, vjp = jax.vjp(lambda shared, y: model.loss(shared, y, batch), shared, y)
+        dshared, dy = vjp(jnp.asarray(weight, value.dtype))
+        return (loss + value, add_up(total, dshared)), dy
+
+    parts = _Parts.of(model, shared, y)
+    if not parts.others:
+        return add(sums, y, batch)
+
+    def add_part(carry, number, *, size: int):
+        sums, whole = carry
+        start = 0 if number is None else parts.start(number)
+        sums, dy = add(sums, parts.of_stream(y, start, size), parts.of_batch(batch, start, size))
+        return (sums, jax.tree.map(partial(parts.written, start=start), whole, dy)), None
+
+    carry = add_part((sums, jax.tree.map(jnp.zeros_like, y)), None, size=parts.first)[0]
+    numbers = jnp.arange(parts.others)
+    return lax.scan(partial(add_part, size=parts.size), carry, numbers)[0]
+
+
+def by_parts(model: PipelineModel, function: Callable) -> Callable:
+    """`model.loss` or `model.scores`, without gradients, a part at a time."""
+
+    def run(shared: Tree, y: Stream, batch: Tree):
+        parts = _Parts.of(model, shared, y)
+        if not parts.others:
+            return function(shared, y, batch)
+
+        def of_part(start, size: int):
+            return function(
+                shared, parts.of_stream(y, start, size), parts.of_batch(batch, start, size)
+            )
+
+        def join(whole, part, start):
+            return whole + part if not part.ndim else parts.written(whole, part, start)
+
+        def add_part(whole, number):
+            start = parts.start(number)
+            part = of_part(start, parts.size)
+            return jax.tree.map(partial(join, start=start), whole, part), None
+
+        whole = jax.eval_shape(function, shared, y, batch)
+        whole = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), whole)
+        whole = jax.tree.map(partial(join, start=0), whole, of_part(0, parts.first))
+        return lax.scan(add_part, whole, jnp.arange(parts.others))[0]
+
+    return run

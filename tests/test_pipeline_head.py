@@ -1,0 +1,133 @@
+"""The head a part of the sequence at a time: what it gives whole, and no logits of a whole one."""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import reference
+from test_step_families import BERT, LLAMA, of_bert, packed
+
+import mtx
+from mtx.compile.hlo import read_program
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.layers import kernels
+from mtx.layers.kernels import head_positions
+from mtx.step.trainer import Trainer
+
+GPT = ModelConfig(
+    layers=4, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8
+)
+GEMMA = ModelConfig(
+    family="gemma2", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, sequence=16, vocab=101,
+    window=6, logit_cap=2.0, compute_dtype="float32", vocab_multiple=8,
+)  # fmt: skip
+ROWS = 8
+LAYOUTS = [
+    Layout(),
+    Layout(data=2, pipe=2, tensor=2, virtual=2),
+    Layout(pipe=2, tensor=2, microbatch=2, sequence_parallel=False, schedule="zb_h1"),
+    Layout(data=2, zero=3, tensor=2, idle="phases", weave="on"),
+]
+
+
+@functools.cache
+def params_of(model):
+    return mtx.init_params(model)
+
+
+@functools.cache
+def batch_of(model):
+    if model.family == "bert":
+        return of_bert(model, ROWS)[0]
+    batch = reference.random_batch(model, ROWS)
+    return packed(batch) if model.family == "llama" else batch
+
+
+def trainer_of(model, layout, monkeypatch=None, positions=0):
+    """At most so many positions of a shard at once, where there are any."""
+    if positions:
+        shards = layout.tensor if layout.sequence_parallel else 1
+        vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
+        most = 4 * layout.microbatch * shards * vocab * positions
+        monkeypatch.setattr(kernels, "MOST_LOGITS_BYTES", most)
+    return Trainer(RunConfig(model=model, layout=layout, global_batch=ROWS))
+
+
+@functools.cache
+def whole_of(model, layout):
+    trainer = trainer_of(model, layout)
+    return trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch_of(model))
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, GEMMA, BERT], ids=lambda model: model.family)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "all", "split", "woven"])
+@pytest.mark.parametrize("positions", [3, 4, 1])
+def test_parts_give_what_the_whole_gives(model, layout, positions, monkeypatch):
+    want = whole_of(model, layout)
+    trainer = trainer_of(model, layout, monkeypatch, positions)
+    got = trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch_of(model))
+    reference.assert_same(got, want)
+
+
+def test_parts_give_what_the_reference_gives(monkeypatch):
+    layout = Layout(data=2, pipe=2, tensor=2)
+    trainer = trainer_of(GPT, layout, monkeypatch, 3)
+    got = trainer.loss_and_gradients(trainer.state_from(params_of(GPT)), batch_of(GPT))
+    want = reference.loss_and_gradients(params_of(GPT), batch_of(GPT))
+    reference.assert_same(got, jax.device_get(want))
+
+
+@pytest.mark.parametrize("model", [GPT, GEMMA, BERT], ids=lambda model: model.family)
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=["one", "all"])
+def test_scores_and_losses_of_parts_are_those_of_the_whole(model, layout, monkeypatch):
+    whole = trainer_of(model, layout)
+    state = whole.state_from(params_of(model))
+    losses, hits = whole.score(state, whole.place(batch_of(model)))
+    total, weight = whole.evaluate(state, whole.place(batch_of(model)))
+    parts = trainer_of(model, layout, monkeypatch, 3)
+    found = parts.score(state, parts.place(batch_of(model)))
+    np.testing.assert_allclose(found[0], losses, rtol=1e-6)
+    np.testing.assert_array_equal(found[1], hits)
+    again = parts.evaluate(state, parts.place(batch_of(model)))
+    assert float(again[0]) == pytest.approx(float(total), rel=1e-6) and again[1] == weight
+
+
+def compiled(trainer):
+    """(elements of every array, FLOPs, temporary bytes) of the step."""
+    step = trainer.compile_step()
+    program = read_program(step.as_text())
+    shapes = [s for c in program.computations.values() for i in c.values() for s in i.shapes]
+    sizes = {math.prod(shape.dims) for shape in shapes}
+    return sizes, program.matmul_flops(), step.memory_analysis().temp_size_in_bytes
+
+
+def test_logits_are_never_whole(monkeypatch):
+    """Nor is any logit computed twice; and the memory is that of a part."""
+    model = replace(GPT, sequence=64, vocab=4000, hidden=24, layers=2, vocab_multiple=1)
+    layout, logits = Layout(pipe=2), 64 * 4000 // 2
+    whole, flops, memory = compiled(trainer_of(model, layout))
+    parts, flops_of_parts, memory_of_parts = compiled(trainer_of(model, layout, monkeypatch, 16))
+    assert logits in whole and logits // 4 in parts and logits not in parts
+    assert flops_of_parts == pytest.approx(flops)
+    assert memory - memory_of_parts > 0.95 * 4 * 2 * (logits - logits // 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "vocab", "at_once"),
+    [
+        (1, 8192, 32064, 8192),  # 1002 MiB
+        (1, 8192, 128256, 2048),
+        (1, 131072, 128256, 2048),
+        (8, 16384, 16032, 2048),
+        (1, 8191, 128256, 2048),
+        (1, 3000, 128256, 1536),  # two halves, in units of 128
+        (64, 512, 250_000, 16),
+        (2**20, 3, 4096, 1),
+    ],
+)
+def test_how_many_positions_a_head_takes_at_once(rows, positions, vocab, at_once):
+    assert head_positions(rows, positions, vocab) == at_once
+    assert at_once == 1 or 4 * rows * at_once * vocab <= kernels.MOST_LOGITS_BYTES
