@@ -61,7 +61,14 @@ def test_without_a_command_there_is_an_overview(capsys):
 @pytest.mark.parametrize(
     "command, options",
     [
-        ("train", ["--model.layers INT", "{none,selective,full}", "--virtual-devices INT"]),
+        (
+            "train",
+            [
+                "--model.layers INT",
+                "{none,selective,around_attention,full}",
+                "--virtual-devices INT",
+            ],
+        ),
         ("plan", ["--layout.pipe, --pipe INT", "--model.hidden INT", "--target NAME"]),
         ("schedule", ["--layout.pipe, --pipe INT", "--draw FILE"]),
         ("generate", ["--prompt", "--temperature FLOAT"]),

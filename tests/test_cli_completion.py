@@ -96,8 +96,9 @@ def test_a_shell_completes_what_is_typed(shell):
 OFFERED = {
     "mtx data ": "build inspect merge split index tokenizer",
     "mtx help checkpoint ": "list inspect verify export",
-    "mtx plan --layout.recompute ": "full none selective",
-    "mtx train --layout.recompute = ": "full none selective",  # as bash cuts --recompute=
+    "mtx plan --layout.recompute ": "around_attention full none selective",
+    # As bash cuts --recompute=.
+    "mtx train --layout.recompute = ": "around_attention full none selective",
     "mtx plan --target tpu": "tpu-v5p tpu-v5e tpu-v6e",
     "mtx train --model.layers ": "",
     "mtx plan --model.family ll": "llama",

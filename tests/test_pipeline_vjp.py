@@ -72,7 +72,7 @@ def flops(f, *args):
     return read_program(jax.jit(f).lower(*args).compile().as_text()).matmul_flops()
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "around_attention", "full"])
 def test_w_is_the_matmuls_of_weight_gradients_and_b_is_the_rest(recompute):
     vjp, params, _, given = layer(recompute=recompute)
     arguments = vjp.residuals, params, given, vjp.output
@@ -90,6 +90,8 @@ def test_w_is_the_matmuls_of_weight_gradients_and_b_is_the_rest(recompute):
         dict(recompute="full", attention_dropout=0.1),
         dict(slices=4, part=2),
         dict(recompute="full", slices=4, part=3),
+        dict(recompute="around_attention", dropout=0.1),
+        dict(recompute="around_attention", slices=4, part=2),
         dict(compute_dtype="bfloat16"),
     ],
     ids=lambda case: ", ".join(f"{k}={v}" for k, v in case.items()) or "plain",
@@ -113,7 +115,7 @@ def test_the_two_parts_give_the_gradients_of_the_whole(case):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "around_attention", "full"])
 def test_the_weights_wait_and_what_they_need_is_2f_plus_8_hidden_vectors_a_token(recompute, dtype):
     vjp, *_ = layer(recompute=recompute, compute_dtype=dtype, dropout=0.1)
     late = jax.tree.leaves_with_path(vjp.cut.made_by_w)
@@ -174,7 +176,7 @@ def sharded(recompute, sequence_parallel, tensor=2):
     return [seen[name] for name in ("deferred", "whole", "first", "then")]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "around_attention", "full"])
 def test_with_sequence_parallelism_inputs_wait_as_shards_and_w_gathers_them(recompute):
     tensor = 2
     deferred, together, first, then = sharded(recompute, True, tensor)

@@ -126,6 +126,19 @@ def test_selective_recomputation_repeats_attention_where_its_output_is_not_kept(
         assert hardware(model, backend=backend, recompute="selective") - none == again
 
 
+@pytest.mark.parametrize("backend", ["xla", "cuda"])
+@pytest.mark.parametrize("changes", [{}, {"sequence": 128}, {"family": "llama", "kv_heads": 2}])
+def test_recomputation_around_attention_is_full_less_attention(changes, backend):
+    model = gpt(**changes, compute_dtype="bfloat16")
+    full, around = (
+        hardware(model, backend=backend, recompute=way) for way in ("full", "around_attention")
+    )
+    forward = forward_flops(model, 8, causal=False).scores
+    blocks = 10 / 16 if backend == "xla" and model.sequence == 128 else 1
+    # In blocks, XLA computes the scores of the forward and the backward pass once.
+    assert full - around == blocks * (forward / 2 if backend == "xla" else forward)
+
+
 @pytest.mark.parametrize(("idle", "halves"), [("skip", (8, 8)), ("phases", (9, 9))])
 def test_idle_half_ticks_count_where_they_compute(idle, halves):
     model = gpt(attention_dropout=0.1)

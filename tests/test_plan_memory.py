@@ -17,6 +17,7 @@ from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.layers.model import Model
 from mtx.plan import memory as plan_memory
+from mtx.plan.candidates import RECOMPUTE
 from mtx.plan.compiled import Compiled
 from mtx.plan.memory import layer_residual_bytes, parameters_per_device, predict_memory
 from mtx.presets import preset
@@ -100,7 +101,15 @@ def residual_bytes(model, *, recompute, kernel="blocked"):
 @pytest.mark.parametrize(
     ("recompute", "dropout"),
     # ("none", 0.1) is in test_compile_step.py: of dropout's VJP jax keeps more, but XLA less.
-    [("none", 0.0), ("selective", 0.0), ("selective", 0.1), ("full", 0.0), ("full", 0.1)],
+    [
+        ("none", 0.0),
+        ("selective", 0.0),
+        ("selective", 0.1),
+        ("around_attention", 0.0),
+        ("around_attention", 0.1),
+        ("full", 0.0),
+        ("full", 0.1),
+    ],  # fmt: skip
 )
 def test_residuals_are_what_a_block_keeps(recompute, dropout, changes):
     model = gpt(
@@ -119,8 +128,27 @@ def test_residuals_of_the_fused_kernel(changes, monkeypatch):
     monkeypatch.setattr(kernel, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(kernel, "check_compute_capability", lambda _: True)
     model = gpt(sequence=128, hidden=256, **changes)
-    kept = layer_residual_bytes(model, Layout(microbatch=3), recompute="none", backend="cuda")
-    assert kept == residual_bytes(model, recompute="none", kernel="cudnn")
+    for recompute in RECOMPUTE:
+        kept = layer_residual_bytes(
+            model, Layout(microbatch=3), recompute=recompute, backend="cuda"
+        )
+        assert kept == residual_bytes(model, recompute=recompute, kernel="cudnn")
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, POST], ids=["gpt", "llama", "bert"])
+@pytest.mark.parametrize("backend", ["xla", "cuda"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_around_attention_the_input_is_kept_and_what_attention_gives(changes, backend, tensor):
+    """Beside the layer's input o [B, S, h, K], and a float32 for each head and position."""
+    model = gpt(sequence=128, hidden=256, heads=4, **changes)
+    layout = Layout(microbatch=3, tensor=tensor)
+    full, around = (
+        layer_residual_bytes(model, layout, recompute=way, backend=backend)
+        for way in ("full", "around_attention")
+    )
+    tokens, heads = 3 * 128, 4 // tensor
+    assert around - full == tokens * (2 * heads * 64 + 4 * heads)
+    assert full in (tokens * 2 * 256 // tensor, tokens * 2 * 256 // tensor + 256)  # and positions
 
 
 def test_residuals_are_korthikantis_where_the_blocks_are_the_same():

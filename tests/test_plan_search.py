@@ -12,7 +12,7 @@ from errors import names
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.families.gpt import TABLE1
-from mtx.plan.candidates import Fixed, divisors
+from mtx.plan.candidates import RECOMPUTE, Fixed, divisors
 from mtx.plan.compare import changes, part_name, reasons
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
@@ -66,7 +66,7 @@ def enumerated(case: str) -> dict[tuple[int, int, int], dict[int, float]]:
             continue
         for microbatch, virtual, schedule, recompute, parallel, zero in itertools.product(
             divisors(batch), divisors(model.layers), ("1f1b", "gpipe"),
-            ("none", "selective", "full"), (True, False), (0, 1, 3) if data > 1 else (1,),
+            RECOMPUTE, (True, False), (0, 1, 3) if data > 1 else (1,),
         ):  # fmt: skip
             layout = Layout(
                 data=data, pipe=pipe, tensor=tensor, microbatch=microbatch, virtual=virtual,
@@ -156,7 +156,7 @@ def mesh_of(one) -> tuple[int, int, int]:
 def test_the_cases_are_not_all_alike():
     """Else the enumeration would prove little: some meshes must not fit, some need recomputing."""
     ways = {one.layout.recompute for case in CASES for one in found_in(case, top=100).ranked}
-    assert ways == {"none", "selective", "full"}
+    assert ways == set(RECOMPUTE)
     fits = [sum(1 in seconds for seconds in enumerated(c).values()) for c in ("tighter", "roomy")]
     assert 0 < fits[0] < fits[1]
     zeros = {one.zero for case in CASES for one in found_in(case, top=100).ranked}

@@ -20,7 +20,7 @@ Idle = Literal["skip", "phases"]
 Stash = Literal["residuals", "inputs"]
 Zero = Literal[1, 3]
 ZeroUnit = Literal["auto", "layer", "chunk"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "around_attention", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
 Weave = Literal["off", "on"]
 
@@ -42,7 +42,9 @@ class Layout:
     zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
     # with zero=3, what is gathered at a time; "auto": a layer where computation hides it
     zero_unit: ZeroUnit = "auto"
-    recompute: Recompute = "none"  # within a block, at stash="residuals"
+    # within a block, at stash="residuals"; "around_attention": all but attention, whose output and
+    # log-sum-exp are kept
+    recompute: Recompute = "none"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other
     # layers of each of the pipe*virtual stages, in model order
@@ -52,10 +54,10 @@ class Layout:
         resolve_types(self)
         if self.schedule != "auto" and not self.schedule_is_file:
             check_virtual(self.schedule, self.virtual, self.slices)
-        if self.stash == "inputs" and self.recompute == "full":
+        if self.stash == "inputs" and self.recompute in ("around_attention", "full"):
             raise UserError(
-                "stash='inputs' already recomputes each chunk once; recompute='full' would pay a "
-                "third forward pass. Use recompute='none' with it, or stash='residuals'"
+                f"stash='inputs' already recomputes each chunk once; recompute={self.recompute!r} "
+                "would pay a third forward pass. Use recompute='none' with it, or stash='residuals'"
             )
         if self.zero != 3 and self.zero_unit != "auto":
             raise UserError(

@@ -24,10 +24,10 @@ from jax.ad_checkpoint import checkpoint_name
 from mtx.layers.fused import described_attention
 from mtx.layers.kernels import AttentionKernel, query_blocks
 from mtx.sharding.custom_vjp import custom_vjp
-from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.random import dropout_heads
 
 Projected = tuple[jax.Array, ...]
+ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all that its own backward pass keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +230,8 @@ def _blocked_forward(projected, segments_BS, rules):
         outputs.append(o_BgRbK)
         logsumexps.append(logsumexp_BgRb)
     o_BShK = jnp.swapaxes(_in_a_row(jnp.concatenate(outputs, axis=3)), 1, 2)
-    o_BShK = checkpoint_name(o_BShK, MATMUL_OUTPUT)
-    logsumexp_BgRS = checkpoint_name(jnp.concatenate(logsumexps, axis=3), MATMUL_OUTPUT)
+    o_BShK = checkpoint_name(o_BShK, ATTENTION_OUTPUT)
+    logsumexp_BgRS = checkpoint_name(jnp.concatenate(logsumexps, axis=3), ATTENTION_OUTPUT)
     return o_BShK, (projected, segments_BS, o_BShK, logsumexp_BgRS)
 
 
@@ -290,8 +290,8 @@ def _slice_forward(projected, cache_BSngK, part, slices, rules):
 
     branches = [partial(attend, part) for part in range(slices)]
     o_BgRbK, logsumexp_BgRb = lax.switch(part, branches, projected, cache_BSngK)
-    o_BbhK = checkpoint_name(jnp.swapaxes(_in_a_row(o_BgRbK), 1, 2), MATMUL_OUTPUT)
-    logsumexp_BgRb = checkpoint_name(logsumexp_BgRb, MATMUL_OUTPUT)
+    o_BbhK = checkpoint_name(jnp.swapaxes(_in_a_row(o_BgRbK), 1, 2), ATTENTION_OUTPUT)
+    logsumexp_BgRb = checkpoint_name(logsumexp_BgRb, ATTENTION_OUTPUT)
     return o_BbhK, (projected, cache_BSngK, part, o_BbhK, logsumexp_BgRb)
 
 

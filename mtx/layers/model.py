@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mtx.errors import UserError
+from mtx.layers import fused
+from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.layer import Layer, Stack
@@ -28,8 +30,11 @@ from mtx.sharding.random import fold, key_data
 
 Tree = Any
 Stream = dict[str, jax.Array]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "around_attention", "full"]
 _ONE_DEVICE = Axes()
+# cuDNN's attention, as jax.nn calls it, and as it is described where it cannot be traced. Their
+# results have no names.
+_FUSED = ("dot_product_attention_fwd_wrapper", fused.FORWARD.name)
 
 
 class Model:
@@ -140,10 +145,7 @@ class Model:
             return nnx.merge(self._graphs[kind], params)(x_BsD, context, *cache)
 
         if self.recompute != "none":
-            policy = None  # "full": keep the layer's input alone
-            if self.recompute == "selective":
-                policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
-            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+            run = jax.checkpoint(run, policy=_POLICIES[self.recompute], prevent_cse=False)
         if not cache:
             return stream | {"x": run(params, stream["x"], context)}
         x_BsD, own = run(params, stream["x"], context, *cache)
@@ -189,6 +191,20 @@ class Model:
         nor sequence parallelism."""
         layer = nnx.merge(self._graphs[kind], params)
         return stream | {"x": layer.of_text(stream["x"], context, keep)}
+
+
+def _is_fused(primitive, *_, **__) -> bool:
+    return primitive.name in _FUSED
+
+
+_names = jax.checkpoint_policies.save_only_these_names
+_POLICIES = {  # what is kept of a layer, beside its input
+    "selective": _names(MATMUL_OUTPUT, ATTENTION_OUTPUT),
+    "around_attention": jax.checkpoint_policies.save_from_both_policies(
+        _names(ATTENTION_OUTPUT), _is_fused
+    ),
+    "full": None,
+}
 
 
 def _init_key(seed: int, layer):

@@ -138,7 +138,8 @@ class Shard:
 
 @lru_cache(maxsize=16384)
 def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
-    """One layer. recompute: "selective" is the attention's scores again, "full" the layer."""
+    """One layer. recompute: "selective" is the attention's scores again, "around_attention" all
+    but attention, "full" the layer."""
     cost = shard.cost(kind)
     weights = [
         (*each.shape(shard.microbatch), "float8" if each.float8 else "") for each in cost.weights
@@ -163,6 +164,8 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     )
     if recompute == "full":
         backward += forward
+    elif recompute == "around_attention":
+        backward += forward._replace(attention_s=0.0)
     elif recompute == "selective":
         backward += Work(attention_s=attention_forward_s)
     size = sum(batch * k * n for batch, _, n, k, _ in weights)

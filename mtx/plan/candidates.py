@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from mtx.config import Layout, ModelConfig
+from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import Weave
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_of
@@ -16,7 +17,8 @@ from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
-RECOMPUTE = ("none", "selective", "full")  # from the fastest to the leanest
+# From the fastest to the leanest; of long sequences the third may be faster than the second.
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "around_attention", "full")
 ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
 T = TypeVar("T")
 
@@ -31,13 +33,13 @@ class Fixed:
     virtual: int | None = None
     microbatch: int | None = None
     schedule: str | None = None
-    recompute: str | None = None
+    recompute: Recompute | None = None
     sequence_parallel: bool | None = None
     zero: Zero | None = None
     weave: Weave | None = None
 
-    def ways(self) -> tuple[str, ...]:
-        """To recompute, the fastest first."""
+    def ways(self) -> tuple[Recompute, ...]:
+        """To recompute, the leanest last."""
         return choices(self.recompute, RECOMPUTE)
 
 
@@ -64,6 +66,17 @@ class Question:
         return predict_memory(
             self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
         )
+
+    def ways(self, layout: Layout, zero: Zero) -> tuple[Recompute, ...]:
+        """To recompute, the fastest first: those that are slower than one that keeps less are not
+        among them."""
+        ways, best_s = [], math.inf
+        for way in reversed(self.fixed.ways()):
+            step_s = self.time(replace(layout, recompute=way), zero, bound=True).step_s
+            if step_s < best_s:
+                ways.append(way)
+                best_s = step_s
+        return tuple(reversed(ways))
 
     def holds(self, size_bytes: int) -> bool:
         """Whether a device has room for so much: MEMORY_AT_MOST of it is taken."""

@@ -104,7 +104,7 @@ def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit
 
 @lru_cache(maxsize=64)
 def _choose(layout: Layout, layers: int, microbatches: int) -> Candidate:
-    again = layout.recompute == "full" or layout.stash == "inputs"
+    again = layout.recompute in ("around_attention", "full") or layout.stash == "inputs"
     work = 4.0 if again else 3.0
     times = Times(forward=1.0, backward=work - 2.0, weight=1.0, comm=_SEND * work)
     even = layout.stage_layers == "even"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from mtx.config import Layout, Recompute, RunConfig
 from mtx.plan import flops
 from mtx.plan.calibration import Calibration, calibration_of
-from mtx.plan.candidates import MEMORY_AT_MOST
+from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE
 from mtx.plan.compiled import Compiled, Tick
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
@@ -51,19 +51,26 @@ class PricedRun:
         """The step with other constants."""
         return self._step(self.run.layout, calibration)
 
-    def with_recompute(self, less: Recompute) -> tuple[StepTime, Memory] | None:
-        """The step and its memory with less recomputation than "full"; None where that is not what
-        the layout has, or where it does not fit."""
-        run = self.run
-        if run.layout.recompute != "full":
+    @property
+    def better_recompute(self) -> tuple[Recompute, StepTime, Memory] | None:
+        """The fastest other way to recompute that fits: a faster one than the layout's, or any
+        where that does not fit. None where there is none, or nothing to recompute."""
+        layout, fits, found = self.run.layout, self._fits(self.memory), []
+        if layout.stash == "inputs" or (layout.recompute == "none" and fits):
             return None
-        layout = replace(run.layout, recompute=less)
-        memory = predict_memory(
-            run.model, layout, run.global_batch, backend=self.hardware.backend, zero=self.zero
-        )
-        if memory.total_bytes > MEMORY_AT_MOST * self.hardware.memory_bytes:
-            return None
-        return self._step(layout, self.calibration), memory
+        for way in RECOMPUTE[1:]:
+            other = replace(layout, recompute=way)
+            memory = predict_memory(
+                self.run.model, other, self.run.global_batch, backend=self.hardware.backend,
+                zero=self.zero,
+            )  # fmt: skip
+            if way != layout.recompute and self._fits(memory):
+                found.append((way, self._step(other, self.calibration), memory))
+        best = min(found, key=lambda one: one[1].step_s, default=None)
+        return best if best and (not fits or best[1].step_s < self.time.step_s) else None
+
+    def _fits(self, memory: Memory) -> bool:
+        return memory.total_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def _step(self, layout: Layout, calibration: Calibration) -> StepTime:
         return predict_step(

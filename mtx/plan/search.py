@@ -28,7 +28,7 @@ from typing import NamedTuple
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
 from mtx.fields import checked
-from mtx.plan.candidates import MEMORY_AT_MOST, Fixed, Question
+from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE, Fixed, Question
 from mtx.plan.choose import with_zero
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import LOOPED
@@ -78,7 +78,6 @@ class _Waiting(NamedTuple):
     order: tuple[int, ...]  # of arrival; one number alone stands for all numbers of chunks
     layout: Layout
     zero: Zero
-    way: int = 0  # its place in the ways to recompute
     priced: tuple[StepTime, Memory] | None = None  # None: `least_s` is a bound
 
 
@@ -168,14 +167,17 @@ def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
 
 def _looked_at(question: Question, one: _Waiting) -> Iterator[_Waiting]:
     """The candidate with its time and memory; where it does not fit, that which recomputes more."""
-    memory, ways = question.memory(one.layout, one.zero), question.fixed.ways()
+    memory = question.memory(one.layout, one.zero)
     if question.holds(memory.total_bytes):
         time = question.time(one.layout, one.zero)
         yield one._replace(least_s=time.step_s, priced=(time, memory))
-    elif one.way + 1 < len(ways):
-        layout = replace(one.layout, recompute=ways[one.way + 1])
+        return
+    ways = question.ways(one.layout, one.zero)
+    leaner = [way for way in ways if RECOMPUTE.index(way) > RECOMPUTE.index(one.layout.recompute)]
+    if leaner:
+        layout = replace(one.layout, recompute=leaner[0])
         least_s = question.time(layout, one.zero, bound=True).step_s
-        yield one._replace(least_s=least_s, layout=layout, way=one.way + 1)
+        yield one._replace(least_s=least_s, layout=layout)
 
 
 def _simulated(question: Question, wanted: str, top: int) -> Found:
@@ -217,7 +219,7 @@ def _improve(
         ops = microbatches * one.layout.pipe * virtual
         if ops > most_ops or question.fixed.virtual not in (None, virtual):
             continue
-        for way in question.fixed.ways():
+        for way in question.ways(one.layout, one.zero):
             layout = replace(one.layout, schedule=name, virtual=virtual, recompute=way)
             if not question.allows(layout):
                 break

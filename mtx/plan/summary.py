@@ -158,11 +158,11 @@ def _memory(plan: PricedRun) -> list[Row]:
         if (value := getattr(plan.memory, field.name))
     ]
     rows.append(Row(section, "in all", _fit(plan.memory.total_bytes, plan), "predicted"))
-    if lighter := plan.with_recompute("selective"):
-        time, memory = lighter
+    if better := plan.better_recompute:
+        way, time, memory = better
         faster = f"{_fit(memory.total_bytes, plan)}; a step in {seconds(time.step_s)}, not "
         faster += seconds(plan.time.step_s)
-        rows.append(Row(section, "with recompute=selective", faster, "predicted"))
+        rows.append(Row(section, f"with recompute={way}", faster, "predicted"))
     return rows
 
 
