@@ -14,7 +14,7 @@ import jax
 from mtx.pipeline.head import by_parts
 from mtx.pipeline.program import Pipeline
 from mtx.schedules.makers import forward_table
-from mtx.step.step import Step, sum_over_replicas
+from mtx.step.step import Step, sum_over_tokens
 
 Tree = Any
 
@@ -37,7 +37,7 @@ class Forward:
         params, batch = self._start(masters, batch)
         loss = by_parts(self.step.states.model, self.step.states.model.loss)
         losses_M = self.pipeline.forward(params, batch, loss)
-        return sum_over_replicas((losses_M.sum(), batch["weights"].sum()))
+        return sum_over_tokens((losses_M.sum(), batch["weights"].sum()))
 
     def predict(self, masters: Tree, batch: Tree):
         """logits [G, v] float32, of the token that follows each row's last one: of {"tokens":
