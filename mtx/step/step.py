@@ -37,7 +37,7 @@ from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
 
 Tree = Any
-_DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
+DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ class Step:
         with jax.named_scope("pipeline"):
             batch = self.microbatches(batch)
             tokens = sum_over_replicas(batch["weights"].sum())
-            rng = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
+            rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
                 params, batch, _samples(batch), rng, scale / tokens
             )
