@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mtx.certify.small import LAYERS, SEQUENCE, fits, has, small_layout, small_model, small_run
 from mtx.config import Layout, ModelConfig, RunConfig
@@ -16,7 +18,7 @@ from mtx.sharding.axes import MESH
 
 ROWS = (8, 12)  # of a global batch
 _PER_MODEL = 4  # cases of one model: they share a reference
-_TRIES = 2000  # of which hardly one in ten is refused by all
+_TRIES = 2000  # of which one in ten can be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,41 +28,52 @@ class Case:
     number: int
     run: RunConfig
     why: str = ""  # "the run's own"; of a random one nothing
+    model: tuple[tuple[str, Any], ...] = ()  # what its model has otherwise than the run's
 
     @property
     def said(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in features(self.run).items())
+        """Its layout, in words."""
+        said = features(self.run) | {n: v for n, v in self.model if n != "layers"}
+        return ", ".join(f"{name}={value}" for name, value in said.items()) or "one device"
 
 
 def features(run: RunConfig) -> dict[str, Any]:
-    """What a layout has beside the defaults, sizes of axes first, and the random parts of a
-    model."""
+    """What a layout has beside the defaults, sizes of axes first."""
     layout, default = run.layout, Layout()
     found: dict[str, Any] = {a: size for a, size in layout.sizes.items() if size > 1}
-    for name in vars(default).keys() - found.keys() - {"attention"}:
-        if name in Layout.__dataclass_fields__ and getattr(layout, name) != getattr(default, name):
+    idle = {"attention", *layout.sizes}
+    idle |= {"sequence_parallel"} if layout.tensor == 1 else set()
+    idle |= {"zero_unit"} if layout.zero == 1 else set()
+    first = "schedule", "virtual", "slices", "microbatch"
+    for name in (*first, *(f.name for f in dataclasses.fields(Layout) if f.name not in first)):
+        if name not in idle and getattr(layout, name) != getattr(default, name):
             found[name] = getattr(layout, name)
-    if layout.sizes.get("tensor", 1) == 1:
-        found.pop("sequence_parallel", None)
-    if layout.zero != 3:
-        found.pop("zero_unit", None)
     return found
+
+
+def choices() -> dict[str, tuple]:
+    """The fields of a layout that are one of a few words or numbers, but for the kernel of
+    attention, of which CPUs have one."""
+    hints = typing.get_type_hints(Layout)
+    few = {n: typing.get_args(h) for n, h in hints.items() if typing.get_origin(h) is Literal}
+    return {name: values for name, values in few.items() if name != "attention"}
 
 
 def cases_of(run: RunConfig, *, count: int, seed: int, devices: int) -> Iterator[Case]:
     """The run's own, if it can be shrunk so, and `count` in all."""
-    rng = random.Random(seed)
-    number = 0
+    rng, number = random.Random(seed), 0
     own = own_case(run, devices)
-    if own is not None:
-        yield Case(number=1, run=own, why="the run's own")
+    if own is not None and count:
         number = 1
-    model, rows = small_model(run.model), ROWS[0]
+        yield Case(number=number, run=own, why="the run's own")
+    changes, rows = {}, ROWS[0]
     while number < count:
         if number % _PER_MODEL == 1:
-            model, rows = random_model(run.model, rng), rng.choice(ROWS)
+            changes, rows = random_features(run.model, rng), rng.choice(ROWS)
         number += 1
-        yield Case(number=number, run=random_run(run, model, rows, rng, devices))
+        model = small_model(run.model, **changes)
+        made = random_run(run, model, rows, rng, devices)
+        yield Case(number=number, run=made, model=tuple(changes.items()))
 
 
 def own_case(run: RunConfig, devices: int) -> RunConfig | None:
@@ -76,20 +89,23 @@ def own_case(run: RunConfig, devices: int) -> RunConfig | None:
     return None
 
 
-def random_model(model: ModelConfig, rng: random.Random) -> ModelConfig:
-    """With other features of its family, now and then."""
-    changes: dict[str, Any] = {"layers": rng.choice(LAYERS)}
+def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
+    """Fields of a model of this family that are others now and then; such as it refuses are not
+    among them."""
     options: dict[str, list] = {
         "tied": [True, False], "dropout": [0.0, 0.1], "attention_dropout": [0.0, 0.1],
         "kv_heads": [1, 2, 4, 8], "window": [1, 5, 12, SEQUENCE], "norm_placement": ["pre", "post"],
     }  # fmt: skip
+    changes: dict[str, Any] = {}
     for name, values in options.items():
-        if has(model, name) and rng.random() < 0.4:
-            changes[name] = rng.choice(values)
-    try:
-        return small_model(model, **changes)
-    except UserError:  # a family may refuse one
-        return small_model(model, layers=changes["layers"])
+        value = rng.choice(values)
+        if has(model, name) and rng.random() < 0.4 and value != getattr(small_model(model), name):
+            try:
+                small_model(model, **changes, **{name: value})
+            except UserError:
+                continue
+            changes[name] = value
+    return changes | {"layers": rng.choice(LAYERS)}
 
 
 def random_run(
@@ -97,7 +113,7 @@ def random_run(
 ) -> RunConfig:
     for _ in range(_TRIES):
         try:
-            made = small_run(run, model, random_layout(model, rng, devices), rows)
+            made = small_run(run, model, random_layout(run.layout, model, rng, devices), rows)
         except UserError:
             continue
         if fits(made):
@@ -105,28 +121,22 @@ def random_run(
     raise UserError(f"devices={devices} leave no layout to compare; use more")
 
 
-def random_layout(model: ModelConfig, rng: random.Random, devices: int) -> Layout:
-    """May be one that cannot be."""
-    sizes = _random_sizes(rng, devices)
-    schedule = rng.choice(list(MAKERS))
+def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, devices: int) -> Layout:
+    """Another one in all that a layout says; UserError where it cannot be."""
+    sizes, schedule = _random_sizes(rng, devices), rng.choice(list(MAKERS))
     known = maker(schedule)
     virtual = known.virtual or rng.choice([known.default_virtual, 1, 2, 3])
-    slices = rng.choice([1, 2, 4]) if known.sliced else 1
     stage_layers: Any = rng.choice(["even", "even", "balanced", "uneven"])
     if stage_layers == "uneven":
-        stage_layers = _uneven(model.layers, sizes.get("pipe", 1) * virtual, rng)
-    zero = rng.choice([1, 1, 3])
-    layout = Layout(
-        **sizes, virtual=virtual, slices=slices, schedule=schedule, zero=zero,
-        microbatch=rng.choice([1, 1, 2, 3]), sequence_parallel=rng.random() < 0.7,
-        idle=rng.choice(["skip", "phases"]), stash=rng.choice(["residuals", "residuals", "inputs"]),
-        recompute=rng.choice(["none", "selective", "full"]), attention="blocked",
-        zero_unit=rng.choice(["layer", "chunk"]) if zero == 3 else "auto",
-        stage_layers=stage_layers,
+        stage_layers = _uneven(model.layers, sizes["pipe"] * virtual, rng)
+    few = {name: rng.choice(values) for name, values in choices().items()}
+    if few["zero"] == 1:
+        few["zero_unit"] = "auto"
+    return replace(
+        layout, **sizes, **few, virtual=virtual, schedule=schedule, attention="blocked",
+        slices=rng.choice([1, 2, 4]) if known.sliced else 1, microbatch=rng.choice([1, 1, 2, 3]),
+        sequence_parallel=rng.random() < 0.7, stage_layers=stage_layers,
     )  # fmt: skip
-    if layout.idle == "phases" and rng.random() < 0.4:
-        return replace(layout, weave="on")
-    return layout
 
 
 def _random_sizes(rng: random.Random, devices: int) -> dict[str, int]:

@@ -20,8 +20,7 @@ def _along(walk: Walk, eqn: Any, value: Value) -> Iterator[tuple[int, str, Kind]
     """The axes of a collective that have more than one device, by their place."""
     for axis in _axes_of(eqn):
         if axis in walk.sizes:
-            if axis in walk._diverged:
-                walk.report(eqn, axis, f"{eqn.primitive.name} in a branch that only some take")
+            walk.check_together(eqn, axis)
             place = walk.axes.index(axis)
             yield place, axis, value.kinds[place]
 
@@ -94,9 +93,7 @@ def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
             walk.report(eqn, axis, "a gather of unsummed partial values")
         elif tiled and kind.dims and dim not in kind.dims:
             walk.report(eqn, axis, f"a gather into dim {dim} of what is {kind}")
-    gathered = {
-        place: kind if kind.name in ("zero", "mixed") else SAME for place, _, kind in along
-    }
+    gathered = {place: kind if kind.name in ("zero", "mixed") else SAME for place, _, kind in along}
     value = value if tiled else _with_dim(value, dim)
     return [_with(value, gathered)]
 

@@ -48,17 +48,33 @@ class Compared:
     def holds(self) -> bool:
         return not (self.beyond or self.findings or self.error)
 
+    @property
+    def said(self) -> str:
+        """What is wrong, in words."""
+        parts = [self.error] if self.error else []
+        for name in self.beyond:
+            value, leaf = self.differences[name]
+            of = f" of {leaf}" if leaf else ""
+            parts.append(f"{name}{of} by {value:.1e}, {TOLERANCES[name]:.0e} is allowed")
+        return "; ".join([*parts, *map(str, self.findings)])
+
 
 def compare(case: Case) -> Compared:
     found = Compared(case=case)
     try:
         got = train(case.run, found)
     except Exception as error:  # a case that cannot be compared is a failure, not the end
-        found.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        first = str(error).splitlines()[:1]
+        found.error = ": ".join([type(error).__name__, *first])
         return found
-    want = _reference(Unlaid(case.run))
-    found.differences = differences(got, want)
+    if got is not None:
+        found.differences = differences(got, reference_of(case.run))
     return found
+
+
+def reference_of(run: RunConfig) -> Trained:
+    """What one device makes of a run."""
+    return _reference(Unlaid(run))
 
 
 class Unlaid:
@@ -80,29 +96,35 @@ def _reference(unlaid: Unlaid) -> Trained:
     return Reference(run=unlaid.run).train()
 
 
-def train(run: RunConfig, found: Compared | None = None) -> Trained:
+def train(run: RunConfig, found: Compared) -> Trained | None:
     """What the run's own step makes of the first steps. found: takes what the walker finds in its
-    equations."""
+    equations; where they would hang, nothing runs."""
     trainer = Trainer(run)
     state, batches = trainer.init(), batches_of(run)
     traced = trainer.train_step.trace(state, trainer.place(batches[0]))
-    if found is not None:
-        own = run.layout.microbatch > 1  # else see `walk_run`
-        found.findings = (walk_program(traced.jaxpr) if own else walk_run(run)).findings
-    step, losses, norms, gradients = traced.lower().compile(), [], [], None
+    own = run.layout.microbatch > 1  # else see `walk_run`
+    found.findings = (walk_program(traced) if own else walk_run(run)).findings
+    if any(finding.hangs for finding in found.findings):
+        return None
+    step, losses, norms, means = traced.lower().compile(), [], [], None
     for batch in batches:
         state, metrics = step(state, trainer.place(batch))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.gradient_norm))
-        if gradients is None:  # the first step leaves its gradients, times 1 - b1, in the mean
-            b1 = run.optimizer.hyperparameters("adamw")["b1"]
-            mean = _moments(trainer, state)["mu"]
-            gradients = jax.tree.map(lambda a: a / (1 - b1), mean)
-    params = _canonical(trainer, state.params)
+        if means is None:
+            means = _moments(trainer, state)["mu"]
     return Trained(
-        losses=losses, norms=norms, gradients=gradients, params=params,
-        moments=_moments(trainer, state),
+        losses=losses, norms=norms, gradients=_gradients(run, means, norms[0]),
+        params=_canonical(trainer, state.params), moments=_moments(trainer, state),
     )  # fmt: skip
+
+
+def _gradients(run: RunConfig, means: Tree, norm: float) -> Tree:
+    """Those of the first step, as AdamW's mean has them: clipped, and times 1 - b1."""
+    config = run.optimizer
+    factor = min(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
+    share = factor * (1 - config.hyperparameters("adamw")["b1"])
+    return jax.tree.map(lambda a: a / share, means)
 
 
 def _moments(trainer: Trainer, state: Any) -> dict[str, Tree]:

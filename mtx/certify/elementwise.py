@@ -136,8 +136,9 @@ def divide(walk: Walk, eqn: Any, inputs: Values) -> Values:
         if b.name == "partial":
             walk.report(eqn, axis, "a value is divided by an unsummed partial value")
             b = DIFFERENT
-        kinds.append(ZERO if a.name == "zero" else product_of(walk, eqn, axis, a, b) or
-                     together((a, b)))
+        kinds.append(
+            ZERO if a.name == "zero" else product_of(walk, eqn, axis, a, b) or together((a, b))
+        )
     divisor = one.divisor * by.constant if by.constant else one.divisor
     _check_random(walk, eqn, inputs)
     return [Value(tuple(kinds), divisor=divisor, random=_stays_random(inputs))]

@@ -32,7 +32,7 @@ class Trained:
 
     losses: list[float]  # of each step
     norms: list[float]  # of the gradients, before they are clipped
-    gradients: Tree  # of the first step, clipped
+    gradients: Tree  # of the first step, before they are clipped
     params: Tree  # after the last
     moments: dict[str, Tree]  # by name: "mu", "nu"
 
@@ -105,8 +105,8 @@ class Reference:
             loss, gradients = jax.value_and_grad(self.loss)(params, batch, step)
             norm = optax.global_norm(gradients)
             factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
-            gradients = jax.tree.map(lambda g: g * factor, gradients)
-            updates, moments = optimizer.update(gradients, moments, params)
+            clipped = jax.tree.map(lambda g: g * factor, gradients)
+            updates, moments = optimizer.update(clipped, moments, params)
             return optax.apply_updates(params, updates), moments, loss, norm, gradients
 
         @jax.jit

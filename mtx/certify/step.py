@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from mtx.certify.kinds import DIFFERENT, SAME, Kind, Value, different
 from mtx.certify.walk import Finding, Walk
@@ -76,23 +78,23 @@ def walk_step(trainer: Trainer) -> Walked:
 
 def _traced(f: Any, trainer: Trainer) -> Any:
     batch = trainer.model.batch_fields(trainer.run.global_batch)
-    return f.trace(trainer.states.shapes, batch).jaxpr
+    return f.trace(trainer.states.shapes, batch)
 
 
-def walk_program(program: Any) -> Walked:
-    """Of every `shard_map` in a traced program: its inputs are what its specs say, and its outputs
-    have to be."""
+def walk_program(traced: Any) -> Walked:
+    """Of the `shard_map` that a traced function is: its inputs are what its specs say, and its
+    outputs have to be."""
     walked = None
-    for eqn in _shard_maps(getattr(program, "jaxpr", program)):
+    names = [keystr(path) for path, _ in jax.tree.leaves_with_path(traced.out_info)]
+    for eqn in _shard_maps(traced.jaxpr.jaxpr):
         mesh = eqn.params["mesh"]
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
         walk = Walk(sizes=sizes, stages=_STAGES)
         inputs = [_given(spec, sizes) for spec in eqn.params["in_specs"]]
-        outputs = list(zip(
-            walk.run(eqn.params["jaxpr"], inputs), eqn.params["out_specs"], strict=True
-        ))  # fmt: skip
-        for n, (value, spec) in enumerate(outputs):
-            _check_output(walk, n, value, spec)
+        values = walk.run(eqn.params["jaxpr"], inputs)
+        outputs = list(zip(values, eqn.params["out_specs"], strict=True))
+        for name, each in zip(names, outputs, strict=True):
+            _check_output(walk, name, *each)
         own = Walked(
             devices=mesh.size, equations=walk.equations, findings=walk.findings,
             unknown=walk.unknown, mixed=walk.mixed, outputs=len(outputs),
@@ -129,12 +131,12 @@ def _given(spec: P, sizes: dict[str, int]) -> Value:
     return Value(tuple(different({dims[a]}) if a in dims else SAME for a in sizes))
 
 
-def _check_output(walk: Walk, n: int, value: Value, spec: P) -> None:
+def _check_output(walk: Walk, name: str, value: Value, spec: P) -> None:
     dims = _dims(spec)
     for axis, kind in zip(walk.axes, value.kinds, strict=True):
         what = _wrong(kind, dims.get(axis))
         if what:
-            walk.findings.append(Finding(axis, what, f"output {n}"))
+            walk.findings.append(Finding(axis, what, f"output {name}"))
 
 
 def _wrong(kind: Kind, dim: int | None) -> str | None:

@@ -31,6 +31,7 @@ class Finding(NamedTuple):
     axis: str
     what: str
     where: str
+    hangs: bool = False  # whether devices would wait for others that never come
 
     def __str__(self) -> str:
         return f"along {self.axis}: {self.what} ({self.where})"
@@ -48,6 +49,7 @@ class Walk:
     mixed: int = 0  # values that were made of mixed buffers
     equations: int = 0
     _diverged: frozenset[str] = frozenset()  # axes whose devices may not be here together
+    _within: list = field(default_factory=list)  # equations whose programs are being walked
     _quiet: int = 0
     _known: dict = field(default_factory=dict)
 
@@ -58,11 +60,19 @@ class Walk:
     def value(self, kind: Kind = SAME, **others: Any) -> Value:
         return Value((kind,) * len(self.sizes), **others)
 
-    def report(self, eqn: Any, axis: str, what: str) -> None:
-        if not self._quiet:
-            found = Finding(axis, what, where(eqn))
-            if found not in self.findings:
-                self.findings.append(found)
+    def report(self, eqn: Any, axis: str, what: str, *, hangs: bool = False) -> None:
+        if self._quiet:
+            return
+        near = (where(each) for each in (eqn, *reversed(self._within)))
+        found = Finding(axis, what, next(filter(None, near), ""), hangs)
+        if found not in self.findings:
+            self.findings.append(found)
+
+    def check_together(self, eqn: Any, axis: str) -> None:
+        """That all devices along an axis come to a collective."""
+        if axis in self._diverged:
+            what = f"{eqn.primitive.name} in a branch that only some devices take"
+            self.report(eqn, axis, what, hangs=True)
 
     # -- programs ---------------------------------------------------------------------------------
 
@@ -86,13 +96,16 @@ class Walk:
         name = eqn.primitive.name
         self.equations += not self._quiet
         inner = eqn.params.get(NESTED.get(name, ""))
-        if inner is not None:
-            return self.run(inner, inputs)
-        rule = CONTROL.get(name) or _rules().get(name)
-        if rule is None:
-            self.unknown.add(name)
-            rule = _rules()["unknown"]
-        return rule(self, eqn, inputs)
+        if inner is None and name not in CONTROL:
+            rule = _rules().get(name)
+            if rule is None:
+                self.unknown.add(name)
+                rule = _rules()["unknown"]
+            return rule(self, eqn, inputs)
+        self._within.append(eqn)
+        outputs = self.run(inner, inputs) if inner else CONTROL[name](self, eqn, inputs)
+        self._within.pop()
+        return outputs
 
     def _read(self, known: dict, atom: Any) -> Value:
         return self._constant(atom.val) if isinstance(atom, Literal) else known[atom]
@@ -244,4 +257,3 @@ def _own_lines(eqn: Any) -> Iterator[str]:
         path = Path(frame.file_name)
         if path.is_relative_to(_OWN_FOLDER):
             yield f"{path.relative_to(_OWN_FOLDER.parent)}:{frame.line_num}"
-
