@@ -232,7 +232,7 @@ def dot_general(walk: Walk, eqn: Any, inputs: Values) -> Values:
             if not kind.dims and (a.dims or b.dims):
                 kind = PARTIAL
         kinds.append(kind)
-    return [Value(tuple(kinds), divisor=inputs[0].divisor * inputs[1].divisor)]
+    return [Value(tuple(kinds))]
 
 
 # -- parts by index --------------------------------------------------------------------------------

@@ -76,8 +76,10 @@ def add(walk: Walk, eqn: Any, inputs: Values) -> Values:
         elif b.name == "partial" and a.name == "same" and left % size == 0:
             left, a = left / size, PARTIAL
         kinds.append(_sum_of(walk, eqn, axis, a, b))
-    zero = "zero" in (one.kinds[0].name, two.kinds[0].name)
-    divisor = math.gcd(int(left), int(right)) if not zero else max(left, right)
+    if one.is_zero or two.is_zero:
+        divisor = max(left, right)
+    else:
+        divisor = float(math.gcd(int(left), int(right)))
     _check_random(walk, eqn, inputs)
     constant = None
     if one.constant is not None and two.constant is not None:
@@ -107,12 +109,18 @@ def multiply(walk: Walk, eqn: Any, inputs: Values) -> Values:
         for axis, (a, b) in _by_axis(walk, inputs)
     ]
     _check_random(walk, eqn, inputs)
-    divisor = one.divisor * two.divisor
+    divisor = _whole(one.divisor * two.divisor)
     for value in inputs:
         if value.constant and abs(value.constant) < 1:
-            share = 1 / value.constant
-            divisor *= round(share) if abs(share - round(share)) < 1e-3 else 1.0
-    return [Value(tuple(kinds), divisor=divisor, random=_stays_random(inputs))]
+            divisor *= _whole(1 / value.constant)
+    return [Value(tuple(kinds), divisor=_whole(divisor), random=_stays_random(inputs))]
+
+
+def _whole(divisor: float) -> float:
+    """A divisor that may be a number of devices; else 1."""
+    if not 1 <= divisor < 2**53 or abs(divisor - round(divisor)) > 1e-3:
+        return 1.0
+    return float(round(divisor))
 
 
 def product_of(walk: Walk, eqn: Any, axis: str, a: Kind, b: Kind) -> Kind | None:
@@ -139,7 +147,7 @@ def divide(walk: Walk, eqn: Any, inputs: Values) -> Values:
         kinds.append(
             ZERO if a.name == "zero" else product_of(walk, eqn, axis, a, b) or together((a, b))
         )
-    divisor = one.divisor * by.constant if by.constant else one.divisor
+    divisor = _whole(one.divisor * (by.constant or 1.0))
     _check_random(walk, eqn, inputs)
     return [Value(tuple(kinds), divisor=divisor, random=_stays_random(inputs))]
 

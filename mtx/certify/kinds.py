@@ -65,6 +65,10 @@ class Value(NamedTuple):
     random: bool = False  # random bits, and what follows from them alone
     parts: tuple[Part, ...] = ()
 
+    @property
+    def is_zero(self) -> bool:
+        return bool(self.kinds) and all(kind.name == "zero" for kind in self.kinds)
+
     def plain(self) -> Value:
         """What is left of it behind an operation that is not linear."""
         return Value(self.kinds)

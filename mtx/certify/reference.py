@@ -103,7 +103,7 @@ class Reference:
         @jax.jit
         def update(params, moments, batch, step):
             loss, gradients = jax.value_and_grad(self.loss)(params, batch, step)
-            norm = optax.global_norm(gradients)
+            norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
             factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
             clipped = jax.tree.map(lambda g: g * factor, gradients)
             updates, moments = optimizer.update(clipped, moments, params)
