@@ -126,9 +126,10 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
     sizes, schedule = _random_sizes(rng, devices), rng.choice(list(MAKERS))
     known = maker(schedule)
     virtual = known.virtual or rng.choice([known.default_virtual, 1, 2, 3])
-    stage_layers: Any = rng.choice(["even", "even", "balanced", "uneven"])
+    stages = sizes["pipe"] * virtual
+    stage_layers: Any = rng.choice(["even", "even", "balanced", "uneven"]) if stages > 1 else "even"
     if stage_layers == "uneven":
-        stage_layers = _uneven(model.layers, sizes["pipe"] * virtual, rng)
+        stage_layers = _uneven(model.layers, stages, rng)
     few = {name: rng.choice(values) for name, values in choices().items()}
     if few["zero"] == 1:
         few["zero_unit"] = "auto"

@@ -90,7 +90,8 @@ class Reference:
         def context(layer: int):
             return model.context(layer, batch, samples_B, rng)
 
-        stream, seen = model.embed(params, batch, context(IDLE)), dict.fromkeys(model.pattern, 0)
+        seen = dict.fromkeys(model.pattern, 0)
+        stream: Any = model.embed(params, batch, context(IDLE))
         for number, kind in enumerate(model.pattern):
             own = jax.tree.map(lambda a, n=seen[kind]: a[n], params["layers"][kind])
             stream, seen[kind] = model.layer(kind, own, stream, context(number)), seen[kind] + 1

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
+from mtx.certify import arrays, collectives, elementwise
 from mtx.certify.kinds import DIFFERENT, SAME, Kind, Value, different
 from mtx.certify.walk import Finding, Walk
 from mtx.config import RunConfig
@@ -17,6 +18,7 @@ from mtx.sharding.axes import MESH
 from mtx.step.trainer import Trainer
 
 Tree = Any
+_RULES = elementwise.RULES | arrays.RULES | collectives.RULES
 _STAGES = frozenset(axis.name for axis in MESH if axis.splits == "layers")
 
 
@@ -89,7 +91,7 @@ def walk_program(traced: Any) -> Walked:
     for eqn in _shard_maps(traced.jaxpr.jaxpr):
         mesh = eqn.params["mesh"]
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-        walk = Walk(sizes=sizes, stages=_STAGES)
+        walk = Walk(sizes=sizes, rules=_RULES, stages=_STAGES)
         inputs = [_given(spec, sizes) for spec in eqn.params["in_specs"]]
         values = walk.run(eqn.params["jaxpr"], inputs)
         outputs = list(zip(values, eqn.params["out_specs"], strict=True))

@@ -8,12 +8,13 @@ computes within another (jit, checkpoint, custom_vjp) is walked in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -42,6 +43,7 @@ class Walk:
     """One walk over a program."""
 
     sizes: dict[str, int]  # of the axes with more than one device
+    rules: Mapping[str, Rule]  # by primitive, and "unknown"
     # along which devices run other layers: an index that differs there chooses no shard
     stages: frozenset[str] = frozenset()
     findings: list[Finding] = field(default_factory=list)
@@ -97,11 +99,10 @@ class Walk:
         self.equations += not self._quiet
         inner = eqn.params.get(NESTED.get(name, ""))
         if inner is None and name not in CONTROL:
-            rule = _rules().get(name)
-            if rule is None:
+            if name not in self.rules:
                 self.unknown.add(name)
-                rule = _rules()["unknown"]
-            return rule(self, eqn, inputs)
+                name = "unknown"
+            return self.rules[name](self, eqn, inputs)
         self._within.append(eqn)
         outputs = self.run(inner, inputs) if inner else CONTROL[name](self, eqn, inputs)
         self._within.pop()
@@ -111,10 +112,10 @@ class Walk:
         return self._constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
     def _constant(self, value: Any) -> Value:
-        dtype = getattr(value, "dtype", None)
+        dtype: Any = np.result_type(value) if np.isscalar(value) else value.dtype
         if dtype == jax.dtypes.float0:
             return self.value(ZERO)
-        if np.size(value) > _SMALL or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        if np.size(value) > _SMALL or jnp.issubdtype(dtype, jax.dtypes.extended):
             return self.value()
         elements = np.asarray(value).astype(np.float64).ravel()
         if not elements.size or (elements != elements[0]).any():
@@ -230,18 +231,6 @@ def _with_first_dim(value: Value) -> Value:
         return different(dim + 1 for dim in of.dims) if of.dims else of
 
     return value._replace(kinds=tuple(map(kind, value.kinds)))
-
-
-def _rules() -> dict[str, Rule]:
-    from mtx.certify import arrays, collectives, elementwise
-
-    global _RULES
-    if not _RULES:
-        _RULES = elementwise.RULES | arrays.RULES | collectives.RULES
-    return _RULES
-
-
-_RULES: dict[str, Rule] = {}
 
 
 def where(eqn: Any) -> str:
