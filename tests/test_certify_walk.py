@@ -1,16 +1,19 @@
 """The walker's rules: small programs whose sums are right, and such whose sums are not."""
 
+import random
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from mtx.certify.arrays import reshaped
-from mtx.certify.step import walk_all, walk_program
+from mtx.certify.step import RULES, given, walk_all, walk_program
+from mtx.certify.walk import Walk
 from mtx.presets import preset
 
 MESH = AbstractMesh((3, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -240,3 +243,83 @@ def test_steps_at_full_size_have_no_finding(name, devices, layout):
     assert [str(each) for each in walked.findings] == []
     assert not walked.unknown and not walked.untold
     assert bool(walked.mixed) == (layout.get("weave") == "on")
+
+
+# -- what is said to be the same is the same -------------------------------------------------------
+
+SIZES = {"data": 2, "tensor": 4}
+PLACES = tuple(SIZES)
+
+
+def _random_ops(seed: int, count: int = 14):
+    """A function of local arrays [4, 4], made of random operations, collectives among them."""
+    rng = random.Random(seed)
+    pairs = (jnp.add, jnp.multiply, jnp.matmul, lambda a, b: jnp.where(a > b, a, b))
+    steps = []
+    for _ in range(count):
+        axis, dim = rng.choice(PLACES), rng.randrange(2)
+        size, one = SIZES[axis], rng.random()
+        ring = [(n, (n + 1) % size) for n in range(size)]
+        alone = (
+            lambda a, axis=axis: lax.psum(a, axis),
+            lambda a, axis=axis: lax.pmax(a, axis),
+            lambda a, axis=axis, ring=ring: lax.ppermute(a, axis, ring),
+            lambda a, axis=axis: a * lax.axis_index(axis),
+            lambda a, axis=axis: lax.dynamic_slice_in_dim(
+                jnp.concatenate([a] * 4), lax.axis_index(axis), 4
+            ),
+            lambda a, axis=axis, dim=dim: lax.all_gather(a, axis, axis=dim, tiled=True)[:4, :4],
+            lambda a, axis=axis, dim=dim: lax.psum_scatter(
+                jnp.concatenate([a] * 4, dim), axis, scatter_dimension=dim, tiled=True
+            )[:4, :4],
+            lambda a, dim=dim: jnp.broadcast_to(a.sum(dim, keepdims=True), a.shape),
+            lambda a: a.reshape(2, 8).reshape(4, 4).T,
+            lambda a: lax.fori_loop(0, 3, lambda _, t: 0.5 * t + a, jnp.zeros_like(a)),
+            lambda a, axis=axis: lax.cond(
+                lax.axis_index(axis) > 0, lambda a: 2 * a, lambda a: a, a
+            ),
+            jnp.tanh,
+        )
+        steps.append((rng.choice(pairs) if one < 0.4 else None, rng.choice(alone),
+                      rng.random(), rng.random()))  # fmt: skip
+
+    def f(*arrays):
+        pool = list(arrays)
+        for both, alone, i, j in steps:
+            a, b = pool[int(i * len(pool))], pool[int(j * len(pool))]
+            pool.append(jnp.tanh(both(a, b)) if both else alone(a))
+        return tuple(pool)
+
+    return f
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_said_to_be_the_same_is_the_same(seed):
+    """Random programs, run on eight devices: along an axis on which a value is typed `same` all
+    devices hold the same."""
+    mesh = jax.make_mesh(tuple(SIZES.values()), PLACES, axis_types=(AxisType.Auto,) * 2)
+    specs = P(), P("data", None), P(None, "tensor"), P(PLACES, None)
+    shapes = (4, 4), (8, 4), (4, 16), (32, 4)
+    values = np.random.default_rng(seed)
+    arrays = [values.normal(size=shape).astype(np.float32) for shape in shapes]
+    f = _random_ops(seed)
+
+    def everyones(*arrays):
+        return tuple(a[None, None] for a in f(*arrays))
+
+    def mapped(f, out):
+        return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+    program = jax.make_jaxpr(mapped(f, P(PLACES)))(*arrays)
+    (eqn,) = program.jaxpr.eqns
+    walk = Walk(sizes=SIZES, rules=RULES)
+    typed = walk.run(eqn.params["jaxpr"], [given(spec, SIZES) for spec in specs])
+    held = jax.jit(mapped(everyones, P("data", "tensor")))(*arrays)
+    claims = 0
+    for value, everyone in zip(typed, held, strict=True):
+        for dim, kind in enumerate(value.kinds):
+            if kind.is_same:
+                first = np.take(everyone, [0], axis=dim)
+                np.testing.assert_allclose(everyone, np.broadcast_to(first, everyone.shape), 1e-5)
+                claims += 1
+    assert claims > 4 and not walk.unknown

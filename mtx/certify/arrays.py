@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from mtx.certify.elementwise import product_of
 from mtx.certify.kinds import (
     DIFFERENT,
@@ -24,6 +26,7 @@ from mtx.certify.kinds import (
     together,
 )
 from mtx.certify.walk import Rule, Walk
+from mtx.sharding.fp8 import SCALED_DOT
 
 Values = list[Value]
 Places = dict[int, tuple[int, ...]]  # of each dim of an operand among those of the result
@@ -190,8 +193,10 @@ def _reduced(kind: Kind, dims: Sequence[int], *, adds: bool) -> Kind:
 
 
 def reduce_sum(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """Of unsigned integers, which are bits, a checksum: no part of another sum."""
     (value,), dims = inputs, eqn.params["axes"]
-    kinds = tuple(_reduced(kind, dims, adds=True) for kind in value.kinds)
+    adds = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.unsignedinteger)
+    kinds = tuple(_reduced(kind, dims, adds=adds) for kind in value.kinds)
     return [Value(kinds, divisor=value.divisor)]
 
 
@@ -233,6 +238,15 @@ def dot_general(walk: Walk, eqn: Any, inputs: Values) -> Values:
                 kind = PARTIAL
         kinds.append(kind)
     return [Value(tuple(kinds))]
+
+
+def scaled_dot(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """Of float8 tensors, and the product of their units (`mtx.sharding.fp8`): each device's own
+    where the tensors are, and then in every term of a sum over devices."""
+    (dot,) = (e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "dot_general")
+    (product,) = dot_general(walk, dot, inputs[:2])
+    kinds = zip(product.kinds, inputs[2].kinds)
+    return [Value(tuple(k if k.name == "partial" else together((k, unit)) for k, unit in kinds))]
 
 
 # -- parts by index --------------------------------------------------------------------------------
@@ -345,5 +359,5 @@ RULES: dict[str, Rule] = {
         reduce_other,
     ),
     "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice,
-    "gather": gather, "scatter": scatter, "scatter-add": scatter,
+    SCALED_DOT: scaled_dot, "gather": gather, "scatter": scatter, "scatter-add": scatter,
 }  # fmt: skip

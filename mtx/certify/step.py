@@ -18,7 +18,7 @@ from mtx.sharding.axes import MESH
 from mtx.step.trainer import Trainer
 
 Tree = Any
-_RULES = elementwise.RULES | arrays.RULES | collectives.RULES
+RULES = elementwise.RULES | arrays.RULES | collectives.RULES
 _STAGES = frozenset(axis.name for axis in MESH if axis.splits == "layers")
 
 
@@ -91,8 +91,8 @@ def walk_program(traced: Any) -> Walked:
     for eqn in _shard_maps(traced.jaxpr.jaxpr):
         mesh = eqn.params["mesh"]
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-        walk = Walk(sizes=sizes, rules=_RULES, stages=_STAGES)
-        inputs = [_given(spec, sizes) for spec in eqn.params["in_specs"]]
+        walk = Walk(sizes=sizes, rules=RULES, stages=_STAGES)
+        inputs = [given(spec, sizes) for spec in eqn.params["in_specs"]]
         values = walk.run(eqn.params["jaxpr"], inputs)
         outputs = list(zip(values, eqn.params["out_specs"], strict=True))
         for name, each in zip(names, outputs, strict=True):
@@ -128,7 +128,8 @@ def _dims(spec: P) -> dict[str, int]:
     }
 
 
-def _given(spec: P, sizes: dict[str, int]) -> Value:
+def given(spec: P, sizes: dict[str, int]) -> Value:
+    """A value that a PartitionSpec shards."""
     dims = _dims(spec)
     return Value(tuple(different({dims[a]}) if a in dims else SAME for a in sizes))
 

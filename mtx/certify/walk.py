@@ -19,7 +19,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from mtx.certify.kinds import DIFFERENT, SAME, ZERO, Kind, Value, different, either_value
-from mtx.vjp import NESTED
+from mtx.sharding.fp8 import SCALED_DOT
+from mtx.vjp import NESTED, is_matmul
 
 Rule = Callable[["Walk", Any, list[Value]], list[Value]]
 _OWN_FOLDER = Path(__file__).parents[1]
@@ -97,6 +98,8 @@ class Walk:
     def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         self.equations += not self._quiet
+        if is_matmul(eqn) and name != "dot_general":
+            name = SCALED_DOT  # one equation, though JAX has it as a function
         inner = eqn.params.get(NESTED.get(name, ""))
         if inner is None and name not in CONTROL:
             if name not in self.rules:
@@ -170,7 +173,7 @@ class Walk:
 
 
 def scan(walk: Walk, eqn: Any, inputs: list[Value]) -> list[Value]:
-    consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried = _counts(eqn)
     given, start, rows = _cut(inputs, consts, carried)
     rows = [_without_first_dim(row) for row in rows]
     body = eqn.params["jaxpr"]
@@ -181,6 +184,14 @@ def scan(walk: Walk, eqn: Any, inputs: list[Value]) -> list[Value]:
     carry = walk.fixpoint(lambda carry: step(carry)[:carried], start)
     outputs = step(carry)
     return [*carry, *(_with_first_dim(row) for row in outputs[carried:])]
+
+
+def _counts(eqn: Any) -> tuple[int, int]:
+    """How many constants a scan has, and how long its carry is."""
+    if "num_carry" in eqn.params:  # up to JAX 0.11
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def while_loop(walk: Walk, eqn: Any, inputs: list[Value]) -> list[Value]:
