@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +30,10 @@ from mtx.sharding.axes import MESH
 ROOT = Path(__file__).parents[1]
 
 
+def cases(run, count, *, seed=0):
+    return list(islice(cases_of(run, seed=seed, devices=8), count))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_is_shrunk_with_all_that_it_is_made_of(name):
     model = preset(name).model
@@ -47,19 +52,18 @@ def test_a_model_is_shrunk_with_all_that_it_is_made_of(name):
 
 def test_the_runs_own_layout_is_the_first_case():
     run = preset("gpt-145b")
-    first, *others = cases_of(run, count=6, seed=4, devices=8)
+    first, *others = cases(run, 6, seed=4)
     layout = first.run.layout
     assert first.why == "the run's own" and not any(each.why for each in others)
     assert layout.sizes == dict.fromkeys(layout.sizes, 2)
     for name in ("virtual", "idle", "recompute", "schedule", "microbatch"):
         assert getattr(layout, name) == getattr(run.layout, name)
-    again = list(cases_of(run, count=6, seed=4, devices=8))
-    assert again == [first, *others]
-    assert again[1:] != list(cases_of(run, count=6, seed=5, devices=8))[1:]
+    assert cases(run, 6, seed=4) == [first, *others]
+    assert cases(run, 6, seed=5)[1:] != others
 
 
 def test_random_cases_have_all_features_and_fit_the_devices():
-    runs = [each.run for each in cases_of(preset("gpt-1.7b"), count=150, seed=0, devices=8)]
+    runs = [each.run for each in cases(preset("gpt-1.7b"), 150)]
     assert unseen(runs) == []
     assert all(1 < math.prod(run.layout.sizes.values()) <= 8 for run in runs)
     assert {run.layout.schedule for run in runs} == set(MAKERS)
@@ -70,7 +74,7 @@ def test_random_cases_have_all_features_and_fit_the_devices():
 @pytest.fixture(scope="module")
 def own():
     """The first case of a run, compared."""
-    (case,) = cases_of(preset("miniature"), count=1, seed=0, devices=8)
+    (case,) = cases(preset("miniature"), 1)
     return compare(case)
 
 
@@ -125,7 +129,7 @@ def test_a_failure_is_reduced_to_the_axis_that_it_needs():
     """Gradients of what tensor replicates are not summed over it: nothing else is needed."""
     (mutant,) = [each for each in MUTANTS if each.name == "replicated, not summed"]
     layout = Layout(data=2, pipe=2, tensor=2, schedule="gpipe", recompute="full", idle="phases")
-    case = next(cases_of(preset("miniature"), count=1, seed=0, devices=8))
+    (case,) = cases(preset("miniature"), 1)
     case = replace(case, run=replace(case.run, layout=layout))
 
     def walked_alone(case):  # what runs show as well, a hundred times as fast
@@ -150,7 +154,7 @@ def test_a_failure_is_reduced_to_the_axis_that_it_needs():
 
 def test_a_case_that_raises_fails_and_one_that_would_hang_does_not_run():
     (hangs,) = [each for each in MUTANTS if each.name == "branch of one stage"]
-    case = next(cases_of(preset("miniature"), count=1, seed=0, devices=8))
+    (case,) = cases(preset("miniature"), 1)
     with hangs.change():
         found = compare(case)
     assert found.findings and not found.differences and not found.holds
@@ -179,6 +183,14 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "unsummed" in json.loads(capsys.readouterr().out)["failure"]
 
 
+def test_what_the_step_refuses_is_no_case(monkeypatch, own):
+    refused = replace(own, refused=True, error="cannot be")
+    each = iter([own, refused, own])
+    monkeypatch.setattr(certificate, "compare", lambda case: replace(next(each), case=case))
+    made = certify(preset("miniature"), cases=2, seed=0, devices=8)
+    assert [each.case.number for each in made.compared] == [1, 3] and made.holds
+
+
 def test_certifying_compares_as_many_cases_as_asked(monkeypatch, own):
     monkeypatch.setattr(certificate, "compare", lambda case: replace(own, case=case))
     seen = []
@@ -190,6 +202,7 @@ def test_certifying_compares_as_many_cases_as_asked(monkeypatch, own):
 
 
 A_FURTHER_AXIS = """
+from itertools import islice
 from dataclasses import dataclass, replace
 import mtx.sharding.axes as axes
 
@@ -216,7 +229,7 @@ run = preset("miniature")
 run = replace(run, layout=Wider(replica=2, data=2, tensor=2, zero=3, zero_unit="layer"))
 walked = walk_all(run)
 assert walked.devices == 8 and not walked.findings, walked.findings
-cases = list(cases_of(run, count=40, seed=0, devices=8))
+cases = list(islice(cases_of(run, seed=0, devices=8), 40))
 assert any(case.run.layout.replica > 1 for case in cases[1:])
 found = compare(cases[0])
 assert cases[0].run.layout.sizes == {"pipe": 1, "replica": 2, "data": 2, "tensor": 2}

@@ -193,9 +193,11 @@ def _reduced(kind: Kind, dims: Sequence[int], *, adds: bool) -> Kind:
 
 
 def reduce_sum(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Of unsigned integers, which are bits, a checksum: no part of another sum."""
+    """Of unsigned integers, which are bits, a checksum: no part of another sum. Nor do dims of one
+    element add up to anything: autodiff takes away what was broadcast so."""
     (value,), dims = inputs, eqn.params["axes"]
     adds = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.unsignedinteger)
+    adds = adds and any(_shape(eqn.invars[0])[dim] > 1 for dim in dims)
     kinds = tuple(_reduced(kind, dims, adds=adds) for kind in value.kinds)
     return [Value(kinds, divisor=value.divisor)]
 
@@ -221,6 +223,7 @@ def sort(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def dot_general(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """Partial, where it adds up what is sharded: as of a sum, not of dims of one element."""
     (contract, batch), places = eqn.params["dimension_numbers"], []
     left_free, at = 0, len(batch[0])
     for n, atom in enumerate(eqn.invars):
@@ -234,7 +237,8 @@ def dot_general(walk: Walk, eqn: Any, inputs: Values) -> Values:
         kind = product_of(walk, eqn, axis, a, b)
         if kind is None:
             kind = together((a.moved(places[0]), b.moved(places[1])))
-            if not kind.dims and (a.dims or b.dims):
+            gone = [_shape(atom)[d] for atom, k in zip(eqn.invars, (a, b)) for d in k.dims]
+            if not kind.dims and any(size > 1 for size in gone):
                 kind = PARTIAL
         kinds.append(kind)
     return [Value(tuple(kinds))]
@@ -278,16 +282,14 @@ def dynamic_update_slice(walk: Walk, eqn: Any, inputs: Values) -> Values:
             _check_parts(walk, eqn, axis, whole, part)
         elif whole.name == "zero" and axis not in walk.stages and part.dims and part.dims <= chosen:
             kinds.append(PARTIAL)  # each device its shard at the shard's place, zeros elsewhere
-        elif "partial" in (whole.name, part.name) and not _only_partial(whole, part):
+        elif {whole.name, part.name} <= {"partial", "zero"}:
+            kinds.append(either(whole, part))  # terms at places that differ
+        elif "partial" in (whole.name, part.name):
             kinds.append(DIFFERENT)
         else:
             kind = either(whole, part)
             kinds.append(DIFFERENT if kind.is_same and kind != ZERO else kind)
     return [Value(tuple(kinds), parts=value.parts or update.parts)]
-
-
-def _only_partial(*kinds: Kind) -> bool:
-    return {kind.name for kind in kinds} <= {"partial", "zero"}
 
 
 def _check_parts(walk: Walk, eqn: Any, axis: str, whole: Kind, part: Kind) -> None:
@@ -296,6 +298,7 @@ def _check_parts(walk: Walk, eqn: Any, axis: str, whole: Kind, part: Kind) -> No
 
 
 def gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """All parts of an unsummed partial value may be put in another order on each device."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (len(_shape(atom)) for atom in eqn.invars)
     batching = tuple(numbers.operand_batching_dims)
@@ -309,9 +312,9 @@ def gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
     from_indices: Places = {d: (new,) for d, new in zip(range(indices - 1), of_rows, strict=True)}
     for d, row in zip(batching, numbers.start_indices_batching_dims):
         from_operand[d] = from_indices[row]
-    kinds = []
+    kinds, all_of_it = [], eqn.invars[0].aval.size <= eqn.outvars[0].aval.size
     for axis, (a, b) in zip(walk.axes, zip(inputs[0].kinds, inputs[1].kinds), strict=True):
-        if a.name == "partial" and not b.is_same:
+        if a.name == "partial" and not b.is_same and not all_of_it:
             walk.report(eqn, axis, "each device takes another part of an unsummed partial value")
             kinds.append(DIFFERENT)
         elif a.name in ("partial", "zero"):
@@ -338,10 +341,7 @@ def scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
         moved = part.moved(places)
         if part.dims and not moved.dims and adds:
             moved = PARTIAL  # rows of a shard are added up
-        if part.name == "partial" and not by.is_same:
-            walk.report(eqn, axis, "unsummed partial values are put at places that differ")
-            moved = DIFFERENT
-        elif not by.is_same and moved.is_same and moved.name != "zero":
+        if not by.is_same and moved.is_same and moved.name != "zero":
             moved = DIFFERENT
         if adds and "partial" in (whole.name, moved.name) and whole.name == "same":
             walk.report(eqn, axis, "an unsummed partial value is added to one that is whole")

@@ -59,21 +59,20 @@ def choices() -> dict[str, tuple]:
     return {name: values for name, values in few.items() if name != "attention"}
 
 
-def cases_of(run: RunConfig, *, count: int, seed: int, devices: int) -> Iterator[Case]:
-    """The run's own, if it can be shrunk so, and `count` in all."""
+def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
+    """The run's own layout, if it can be shrunk so, and then random ones without end."""
     rng, number = random.Random(seed), 0
     own = own_case(run, devices)
-    if own is not None and count:
+    if own is not None:
         number = 1
         yield Case(number=number, run=own, why="the run's own")
-    changes, rows = {}, ROWS[0]
-    while number < count:
-        if number % _PER_MODEL == 1:
-            changes, rows = random_features(run.model, rng), rng.choice(ROWS)
-        number += 1
-        model = small_model(run.model, **changes)
-        made = random_run(run, model, rows, rng, devices)
-        yield Case(number=number, run=made, model=tuple(changes.items()))
+    while True:
+        changes, rows = random_features(run.model, rng), rng.choice(ROWS)
+        for _ in range(_PER_MODEL):
+            number += 1
+            model = small_model(run.model, **changes)
+            made = random_run(run, model, rows, rng, devices)
+            yield Case(number=number, run=made, model=tuple(changes.items()))
 
 
 def own_case(run: RunConfig, devices: int) -> RunConfig | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mtx.certify.kinds import DIFFERENT, SAME, Kind, Value, different
@@ -51,9 +51,24 @@ def _check_summed(walk: Walk, eqn: Any, value: Value) -> float:
     return divisor
 
 
+def _in_groups(walk: Walk, eqn: Any, value: Value, dims: Iterable[int]) -> Value | None:
+    """Of a collective among some devices of an axis: what it does to a value that is not partial.
+    A partial one stays so, and what was the same is no more; None where all devices take part."""
+    if eqn.params.get("axis_index_groups") is None:
+        return None
+    kinds = {}
+    for place, _, kind in _along(walk, eqn, value):
+        kept = kind.name in ("partial", "zero", "mixed")
+        kinds[place] = kind if kept else different({*kind.dims, *dims})
+    return _with(value, kinds)
+
+
 def psum(walk: Walk, eqn: Any, inputs: Values) -> Values:
     outputs = []
     for value in inputs:
+        if (of_group := _in_groups(walk, eqn, value, ())) is not None:
+            outputs.append(of_group)
+            continue
         divisor = _check_summed(walk, eqn, value)
         kinds = {
             place: kind if kind.name in ("zero", "mixed") else SAME
@@ -67,6 +82,9 @@ def largest(walk: Walk, eqn: Any, inputs: Values) -> Values:
     outputs = []
     for value in inputs:
         along = list(_along(walk, eqn, value))
+        if (of_group := _in_groups(walk, eqn, value, ())) is not None:
+            outputs.append(of_group)
+            continue
         for _, axis, kind in along:
             if kind.name == "partial":
                 walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
@@ -75,17 +93,20 @@ def largest(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def reduce_scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    (value,), dim = inputs, eqn.params["scatter_dimension"]
+    (value,), dim, tiled = inputs, eqn.params["scatter_dimension"], eqn.params["tiled"]
+    if (of_group := _in_groups(walk, eqn, value, (dim,) if tiled else ())) is not None:
+        return [of_group if tiled else _without(of_group, dim)]
     _check_summed(walk, eqn, value)
-    tiled = eqn.params["tiled"]
     after = different((dim,) if tiled else ())
     value = value if tiled else _without(value, dim)
     return [_with(value, {place: after for place, _, _ in _along(walk, eqn, value)})]
 
 
 def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    (value,), dim = inputs, eqn.params["all_gather_dimension"]
-    tiled, along = eqn.params["tiled"], list(_along(walk, eqn, inputs[0]))
+    (value,), dim, tiled = inputs, eqn.params["all_gather_dimension"], eqn.params["tiled"]
+    if (of_group := _in_groups(walk, eqn, value, ())) is not None:
+        return [of_group if tiled else _with_dim(of_group, dim)]
+    along = list(_along(walk, eqn, value))
     for _, axis, kind in along:
         if kind.name == "same":
             walk.report(eqn, axis, "a gather of what is the same on all devices")
@@ -107,7 +128,7 @@ def all_to_all(walk: Walk, eqn: Any, inputs: Values) -> Values:
             walk.report(eqn, axis, f"an all-to-all of what is {kind}")
         elif kind.dims and gathered not in kind.dims:
             walk.report(eqn, axis, f"an all-to-all gathers dim {gathered} of what is {kind}")
-        kinds[place] = different({scattered})
+        kinds[place] = different({*kind.dims, scattered} - {gathered})
     return [_with(value, kinds)]
 
 

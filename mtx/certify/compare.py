@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from mtx.certify.cases import Case
 from mtx.certify.reference import Reference, Trained, batches_of, by_field
-from mtx.certify.step import walk_program, walk_run
+from mtx.certify.step import walk_run
 from mtx.certify.walk import Finding
 from mtx.config import RunConfig
+from mtx.errors import UserError
 from mtx.step.optimizer import state_arrays
 from mtx.step.trainer import Trainer
 
@@ -22,7 +23,7 @@ Tree = Any
 # Largest differences allowed, relative; float32. Of losses and norms, of any of the steps; of
 # gradients (of the first step), parameters and moments (after the last), of an element to its
 # leaf's largest.
-TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-5, "moments": 1e-4}
+TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-4, "moments": 1e-4}
 # A leaf that is zero but for rounding is held against this share of the largest of all leaves.
 FLOOR = 1e-6
 
@@ -35,6 +36,7 @@ class Compared:
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)  # of the walker, on its equations
     error: str = ""  # what the case raised
+    refused: bool = False  # by the step itself: no case
 
     @property
     def beyond(self) -> list[str]:
@@ -63,6 +65,8 @@ def compare(case: Case) -> Compared:
     found = Compared(case=case)
     try:
         got = train(case.run, found)
+    except UserError as error:
+        return replace(found, error=str(error), refused=True)
     except Exception as error:  # a case that cannot be compared is a failure, not the end
         first = str(error).splitlines()[:1]
         found.error = ": ".join([type(error).__name__, *first])
@@ -101,14 +105,12 @@ def train(run: RunConfig, found: Compared) -> Trained | None:
     equations; where they would hang, nothing runs."""
     trainer = Trainer(run)
     state, batches = trainer.init(), batches_of(run)
-    traced = trainer.train_step.trace(state, trainer.place(batches[0]))
-    own = run.layout.microbatch > 1  # else see `walk_run`
-    found.findings = (walk_program(traced) if own else walk_run(run)).findings
+    found.findings = walk_run(run).findings
     if any(finding.hangs for finding in found.findings):
         return None
-    step, losses, norms, means = traced.lower().compile(), [], [], None
+    losses, norms, means = [], [], None
     for batch in batches:
-        state, metrics = step(state, trainer.place(batch))
+        state, metrics = trainer.train_step(state, trainer.place(batch))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.gradient_norm))
         if means is None:

@@ -42,8 +42,8 @@ def _lines(made: Certificate) -> Iterator[str]:
         yield f"schedule={layout.schedule}: cases have those with names"
     yield "what the loader reads, checkpoints, and generating"
     yield (
-        "in equations: constant factors, the order of shards along an axis, and which of the "
-        "stages is asked: these only cases show"
+        "in equations: constant factors, the order of shards along an axis, masks, and which of "
+        "the stages is asked: these only cases show"
     )
     if walked.mixed:
         yield (

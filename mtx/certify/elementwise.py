@@ -153,7 +153,7 @@ def divide(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def select(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Element by element."""
+    """Element by element. Of unsummed partial values each device may leave out terms."""
     chooser, *cases = inputs
     _check_random(walk, eqn, inputs)
     kinds = []
@@ -166,9 +166,7 @@ def select(walk: Walk, eqn: Any, inputs: Values) -> Values:
         if "partial" in names:
             if names != {"partial"}:
                 walk.report(eqn, axis, "a choice between a whole and an unsummed partial value")
-            elif not by.is_same:
-                walk.report(eqn, axis, "an unsummed partial value is masked by what differs")
-            kinds.append(PARTIAL if names == {"partial"} and by.is_same else DIFFERENT)
+            kinds.append(PARTIAL if names == {"partial"} else DIFFERENT)
         elif "mixed" in names:
             kinds.append(MIXED)
         elif names == {"zero"}:

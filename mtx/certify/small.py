@@ -51,7 +51,7 @@ def small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     """
     clip = min(optimizer.clip, 0.5)
     return OptimizerConfig(
-        lr=3e-3, rate="constant", epsilon=1e-3, clip=clip, weight_decay=optimizer.weight_decay
+        lr=1e-3, rate="constant", epsilon=1e-3, clip=clip, weight_decay=optimizer.weight_decay
     )
 
 

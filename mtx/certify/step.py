@@ -44,11 +44,10 @@ class Walked:
 
 
 def walk_all(run: RunConfig) -> Walked:
-    """The training step of `run` as it is made for CPUs and for GPUs, whose matmuls add gradients
-    in place, and its held-out losses and scores."""
-    walked = walk_run(run)
-    trainer = _trainer(run)
-    trainer.axes = replace(trainer.axes, in_place=True)
+    """The training step of `run`, with gradients that matmuls add in place and without, and its
+    held-out losses and scores."""
+    walked, trainer = walk_run(run), _trainer(run)
+    trainer.axes = replace(trainer.axes, in_place=not trainer.axes.in_place)
     walked.add(walk_step(trainer))
     trainer = _trainer(run)
     for f in (trainer.evaluate, trainer.score):
@@ -57,7 +56,7 @@ def walk_all(run: RunConfig) -> Walked:
 
 
 def walk_run(run: RunConfig) -> Walked:
-    """The training step of `run`.
+    """The training step of `run`, as it is made for GPUs.
 
     With two sequences in a microbatch where it has one: of dims of one element it could not be told
     which is which. No equation is another for it.
@@ -71,7 +70,9 @@ def _trainer(run: RunConfig) -> Trainer:
     if run.layout.microbatch == 1:
         layout = replace(run.layout, microbatch=2)
         run = replace(run, layout=layout, global_batch=2 * run.global_batch)
-    return Trainer(run)
+    trainer = Trainer(run)
+    trainer.platform = "gpu"  # asked for at no other place
+    return trainer
 
 
 def walk_step(trainer: Trainer) -> Walked:

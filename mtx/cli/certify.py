@@ -18,8 +18,13 @@ from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import preset
 from mtx.sizes import Seed, Sequences
 
-# Each program runs a few times: to optimise it costs more than it gives.
-_QUICK = "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"
+_FLAGS = (
+    # Each program runs a few times: to optimise it costs more than it gives.
+    "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
+    # One collective after the other: two that wait for nothing run at once, and CPUs take the
+    # devices of the one for those of the other.
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ def certify_command(arguments: list[str]) -> int:
     options = read_line(arguments, CertifyOptions(**parts), usage, certify_command).options
     run = replace(run, seed=options.seed, **{name: getattr(options, name) for name in parts})
     check_writable(options.out)
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
     start_devices(options.devices)
     make = _mutants if options.mutants else _certificate
     with progress("rows") as report:
