@@ -208,7 +208,8 @@ import mtx.sharding.axes as axes
 
 axes.MESH = (*axes.MESH[:1], axes.Axis("replica", "batch"), *axes.MESH[1:])
 axes.AXES = tuple(axis.name for axis in axes.MESH)
-axes.BATCH = tuple(axis.name for axis in axes.MESH if axis.splits == "batch")
+axes.BATCH = axes.axes_that_split("batch")
+axes.TOKENS = axes.axes_that_split("batch", "sequence")
 
 import mtx
 from mtx.config import Layout
@@ -232,7 +233,9 @@ assert walked.devices == 8 and not walked.findings, walked.findings
 cases = list(islice(cases_of(run, seed=0, devices=8), 40))
 assert any(case.run.layout.replica > 1 for case in cases[1:])
 found = compare(cases[0])
-assert cases[0].run.layout.sizes == {"pipe": 1, "replica": 2, "data": 2, "tensor": 2}
+assert cases[0].run.layout.sizes == {
+    "pipe": 1, "replica": 2, "data": 2, "context": 1, "tensor": 2
+}
 assert found.holds, found.said
 print("the same")
 """

@@ -10,6 +10,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mtx.layers import attention, bert, context
@@ -17,9 +18,10 @@ from mtx.pipeline.program import Pipeline
 from mtx.pipeline.run import Run
 from mtx.schedules.schedule import IDLE
 from mtx.sharding import linear, optimizer, vocab
-from mtx.sharding.axes import BATCH, axes_of
+from mtx.sharding.axes import BATCH, TOKENS, axes_of
 from mtx.sharding.optimizer import DataShard
-from mtx.step import step
+from mtx.sharding.ring import Ring
+from mtx.step import step, trainer
 
 Change = contextlib.AbstractContextManager
 
@@ -30,33 +32,37 @@ def loss_times_replicas() -> Change:
     real = Pipeline.gradients
 
     def gradients(self, params, batch, samples_MB, rng, loss_weight):
-        return real(self, params, batch, samples_MB, rng, loss_weight * lax.axis_size(BATCH))
+        return real(self, params, batch, samples_MB, rng, loss_weight * lax.axis_size(TOKENS))
 
     return mock.patch.object(Pipeline, "gradients", gradients)
 
 
 def _sums_in_turn(*mistaken: Callable) -> Change:
     """The step's own sums over replicas, of the tokens and of the loss, made another way."""
-    real_sum, real = step.sum_over_replicas, step.Step.loss_and_gradients
+    real_sum, real = step.sum_over_tokens, step.Step.loss_and_gradients
 
     def loss_and_gradients(self, *arguments):
         sums = iter(mistaken)
-        with mock.patch.object(step, "sum_over_replicas", lambda v: next(sums, real_sum)(v)):
+        with mock.patch.object(step, "sum_over_tokens", lambda v: next(sums, real_sum)(v)):
             return real(self, *arguments)
 
     return mock.patch.object(step.Step, "loss_and_gradients", loss_and_gradients)
 
 
 def tokens_of_own_replica() -> Change:
-    return _sums_in_turn(lambda tokens: tokens * lax.axis_size(BATCH))
+    return _sums_in_turn(lambda tokens: tokens * lax.axis_size(TOKENS))
 
 
 def tokens_over_other_axes() -> Change:
     return _sums_in_turn(lambda tokens: lax.psum(tokens, "tensor"))
 
 
+def tokens_over_replicas_alone() -> Change:
+    return _sums_in_turn(lambda tokens: lax.psum(tokens, BATCH))
+
+
 def loss_of_own_replica() -> Change:
-    return _sums_in_turn(step.sum_over_replicas, lambda loss: loss)
+    return _sums_in_turn(step.sum_over_tokens, lambda loss: loss)
 
 
 def _sums(mistaken: Callable) -> Change:
@@ -64,7 +70,7 @@ def _sums(mistaken: Callable) -> Change:
 
 
 def no_sum_of_replicated() -> Change:
-    return _sums(lambda spec, *, sequence_parallel: BATCH)
+    return _sums(lambda spec, *, sequence_parallel: TOKENS)
 
 
 def sum_of_whole_gradients() -> Change:
@@ -73,7 +79,7 @@ def sum_of_whole_gradients() -> Change:
 
 
 def sum_of_shards() -> Change:
-    return _sums(lambda spec, *, sequence_parallel: (*BATCH, "tensor"))
+    return _sums(lambda spec, *, sequence_parallel: (*TOKENS, "tensor"))
 
 
 # -- norm ------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def norm_counts_replicas() -> Change:
 
 
 def norm_of_own_shards() -> Change:
-    return _norm(lambda sizes: BATCH, shares=True)
+    return _norm(lambda sizes: TOKENS, shares=True)
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------
@@ -120,10 +126,10 @@ def gathered_backwards() -> Change:
 def own_part_of_own_gradient() -> Change:
     def reduce_scatter(self, gradient, *, stacked=True):
         if self.dim is None:
-            return lax.psum(gradient, BATCH) if self.replicas else gradient
+            return lax.psum(gradient, TOKENS) if self.replicas else gradient
         gradient = self.pad(gradient)
-        size = gradient.shape[self.dim] // lax.axis_size(BATCH)
-        return lax.dynamic_slice_in_dim(gradient, lax.axis_index(BATCH) * size, size, self.dim)
+        size = gradient.shape[self.dim] // lax.axis_size(TOKENS)
+        return lax.dynamic_slice_in_dim(gradient, lax.axis_index(TOKENS) * size, size, self.dim)
 
     return mock.patch.object(DataShard, "reduce_scatter", reduce_scatter)
 
@@ -132,7 +138,7 @@ def mean_over_replicas() -> Change:
     real = DataShard.reduce_scatter
 
     def reduce_scatter(self, gradient, *, stacked=True):
-        return real(self, gradient, stacked=stacked) / lax.axis_size(BATCH)
+        return real(self, gradient, stacked=stacked) / lax.axis_size(TOKENS)
 
     return mock.patch.object(DataShard, "reduce_scatter", reduce_scatter)
 
@@ -184,9 +190,10 @@ def second_loss_by_own_count() -> Change:
     real = bert.Pretraining.weigh
 
     def weigh(self, batch, total):
-        return real(
-            self, batch, lambda values: values if values.dtype == jnp.int32 else total(values)
-        )
+        def own(values):
+            return values.sum() if values.dtype == jnp.bool_ else total(values)
+
+        return real(self, batch, own)
 
     return mock.patch.object(bert.Pretraining, "weigh", weigh)
 
@@ -196,7 +203,7 @@ def second_loss_times_replicas() -> Change:
 
     def weigh(self, batch, total):
         batch = real(self, batch, total)
-        return batch | {"order_weights": batch["order_weights"] * lax.axis_size(BATCH)}
+        return batch | {"order_weights": batch["order_weights"] * lax.axis_size(TOKENS)}
 
     return mock.patch.object(bert.Pretraining, "weigh", weigh)
 
@@ -213,6 +220,17 @@ def labels_shifted_after_cutting() -> Change:
     return mock.patch.object(Run, "batch_of", batch_of)
 
 
+def gradients_of_own_keys() -> Change:
+    def reduce_scatter(self, x):
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self.index, 0, False), x)
+
+    return mock.patch.object(Ring, "reduce_scatter", reduce_scatter)
+
+
+def sequences_in_plain_order() -> Change:
+    return mock.patch.object(trainer, "zigzag", lambda sequence, parts: np.arange(sequence))
+
+
 # -- random numbers --------------------------------------------------------------------------------
 
 
@@ -221,6 +239,13 @@ def masks_by_local_position() -> Change:
         return 0 if place is None else place.part * x_BsD.shape[1]
 
     return mock.patch.object(context, "first_position", first_position)
+
+
+def masks_by_place_in_part() -> Change:
+    def places(size, axes):
+        return jnp.arange(size, dtype=jnp.int32)
+
+    return mock.patch.object(context, "places", places)
 
 
 def masks_by_device() -> Change:

@@ -72,16 +72,25 @@ def _run(family: str = "gpt", model: dict[str, Any] | None = None, **layout: Any
 
 
 _PARALLEL, _WHOLE = _run(), _run(sequence_parallel=False)  # activations over tensor
+_CONTEXT = _run(pipe=1, context=2, context_attention="gather")
 MUTANTS = tuple(Mutant(name=n, what=what, change=change, run=run) for n, what, change, run in (
     ("loss scaled", "the loss times the replicas", mistakes.loss_times_replicas, _PARALLEL),
     ("local token count", "a mean of the replicas' means",
      mistakes.tokens_of_own_replica, _PARALLEL),
     ("wrong group", "weights of the loss summed over tensor, not over the replicas",
      mistakes.tokens_over_other_axes, _PARALLEL),
+    ("tokens without context", "the token count over the replicas, not over parts of sequences",
+     mistakes.tokens_over_replicas_alone, _CONTEXT),
     ("loss of one replica", "the reported loss is each replica's own",
      mistakes.loss_of_own_replica, _PARALLEL),
     ("labels after cutting", "labels are shifted in a slice, of which the last has none",
      mistakes.labels_shifted_after_cutting, _run(schedule="seq1f1b", slices=2)),
+    ("labels of a part", "labels are shifted in a device's part of the sequence",
+     mistakes.labels_shifted_after_cutting, _CONTEXT),
+    ("plain order", "sequences are cut in plain order, not in that of the devices",
+     mistakes.sequences_in_plain_order, _CONTEXT),
+    ("keys of others", "each device keeps its own gradient of its keys and values",
+     mistakes.gradients_of_own_keys, _CONTEXT),
     ("second loss, local count", "BERT's order loss by each replica's count",
      mistakes.second_loss_by_own_count, _run("bert")),
     ("second loss scaled", "BERT's order loss times the replicas",
@@ -118,6 +127,9 @@ MUTANTS = tuple(Mutant(name=n, what=what, change=change, run=run) for n, what, c
      mistakes.mean_over_replicas, _run(zero=3, zero_unit="layer")),
     ("same masks, other tokens", "dropout by the position in a shard of the sequence",
      mistakes.masks_by_local_position, _run(model={"dropout": 0.1})),
+    ("same masks, other parts", "dropout by the position in a part of the sequence",
+     mistakes.masks_by_place_in_part,
+     _run(model={"dropout": 0.1}, data=1, context=2, sequence_parallel=False)),
     ("other masks, same tokens", "dropout that differs where activations are whole",
      mistakes.masks_by_device, _run(model={"dropout": 0.1}, sequence_parallel=False)),
     ("same masks, other rows", "dropout by the row in a replica",

@@ -83,7 +83,7 @@ class Reference:
 
     def loss(self, params: Tree, batch: Tree, step: Any) -> jax.Array:
         """The mean over the global batch's tokens."""
-        model, batch = self.model, self.model.weigh(batch, lambda values: values)
+        model, batch = self.model, self.model.weigh(batch, lambda values: values.sum())
         samples_B = jnp.arange(self.run.global_batch, dtype=jnp.int32)
         rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
 

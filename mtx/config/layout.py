@@ -13,7 +13,7 @@ from mtx.fields import checked, resolve_types
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual
 from mtx.schedules.partition import place_layers
-from mtx.sharding.axes import AXES, BATCH
+from mtx.sharding.axes import AXES, BATCH, TOKENS
 from mtx.sizes import Devices, Layers, Sequences, Slices, StageLayers, Stages
 
 Idle = Literal["skip", "phases"]
@@ -23,6 +23,7 @@ ZeroUnit = Literal["auto", "layer", "chunk"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
 Weave = Literal["off", "on"]
+ContextAttention = Literal["auto", "gather", "ring", "ulysses", "usp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Layout:
 
     data: Devices = 1  # replicas (d)
     pipe: Stages = 1  # pipeline stages (p)
+    context: Devices = 1  # parts of every sequence (c)
     tensor: Devices = 1  # tensor-parallel shards (t)
     virtual: Layers = 1  # model chunks per stage (v): above 1, the schedule is interleaved
     microbatch: Sequences = 1  # sequences per microbatch and replica (b)
@@ -44,6 +46,8 @@ class Layout:
     zero_unit: ZeroUnit = "auto"
     recompute: Recompute = "none"  # within a block, at stash="residuals"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
+    # over `context`: all keys and values gathered, sent round a ring, or heads in place of positions
+    context_attention: ContextAttention = "auto"
     weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other
     # layers of each of the pipe*virtual stages, in model order
     stage_layers: StageLayers = "even"
@@ -65,7 +69,7 @@ class Layout:
                         f"weave='on' is not made for {name}={value!r}; use {name}={wanted!r} with "
                         "it, or weave='off'"
                     )
-        checked("data*pipe*tensor", self.devices, Devices)
+        checked("*".join(AXES), self.devices, Devices)
         checked("pipe*virtual", self.pipe * self.virtual, Layers)
 
     @property
@@ -92,10 +96,15 @@ class Layout:
         """The parts into which the batch is split."""
         return math.prod(self.sizes[axis] for axis in BATCH)
 
+    @cached_property
+    def token_shards(self) -> int:
+        """The devices with the same weights, but for ZeRO, each with other tokens."""
+        return math.prod(self.sizes[axis] for axis in TOKENS)
+
     def by_windows(self, model: ModelConfig) -> bool:
         """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
         ticks (`mtx.schedules.windows`): of parameters of one type."""
-        several = self.virtual > 1 and self.replicas > 1
+        several = self.virtual > 1 and self.token_shards > 1
         return self.weave == "on" and self.zero == 1 and several and model.fp8 == "off"
 
     @property
@@ -151,18 +160,43 @@ class Layout:
                 f"sequence={model.sequence} cannot be cut into slices={self.slices}; "
                 f"use slices={nearest_divisors(model.sequence, self.slices)}"
             )
+        if self.context > 1:
+            self._check_context(model)
         if self.slices > 1 and model.attention_dropout:
             raise UserError(
                 f"attention_dropout={model.attention_dropout} is not made for slices="
                 f"{self.slices}; use attention_dropout=0 or slices=1"
             )
-        if self.sequence_parallel and model.sequence % (self.slices * self.tensor):
+        shards = self.slices * self.context * self.tensor
+        if self.sequence_parallel and model.sequence % shards:
             raise UserError(
                 f"sequence={model.sequence} cannot be divided over tensor={self.tensor}"
-                f"{f' in slices={self.slices}' if self.slices > 1 else ''} for sequence "
-                "parallelism; use sequence="
-                f"{nearest_multiples(model.sequence, self.slices * self.tensor)} "
+                f"{f' in slices={self.slices}' if self.slices > 1 else ''}"
+                f"{f' and context={self.context}' if self.context > 1 else ''} for sequence "
+                f"parallelism; use sequence={nearest_multiples(model.sequence, shards)} "
                 "or sequence_parallel=False"
+            )
+
+    def _check_context(self, model: ModelConfig) -> None:
+        """Every device of `context` has two equal chunks of a sequence (`mtx.sharding.sequence`)."""
+        if model.sequence % (2 * self.context):
+            raise UserError(
+                f"sequence={model.sequence} cannot be cut into the 2*context={2 * self.context} "
+                f"chunks of context={self.context}; use sequence="
+                f"{nearest_multiples(model.sequence, 2 * self.context)}"
+            )
+        if self.slices > 1:
+            raise UserError(
+                f"slices={self.slices} and context={self.context} both cut the sequence; use "
+                "slices=1 or context=1"
+            )
+        heads = max(1, model.groups // self.tensor)
+        if self.context_attention == "ulysses" and heads % self.context:
+            raise UserError(
+                f"context_attention='ulysses' needs the {heads} heads of keys and values of a "
+                f"device (kv_heads={model.groups}, tensor={self.tensor}) to be a multiple of "
+                f"context={self.context}; use context_attention='usp', 'ring' or 'gather', or "
+                f"context={nearest_divisors(heads, self.context)}"
             )
 
     def _check_fp8(self, model: ModelConfig) -> None:
@@ -179,7 +213,8 @@ class Layout:
             "hidden": model.hidden, "ffn_hidden/tensor": model.ffn_hidden // t,
             "heads*head_size/tensor": model.heads * size // t,
             "kv_heads*head_size/tensor": model.groups * size // t,
-            "microbatch*sequence/slices": self.microbatch * model.sequence // self.slices,
+            "microbatch*sequence/(slices*context)":
+                self.microbatch * model.sequence // (self.slices * self.context),
         }  # fmt: skip
         for name, value in sizes.items():
             if value % 16:

@@ -25,7 +25,9 @@ from mtx.layers.fused import described_attention
 from mtx.layers.kernels import AttentionKernel, query_blocks
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import MATMUL_OUTPUT
+from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_heads
+from mtx.sharding.sequence import kept_places, places, to_keep, whole_sequence
 
 Projected = tuple[jax.Array, ...]
 
@@ -97,7 +99,7 @@ def blocked_attention(projected: Projected, segments_BS=None, rules: Scores = Sc
 # -- heads first -----------------------------------------------------------------------------------
 
 
-def _heads_first(projected: Projected):
+def heads_first(projected: Projected):
     """(q_BgRSK, k_BgSK, v_BgSK): one copy here, in place of one for every block and product."""
     if len(projected) == 1:
         q_BgSK, k_BgSK, v_BgSK = jnp.transpose(projected[0], (2, 0, 3, 1, 4))
@@ -117,20 +119,29 @@ def _in_a_row(a_BgR):
     return a_BgR.reshape(a_BgR.shape[0], -1, *a_BgR.shape[3:])
 
 
-def _projected_like(projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS) -> Projected:
+def positions_first(a_BgRSK):
+    """a_BShK"""
+    return jnp.swapaxes(_in_a_row(a_BgRSK), 1, 2)
+
+
+def projected_like(projected: Projected, dq_BShK, dk_BSgK, dv_BSgK) -> Projected:
     """Gradients in the order and type of what was projected."""
-    dtype = projected[0].dtype
-    dq_BShK = jnp.swapaxes(_in_a_row(dq_BgRSK), 1, 2).astype(dtype)
-    dk_BSgK, dv_BSgK = (jnp.transpose(d, (0, 3, 1, 2)).astype(dtype) for d in (dk_BgKS, dv_BgKS))
+    dq_BShK, dk_BSgK, dv_BSgK = (d.astype(projected[0].dtype) for d in (dq_BShK, dk_BSgK, dv_BSgK))
     if len(projected) == 1:
         return (jnp.stack([dq_BShK, dk_BSgK, dv_BSgK], axis=2),)
     return dq_BShK, jnp.stack([dk_BSgK, dv_BSgK], axis=2)
 
 
+def _projected_like(projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS) -> Projected:
+    """The same of gradients as blocks give them."""
+    dk_BSgK, dv_BSgK = (jnp.transpose(d, (0, 3, 1, 2)) for d in (dk_BgKS, dv_BgKS))
+    return projected_like(projected, positions_first(dq_BgRSK), dk_BSgK, dv_BSgK)
+
+
 # -- a block of queries ----------------------------------------------------------------------------
 
 
-class _Mask(NamedTuple):
+class Mask(NamedTuple):
     """What a block of queries may see."""
 
     rules: Scores
@@ -138,12 +149,20 @@ class _Mask(NamedTuple):
     first_key: int  # and of the first key
     # segments of queries and keys, [B, b] and [B, T]; None: all of a row's positions are of one
     segments: tuple[jax.Array, jax.Array] | None = None
+    places: jax.Array | None = None  # int32 [b]: of the queries, where they are not in a row
 
     def __call__(self, scores_BgRbT):
+        seen = self.seen(scores_BgRbT.shape)
+        return scores_BgRbT if seen is None else jnp.where(seen, scores_BgRbT, -jnp.inf)
+
+    def seen(self, shape: tuple[int, ...]):
+        """bool, to be broadcast to scores of that shape, or None: all are."""
         seen = None
         if self.rules.causal:
-            query = self.first + lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 3)
-            key = lax.broadcasted_iota(jnp.int32, scores_BgRbT.shape, 4)
+            query = self.first + lax.broadcasted_iota(jnp.int32, shape, 3)
+            if self.places is not None:
+                query = self.places[:, None]
+            key = lax.broadcasted_iota(jnp.int32, shape, 4)
             key = key + self.first_key if self.first_key else key
             seen = query >= key
             if self.rules.window is not None:
@@ -152,7 +171,7 @@ class _Mask(NamedTuple):
             queries_Bb, keys_BT = self.segments
             same = (queries_Bb[:, :, None] == keys_BT[:, None, :])[:, None, None]
             seen = same if seen is None else seen & same
-        return scores_BgRbT if seen is None else jnp.where(seen, scores_BgRbT, -jnp.inf)
+        return seen
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -166,17 +185,18 @@ def _scores(q_BgRbK, k_BgTK, rules: Scores):
     return scores if rules.softcap is None else rules.softcap * jnp.tanh(scores / rules.softcap)
 
 
-def _attend(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask):
-    """(o_BgRbK, log of the sum of exponentials [B, g, R, b]) of a block of queries."""
+def attend(q_BgRbK, k_BgTK, v_BgTK, mask: Mask):
+    """(o_BgRbK, log of the sum of exponentials [B, g, R, b]) of a block of queries, float32; 0 and
+    some -1e30 for one that sees none of these keys."""
     scores_BgRbT = mask(_scores(q_BgRbK, k_BgTK, mask.rules))
-    largest = scores_BgRbT.max(axis=-1, keepdims=True)
+    largest = jnp.maximum(scores_BgRbT.max(axis=-1, keepdims=True), -1e30)
     p_BgRbT = jnp.exp(scores_BgRbT - largest)
-    total = p_BgRbT.sum(axis=-1, keepdims=True)
+    total = jnp.maximum(p_BgRbT.sum(axis=-1, keepdims=True), 1e-30)
     o_BgRbK = _product("BgRbT,BgTK->BgRbK", p_BgRbT.astype(v_BgTK.dtype), v_BgTK) / total
-    return o_BgRbK.astype(v_BgTK.dtype), (largest + jnp.log(total))[..., 0]
+    return o_BgRbK, (largest + jnp.log(total))[..., 0]
 
 
-def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along_BgRb, do_BgRbK):
+def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_BgRb, do_BgRbK):
     """Float32 gradients (dq_BgRbK, dk_BgKT, dv_BgKT); `along`: the sum over K of do times o."""
     dtype, rules = q_BgRbK.dtype, mask.rules
     raw_BgRbT = _scores(q_BgRbK, k_BgTK, rules)
@@ -196,7 +216,7 @@ def _attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: _Mask, logsumexp_BgRb, along
     return dq_BgRbK, *lax.optimization_barrier((dk_BgKT, dv_BgKT))
 
 
-def _output_gradient(do_BShK, o_BShK, groups: int):
+def output_gradient(do_BShK, o_BShK, groups: int):
     """(do_BgRSK, its sum over K with o [B, g, R, S] in float32)"""
     along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
     do_BgRSK = _in_groups(jnp.swapaxes(do_BShK, 1, 2), groups)
@@ -206,7 +226,7 @@ def _output_gradient(do_BShK, o_BShK, groups: int):
 # -- whole sequences -------------------------------------------------------------------------------
 
 
-def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slice, _Mask]]:
+def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slice, Mask]]:
     """(queries, keys, mask) of each block."""
     size = sequence // query_blocks(sequence)
     blocks = []
@@ -216,20 +236,20 @@ def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slic
         segments = None
         if segments_BS is not None:
             segments = segments_BS[:, queries], segments_BS[:, keys]
-        blocks.append((queries, keys, _Mask(rules, start, keys.start, segments)))
+        blocks.append((queries, keys, Mask(rules, start, keys.start, segments)))
     return blocks
 
 
 def _blocked_forward(projected, segments_BS, rules):
-    q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
+    q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
     outputs, logsumexps = [], []
     for queries, keys, mask in _blocks(k_BgSK.shape[2], segments_BS, rules):
-        o_BgRbK, logsumexp_BgRb = _attend(
+        o_BgRbK, logsumexp_BgRb = attend(
             q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask
         )
-        outputs.append(o_BgRbK)
+        outputs.append(o_BgRbK.astype(v_BgSK.dtype))
         logsumexps.append(logsumexp_BgRb)
-    o_BShK = jnp.swapaxes(_in_a_row(jnp.concatenate(outputs, axis=3)), 1, 2)
+    o_BShK = positions_first(jnp.concatenate(outputs, axis=3))
     o_BShK = checkpoint_name(o_BShK, MATMUL_OUTPUT)
     logsumexp_BgRS = checkpoint_name(jnp.concatenate(logsumexps, axis=3), MATMUL_OUTPUT)
     return o_BShK, (projected, segments_BS, o_BShK, logsumexp_BgRS)
@@ -237,12 +257,12 @@ def _blocked_forward(projected, segments_BS, rules):
 
 def _blocked_backward(rules, saved, do_BShK):
     projected, segments_BS, o_BShK, logsumexp_BgRS = saved
-    q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
+    q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
     sequence = k_BgSK.shape[2]
-    do_BgRSK, along_BgRS = _output_gradient(do_BShK, o_BShK, k_BgSK.shape[1])
+    do_BgRSK, along_BgRS = output_gradient(do_BShK, o_BShK, k_BgSK.shape[1])
     dq, dk_BgKS, dv_BgKS = [], 0.0, 0.0
     for queries, keys, mask in _blocks(sequence, segments_BS, rules):
-        dq_BgRbK, dk_BgKT, dv_BgKT = _attend_backward(
+        dq_BgRbK, dk_BgKT, dv_BgKT = attend_backward(
             q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask,
             logsumexp_BgRS[..., queries], along_BgRS[..., queries], do_BgRSK[:, :, :, queries],
         )  # fmt: skip
@@ -272,7 +292,7 @@ def sliced_attention(projected: Projected, cache_BSngK, part, slices: int, rules
 
 def _slice_keys(projected, cache_BSngK, part: int, rules: Scores):
     """q, k, v with the keys up to the end of this slice that it sees."""
-    q_BgRbK, k_BgbK, v_BgbK = _heads_first(projected)
+    q_BgRbK, k_BgbK, v_BgbK = heads_first(projected)
     start = part * k_BgbK.shape[2]
     first_key = rules.first_key(start)
     k_BgTK, v_BgTK = jnp.transpose(cache_BSngK[:, first_key:start], (2, 0, 3, 1, 4))
@@ -280,28 +300,29 @@ def _slice_keys(projected, cache_BSngK, part: int, rules: Scores):
         q_BgRbK,
         jnp.concatenate([k_BgTK, k_BgbK], axis=2),
         jnp.concatenate([v_BgTK, v_BgbK], axis=2),
-        _Mask(rules, start, first_key),
+        Mask(rules, start, first_key),
     )
 
 
 def _slice_forward(projected, cache_BSngK, part, slices, rules):
     def attend(part, projected, cache_BSngK):
-        return _attend(*_slice_keys(projected, cache_BSngK, part, rules))
+        return attend(*_slice_keys(projected, cache_BSngK, part, rules))
 
     branches = [partial(attend, part) for part in range(slices)]
     o_BgRbK, logsumexp_BgRb = lax.switch(part, branches, projected, cache_BSngK)
-    o_BbhK = checkpoint_name(jnp.swapaxes(_in_a_row(o_BgRbK), 1, 2), MATMUL_OUTPUT)
+    o_BbhK = positions_first(o_BgRbK.astype(projected[0].dtype))
+    o_BbhK = checkpoint_name(o_BbhK, MATMUL_OUTPUT)
     logsumexp_BgRb = checkpoint_name(logsumexp_BgRb, MATMUL_OUTPUT)
     return o_BbhK, (projected, cache_BSngK, part, o_BbhK, logsumexp_BgRb)
 
 
 def _slice_backward(slices, rules, saved, do_BbhK):
     projected, cache_BSngK, part, o_BbhK, logsumexp_BgRb = saved
-    do_BgRbK, along_BgRb = _output_gradient(do_BbhK, o_BbhK, cache_BSngK.shape[3])
+    do_BgRbK, along_BgRb = output_gradient(do_BbhK, o_BbhK, cache_BSngK.shape[3])
 
     def attend(part, projected, cache_BSngK):
         q, k, v, mask = _slice_keys(projected, cache_BSngK, part, rules)
-        dq, dk, dv = _attend_backward(q, k, v, mask, logsumexp_BgRb, along_BgRb, do_BgRbK)
+        dq, dk, dv = attend_backward(q, k, v, mask, logsumexp_BgRb, along_BgRb, do_BgRbK)
         earlier = mask.first - mask.first_key
         own = _projected_like(projected, dq, dk[..., earlier:], dv[..., earlier:])
         dcache = jnp.stack([dk[..., :earlier], dv[..., :earlier]])
@@ -320,50 +341,64 @@ sliced_attention.defvjp(_slice_forward, _slice_backward)
 
 
 def attention_with_dropout(
-    projected: Projected, segments_BS, *, rules: Scores, rate: float, key, samples_B, first_head
-):
+    projected: Projected, segments_BS, *, rules: Scores, rate: float, key, samples_B, first_head,
+    axes: Axes,
+):  # fmt: skip
     """`attention` with dropout on its probabilities -> [B, S, h, K], in the values' type.
 
     All scores [B, h, S, T] are computed at once, in float32. segments_BS: int32 or None. A mask is
-    that of its sample and global head, on every layout: samples_B int32, first_head the global
-    number of this device's head 0, key as `mtx.sharding.random.dropout_heads` takes it.
+    that of its sample, global head and position, on every layout: samples_B int32, first_head the
+    global number of this device's head 0, key as `mtx.sharding.random.dropout_heads` takes it.
+    Over `context` all keys and values are gathered.
     """
-    q_BgRSK, k_BgSK, v_BgSK = _heads_first(projected)
-    mask = _Mask(rules, 0, 0, None if segments_BS is None else (segments_BS, segments_BS))
+    places_S, segments = places(projected[0].shape[1], axes), None
+    if segments_BS is not None:
+        segments = segments_BS, whole_sequence(segments_BS, axes)
+    if axes.context is not None:
+        q_BShK, k_BSgK, v_BSgK = separate(projected)
+        kv_BTngK = whole_sequence(jnp.stack([k_BSgK, v_BSgK], axis=2), axes)
+        projected = q_BShK, kv_BTngK
+    q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
+    mask = Mask(rules, 0, 0, segments, places_S)
     p_BgRST = jax.nn.softmax(mask(_scores(q_BgRSK, k_BgSK, rules)), axis=-1)
-    p_BhST = dropout_heads(_in_a_row(p_BgRST), rate, key, samples_B, first_head)
+    p_BhST = dropout_heads(_in_a_row(p_BgRST), rate, key, samples_B, first_head, places_S)
     p_BgRST = _in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)
-    o_BgRSK = jnp.einsum("BgRST,BgTK->BgRSK", p_BgRST, v_BgSK)
-    return jnp.swapaxes(_in_a_row(o_BgRSK), 1, 2)
+    return positions_first(jnp.einsum("BgRST,BgTK->BgRSK", p_BgRST, v_BgSK))
 
 
 # -- the next positions of texts -------------------------------------------------------------------
 
 
-def kept_of(projected: Projected):
+def kept_of(projected: Projected, axes: Axes):
     """own_nBgtK: keys and values as they are kept, heads before positions: both products then read
     them as they lie. (With positions first, XLA transposes all of them for every token: five times
-    the time on a CPU.)"""
-    return jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
+    the time on a CPU.) Of sequences that are cut over `context`, what this device is to keep."""
+    own_nBgtK = jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
+    return own_nBgtK if axes.context is None else to_keep(own_nBgtK, 3, axes)
 
 
-def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores):
+def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores, axes: Axes):
     """softmax(scores) v -> o_BthK, softmax in float32.
 
     A query at a position (int32) sees the keys and values held from 0 up to there, or those in its
-    window; what stands behind them counts for nothing.
+    window; what stands behind them counts for nothing. They may be held by positions over several
+    devices (`mtx.sharding.sequence.kept_places`), which all have the queries.
     """
     rows, new, heads, size = q_BthK.shape
     k_BgSK, v_BgSK = held_nBgSK
     q_BgRtK = jnp.transpose(q_BthK.reshape(rows, new, k_BgSK.shape[1], -1, size), (0, 2, 3, 1, 4))
     scores_BgRtS = _scores(q_BgRtK, k_BgSK, rules)
-    key = lax.broadcasted_iota(jnp.int32, scores_BgRtS.shape, 4)
+    key = kept_places(k_BgSK.shape[2], axes)
     query = positions_Bt[:, None, None, :, None]
     seen = key <= query
     if rules.window is not None:
         seen &= query - key < rules.window
     scores_BgRtS = jnp.where(seen, scores_BgRtS, -jnp.inf)
-    p_BgRtS = jnp.exp(scores_BgRtS - scores_BgRtS.max(axis=-1, keepdims=True))
+    largest = scores_BgRtS.max(axis=-1, keepdims=True)
+    largest = lax.pmax(largest, axes.past) if axes.past else largest
+    p_BgRtS = jnp.exp(scores_BgRtS - largest)
     o_BgRtK = _product("BgRtS,BgSK->BgRtK", p_BgRtS.astype(v_BgSK.dtype), v_BgSK)
-    o_BgRtK = (o_BgRtK / p_BgRtS.sum(axis=-1, keepdims=True)).astype(v_BgSK.dtype)
+    total = p_BgRtS.sum(axis=-1, keepdims=True)
+    o_BgRtK, total = lax.psum((o_BgRtK, total), axes.past) if axes.past else (o_BgRtK, total)
+    o_BgRtK = (o_BgRtK / total).astype(v_BgSK.dtype)
     return jnp.transpose(o_BgRtK, (0, 3, 1, 2, 4)).reshape(rows, new, heads, size)

@@ -32,6 +32,7 @@ from mtx.layers.attend import (
 from mtx.layers.context import Context, positions_of
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.norm import Norm, RMSNorm, rms_norm
+from mtx.layers.over_context import attention_over_context
 from mtx.layers.rotary import Rotary, rotate
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.linear import (
@@ -69,7 +70,7 @@ class Attention:
         return jnp.zeros((rows, sequence, 2, self._local_groups(build), self.size), build.dtype)
 
     def empty_past(self, build: Build, rows: int, length: int):
-        """[n, B, g, S, K], n = 2: keys and values."""
+        """[n, B, g, S, K], n = 2: keys and values; S: of this device."""
         return jnp.zeros((2, rows, self._local_groups(build), length, self.size), build.dtype)
 
     def _local_groups(self, build: Build) -> int:
@@ -169,15 +170,20 @@ class AttentionModule(nnx.Module):
         projected, config = self.project(x_BsD, context), self.config
         segments_BS = None if context is None else context.segments_BS
         if context is None or context.rng is None or not config.dropout:
-            o_BShK = attention(projected, segments_BS, rules=config.scores, kernel=self._kernel)
-            return self.out(o_BShK)
+            return self.out(self._attend(projected, segments_BS))
         heads, tensor = projected[0].shape[-2], self.build.axes.tensor
         o_BShK = attention_with_dropout(
             projected, segments_BS, rules=config.scores, rate=config.dropout,
             key=fold(context.rng, context.layer, self.build.site), samples_B=context.samples_B,
-            first_head=lax.axis_index(tensor) * heads if tensor else 0,
+            first_head=lax.axis_index(tensor) * heads if tensor else 0, axes=self.build.axes,
         )  # fmt: skip
         return self.out(o_BShK)
+
+    def _attend(self, projected: Projected, segments_BS=None):
+        rules, kernel, axes = self.config.scores, self._kernel, self.build.axes
+        if axes.context is None:
+            return attention(projected, segments_BS, rules=rules, kernel=kernel)
+        return attention_over_context(projected, segments_BS, rules=rules, kernel=kernel, axes=axes)
 
     # -- slices of sequences, and texts that go on -------------------------------------------------
 
@@ -192,9 +198,10 @@ class AttentionModule(nnx.Module):
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
         """The output, with the keys and values that `keep` holds of earlier positions."""
         projected, rules = self.project(x_BtD, context), self.config.scores
-        held_nBgSK = keep(kept_of(projected))
+        axes = self.build.axes
+        held_nBgSK = keep(kept_of(projected, axes))
         if held_nBgSK is None:
-            return self.out(attention(projected, rules=rules, kernel=self._kernel))
+            return self.out(self._attend(projected))
         q_BthK, _, _ = separate(projected)
         positions_Bt = positions_of(context, q_BthK.shape[1])
-        return self.out(cached_attention(q_BthK, held_nBgSK, positions_Bt, rules))
+        return self.out(cached_attention(q_BthK, held_nBgSK, positions_Bt, rules, axes))

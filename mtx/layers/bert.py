@@ -55,7 +55,7 @@ class Pretraining:
         if "order" not in batch:
             return batch
         counts = batch["order"] >= 0
-        rows, tokens = total(counts.sum()), total(batch["weights"].sum())
+        rows, tokens = total(counts), total(batch["weights"])
         weight = tokens / jnp.maximum(rows, 1)
         return batch | {"order_weights": counts * weight}
 
@@ -101,11 +101,15 @@ class Pooler(nnx.Module):
 
     def pooled(self, x_BsD):
         """tanh(x W + b) [B, D] of the first position. With sequence parallelism only the first
-        device of `tensor` has it; the others have what counts for nothing."""
+        device of `tensor` has it, and only the first of `context`; the others have what counts for
+        nothing."""
         return jnp.tanh(self.pooler(self.final(x_BsD)[:, :1]))[:, 0]
 
     def of_first_position(self, value):
-        """`value` of the device that holds the first position, on every device of `tensor`."""
+        """`value` of the device that holds the first position, on every device of `tensor`; along
+        `context` 0 on the others."""
+        if self.axes.context is not None:
+            value = jnp.where(lax.axis_index(self.axes.context) == 0, value, 0)
         if not self.axes.sequence_parallel:
             return value
         mine = lax.axis_index(self.axes.tensor) == 0
@@ -202,7 +206,7 @@ class ClassifierHead(Pooler):
         `pooled` for which devices have it."""
         h_B1D, options = self.pooled(x_BsD)[:, None], self.config.options
         if rng_B is not None and self.config.dropout:
-            h_B1D = dropout_rows(h_B1D, self.config.dropout, key_data(0), rng_B, 0)
+            h_B1D = dropout_rows(h_B1D, self.config.dropout, key_data(0), rng_B, jnp.arange(1))
         logits_BC = self.classifier(h_B1D)[:, 0].astype(jnp.float32)
         if options == 1:
             return jax.nn.log_softmax(logits_BC)

@@ -14,6 +14,7 @@ from jax import lax
 
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_rows, fold
+from mtx.sharding.sequence import places
 
 
 class Context(NamedTuple):
@@ -24,11 +25,11 @@ class Context(NamedTuple):
     rng: jax.Array | None  # uint32 [2]: the step's key; None: no dropout
     part: jax.Array  # int32 []: which slice of the sequence; 0 where it is whole
     segments_BS: jax.Array | None  # int32: attention stays among equal ones; None: one a row
-    positions_BS: jax.Array | None  # int32: None: 0 to S - 1
+    positions_BS: jax.Array | None  # int32 [B, S] or [S]; None: 0 to S - 1
 
 
 def first_position(x_BsD, axes: Axes, context: Context | None):
-    """The global position of this shard's first row."""
+    """The global position of this shard's first row, of a sequence that is not cut."""
     part = 0 if context is None else context.part
     if not axes.sequence_parallel:
         return part * x_BsD.shape[1]
@@ -36,8 +37,18 @@ def first_position(x_BsD, axes: Axes, context: Context | None):
     return (part * shards + lax.axis_index(axes.tensor)) * x_BsD.shape[1]
 
 
+def places_of(x_BsD, axes: Axes, context: Context | None):
+    """int32 [s]: the places of this shard's rows in the sequence."""
+    first, own = first_position(x_BsD, axes, context), x_BsD.shape[1]
+    if axes.context is None:
+        return first + jnp.arange(own)
+    shards = axes.tensor_shards if axes.sequence_parallel else 1
+    return lax.dynamic_slice_in_dim(places(own * shards, axes), first, own)
+
+
 def positions_of(context: Context | None, size: int):
-    """int32 [size] or [B, size]: positions of the whole sequence, or of a slice of that size."""
+    """int32 [size] or [B, size]: positions of the whole sequence, or of a slice of that size, or of
+    this device's part."""
     if context is None:
         return jnp.arange(size)
     if context.positions_BS is not None:
@@ -50,5 +61,5 @@ def dropout(x_BsD, rate: float, axes: Axes, context: Context | None, *site: int 
     beside sample and position."""
     if context is None or context.rng is None or not rate:
         return x_BsD
-    first, key = first_position(x_BsD, axes, context), fold(context.rng, *site)
-    return dropout_rows(x_BsD, rate, key, context.samples_B, first)
+    places_s, key = places_of(x_BsD, axes, context), fold(context.rng, *site)
+    return dropout_rows(x_BsD, rate, key, context.samples_B, places_s)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from mtx.layers.context import Context, dropout, first_position
+from mtx.layers.context import Context, dropout, first_position, places_of
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import shard_of_sequence
@@ -85,6 +85,8 @@ class EmbeddingModule(nnx.Module):
     def _add_positions(self, x_BsD, positions_BS, context):
         """x with the rows of the table of positions: those of the batch, or one after the other."""
         table_SD = self.positions[...]
+        if positions_BS is None and self.axes.context is not None:
+            return x_BsD + table_SD[places_of(x_BsD, self.axes, context)]
         if positions_BS is None:
             first = first_position(x_BsD, self.axes, context)
             return x_BsD + lax.dynamic_slice_in_dim(table_SD, first, x_BsD.shape[1])

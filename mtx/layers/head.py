@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mtx.layers.embedding import token_table
@@ -22,6 +23,7 @@ from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import all_gather_sequence
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.sequence import places
 from mtx.sharding.vocab import VOCAB, vocab_logits, vocab_losses, vocab_scores
 
 Fields = dict[str, jax.ShapeDtypeStruct]
@@ -45,7 +47,7 @@ class NextToken:
         return fields_of_targets(rows, sequence)
 
     def weigh(self, batch: Any, total: Callable) -> Any:
-        """The batch, with weights that follow from the global batch; `total` sums over it."""
+        """The batch, with weights that follow from the global batch; `total` sums an array of it."""
         return batch
 
 
@@ -94,4 +96,7 @@ class NextTokenHead(nnx.Module):
 def row_at(x_BsD, positions_B, axes: Axes):
     """x_B1D of one position a row, on every device."""
     x_BSD = all_gather_sequence(x_BsD, axes.tensor if axes.sequence_parallel else None)
+    if axes.context is not None:
+        own_BS1 = (places(x_BSD.shape[1], axes) == positions_B[:, None])[..., None]
+        return lax.psum(jnp.where(own_BS1, x_BSD, 0).sum(axis=1, keepdims=True), axes.context)
     return jnp.take_along_axis(x_BSD, positions_B[:, None, None], axis=1)

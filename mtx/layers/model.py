@@ -25,6 +25,7 @@ from mtx.layers.sublayer import Build
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import fold, key_data
+from mtx.sharding.sequence import places
 
 Tree = Any
 Stream = dict[str, jax.Array]
@@ -100,7 +101,7 @@ class Model:
         return self._head.batch_fields(rows, self.config.sequence)
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
-        """The batch, with weights that follow from the global batch; `total` sums over it."""
+        """The batch, with weights that follow from the global batch; `total` sums an array of it."""
         return self._head.weigh(batch, total)
 
     # -- a microbatch -----------------------------------------------------------------------------
@@ -115,6 +116,8 @@ class Model:
         segments, positions = batch.get("segments"), batch.get("positions")
         if not self._drops:
             rng = samples_B = None
+        if positions is None and self.axes.context is not None:
+            positions = places(batch["tokens"].shape[1], self.axes)
         if self.slices == 1 and rng is None and segments is None and positions is None:
             return None
         if self.slices > 1 and segments is not None:

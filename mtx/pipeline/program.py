@@ -86,8 +86,8 @@ class Pipeline(Parts):
             if past is None:
                 return run.stage.forward_only(op, weights, stream)
             positions = run.batch_of(op.item).get("positions")
-            positions_B = None if positions is None else positions[:, 0]
-            return run.stage.extend(op, weights, stream, past, positions_B)
+            slots_B = None if positions is None else positions[:, 0]
+            return run.stage.extend(op, weights, stream, past, slots_B, self.axes)
 
         def tick(carry, row):
             arrived, receives, weights, past, outputs = carry

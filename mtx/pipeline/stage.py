@@ -27,6 +27,8 @@ from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.fp8 import arrays_of
+from mtx.sharding.mesh import Axes
+from mtx.sharding.sequence import kept_slots
 from mtx.vjp import LayerVJP
 
 Tree = Any
@@ -128,7 +130,7 @@ class Stage:
         stream, kept = self._layers(op, layer, stream, {"cache": (caches, op.cache)})
         return stream, kept["cache"]
 
-    def extend(self, op: Op, params, stream, past, positions_B):
+    def extend(self, op: Op, params, stream, past, positions_B, axes: Axes):
         """(stream, past) of the next positions of this microbatch's texts.
 
         past {kind: {name: leaves [C, N, n, M*B, h, S, K]}}: what the layers have kept of earlier
@@ -147,8 +149,10 @@ class Stage:
 
             # Written, then read: the other way round XLA copies all of past, for every layer.
             def at_positions(past, own_nBhtK):
-                at = past.at[*start[:2], :, first_row + jnp.arange(rows), :, positions_B]
-                return at.set(jnp.swapaxes(own_nBhtK[:, :, :, 0], 0, 1), unique_indices=True)
+                slots_B = kept_slots(positions_B, past.shape[-2], axes)
+                at = past.at[*start[:2], :, first_row + jnp.arange(rows), :, slots_B]
+                own = jnp.swapaxes(own_nBhtK[:, :, :, 0], 0, 1)
+                return at.set(own, unique_indices=True, mode="drop")
 
             def held(past):
                 shape = 1, 1, past.shape[2], rows, *past.shape[4:]

@@ -22,7 +22,7 @@ from jax import lax
 from mtx.pipeline.slots import read, write
 from mtx.schedules.schedule import Phase, Schedule
 from mtx.schedules.windows import Window, gather_windows, scatter_windows
-from mtx.sharding.axes import BATCH
+from mtx.sharding.axes import TOKENS
 from mtx.sharding.optimizer import DataShard
 
 Tree = Any
@@ -58,7 +58,7 @@ class Transfers:
     @staticmethod
     def gather(bucket):
         """[n] -> [d, n]"""
-        return lax.all_gather(bucket, BATCH)
+        return lax.all_gather(bucket, TOKENS)
 
     def gathered(self, buckets) -> Tree:
         """Leaves [N, ...], of all buckets [K, d, n]."""
@@ -81,7 +81,7 @@ class Transfers:
     @staticmethod
     def scatter(bucket):
         """[d, n] -> [n], summed"""
-        return lax.psum_scatter(bucket, BATCH)
+        return lax.psum_scatter(bucket, TOKENS)
 
     def scattered(self, buckets) -> Tree:
         """This device's shards [N, ...] of the sums, of all buckets [K, n]."""

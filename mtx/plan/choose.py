@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mtx.config import Layout, ModelConfig
-from mtx.config.layout import ZeroUnit
+from mtx.config.layout import ContextAttention, ZeroUnit
 from mtx.errors import UserError
 from mtx.schedules.formats import read_schedule
 from mtx.schedules.makers import make
@@ -16,6 +16,7 @@ from mtx.schedules.search import Candidate, choose, search_schedules
 from mtx.schedules.shape import Times
 
 _HIDES = 4096  # tokens of a microbatch whose FLOPs take as long as its layers' collectives
+_COVERED = 24_000  # positions of a device times queries a head of keys: see `context_attention`
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
 
 
@@ -73,6 +74,8 @@ def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layo
     """
     if layout.zero == 3:
         layout = replace(layout, zero_unit=zero_unit(layout, model, global_batch))
+    if layout.context_attention == "auto":
+        layout = replace(layout, context_attention=context_attention(layout, model))
     if layout.schedule != "auto":
         return layout, ""
     found = _choose(layout, model.layers, layout.microbatches(global_batch))
@@ -93,6 +96,19 @@ def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit
     tokens = layout.microbatch * model.sequence // layout.slices
     alone = layout.microbatches(global_batch) * layout.slices == 1
     return "layer" if alone or tokens >= _HIDES else "chunk"
+
+
+def context_attention(layout: Layout, model: ModelConfig) -> ContextAttention:
+    """How attention goes over `context` by itself, "ring" or "gather".
+
+    A step of a ring is 8 n^2 h K FLOPs forward for 2n positions of a device, beside 8 n g K bytes
+    of keys and values: at some 500 TFLOP/s and 40 GB/s, between nodes, n h/g must be 12,000 for the
+    sends to be covered. With less, all of them are gathered at once, before larger matmuls.
+    """
+    if model.attention_dropout or not model.causal:
+        return "gather"
+    tokens = model.sequence // layout.context
+    return "ring" if tokens * model.heads // model.groups >= _COVERED else "gather"
 
 
 @lru_cache(maxsize=64)

@@ -16,15 +16,28 @@ class Axis:
     """One axis of the mesh."""
 
     name: str
-    splits: Literal["layers", "batch", "weights"]
+    splits: Literal["layers", "batch", "sequence", "weights"]
 
 
 # Outermost first. Devices are taken in the order of their ids: along the last axis they are
 # neighbours and stay inside a node, as SC'21's first takeaway asks; stages, which send the least,
 # are the farthest apart.
-MESH = (Axis("pipe", "layers"), Axis("data", "batch"), Axis("tensor", "weights"))
+MESH = (
+    Axis("pipe", "layers"),
+    Axis("data", "batch"),
+    Axis("context", "sequence"),
+    Axis("tensor", "weights"),
+)
+
+
+def axes_that_split(*what: str) -> tuple[str, ...]:
+    return tuple(axis.name for axis in MESH if axis.splits in what)
+
+
 AXES = tuple(axis.name for axis in MESH)
-BATCH = tuple(axis.name for axis in MESH if axis.splits == "batch")
+BATCH = axes_that_split("batch")
+SEQUENCE = axes_that_split("sequence")
+TOKENS = axes_that_split("batch", "sequence")  # along them devices have the same weights
 
 
 def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
@@ -37,8 +50,7 @@ def sum_axes(
     spec: Iterable[str | tuple[str, ...] | None], *, sequence_parallel: bool
 ) -> tuple[str, ...]:
     """The axes over which a parameter's gradient is summed, of those that do not shard it: devices
-    along them have seen other rows of the batch or, with sequence parallelism, along those that
-    split weights, other positions."""
-    partial = {"batch", "weights"} if sequence_parallel else {"batch"}
-    held = axes_of(spec)
-    return tuple(axis.name for axis in MESH if axis.splits in partial and axis.name not in held)
+    along them have seen other tokens; with sequence parallelism, along those that split weights as
+    well."""
+    partial = ("batch", "sequence", "weights") if sequence_parallel else ("batch", "sequence")
+    return tuple(axis for axis in axes_that_split(*partial) if axis not in axes_of(spec))

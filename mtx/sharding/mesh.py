@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -11,6 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from mtx.errors import UserError
 from mtx.sharding.axes import AXES
+
+ContextAttention = Literal["gather", "ring", "ulysses", "usp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,11 @@ class Axes:
     tensor_shards: int = 1  # devices on it
     vocab: tuple[str, ...] = ()  # vocabulary, over `pipe` x `tensor` together
     pipe: str | None = None  # stages
+    context: str | None = None  # parts of a sequence (`mtx.sharding.sequence`)
+    context_shards: int = 1  # devices on it
+    attention: ContextAttention = "gather"  # how attention goes over them
+    permutes: bool = True  # see `mtx.sharding.ring.Ring`
+    past: str | None = None  # what texts that go on have kept is sharded over, by positions
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
     # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): made in the
     # weight's own order, at constant offsets of chunks. Else its small operand is first, for CPUs.
@@ -32,11 +39,16 @@ class Axes:
     @classmethod
     def of(cls, layout: Any) -> Axes:
         """The axes of a `mtx.config.Layout` that have more than one device."""
-        tensor, pipe = (axis if layout.sizes[axis] > 1 else None for axis in ("tensor", "pipe"))
+        there = {axis: axis if size > 1 else None for axis, size in layout.sizes.items()}
+        tensor, pipe, context = there["tensor"], there["pipe"], there["context"]
         return cls(
             tensor=tensor,
             tensor_shards=layout.sizes["tensor"],
             pipe=pipe,
+            context=context,
+            context_shards=layout.sizes["context"],
+            attention=layout.context_attention,
+            past=context,
             vocab=tuple(axis for axis in (pipe, tensor) if axis),
             sequence_parallel=layout.sequence_parallel and tensor is not None,
         )

@@ -1,5 +1,5 @@
 """Masters and optimizer state, sharded over the replicas as well (ZeRO-1, Rajbhandari et al. 2020):
-over all axes that split the batch.
+over all axes that split the batch or its sequences.
 
 Every parameter keeps its shape; one dim of its float32 master is sharded over them: the first that
 no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas),
@@ -19,14 +19,14 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from mtx.sharding.axes import BATCH, axes_of
+from mtx.sharding.axes import TOKENS, axes_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataShard:
     """How one parameter's master is sharded over the replicas."""
 
-    spec: P  # of the master: the parameter's, with `BATCH` at `dim`
+    spec: P  # of the master: the parameter's, with `TOKENS` at `dim`
     dim: int | None  # None: not sharded over them
     size: int  # of that dim in the parameter
     padded: int  # and in the master
@@ -62,7 +62,7 @@ class DataShard:
     def to_shards(self, whole):
         """The inverse of `from_shards`."""
         dim, whole = self.dim or 0, self.pad(whole)
-        shape = *whole.shape[:dim], lax.axis_size(BATCH), -1, *whole.shape[dim + 1 :]
+        shape = *whole.shape[:dim], lax.axis_size(TOKENS), -1, *whole.shape[dim + 1 :]
         return jnp.moveaxis(whole.reshape(shape), dim, 0)
 
     def gather(self, master, dtype, *, stacked: bool = True):
@@ -71,7 +71,7 @@ class DataShard:
         local = master.astype(dtype)
         if self.dim is None:
             return local
-        whole = self.unpad(lax.all_gather(local, BATCH, axis=self.dim, tiled=True))
+        whole = self.unpad(lax.all_gather(local, TOKENS, axis=self.dim, tiled=True))
         # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
         # read one layer's weights would be a copy, in place of an offset into the stack.
         return _row_major(whole) if stacked else whole
@@ -79,10 +79,10 @@ class DataShard:
     def reduce_scatter(self, gradient, *, stacked: bool = True):
         """This device's shard of the sum over the replicas of a gradient. In `shard_map`."""
         if self.dim is None:
-            return lax.psum(gradient, BATCH) if self.replicas else gradient
+            return lax.psum(gradient, TOKENS) if self.replicas else gradient
         # For the same reason: a matmul adds a layer's gradient in place where layers are in front.
         gradient = self.pad(_row_major(gradient) if stacked else gradient)
-        return lax.psum_scatter(gradient, BATCH, scatter_dimension=self.dim, tiled=True)
+        return lax.psum_scatter(gradient, TOKENS, scatter_dimension=self.dim, tiled=True)
 
 
 WHOLE = DataShard(spec=P(), dim=None, size=0, padded=0)  # sharded over no replicas
@@ -106,7 +106,7 @@ def shard_over_replicas(
     even = [dim for dim in free if shape[dim] % replicas == 0]
     dim = even[0] if even else max(free, key=lambda dim: shape[dim])
     padded = math.ceil(shape[dim] / replicas) * replicas
-    spec = P(*(BATCH if n == dim else name for n, name in enumerate(names)))
+    spec = P(*(TOKENS if n == dim else name for n, name in enumerate(names)))
     return DataShard(spec=spec, dim=dim, size=shape[dim], padded=padded)
 
 

@@ -31,9 +31,8 @@ def _row_mask(data, keep, width):
     return jax.random.bernoulli(key, keep, (width,))
 
 
-def dropout_rows(x_BsD, rate: float, data, samples_B, first_position):
+def dropout_rows(x_BsD, rate: float, data, samples_B, positions_s):
     """x_BsD with dropout; one key for every (sample, global position)."""
-    positions_s = first_position + jnp.arange(x_BsD.shape[1])
 
     def mask(sample, position):
         return _row_mask(fold(data, sample, position), 1 - rate, x_BsD.shape[2])
@@ -42,16 +41,19 @@ def dropout_rows(x_BsD, rate: float, data, samples_B, first_position):
     return _drop(x_BsD, keep_BsD, rate)
 
 
-def dropout_heads(p_BhST, rate: float, data, samples_B, first_head):
-    """Attention probabilities p_BhST with dropout; one key for every (sample, global head)."""
-    heads_h = first_head + jnp.arange(p_BhST.shape[1])
-    shape = p_BhST.shape[2:]
+def dropout_heads(p_BhsT, rate: float, data, samples_B, first_head, positions_s):
+    """Attention probabilities p_BhsT with dropout; one key for every (sample, global head, global
+    position of the query)."""
+    heads_h = first_head + jnp.arange(p_BhsT.shape[1])
 
-    def mask(sample, head):
-        return _row_mask(fold(data, sample, head), 1 - rate, shape[0] * shape[1]).reshape(shape)
+    def mask(sample, head, position):
+        return _row_mask(fold(data, sample, head, position), 1 - rate, p_BhsT.shape[3])
 
-    keep_BhST = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(samples_B, heads_h)
-    return _drop(p_BhST, keep_BhST, rate)
+    of_head = jax.vmap(mask, (None, None, 0))
+    keep_BhsT = jax.vmap(jax.vmap(of_head, (None, 0, None)), (0, None, None))(
+        samples_B, heads_h, positions_s
+    )
+    return _drop(p_BhsT, keep_BhsT, rate)
 
 
 def _drop(x, keep, rate):

@@ -13,7 +13,7 @@ import jax
 
 from mtx.pipeline.program import Pipeline
 from mtx.schedules.makers import forward_table
-from mtx.step.step import Step, sum_over_replicas
+from mtx.step.step import Step, sum_over_tokens
 
 Tree = Any
 
@@ -35,7 +35,7 @@ class Forward:
         """(sum of losses, sum of weights); float32 []."""
         params, batch = self._start(masters, batch)
         losses_M = self.pipeline.forward(params, batch, self.step.states.model.loss)
-        return sum_over_replicas((losses_M.sum(), batch["weights"].sum()))
+        return sum_over_tokens((losses_M.sum(), batch["weights"].sum()))
 
     def predict(self, masters: Tree, batch: Tree):
         """logits [G, v] float32, of the token that follows each row's last one: of {"tokens":

@@ -93,7 +93,7 @@ class States:
 
         def shard(path, a, spec, by_pipeline):
             stacked = 3 if by_pipeline else 2 if windows and is_of_layers(path) else 0
-            replicas = self.run.layout.replicas
+            replicas = self.run.layout.token_shards
             return shard_over_replicas(a.shape, spec, replicas=replicas, stacked=stacked)
 
         return jax.tree.map_with_path(shard, self.param_shapes, self.param_specs, self.by_pipeline)

@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
-from mtx.sharding.axes import AXES, BATCH, axes_of, sum_axes
+from mtx.sharding.axes import AXES, BATCH, TOKENS, axes_of, sum_axes
 from mtx.sharding.checksum import checksum, on_each_device
 from mtx.sharding.fp8 import Quantised, weight
 from mtx.sharding.mesh import Axes
@@ -50,7 +51,7 @@ class Step:
     pipeline: Pipeline
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """(the next state, what is reported). batch: this replica's rows, [G/d, S] each."""
+        """(the next state, what is reported). batch: this device's part of it, [G/d, S/c] each."""
         config, dtype, states = self.run.optimizer, self.run.model.compute_dtype, self.states
         scale = state.loss_scale.scale
         loss, gradients = self.loss_and_gradients(state.params, batch, state.step, scale)
@@ -84,7 +85,7 @@ class Step:
             params = self.gather(masters, whole=self.pipeline.chunk_shards is None)
         with jax.named_scope("pipeline"):
             batch = self.microbatches(batch)
-            tokens = sum_over_replicas(batch["weights"].sum())
+            tokens = sum_over_tokens(batch["weights"].sum())
             rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
                 params, batch, _samples(batch), rng, scale / tokens
@@ -97,7 +98,7 @@ class Step:
             gradients = jax.tree.map(
                 self._reduce, gradients, states.param_specs, states.shards, summed
             )
-        return sum_over_replicas(loss) / tokens, gradients
+        return sum_over_tokens(loss) / tokens, gradients
 
     def gather(self, masters: Tree, *, whole: bool = True, float8: bool = True) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
@@ -137,13 +138,13 @@ class Step:
         """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the
         pipeline."""
         over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
-        beside_replicas = tuple(axis for axis in over if axis not in BATCH)
+        beside_replicas = tuple(axis for axis in over if axis not in TOKENS)
         if beside_replicas:
             gradient = lax.psum(gradient, beside_replicas)
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def microbatches(self, batch: Tree) -> Tree:
-        """This replica's rows [G/d, S] as microbatches [M, B, S], weighed. Raises UserError where
+        """This device's part [G/d, S/c] as microbatches [M, B, S/c], weighed. Raises UserError where
         they are not those of a global batch."""
         size = self.run.layout.microbatch
         rows = self.run.layout.replicas * len(batch["tokens"])
@@ -153,8 +154,12 @@ class Step:
                 "give it as many, or make a trainer with another global_batch"
             )
         if "weights" in batch:
-            batch = self.states.model.weigh(batch, sum_over_replicas)
+            batch = self.states.model.weigh(batch, self._total)
         return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
+
+    def _total(self, array):
+        """The sum of all of a batch's array, [B] or [B, S]."""
+        return lax.psum(array.sum(), axes_of(batch_spec(array, self.axes)))
 
     # -- whether memory has kept what was in it ---------------------------------------------------
 
@@ -174,9 +179,15 @@ class Step:
         return on_each_device(changed.astype(jnp.float32).reshape(()), sizes)
 
 
-def sum_over_replicas(values):
-    """Of what each replica has of its part of the batch."""
-    return lax.psum(values, BATCH)
+def sum_over_tokens(values):
+    """Of what each device has of its part of the batch."""
+    return lax.psum(values, TOKENS)
+
+
+def batch_spec(array, axes: Axes) -> P:
+    """The PartitionSpec of an array of a batch: [G], or [G, S] in the devices' order of a sequence
+    (`mtx.sharding.sequence`)."""
+    return P(BATCH) if array.ndim == 1 else P(BATCH, axes.context)
 
 
 def _samples(batch: Tree):

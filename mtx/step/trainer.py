@@ -21,16 +21,16 @@ from mtx.pipeline.program import Pipeline
 from mtx.plan.choose import check_shape, resolve, schedule_for
 from mtx.schedules.partition import Placement, place_layers
 from mtx.schedules.schedule import Schedule
-from mtx.sharding.axes import AXES, BATCH
+from mtx.sharding.axes import AXES, BATCH, axes_of
 from mtx.sharding.mesh import Axes, make_mesh
+from mtx.sharding.sequence import zigzag
 from mtx.step import xla
 from mtx.step.forward import Forward
 from mtx.step.order import from_canonical, to_canonical
 from mtx.step.state import States, TrainState
-from mtx.step.step import Step
+from mtx.step.step import Step, batch_spec
 
 Tree = Any
-_BATCH_SPEC = P(BATCH)  # every array of a batch is [G, S], replicas along G
 
 
 class Trainer:
@@ -63,7 +63,9 @@ class Trainer:
     def axes(self) -> Axes:
         """Those that local shards are written for."""
         in_place = self.platform == "gpu" and xla.version() >= xla.IN_PLACE
-        return replace(Axes.of(self.run.layout), in_place=in_place)
+        layout = self.run.layout
+        permutes = self.platform != "cpu" or layout.pipe == 1
+        return replace(Axes.of(layout), in_place=in_place, permutes=permutes)
 
     @cached_property
     def placement(self) -> Placement:
@@ -142,11 +144,29 @@ class Trainer:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def place(self, batch: dict[str, np.ndarray]) -> Tree:
-        """A batch of host arrays [G, S], each device given its rows."""
-        sharding = NamedSharding(self.mesh, _BATCH_SPEC)
-        return jax.tree.map(
-            lambda a: jax.make_array_from_callback(a.shape, sharding, lambda index: a[index]), batch
-        )
+        """A batch of host arrays, [G, S] or [G], each device given its part. Positions [S] are put
+        in the order of the devices first (`mtx.sharding.sequence`)."""
+
+        def place(a):
+            sharding = NamedSharding(self.mesh, self._batch_spec(a))
+
+            def part(index):
+                rows, *columns = index
+                return a[rows][:, self._order(a)[columns[0]]] if self._cut(a) else a[index]
+
+            return jax.make_array_from_callback(a.shape, sharding, part)
+
+        return jax.tree.map(place, batch)
+
+    def _batch_spec(self, array) -> P:
+        return batch_spec(array, self.axes)
+
+    def _cut(self, array) -> bool:
+        """Whether positions of an array of a batch are cut."""
+        return axes_of(self._batch_spec(array)) != BATCH
+
+    def _order(self, array) -> np.ndarray:
+        return zigzag(array.shape[1], self.axes.context_shards)
 
     # -- the beginning ----------------------------------------------------------------------------
 
@@ -180,9 +200,18 @@ class Trainer:
     def train_step(self):
         """(state, batch) -> (state, metrics), compiled at the first call; the state is donated."""
         specs = self.states.specs
-        step = self.shard_map(self.step, (specs, _BATCH_SPEC), (specs, P()))
+        step = self.of_batch(self.step, specs, (specs, P()))
         options = xla.options(self.platform) or None
         return jax.jit(step, donate_argnums=0, compiler_options=options)
+
+    def of_batch(self, f, specs, out_specs):
+        """f of (what has `specs`, the local part of a batch), as `shard_map` has it."""
+
+        def mapped(state, batch):
+            of_batch = jax.tree.map(self._batch_spec, batch)
+            return self.shard_map(f, (specs, of_batch), out_specs)(state, batch)
+
+        return mapped
 
     def compile_step(self, mesh: Mesh | None = None):
         """The step, compiled for this trainer's mesh or another, from shapes alone: nothing is
@@ -190,9 +219,9 @@ class Trainer:
         that names the kernel of attention."""
         shardings = self.shardings(self.states.specs, mesh)
         state = jax.tree.map(_abstract, self.states.shapes, shardings)
-        rows = NamedSharding(mesh or self.mesh, _BATCH_SPEC)
         fields = self.model.batch_fields(self.run.global_batch)
-        batch = {name: _abstract(shape, rows) for name, shape in fields.items()}
+        shardings = self.shardings(jax.tree.map(self._batch_spec, fields), mesh)
+        batch = jax.tree.map(_abstract, fields, shardings)
         return self.train_step.lower(state, batch).compile()
 
     @cached_property
@@ -210,10 +239,21 @@ class Trainer:
     def score(self):
         """(state, batch) -> (losses, hits) [G, S] float32 of batch["targets"], unweighted and
         without dropout: a hit is 1 where the target is the likeliest token."""
-        return self._forward(Forward(step=self.step).score, (_BATCH_SPEC, _BATCH_SPEC))
+        score = self.of_batch(
+            Forward(step=self.step).score, self.states.specs.params, P(BATCH, self.axes.context)
+        )
+
+        def in_order(scores_GS):
+            return (
+                scores_GS[:, np.argsort(self._order(scores_GS))]
+                if self._cut(scores_GS)
+                else scores_GS
+            )
+
+        return jax.jit(lambda state, batch: jax.tree.map(in_order, score(state.params, batch)))
 
     def _forward(self, f, out_specs):
-        mapped = self.shard_map(f, (self.states.specs.params, _BATCH_SPEC), out_specs)
+        mapped = self.of_batch(f, self.states.specs.params, out_specs)
         return jax.jit(lambda state, batch: mapped(state.params, batch))
 
     def loss_and_gradients(self, state: TrainState, batch: Tree):
@@ -224,13 +264,14 @@ class Trainer:
     def _loss_and_gradients(self):
         specs = self.states.specs.params
 
-        def compute(masters, step, batch):
+        def compute(state, batch):
+            masters, step = state
             return self.step.loss_and_gradients(masters, batch, step, jnp.float32(1))
 
-        mapped = self.shard_map(compute, (specs, P(), _BATCH_SPEC), (P(), specs))
+        mapped = self.of_batch(compute, (specs, P()), (P(), specs))
 
         def run(state, batch):
-            loss, gradients = mapped(state.params, state.step, batch)
+            loss, gradients = mapped((state.params, state.step), batch)
             return loss, self.to_canonical(gradients)
 
         return jax.jit(run, out_shardings=NamedSharding(self.mesh, P()))
