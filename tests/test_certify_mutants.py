@@ -8,7 +8,8 @@ from mtx.certify.step import walk_run
 
 BY_RUN = {  # constant factors, orders, stages: no equation is of another kind
     "loss scaled", "labels after cutting", "second loss scaled", "vocabulary, maximum",
-    "labels of a part", "plain order", "shards backwards", "mean of sums", "head of the first stage",
+    "labels of a part", "plain order", "shards backwards", "mean of sums",
+    "head of the first stage",
 }  # fmt: skip
 
 

@@ -305,10 +305,10 @@ def _slice_keys(projected, cache_BSngK, part: int, rules: Scores):
 
 
 def _slice_forward(projected, cache_BSngK, part, slices, rules):
-    def attend(part, projected, cache_BSngK):
+    def attend_from(part, projected, cache_BSngK):
         return attend(*_slice_keys(projected, cache_BSngK, part, rules))
 
-    branches = [partial(attend, part) for part in range(slices)]
+    branches = [partial(attend_from, part) for part in range(slices)]
     o_BgRbK, logsumexp_BgRb = lax.switch(part, branches, projected, cache_BSngK)
     o_BbhK = positions_first(o_BgRbK.astype(projected[0].dtype))
     o_BbhK = checkpoint_name(o_BbhK, MATMUL_OUTPUT)

@@ -34,7 +34,7 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import MATMUL_OUTPUT
 from mtx.sharding.mesh import Axes
 from mtx.sharding.ring import Ring
-from mtx.sharding.sequence import in_order
+from mtx.sharding.sequence import as_devices_have, in_order
 
 
 def attention_over_context(
