@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from mtx import __version__
+from mtx.cli.certify import certify_command
 from mtx.cli.checkpoint import ACTIONS as CHECKPOINT_ACTIONS
 from mtx.cli.checkpoint import checkpoint_command
 from mtx.cli.completion import completion_script
@@ -62,6 +63,7 @@ COMMANDS: dict[str, Command] = {
     "train": train_command,
     "launch": launch_command,
     "plan": plan_command,
+    "certify": certify_command,
     "schedule": schedule_command,
     "data": data_command,
     "checkpoint": checkpoint_command,

@@ -48,7 +48,7 @@ class Layout:
     # log-sum-exp are kept
     recompute: Recompute = "none"
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
-    # over `context`: all keys and values gathered, sent round a ring, or heads in place of positions
+    # over `context`: keys and values gathered or sent round, or heads in place of positions
     context_attention: ContextAttention = "auto"
     weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other
     # layers of each of the pipe*virtual stages, in model order
@@ -184,7 +184,7 @@ class Layout:
             )
 
     def _check_context(self, model: ModelConfig) -> None:
-        """Every device of `context` has two equal chunks of a sequence (`mtx.sharding.sequence`)."""
+        """A device of `context` has two equal chunks of a sequence (`mtx.sharding.sequence`)."""
         if model.sequence % (2 * self.context):
             raise UserError(
                 f"sequence={model.sequence} cannot be cut into the 2*context={2 * self.context} "
@@ -195,6 +195,11 @@ class Layout:
             raise UserError(
                 f"slices={self.slices} and context={self.context} both cut the sequence; use "
                 "slices=1 or context=1"
+            )
+        if model.attention_dropout and self.context_attention not in ("auto", "gather"):
+            raise UserError(
+                f"context_attention={self.context_attention!r} is not made for attention_dropout="
+                f"{model.attention_dropout}; use context_attention='gather' or attention_dropout=0"
             )
         heads = max(1, model.groups // self.tensor)
         if self.context_attention == "ulysses" and heads % self.context:

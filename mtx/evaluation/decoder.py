@@ -3,7 +3,8 @@
 A batch of texts begins with one pass over all of their positions, which keeps the keys and values
 of every layer; then each token is a pass over one position a text. Both run the forward table of
 the trainer's own pipeline, so that they go over any layout: kept keys and values lie with their
-layers over `pipe`, with their heads over `tensor`, with their texts over `data`, and stay there.
+layers over `pipe`, with their heads over `tensor`, with their texts over `data`, with their
+positions over `context`, and stay there. All devices of `context` compute the same.
 
 Legend: G rows of a batch, one a text · T positions of a first pass · t of any pass · S positions
 kept · K head size · n = 2 for keys, values · k candidates · V vocabulary (v: shard) · B rows of a
@@ -26,14 +27,16 @@ from mtx.config import ModelConfig
 from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
 from mtx.schedules.makers import forward_table
-from mtx.sharding.axes import BATCH
+from mtx.sharding.axes import BATCH, SEQUENCE
 from mtx.sharding.candidates import candidates
+from mtx.sharding.mesh import Axes
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 Tree = Any
 _ROWS = P(BATCH)
-_PAST = P("pipe", None, None, None, BATCH, "tensor")  # [P, C, N, n, G, heads, S, K]
+# [P, C, N, n, G, heads, S, K]
+_PAST = P("pipe", None, None, None, BATCH, "tensor", SEQUENCE)
 _FEWEST = 16  # positions of a first pass, and kept: few sizes, few programs
 # Rows of a microbatch of single tokens. A stage reads its weights once for each microbatch, and up
 # to about so many rows that takes longer than their matmuls (an H100 makes 990e12 / 3.35e12 = 296
@@ -110,8 +113,10 @@ class Decoder:
     # -- to the devices and back ------------------------------------------------------------------
 
     def _size(self, positions: int) -> int:
-        """The power of two that holds so many positions; at most the model's sequence."""
-        return min(self.sequence, max(_FEWEST, _power_of_two_from(positions)))
+        """The power of two that holds so many positions, or as many more as `context` divides; at
+        most the model's sequence."""
+        size, shards = max(_FEWEST, _power_of_two_from(positions)), self._programs.shards
+        return min(self.sequence, -(-size // shards) * shards)
 
     def _padded(self, windows: Sequence[Sequence[int]]) -> Tree:
         """{"tokens": [G, T], "last": [G], the place of each text's last token}"""
@@ -147,6 +152,14 @@ def check_generates(model: ModelConfig) -> None:
         )
 
 
+class _Whole(Trainer):
+    """A trainer whose devices along `context` all have whole sequences, a position or more."""
+
+    @cached_property
+    def axes(self) -> Axes:
+        return replace(super().axes, context=None)
+
+
 class Programs:
     """What runs on the devices: pure functions, compiled for each power of two of texts, of first
     positions and of kept positions that comes up, and for each number of candidates."""
@@ -156,9 +169,10 @@ class Programs:
         layout = replace(trainer.run.layout, slices=1, sequence_parallel=False)
         run = replace(trainer.run, layout=layout, global_batch=layout.replicas * layout.microbatch)
         table = forward_table(trainer.schedule.virtual_stages, 1)
-        self._trainer = Trainer(run, mesh=trainer.mesh, schedule=table)
+        self._trainer = _Whole(run, mesh=trainer.mesh, schedule=table)
         self._microbatch = layout.microbatch
         self.data = layout.replicas
+        self.shards = layout.context  # of what is kept of a text
         self.place = self._trainer.place
 
     @cached_property
@@ -178,7 +192,7 @@ class Programs:
 
         def begin(count, room, params, batch, vocab):
             pipeline = self._pipeline(batch, self._microbatch)
-            past = pipeline.empty_past(len(batch["tokens"]), room)
+            past = pipeline.empty_past(len(batch["tokens"]), room // self.shards)
             chosen, past = self._forward(pipeline, params, batch, vocab, count, past)
             return chosen, _stacked(past)
 

@@ -26,7 +26,7 @@ from mtx.layers.kernels import AttentionKernel, query_blocks
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_heads
-from mtx.sharding.sequence import kept_places, places, to_keep, whole_sequence
+from mtx.sharding.sequence import places, whole_sequence
 
 Projected = tuple[jax.Array, ...]
 ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all that its own backward pass keeps
@@ -174,13 +174,13 @@ class Mask(NamedTuple):
         return seen
 
 
-_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _scores(q_BgRbK, k_BgTK, rules: Scores):
+def scores_of(q_BgRbK, k_BgTK, rules: Scores):
     """Scores [B, g, R, b, T] before the mask, float32."""
     size = q_BgRbK.shape[-1]
-    products = _product("BgRbK,BgTK->BgRbT", q_BgRbK, k_BgTK)
+    products = product("BgRbK,BgTK->BgRbT", q_BgRbK, k_BgTK)
     scores = products / math.sqrt(size) if rules.scale is None else products * rules.scale
     return scores if rules.softcap is None else rules.softcap * jnp.tanh(scores / rules.softcap)
 
@@ -188,31 +188,31 @@ def _scores(q_BgRbK, k_BgTK, rules: Scores):
 def attend(q_BgRbK, k_BgTK, v_BgTK, mask: Mask):
     """(o_BgRbK, log of the sum of exponentials [B, g, R, b]) of a block of queries, float32; 0 and
     some -1e30 for one that sees none of these keys."""
-    scores_BgRbT = mask(_scores(q_BgRbK, k_BgTK, mask.rules))
+    scores_BgRbT = mask(scores_of(q_BgRbK, k_BgTK, mask.rules))
     largest = jnp.maximum(scores_BgRbT.max(axis=-1, keepdims=True), -1e30)
     p_BgRbT = jnp.exp(scores_BgRbT - largest)
     total = jnp.maximum(p_BgRbT.sum(axis=-1, keepdims=True), 1e-30)
-    o_BgRbK = _product("BgRbT,BgTK->BgRbK", p_BgRbT.astype(v_BgTK.dtype), v_BgTK) / total
+    o_BgRbK = product("BgRbT,BgTK->BgRbK", p_BgRbT.astype(v_BgTK.dtype), v_BgTK) / total
     return o_BgRbK, (largest + jnp.log(total))[..., 0]
 
 
 def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_BgRb, do_BgRbK):
     """Float32 gradients (dq_BgRbK, dk_BgKT, dv_BgKT); `along`: the sum over K of do times o."""
     dtype, rules = q_BgRbK.dtype, mask.rules
-    raw_BgRbT = _scores(q_BgRbK, k_BgTK, rules)
+    raw_BgRbT = scores_of(q_BgRbK, k_BgTK, rules)
     scores_BgRbT = mask(raw_BgRbT) - logsumexp_BgRb[..., None]
     # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
     p_BgRbT = jnp.exp(jnp.minimum(scores_BgRbT, 0))
-    dp_BgRbT = _product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK)
+    dp_BgRbT = product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK)
     ds_BgRbT = p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * rules.scaled_by(q_BgRbK.shape[-1])
     if rules.softcap is not None:
         ds_BgRbT *= 1 - jnp.square(raw_BgRbT / rules.softcap)
     ds_BgRbT = ds_BgRbT.astype(dtype)
-    dq_BgRbK = _product("BgRbT,BgTK->BgRbK", ds_BgRbT, k_BgTK)
+    dq_BgRbK = product("BgRbT,BgTK->BgRbK", ds_BgRbT, k_BgTK)
     # Keys last, and a barrier to keep them there: matmuls on CPUs transpose their first operand,
     # which is to be a small one, and not the probabilities.
-    dk_BgKT = _product("BgRbK,BgRbT->BgKT", q_BgRbK, ds_BgRbT)
-    dv_BgKT = _product("BgRbK,BgRbT->BgKT", do_BgRbK, p_BgRbT.astype(dtype))
+    dk_BgKT = product("BgRbK,BgRbT->BgKT", q_BgRbK, ds_BgRbT)
+    dv_BgKT = product("BgRbK,BgRbT->BgKT", do_BgRbK, p_BgRbT.astype(dtype))
     return dq_BgRbK, *lax.optimization_barrier((dk_BgKT, dv_BgKT))
 
 
@@ -360,45 +360,7 @@ def attention_with_dropout(
         projected = q_BShK, kv_BTngK
     q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
     mask = Mask(rules, 0, 0, segments, places_S)
-    p_BgRST = jax.nn.softmax(mask(_scores(q_BgRSK, k_BgSK, rules)), axis=-1)
+    p_BgRST = jax.nn.softmax(mask(scores_of(q_BgRSK, k_BgSK, rules)), axis=-1)
     p_BhST = dropout_heads(_in_a_row(p_BgRST), rate, key, samples_B, first_head, places_S)
     p_BgRST = _in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)
     return positions_first(jnp.einsum("BgRST,BgTK->BgRSK", p_BgRST, v_BgSK))
-
-
-# -- the next positions of texts -------------------------------------------------------------------
-
-
-def kept_of(projected: Projected, axes: Axes):
-    """own_nBgtK: keys and values as they are kept, heads before positions: both products then read
-    them as they lie. (With positions first, XLA transposes all of them for every token: five times
-    the time on a CPU.) Of sequences that are cut over `context`, what this device is to keep."""
-    own_nBgtK = jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
-    return own_nBgtK if axes.context is None else to_keep(own_nBgtK, 3, axes)
-
-
-def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores, axes: Axes):
-    """softmax(scores) v -> o_BthK, softmax in float32.
-
-    A query at a position (int32) sees the keys and values held from 0 up to there, or those in its
-    window; what stands behind them counts for nothing. They may be held by positions over several
-    devices (`mtx.sharding.sequence.kept_places`), which all have the queries.
-    """
-    rows, new, heads, size = q_BthK.shape
-    k_BgSK, v_BgSK = held_nBgSK
-    q_BgRtK = jnp.transpose(q_BthK.reshape(rows, new, k_BgSK.shape[1], -1, size), (0, 2, 3, 1, 4))
-    scores_BgRtS = _scores(q_BgRtK, k_BgSK, rules)
-    key = kept_places(k_BgSK.shape[2], axes)
-    query = positions_Bt[:, None, None, :, None]
-    seen = key <= query
-    if rules.window is not None:
-        seen &= query - key < rules.window
-    scores_BgRtS = jnp.where(seen, scores_BgRtS, -jnp.inf)
-    largest = scores_BgRtS.max(axis=-1, keepdims=True)
-    largest = lax.pmax(largest, axes.past) if axes.past else largest
-    p_BgRtS = jnp.exp(scores_BgRtS - largest)
-    o_BgRtK = _product("BgRtS,BgSK->BgRtK", p_BgRtS.astype(v_BgSK.dtype), v_BgSK)
-    total = p_BgRtS.sum(axis=-1, keepdims=True)
-    o_BgRtK, total = lax.psum((o_BgRtK, total), axes.past) if axes.past else (o_BgRtK, total)
-    o_BgRtK = (o_BgRtK / total).astype(v_BgSK.dtype)
-    return jnp.transpose(o_BgRtK, (0, 3, 1, 2, 4)).reshape(rows, new, heads, size)

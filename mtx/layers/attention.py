@@ -23,12 +23,11 @@ from mtx.layers.attend import (
     Scores,
     attention,
     attention_with_dropout,
-    cached_attention,
-    kept_of,
     keys_and_values,
     separate,
     sliced_attention,
 )
+from mtx.layers.cached import cached_attention, kept_of
 from mtx.layers.context import Context, positions_of
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.norm import Norm, RMSNorm, rms_norm
@@ -183,9 +182,7 @@ class AttentionModule(nnx.Module):
         rules, kernel, axes = self.config.scores, self._kernel, self.build.axes
         if axes.context is None:
             return attention(projected, segments_BS, rules=rules, kernel=kernel)
-        return attention_over_context(
-            projected, segments_BS, rules=rules, kernel=kernel, axes=axes
-        )
+        return attention_over_context(projected, segments_BS, rules=rules, kernel=kernel, axes=axes)
 
     # -- slices of sequences, and texts that go on -------------------------------------------------
 

@@ -52,7 +52,7 @@ class NextToken:
         return fields_of_targets(rows, sequence)
 
     def weigh(self, batch: Any, total: Callable) -> Any:
-        """The batch, with weights that follow from the global batch; `total` sums an array of it."""
+        """The batch, with weights that follow from the global one; `total` sums an array of it."""
         return batch
 
 

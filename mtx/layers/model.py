@@ -106,7 +106,7 @@ class Model:
         return self._head.batch_fields(rows, self.config.sequence)
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
-        """The batch, with weights that follow from the global batch; `total` sums an array of it."""
+        """The batch, with weights that follow from the global one; `total` sums an array of it."""
         return self._head.weigh(batch, total)
 
     # -- a microbatch -----------------------------------------------------------------------------
@@ -148,11 +148,17 @@ class Model:
             return nnx.merge(self._graphs[kind], params)(x_BsD, context, *cache)
 
         if self.recompute != "none":
-            run = jax.checkpoint(run, policy=_POLICIES[self.recompute], prevent_cse=False)
+            run = jax.checkpoint(run, policy=self._policy, prevent_cse=False)
         if not cache:
             return stream | {"x": run(params, stream["x"], context)}
         x_BsD, own = run(params, stream["x"], context, *cache)
         return stream | {"x": x_BsD}, own
+
+    @property
+    def _policy(self) -> Any:
+        """Over `context` a fused kernel gives parts, of which only what they make is kept."""
+        by_parts = self.recompute == "around_attention" and self.axes.context is not None
+        return _names(ATTENTION_OUTPUT) if by_parts else _POLICIES[self.recompute]
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree):
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""

@@ -12,8 +12,8 @@ Of attention with a window a device is sent what its queries see, and no more.
 Backward everything is sent again; kept are q, k and v of a device's own positions, and the merged
 output with its sums.
 
-Legend: B rows · S sequence (s: a device's part; n = s / 2: a chunk) · h heads of queries · g of keys
-and values · K head size · c devices of a ring
+Legend: B rows · S sequence (s: a device's part; n = s / 2: a chunk) · h heads of queries · g of
+keys and values · K head size · c devices of a ring
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtx.layers.attend import ATTENTION_OUTPUT, Projected, Scores, attention, projected_like, separate
+from mtx.layers.attend import (
+    ATTENTION_OUTPUT,
+    Projected,
+    Scores,
+    attention,
+    projected_like,
+    separate,
+)
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.pairs import NOTHING, Pair, Part, merge, only_if
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.ring import Ring
-from mtx.sharding.sequence import in_order
+from mtx.sharding.sequence import as_devices_have, in_order
 
 
 def attention_over_context(
@@ -205,8 +212,9 @@ class Causal(Way):
             )
 
         ours, later = _halves(keys)
-        own = _forward_of(self._own, first, ours), merge(
-            _forward_of(self._own, second, later), _forward_of(self._all, second, ours)
+        own = (
+            _forward_of(self._own, first, ours),
+            merge(_forward_of(self._own, second, later), _forward_of(self._all, second, ours)),
         )
         parts = self._go(keys, own, meet)
         return Part(*(jnp.concatenate(pair, axis) for pair, axis in zip(zip(*parts), (1, 2))))
@@ -299,9 +307,7 @@ class Windowed(Way):
 
         chunk = queries.q.shape[1] // 2
         dq, own_dkv, sent_dkv = [], [], []
-        halves = zip(
-            _halves(queries), _halves(keys), self._before(keys), _output_halves(output)
-        )
+        halves = zip(_halves(queries), _halves(keys), self._before(keys), _output_halves(output))
         for mine, (some, own, before, of_some) in enumerate(halves):
             dq_some, *dkv = _backward_of(self._pair(0, chunk), some, own, of_some)
             back = []
@@ -354,9 +360,7 @@ def _forward_of(pair: Pair, queries: Queries, keys: Keys) -> Part:
 
 def _backward_of(pair: Pair, queries: Queries, keys: Keys, output: Output) -> Gradients:
     def attend():
-        return pair.backward(
-            queries.q, keys.k, keys.v, segments, output.whole, output.gradient
-        )
+        return pair.backward(queries.q, keys.k, keys.v, segments, output.whole, output.gradient)
 
     segments = _segments(queries, keys)
     if segments is None or pair.rules.causal:

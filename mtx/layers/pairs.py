@@ -111,7 +111,9 @@ class Pair:
         q_BgRnK, k_BgmK, v_BgmK = heads_first((q_BnhK, jnp.stack([k_BmgK, v_BmgK], axis=2)))
         parts = []
         for block, keys, mask in self._blocks(q_BnhK.shape[1], segments):
-            parts.append(attend(q_BgRnK[:, :, :, block], k_BgmK[:, :, keys], v_BgmK[:, :, keys], mask))
+            parts.append(
+                attend(q_BgRnK[:, :, :, block], k_BgmK[:, :, keys], v_BgmK[:, :, keys], mask)
+            )
         o_BgRnK = jnp.concatenate([o for o, _ in parts], axis=3)
         logsumexp = jnp.concatenate([logsumexp for _, logsumexp in parts], axis=3)
         rows, _, heads, _ = q_BnhK.shape

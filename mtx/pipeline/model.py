@@ -74,7 +74,7 @@ class PipelineModel(Protocol):
         ...
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
-        """The batch, with weights that follow from the global batch; `total` sums an array of it."""
+        """The batch, with weights that follow from the global one; `total` sums an array of it."""
         ...
 
     # -- a microbatch -----------------------------------------------------------------------------

@@ -78,9 +78,7 @@ class Ring:
     def all_to_all(self, x, *, split: int, join: int):
         """Every device gives each one a part of its dim `split`, and puts what it gets after one
         another along `join`."""
-        return lax.all_to_all(
-            x, self.axis, split, join, axis_index_groups=self._groups, tiled=True
-        )
+        return lax.all_to_all(x, self.axis, split, join, axis_index_groups=self._groups, tiled=True)
 
     # -- from device to device ---------------------------------------------------------------------
 
@@ -162,9 +160,7 @@ class Ring:
         state, parts = lax.scan(step, state, jnp.arange(1, self.size))
         # parts[i - 1] are for device r - i
         numbers = (self.index - 1 - jnp.arange(self.size)) % self.size
-        parts = jax.tree.map(
-            lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])])[numbers], parts
-        )
+        parts = jax.tree.map(lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])])[numbers], parts)
         return state, self.reduce_scatter(parts)
 
     def _of(self, of_all: Tree, i) -> Tree:

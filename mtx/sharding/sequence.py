@@ -5,8 +5,8 @@ position sees none after it, all devices then have the same work. Tokens, target
 else that stands at a position are put in that order before they are given to devices, so that
 nothing has to be moved there.
 
-Of texts that go on, device r keeps the positions r, r + c, r + 2c ... instead: a next one is then at
-the same place however long the first ones were.
+Of texts that go on, device r keeps the positions r, r + c, r + 2c ... instead: a next one is then
+at the same place however long the first ones were.
 
 Legend: S sequence · s a device's part of it · c devices along `context` · n = S / 2c, a chunk
 """
@@ -65,12 +65,11 @@ def whole_sequence(x_Bs, axes: Axes):
 # -- texts that go on ------------------------------------------------------------------------------
 
 
-def to_keep(own, axis: int, axes: Axes):
-    """Of arrays that are cut along the dim `axis` as sequences are, what this device keeps."""
-    parts = axes.context_shards
-    whole = in_order(lax.all_gather(own, axes.context, axis=axis, tiled=True), axis, parts)
-    whole = whole.reshape(*whole.shape[:axis], -1, parts, *whole.shape[axis + 1 :])
-    return lax.dynamic_index_in_dim(whole, lax.axis_index(axes.context), axis + 1, keepdims=False)
+def own_of(whole, axis: int, axes: Axes):
+    """What this device keeps of arrays with all positions, from 0 on, in dim `axis`."""
+    devices = lax.axis_size(axes.past)
+    by_device = whole.reshape(*whole.shape[:axis], -1, devices, *whole.shape[axis + 1 :])
+    return lax.dynamic_index_in_dim(by_device, lax.axis_index(axes.past), axis + 1, keepdims=False)
 
 
 def kept_places(size: int, axes: Axes):

@@ -38,7 +38,7 @@ from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
 
 Tree = Any
-_DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
+DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +86,7 @@ class Step:
         with jax.named_scope("pipeline"):
             batch = self.microbatches(batch)
             tokens = sum_over_tokens(batch["weights"].sum())
-            rng = fold(key_data(self.run.seed), _DROPOUT_STREAM, step)
+            rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
             loss, gradients = self.pipeline.gradients(
                 params, batch, _samples(batch), rng, scale / tokens
             )
@@ -144,8 +144,8 @@ class Step:
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def microbatches(self, batch: Tree) -> Tree:
-        """This device's part [G/d, S/c] as microbatches [M, B, S/c], weighed. Raises UserError where
-        they are not those of a global batch."""
+        """This device's part [G/d, S/c] as microbatches [M, B, S/c], weighed. Raises UserError
+        where they are not those of a global batch."""
         size = self.run.layout.microbatch
         rows = self.run.layout.replicas * len(batch["tokens"])
         if rows != self.run.global_batch:

@@ -239,10 +239,16 @@ class Trainer:
     def score(self):
         """(state, batch) -> (losses, hits) [G, S] float32 of batch["targets"], unweighted and
         without dropout: a hit is 1 where the target is the likeliest token."""
-        score = self.of_batch(Forward(step=self.step).score, self.states.specs.params, P(BATCH, self.axes.context))
+        score = self.of_batch(
+            Forward(step=self.step).score, self.states.specs.params, P(BATCH, self.axes.context)
+        )
 
         def in_order(scores_GS):
-            return scores_GS[:, np.argsort(self._order(scores_GS))] if self._cut(scores_GS) else scores_GS
+            return (
+                scores_GS[:, np.argsort(self._order(scores_GS))]
+                if self._cut(scores_GS)
+                else scores_GS
+            )
 
         return jax.jit(lambda state, batch: jax.tree.map(in_order, score(state.params, batch)))
 

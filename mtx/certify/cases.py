@@ -1,0 +1,157 @@
+"""Cases of a run: its own layout, shrunk, and random ones; what cannot be is what `RunConfig` and
+`Trainer` refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mtx.certify.small import LAYERS, SEQUENCE, fits, has, small_layout, small_model, small_run
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.errors import UserError
+from mtx.schedules.makers import MAKERS, maker
+from mtx.sharding.axes import MESH
+
+ROWS = (8, 12)  # of a global batch
+_PER_MODEL = 4  # cases of one model: they share a reference
+_TRIES = 2000  # of which one in ten can be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run on a layout, to be held against one device."""
+
+    number: int
+    run: RunConfig
+    why: str = ""  # "the run's own"; of a random one nothing
+    model: tuple[tuple[str, Any], ...] = ()  # what its model has otherwise than the run's
+
+    @property
+    def said(self) -> str:
+        """Its layout, in words."""
+        said = features(self.run) | {n: v for n, v in self.model if n != "layers"}
+        return ", ".join(f"{name}={value}" for name, value in said.items()) or "one device"
+
+
+def features(run: RunConfig) -> dict[str, Any]:
+    """What a layout has beside the defaults, sizes of axes first."""
+    layout, default = run.layout, Layout()
+    found: dict[str, Any] = {a: size for a, size in layout.sizes.items() if size > 1}
+    idle = {"attention", *layout.sizes}
+    idle |= {"sequence_parallel"} if layout.tensor == 1 else set()
+    idle |= {"zero_unit"} if layout.zero == 1 else set()
+    first = "schedule", "virtual", "slices", "microbatch"
+    for name in (*first, *(f.name for f in dataclasses.fields(Layout) if f.name not in first)):
+        if name not in idle and getattr(layout, name) != getattr(default, name):
+            found[name] = getattr(layout, name)
+    return found
+
+
+def choices() -> dict[str, tuple]:
+    """The fields of a layout that are one of a few words or numbers, but for the kernel of
+    attention, of which CPUs have one."""
+    hints = typing.get_type_hints(Layout)
+    few = {n: typing.get_args(h) for n, h in hints.items() if typing.get_origin(h) is Literal}
+    return {name: values for name, values in few.items() if name != "attention"}
+
+
+def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
+    """The run's own layout, if it can be shrunk so, and then random ones without end."""
+    rng, number = random.Random(seed), 0
+    own = own_case(run, devices)
+    if own is not None:
+        number = 1
+        yield Case(number=number, run=own, why="the run's own")
+    while True:
+        changes, rows = random_features(run.model, rng), rng.choice(ROWS)
+        for _ in range(_PER_MODEL):
+            number += 1
+            model = small_model(run.model, **changes)
+            made = random_run(run, model, rows, rng, devices)
+            yield Case(number=number, run=made, model=tuple(changes.items()))
+
+
+def own_case(run: RunConfig, devices: int) -> RunConfig | None:
+    layout = small_layout(run.layout, devices)
+    for layers in LAYERS:
+        for rows in ROWS:
+            try:
+                made = small_run(run, small_model(run.model, layers=layers), layout, rows)
+            except UserError:
+                continue
+            if fits(made):
+                return made
+    return None
+
+
+def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
+    """Fields of a model of this family that are others now and then; such as it refuses are not
+    among them."""
+    options: dict[str, list] = {
+        "tied": [True, False], "dropout": [0.0, 0.1], "attention_dropout": [0.0, 0.1],
+        "kv_heads": [1, 2, 4, 8], "window": [1, 5, 12, SEQUENCE], "norm_placement": ["pre", "post"],
+    }  # fmt: skip
+    changes: dict[str, Any] = {}
+    for name, values in options.items():
+        value = rng.choice(values)
+        if has(model, name) and rng.random() < 0.4 and value != getattr(small_model(model), name):
+            try:
+                small_model(model, **changes, **{name: value})
+            except UserError:
+                continue
+            changes[name] = value
+    return changes | {"layers": rng.choice(LAYERS)}
+
+
+def random_run(
+    run: RunConfig, model: ModelConfig, rows: int, rng: random.Random, devices: int
+) -> RunConfig:
+    for _ in range(_TRIES):
+        try:
+            made = small_run(run, model, random_layout(run.layout, model, rng, devices), rows)
+        except UserError:
+            continue
+        if fits(made):
+            return made
+    raise UserError(f"devices={devices} leave no layout to compare; use more")
+
+
+def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, devices: int) -> Layout:
+    """Another one in all that a layout says; UserError where it cannot be."""
+    sizes, schedule = _random_sizes(rng, devices), rng.choice(list(MAKERS))
+    known = maker(schedule)
+    virtual = known.virtual or rng.choice([known.default_virtual, 1, 2, 3])
+    stages = sizes["pipe"] * virtual
+    stage_layers: Any = rng.choice(["even", "even", "balanced", "uneven"]) if stages > 1 else "even"
+    if stage_layers == "uneven":
+        stage_layers = _uneven(model.layers, stages, rng)
+    few = {name: rng.choice(values) for name, values in choices().items()}
+    if few["zero"] == 1:
+        few["zero_unit"] = "auto"
+    return replace(
+        layout, **sizes, **few, virtual=virtual, schedule=schedule, attention="blocked",
+        slices=rng.choice([1, 2, 4]) if known.sliced else 1, microbatch=rng.choice([1, 1, 2, 3]),
+        sequence_parallel=rng.random() < 0.7, stage_layers=stage_layers,
+    )  # fmt: skip
+
+
+def _random_sizes(rng: random.Random, devices: int) -> dict[str, int]:
+    """Axes whose product is at most the devices, and more than one."""
+    while True:
+        sizes, room = {}, devices if rng.random() < 0.8 else max(2, devices // 2)
+        for axis in rng.sample(MESH, len(MESH)):
+            sizes[axis.name] = rng.choice([n for n in (1, 2, 2, 3, 4, 8) if n <= room])
+            room //= sizes[axis.name]
+        if any(size > 1 for size in sizes.values()):
+            return sizes
+
+
+def _uneven(layers: int, stages: int, rng: random.Random) -> tuple[int, ...]:
+    counts = [0] * stages
+    for _ in range(layers):
+        counts[rng.randrange(stages)] += 1
+    return tuple(counts)

@@ -1,0 +1,98 @@
+"""What was compared and walked, what differed, and what was not covered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mtx.certify.cases import cases_of, features
+from mtx.certify.compare import Compared, compare
+from mtx.certify.step import Walked, walk_all
+from mtx.config import Layout, RunConfig
+from mtx.errors import UserError
+from mtx.sharding.axes import MESH
+
+Report = Callable[..., None]
+_LEAST_REDUCTIONS = 16  # cases that are tried to find a smaller one that fails
+
+
+@dataclass(kw_only=True)
+class Certificate:
+    """Of a run."""
+
+    run: RunConfig
+    seed: int
+    devices: int
+    compared: list[Compared] = field(default_factory=list)
+    walked: Walked
+    smallest: Compared | None = None  # of the cases that fail, the first one reduced
+
+    @property
+    def holds(self) -> bool:
+        return not self.walked.findings and all(each.holds for each in self.compared)
+
+    @property
+    def failure(self) -> str | None:
+        """One line that names the smallest case that fails, or what the walker found."""
+        if self.smallest is not None:
+            return f"differs with {self.smallest.case.said}: {self.smallest.said}"
+        if self.walked.findings:
+            return f"the step on {self.walked.devices:,} devices: {self.walked.findings[0]}"
+        return None
+
+
+def certify(
+    run: RunConfig, *, cases: int, seed: int, devices: int,
+    report: Report = lambda *_: None,
+) -> Certificate:  # fmt: skip
+    """Walks the run's step at full size, and compares so many cases of it on virtual devices."""
+    report(0, cases, "walks the step")
+    made = Certificate(run=run, seed=seed, devices=devices, walked=walk_all(run))
+    for case in cases_of(run, seed=seed, devices=devices):
+        if len(made.compared) == cases:
+            break
+        report(len(made.compared), cases, "compares")
+        compared = compare(case)
+        if not compared.refused:
+            made.compared.append(compared)
+    failed = next((each for each in made.compared if not each.holds), None)
+    if failed is not None:
+        report(cases, cases, "reduces")
+        made.smallest = reduced(failed)
+    return made
+
+
+def reduced(failed: Compared) -> Compared:
+    """The case with as little as it needs to fail: one thing after the other is left out."""
+    tried, best, again = 0, failed, True
+    while again:
+        again = False
+        for run in _smaller(best.case.run):
+            if tried == _LEAST_REDUCTIONS:
+                return best
+            tried += 1
+            other = compare(replace(best.case, run=run, why="reduced"))
+            if not (other.holds or other.refused) and bool(other.error) == bool(failed.error):
+                best, again = other, True
+                break
+    return best
+
+
+def _smaller(run: RunConfig) -> Iterator[RunConfig]:
+    """With one axis less, or one feature."""
+    layout, default = run.layout, Layout()
+    first = [axis.name for axis in MESH if layout.sizes[axis.name] > 1]
+    changes: list[dict[str, Any]] = [{axis: 1} for axis in first]
+    changes += [{axis: 2} for axis in first if layout.sizes[axis] > 2]
+    for name in features(run).keys() - set(first):
+        change = {name: getattr(default, name)}
+        changes.append(
+            change | {"virtual": 1, "stage_layers": "even"} if name == "schedule" else change
+        )
+    changes.append({"microbatch": run.global_batch, **dict.fromkeys(first, 1)})
+    for change in changes:
+        try:
+            yield replace(run, layout=replace(layout, **change))
+        except UserError:
+            continue

@@ -1,0 +1,170 @@
+"""Rules of collectives: what may be summed, gathered and scattered, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mtx.certify.kinds import DIFFERENT, SAME, Kind, Value, different
+from mtx.certify.walk import Rule, Walk
+
+Values = list[Value]
+
+
+def _axes_of(eqn: Any) -> tuple[str, ...]:
+    over = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return tuple(over) if isinstance(over, tuple | list) else (over,)
+
+
+def _along(walk: Walk, eqn: Any, value: Value) -> Iterator[tuple[int, str, Kind]]:
+    """The axes of a collective that have more than one device, by their place."""
+    for axis in _axes_of(eqn):
+        if axis in walk.sizes:
+            walk.check_together(eqn, axis)
+            place = walk.axes.index(axis)
+            yield place, axis, value.kinds[place]
+
+
+def _with(value: Value, kinds: dict[int, Kind], *, divisor: float = 1.0) -> Value:
+    every = tuple(kinds.get(place, kind) for place, kind in enumerate(value.kinds))
+    return Value(every, parts=value.parts, divisor=divisor)
+
+
+def _check_summed(walk: Walk, eqn: Any, value: Value) -> float:
+    """What is left of the divisor, where a value is summed that is the same on axes."""
+    along, divisor = list(_along(walk, eqn, value)), value.divisor
+    same = [axis for _, axis, kind in along if kind.name == "same"]
+    count = 1
+    for axis in same:
+        count *= walk.sizes[axis]
+    if count > 1:
+        if divisor % count == 0:
+            divisor /= count
+        else:
+            for axis in same:
+                walk.report(
+                    eqn, axis, f"a sum of what is the same, which makes it {count} times as large"
+                )
+    for _, axis, kind in along:
+        if kind.dims:
+            walk.report(eqn, axis, f"a sum, element by element, of what is {kind}")
+    return divisor
+
+
+def _in_groups(walk: Walk, eqn: Any, value: Value, dims: Iterable[int]) -> Value | None:
+    """Of a collective among some devices of an axis: what it does to a value that is not partial.
+    A partial one stays so, and what was the same is no more; None where all devices take part."""
+    if eqn.params.get("axis_index_groups") is None:
+        return None
+    kinds = {}
+    for place, _, kind in _along(walk, eqn, value):
+        kept = kind.name in ("partial", "zero", "mixed")
+        kinds[place] = kind if kept else different({*kind.dims, *dims})
+    return _with(value, kinds)
+
+
+def psum(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    outputs = []
+    for value in inputs:
+        if (of_group := _in_groups(walk, eqn, value, ())) is not None:
+            outputs.append(of_group)
+            continue
+        divisor = _check_summed(walk, eqn, value)
+        kinds = {
+            place: kind if kind.name in ("zero", "mixed") else SAME
+            for place, _, kind in _along(walk, eqn, value)
+        }
+        outputs.append(_with(value, kinds, divisor=divisor))
+    return outputs
+
+
+def largest(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    outputs = []
+    for value in inputs:
+        along = list(_along(walk, eqn, value))
+        if (of_group := _in_groups(walk, eqn, value, ())) is not None:
+            outputs.append(of_group)
+            continue
+        for _, axis, kind in along:
+            if kind.name == "partial":
+                walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
+        outputs.append(_with(value, {place: SAME for place, _, _ in along}))
+    return outputs
+
+
+def reduce_scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    (value,), dim, tiled = inputs, eqn.params["scatter_dimension"], eqn.params["tiled"]
+    if (of_group := _in_groups(walk, eqn, value, (dim,) if tiled else ())) is not None:
+        return [of_group if tiled else _without(of_group, dim)]
+    _check_summed(walk, eqn, value)
+    after = different((dim,) if tiled else ())
+    value = value if tiled else _without(value, dim)
+    return [_with(value, {place: after for place, _, _ in _along(walk, eqn, value)})]
+
+
+def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    (value,), dim, tiled = inputs, eqn.params["all_gather_dimension"], eqn.params["tiled"]
+    if (of_group := _in_groups(walk, eqn, value, ())) is not None:
+        return [of_group if tiled else _with_dim(of_group, dim)]
+    along = list(_along(walk, eqn, value))
+    for _, axis, kind in along:
+        if kind.name == "same":
+            walk.report(eqn, axis, "a gather of what is the same on all devices")
+        elif kind.name == "partial":
+            walk.report(eqn, axis, "a gather of unsummed partial values")
+        elif tiled and kind.dims and dim not in kind.dims:
+            walk.report(eqn, axis, f"a gather into dim {dim} of what is {kind}")
+    gathered = {place: kind if kind.name in ("zero", "mixed") else SAME for place, _, kind in along}
+    value = value if tiled else _with_dim(value, dim)
+    return [_with(value, gathered)]
+
+
+def all_to_all(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """Scatters one dim and gathers another."""
+    (value,), kinds = inputs, {}
+    scattered, gathered = eqn.params["split_axis"], eqn.params["concat_axis"]
+    for place, axis, kind in _along(walk, eqn, value):
+        if kind.name in ("same", "partial"):
+            walk.report(eqn, axis, f"an all-to-all of what is {kind}")
+        elif kind.dims and gathered not in kind.dims:
+            walk.report(eqn, axis, f"an all-to-all gathers dim {gathered} of what is {kind}")
+        kinds[place] = different({*kind.dims, scattered} - {gathered})
+    return [_with(value, kinds)]
+
+
+def ppermute(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """Everybody has another's; where a device receives from nobody, zeros."""
+    outputs = []
+    for value in inputs:
+        kinds = {}
+        for place, axis, kind in _along(walk, eqn, value):
+            whole = len({to for _, to in eqn.params["perm"]}) == walk.sizes[axis]
+            kinds[place] = kind if whole or kind.name != "same" else DIFFERENT
+        outputs.append(_with(value, kinds))
+    return outputs
+
+
+def axis_index(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    value = walk.value()
+    return [_with(value, {place: DIFFERENT for place, _, _ in _along(walk, eqn, value)})]
+
+
+def _without(value: Value, dim: int) -> Value:
+    def kind(of: Kind) -> Kind:
+        return different(d - (d > dim) for d in of.dims if d != dim) if of.dims else of
+
+    return value._replace(kinds=tuple(map(kind, value.kinds)))
+
+
+def _with_dim(value: Value, dim: int) -> Value:
+    def kind(of: Kind) -> Kind:
+        return different(d + (d >= dim) for d in of.dims) if of.dims else of
+
+    return value._replace(kinds=tuple(map(kind, value.kinds)))
+
+
+RULES: dict[str, Rule] = {
+    "psum": psum, "psum_invariant": psum, "pmax": largest, "pmin": largest,
+    "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all,
+    "ppermute": ppermute, "axis_index": axis_index,
+}  # fmt: skip

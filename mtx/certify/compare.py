@@ -1,0 +1,167 @@
+"""A case, run on its layout and held against one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtx.certify.cases import Case
+from mtx.certify.reference import Reference, Trained, batches_of, by_field
+from mtx.certify.step import walk_run
+from mtx.certify.walk import Finding
+from mtx.config import RunConfig
+from mtx.errors import UserError
+from mtx.step.optimizer import state_arrays
+from mtx.step.trainer import Trainer
+
+Tree = Any
+
+# Largest differences allowed, relative; float32. Of losses and norms, of any of the steps; of
+# gradients (of the first step), parameters and moments (after the last), of an element to its
+# leaf's largest.
+TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-4, "moments": 1e-4}
+# A leaf that is zero but for rounding is held against this share of the largest of all leaves.
+FLOOR = 1e-6
+
+
+@dataclass(kw_only=True)
+class Compared:
+    """A case's differences: quantity -> the largest, and the leaf that has it."""
+
+    case: Case
+    differences: dict[str, tuple[float, str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)  # of the walker, on its equations
+    error: str = ""  # what the case raised
+    refused: bool = False  # by the step itself: no case
+
+    @property
+    def beyond(self) -> list[str]:
+        """Quantities that differ more than is allowed; what is not finite does."""
+        return [
+            name for name, (value, _) in self.differences.items()
+            if not value <= TOLERANCES[name]
+        ]  # fmt: skip
+
+    @property
+    def holds(self) -> bool:
+        return not (self.beyond or self.findings or self.error)
+
+    @property
+    def said(self) -> str:
+        """What is wrong, in words."""
+        parts = [self.error] if self.error else []
+        for name in self.beyond:
+            value, leaf = self.differences[name]
+            of = f" of {leaf}" if leaf else ""
+            parts.append(f"{name}{of} by {value:.1e}, {TOLERANCES[name]:.0e} is allowed")
+        return "; ".join([*parts, *map(str, self.findings)])
+
+
+def compare(case: Case) -> Compared:
+    found = Compared(case=case)
+    try:
+        got = train(case.run, found)
+    except UserError as error:
+        return replace(found, error=str(error), refused=True)
+    except Exception as error:  # a case that cannot be compared is a failure, not the end
+        first = str(error).splitlines()[:1]
+        found.error = ": ".join([type(error).__name__, *first])
+        return found
+    if got is not None:
+        found.differences = differences(got, reference_of(case.run))
+    return found
+
+
+def reference_of(run: RunConfig) -> Trained:
+    """What one device makes of a run."""
+    return _reference(Unlaid(run))
+
+
+class Unlaid:
+    """A run without its layout: cases that differ in nothing else share a reference."""
+
+    def __init__(self, run: RunConfig):
+        self.run = run
+        self._key = run.model, run.optimizer, run.global_batch, run.seed
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unlaid) and self._key == other._key
+
+
+@lru_cache(maxsize=16)
+def _reference(unlaid: Unlaid) -> Trained:
+    return Reference(run=unlaid.run).train()
+
+
+def train(run: RunConfig, found: Compared) -> Trained | None:
+    """What the run's own step makes of the first steps. found: takes what the walker finds in its
+    equations; where they would hang, nothing runs."""
+    trainer = Trainer(run)
+    state, batches = trainer.init(), batches_of(run)
+    found.findings = walk_run(run).findings
+    if any(finding.hangs for finding in found.findings):
+        return None
+    losses, norms, means = [], [], None
+    for batch in batches:
+        state, metrics = trainer.train_step(state, trainer.place(batch))
+        losses.append(float(metrics.loss))
+        norms.append(float(metrics.gradient_norm))
+        if means is None:
+            means = _moments(trainer, state)["mu"]
+    return Trained(
+        losses=losses, norms=norms, gradients=_gradients(run, means, norms[0]),
+        params=_canonical(trainer, state.params), moments=_moments(trainer, state),
+    )  # fmt: skip
+
+
+def _gradients(run: RunConfig, means: Tree, norm: float) -> Tree:
+    """Those of the first step, as AdamW's mean has them: clipped, and times 1 - b1."""
+    config = run.optimizer
+    factor = min(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
+    share = factor * (1 - config.hyperparameters("adamw")["b1"])
+    return jax.tree.map(lambda a: a / share, means)
+
+
+def _moments(trainer: Trainer, state: Any) -> dict[str, Tree]:
+    arrays = state_arrays(state.moments)
+    masters = by_field(arrays, state.params)
+    return {name: _canonical(trainer, tree) for name, tree in masters.items()}
+
+
+def _canonical(trainer: Trainer, tree: Tree) -> Tree:
+    return jax.tree.map(np.asarray, trainer.to_canonical(jax.device_get(tree)))
+
+
+def differences(got: Trained, want: Trained) -> dict[str, tuple[float, str]]:
+    """The largest of each quantity, relative, with the leaf that has it."""
+    moments = [_of_leaves(got.moments[name], tree) for name, tree in want.moments.items()]
+    return {
+        "loss": (_of_numbers(got.losses, want.losses), ""),
+        "gradients": _of_leaves(got.gradients, want.gradients),
+        "norm": (_of_numbers(got.norms, want.norms), ""),
+        "params": _of_leaves(got.params, want.params),
+        "moments": max(moments, key=lambda each: each[0]),
+    }
+
+
+def _of_numbers(got: list[float], want: list[float]) -> float:
+    return float(np.max(np.abs(np.subtract(got, want)) / np.abs(want)))
+
+
+def _of_leaves(got: Tree, want: Tree) -> tuple[float, str]:
+    leaves = jax.tree.leaves_with_path(want)
+    floor = FLOOR * max(float(np.abs(leaf).max()) for _, leaf in leaves)
+    worst = (0.0, "")
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(got), strict=True):
+        scale = max(float(np.abs(leaf).max()), floor)
+        difference = float(np.abs(other - leaf).max()) / scale
+        if not difference <= worst[0]:
+            worst = difference, jax.tree_util.keystr(path, simple=True, separator=".")
+    return worst

@@ -1,0 +1,140 @@
+"""A run on one device, by the model alone: no pipeline, no table of ticks, no mesh. Gradients are
+autodiff's of one function of all parameters, the update is the optimizer's on whole arrays.
+
+Trees are in model order: {"embed", "head", "layers": {kind: [L, ...]}}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mtx.config import RunConfig
+from mtx.layers.model import Model
+from mtx.schedules.schedule import IDLE
+from mtx.sharding.random import fold, key_data
+from mtx.step.optimizer import make_optimizer, state_arrays
+from mtx.step.step import DROPOUT_STREAM
+
+Tree = Any
+STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What is compared."""
+
+    losses: list[float]  # of each step
+    norms: list[float]  # of the gradients, before they are clipped
+    gradients: Tree  # of the first step, before they are clipped
+    params: Tree  # after the last
+    moments: dict[str, Tree]  # by name: "mu", "nu"
+
+
+def batches_of(run: RunConfig) -> list[dict[str, np.ndarray]]:
+    """Random rows in which one position in ten counts for nothing, in each row another number; the
+    last row counts for nothing at all."""
+    model = Model(run.model)
+    random = np.random.default_rng(run.seed)
+    return [_batch(model, run, random) for _ in range(STEPS)]
+
+
+def _batch(model: Model, run: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
+    rows, batch = run.global_batch, {}
+    share = random.uniform(0.3, 1.0, (rows, 1))
+    for name, field in model.batch_fields(rows).items():
+        if name == "weights":
+            batch[name] = (random.random(field.shape) < share).astype(np.float32)
+            batch[name][-1] = 0
+        elif name == "segments":  # text, then padding
+            length = random.integers(1, field.shape[1] + 1, (rows, 1))
+            batch[name] = (np.arange(field.shape[1]) < length).astype(np.int32)
+        else:
+            low, high = {"types": (0, 2), "order": (-1, 2)}.get(name, (0, run.model.vocab))
+            batch[name] = random.integers(low, high, field.shape, dtype=np.int32)
+    batch["targets"][:, :-1] = batch["tokens"][:, 1:]
+    return batch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reference:
+    """The run of a model on a global batch; its layout is not asked for."""
+
+    run: RunConfig
+
+    @cached_property
+    def model(self) -> Model:
+        return Model(replace(self.run.model, vocab_multiple=1))
+
+    def first(self) -> Tree:
+        """The parameters that training starts from."""
+        model, seed = self.model, self.run.seed
+        layers: dict[str, list] = {}
+        for number, kind in enumerate(model.pattern):
+            layers.setdefault(kind, []).append(model.init_layer(kind, seed, number))
+        stacked = {k: jax.tree.map(lambda *a: jnp.stack(a), *each) for k, each in layers.items()}
+        return model.init_shared(seed) | {"layers": stacked}
+
+    def loss(self, params: Tree, batch: Tree, step: Any) -> jax.Array:
+        """The mean over the global batch's tokens."""
+        model, batch = self.model, self.model.weigh(batch, lambda values: values.sum())
+        samples_B = jnp.arange(self.run.global_batch, dtype=jnp.int32)
+        rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
+
+        def context(layer: int):
+            return model.context(layer, batch, samples_B, rng)
+
+        seen = dict.fromkeys(model.pattern, 0)
+        stream: Any = model.embed(params, batch, context(IDLE))
+        for number, kind in enumerate(model.pattern):
+            own = jax.tree.map(lambda a, n=seen[kind]: a[n], params["layers"][kind])
+            stream, seen[kind] = model.layer(kind, own, stream, context(number)), seen[kind] + 1
+        return model.loss(params, stream, batch) / batch["weights"].sum()
+
+    def train(self) -> Trained:
+        config = self.run.optimizer
+        optimizer = make_optimizer(config, self.run.steps, self.model.roles)
+
+        @jax.jit
+        def update(params, moments, batch, step):
+            loss, gradients = jax.value_and_grad(self.loss)(params, batch, step)
+            norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
+            factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
+            clipped = jax.tree.map(lambda g: g * factor, gradients)
+            updates, moments = optimizer.update(clipped, moments, params)
+            return optax.apply_updates(params, updates), moments, loss, norm, gradients
+
+        @jax.jit
+        def start():
+            params = self.first()
+            return params, optimizer.init(params)
+
+        params, moments = start()
+        losses, norms, first = [], [], None
+        for step, batch in enumerate(batches_of(self.run)):
+            params, moments, loss, norm, gradients = update(params, moments, batch, jnp.int32(step))
+            losses.append(float(loss))
+            norms.append(float(norm))
+            first = jax.device_get(gradients) if first is None else first
+        params = jax.device_get(params)
+        found = by_field(jax.device_get(state_arrays(moments)), params)
+        return Trained(losses=losses, norms=norms, gradients=first, params=params, moments=found)
+
+
+def by_field(arrays: dict[str, Any], like: Tree) -> dict[str, Tree]:
+    """An optimizer's arrays, "mu.embed.tokens", as a tree like the parameters for each field."""
+    fields = dict.fromkeys(name.partition(".")[0] for name in arrays)
+
+    def of(field: str) -> Tree:
+        def read(path, _):
+            return arrays[".".join((field, *(key.key for key in path)))]
+
+        return jax.tree.map_with_path(read, like)
+
+    return {field: of(field) for field in fields}

@@ -1,0 +1,106 @@
+"""A run shrunk to a size that a laptop computes in a moment, with all its features.
+
+Models keep their family and what they are made of; sizes become the smallest that still tell things
+apart: several heads on every shard, rows of the vocabulary that are padding, a window shorter than
+the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.errors import UserError
+from mtx.schedules.makers import maker
+from mtx.sharding.axes import AXES, MESH
+
+HEADS, SEQUENCE = 8, 32
+LAYERS = (4, 8)  # of which a case has one
+# Fields of a model that are sizes, and what they become; those that a family lacks are left out.
+_SIZES: dict[str, Any] = {
+    "hidden": 32, "heads": HEADS, "sequence": SEQUENCE, "vocab": 61, "vocab_multiple": 4,
+    "ffn_multiple": 2, "init_std": 0.1, "compute_dtype": "float32", "fp8": "off",
+}  # fmt: skip
+_WHERE_GIVEN: dict[str, Any] = {
+    "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8
+}  # fmt: skip
+
+
+def has(model: ModelConfig, field: str) -> bool:
+    return any(each.name == field for each in dataclasses.fields(model))
+
+
+def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
+    """changes: fields that take other values than the model's; those it has not are left out."""
+    sizes = dict(_SIZES, layers=LAYERS[0])
+    sizes |= {name: size for name, size in _WHERE_GIVEN.items() if getattr(model, name, None)}
+    if getattr(model, "kv_heads", None):
+        sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
+    sizes |= {name: value for name, value in changes.items() if has(model, name)}
+    return replace(model, **sizes)
+
+
+def small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """AdamW whose first steps are as long as its rate, with a clip that is less than the norm.
+
+    Its epsilon is that of nobody's training: 1e-8 makes of gradients that are zero but for rounding
+    updates as long as all others, of either sign. What only looks at signs cannot be compared at
+    all, so AdamW stands for every optimizer: each is a function of single elements.
+    """
+    clip = min(optimizer.clip, 0.5)
+    return OptimizerConfig(
+        lr=1e-3, rate="constant", epsilon=1e-3, clip=clip, weight_decay=optimizer.weight_decay
+    )
+
+
+def small_layout(layout: Layout, devices: int) -> Layout:
+    """The run's own layout: every axis that it uses twice, and as it is where that is too much."""
+    sizes, room = dict.fromkeys(AXES, 1), devices
+    for axis in _by_weight(layout):
+        if room >= 2:
+            sizes[axis], room = 2, room // 2
+    virtual = min(layout.virtual, 2)
+    schedule = layout.schedule
+    if layout.schedule_is_file or schedule == "auto":
+        schedule = "1f1b"
+    elif (only := maker(schedule).virtual) is not None:
+        virtual = only
+    uneven = isinstance(layout.stage_layers, tuple) and layout.pipe > 1
+    return replace(
+        layout, **sizes, virtual=virtual, microbatch=min(layout.microbatch, 2),
+        slices=min(layout.slices, 2), schedule=schedule, attention="blocked",
+        stage_layers="balanced" if uneven else
+        "even" if isinstance(layout.stage_layers, tuple) else layout.stage_layers,
+    )  # fmt: skip
+
+
+def _by_weight(layout: Layout) -> list[str]:
+    """The axes with more than one device, those that split other things first."""
+    seen: set[str] = set()
+    first, others = [], []
+    for axis in MESH:
+        if layout.sizes[axis.name] > 1:
+            (others if axis.splits in seen else first).append(axis.name)
+            seen.add(axis.splits)
+    return first + others
+
+
+def small_run(run: RunConfig, model: ModelConfig, layout: Layout, global_batch: int) -> RunConfig:
+    """UserError where the layout does not go with the model."""
+    return RunConfig(
+        model=model, layout=layout, optimizer=small_optimizer(run.optimizer), guard=run.guard,
+        global_batch=global_batch, seed=run.seed, steps=100,
+    )  # fmt: skip
+
+
+def fits(run: RunConfig) -> bool:
+    """Whether there is such a schedule, too."""
+    from mtx.step.trainer import Trainer
+
+    try:
+        Trainer(run).pipeline  # noqa: B018
+    except UserError:
+        return False
+    return True

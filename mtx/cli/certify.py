@@ -1,0 +1,99 @@
+"""`mtx certify`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from mtx.cli.options import File, Flag, read_line, split_names
+from mtx.cli.output import check_writable, progress, say, write_text
+from mtx.cli.process import start_devices
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.fields import Between
+from mtx.plan.plan import is_plan_file, load_run
+from mtx.presets import preset
+from mtx.sizes import Seed, Sequences
+
+_FLAGS = (
+    # Each program runs a few times: to optimise it costs more than it gives.
+    "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
+    # One collective after the other: two that wait for nothing run at once, and CPUs take the
+    # devices of the one for those of the other.
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyOptions:
+    cases: Annotated[int, Between(0, 100_000)] = 20  # compared with one device
+    seed: Seed = 0  # of random layouts and features, initial values and dropout
+    devices: Annotated[int, Between(2, 64)] = 8  # virtual CPU devices, at most, of a case
+    mutants: Flag = False  # show that it can fail: known mistakes, and by what each is caught
+    json: Flag = False  # the certificate as JSON, instead of a table
+    out: File = None  # a file for the certificate, as JSON
+    global_batch: Sequences = 16  # sequences a step, over all replicas
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: Layout = field(default_factory=Layout)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def certify_command(arguments: list[str]) -> int:
+    """Show that a run computes on its layout what one device would.
+
+    PRESET or PLAN is a run, options replace its fields; miniature where none is named. Random
+    layouts, schedules and features of it, shrunk, run on virtual CPU devices against one unsharded
+    device: losses, gradients, norm, and the state after five steps. The equations of the full-size
+    step are walked without running: along each axis of the mesh a value is the same, a shard, or an
+    unsummed partial, and sums over the wrong axes are found at any size. Prints what was not
+    covered, too. Exit status: 0 no difference, 1 a difference, of which the smallest case found is
+    named, 2 a mistake in what was asked for.
+    """
+    run = _named(*split_names(arguments)[0][:1])
+    parts = {name: getattr(run, name) for name in ("model", "layout", "optimizer", "global_batch")}
+    usage = "mtx certify [PRESET | PLAN]"
+    options = read_line(arguments, CertifyOptions(**parts), usage, certify_command).options
+    run = replace(run, seed=options.seed, **{name: getattr(options, name) for name in parts})
+    check_writable(options.out)
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+    start_devices(options.devices)
+    make = _mutants if options.mutants else _certificate
+    with progress("rows") as report:
+        holds, numbers, lines = make(run, options, report)
+    if options.out:
+        write_text(options.out, json.dumps(numbers, indent=1) + "\n")
+    say(numbers, lines, as_json=options.json)
+    return 0 if holds else 1
+
+
+def _named(name: str = "miniature") -> RunConfig:
+    return load_run(name) if is_plan_file(name) else preset(name)
+
+
+Made = tuple[bool, dict, list[str]]  # whether it holds; for programs; for people
+
+
+def _certificate(run: RunConfig, options: CertifyOptions, report: Callable) -> Made:
+    from mtx.certify.certificate import certify
+    from mtx.certify.said import lines, numbers
+
+    made = certify(
+        run, cases=options.cases, seed=options.seed, devices=options.devices, report=report
+    )
+    return made.holds, numbers(made), lines(made, width=_width())
+
+
+def _mutants(run: RunConfig, options: CertifyOptions, report: Callable) -> Made:
+    from mtx.certify.mutants import try_mutants
+    from mtx.certify.said import mutant_lines, mutant_numbers
+
+    tried = try_mutants(report)
+    holds = all(each.caught for each in tried)
+    return holds, mutant_numbers(tried), mutant_lines(tried, width=_width())
+
+
+def _width() -> int:
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 80), 140)

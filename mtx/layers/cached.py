@@ -1,0 +1,50 @@
+"""Attention of the next positions of texts to the keys and values that are kept of earlier ones.
+
+Legend: B rows · t the next positions · S kept ones · h heads of queries · g of keys and values ·
+R = h / g · K head size
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.layers.attend import Projected, Scores, keys_and_values, product, scores_of
+from mtx.sharding.mesh import Axes
+from mtx.sharding.sequence import kept_places, own_of
+
+
+def kept_of(projected: Projected, axes: Axes):
+    """own_nBgtK: keys and values as they are kept, heads before positions: both products then read
+    them as they lie. (With positions first, XLA transposes all of them for every token: five times
+    the time on a CPU.) Where they are kept by positions over several devices, those of this one."""
+    own_nBgtK = jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
+    new = own_nBgtK.shape[3]
+    return own_nBgtK if axes.past is None or new == 1 else own_of(own_nBgtK, 3, axes)
+
+
+def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores, axes: Axes):
+    """softmax(scores) v -> o_BthK, softmax in float32.
+
+    A query at a position (int32) sees the keys and values held from 0 up to there, or those in its
+    window; what stands behind them counts for nothing. They may be held by positions over several
+    devices (`mtx.sharding.sequence.kept_places`), which all have the queries.
+    """
+    rows, new, heads, size = q_BthK.shape
+    k_BgSK, v_BgSK = held_nBgSK
+    q_BgRtK = jnp.transpose(q_BthK.reshape(rows, new, k_BgSK.shape[1], -1, size), (0, 2, 3, 1, 4))
+    scores_BgRtS = scores_of(q_BgRtK, k_BgSK, rules)
+    key = kept_places(k_BgSK.shape[2], axes)
+    query = positions_Bt[:, None, None, :, None]
+    seen = key <= query
+    if rules.window is not None:
+        seen &= query - key < rules.window
+    scores_BgRtS = jnp.where(seen, scores_BgRtS, -jnp.inf)
+    largest = scores_BgRtS.max(axis=-1, keepdims=True)
+    largest = lax.pmax(largest, axes.past) if axes.past else largest
+    p_BgRtS = jnp.exp(scores_BgRtS - largest)
+    o_BgRtK = product("BgRtS,BgSK->BgRtK", p_BgRtS.astype(v_BgSK.dtype), v_BgSK)
+    total = p_BgRtS.sum(axis=-1, keepdims=True)
+    o_BgRtK, total = lax.psum((o_BgRtK, total), axes.past) if axes.past else (o_BgRtK, total)
+    o_BgRtK = (o_BgRtK / total).astype(v_BgSK.dtype)
+    return jnp.transpose(o_BgRtK, (0, 3, 1, 2, 4)).reshape(rows, new, heads, size)

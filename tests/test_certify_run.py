@@ -1,0 +1,249 @@
+"""`mtx certify`: cases of a run, what is compared, and the certificate."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from unittest import mock
+
+import jax
+import pytest
+
+from mtx.certify import certificate
+from mtx.certify.cases import cases_of, choices
+from mtx.certify.certificate import Certificate, certify, reduced
+from mtx.certify.compare import TOLERANCES, compare, differences, reference_of
+from mtx.certify.covered import unseen
+from mtx.certify.mutants import MUTANTS
+from mtx.certify.said import config_hash, lines, numbers
+from mtx.certify.small import small_model
+from mtx.certify.step import Walked
+from mtx.cli import main
+from mtx.config import Layout
+from mtx.presets import NAMES, preset
+from mtx.schedules.makers import MAKERS
+from mtx.sharding.axes import MESH
+
+ROOT = Path(__file__).parents[1]
+
+
+def cases(run, count, *, seed=0):
+    return list(islice(cases_of(run, seed=seed, devices=8), count))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_shrunk_with_all_that_it_is_made_of(name):
+    model = preset(name).model
+    small = small_model(model)
+    assert type(small) is type(model) and small.hidden == 32
+    assert small.vocab % small.vocab_multiple  # rows of the table are padding
+    for field in ("tied", "dropout", "attention_dropout"):
+        assert getattr(small, field) == getattr(model, field)
+    if getattr(model, "window", None):
+        assert small.window < small.sequence
+    if getattr(model, "kv_heads", None):
+        assert small.groups == max(1, 8 * model.groups // model.heads) < small.heads or (
+            model.groups == model.heads
+        )
+
+
+def test_the_runs_own_layout_is_the_first_case():
+    run = preset("gpt-145b")
+    first, *others = cases(run, 6, seed=4)
+    layout = first.run.layout
+    assert first.why == "the run's own" and not any(each.why for each in others)
+    assert layout.sizes == dict.fromkeys(layout.sizes, 2)
+    for name in ("virtual", "idle", "recompute", "schedule", "microbatch"):
+        assert getattr(layout, name) == getattr(run.layout, name)
+    assert cases(run, 6, seed=4) == [first, *others]
+    assert cases(run, 6, seed=5)[1:] != others
+
+
+def test_random_cases_have_all_features_and_fit_the_devices():
+    runs = [each.run for each in cases(preset("gpt-1.7b"), 150)]
+    assert unseen(runs) == []
+    assert all(1 < math.prod(run.layout.sizes.values()) <= 8 for run in runs)
+    assert {run.layout.schedule for run in runs} == set(MAKERS)
+    assert set(choices()) >= {"zero", "idle", "stash", "recompute", "weave", "zero_unit"}
+    assert set(unseen([])) >= {axis.name for axis in MESH} | {"zero=3", "schedule=zb_v"}
+
+
+@pytest.fixture(scope="module")
+def own():
+    """The first case of a run, compared."""
+    (case,) = cases(preset("miniature"), 1)
+    return compare(case)
+
+
+def test_the_own_layout_gives_what_one_device_does(own):
+    assert own.holds and own.said == ""
+    assert set(own.differences) == set(TOLERANCES)
+    assert all(0 < value <= TOLERANCES[name] for name, (value, _) in own.differences.items())
+
+
+def test_a_difference_in_any_quantity_is_one(own):
+    want = reference_of(own.case.run)
+    assert all(value == 0 for value, _ in differences(want, want).values())
+
+    def changed(tree):
+        path, leaf = jax.tree.leaves_with_path(tree)[3]
+        other = leaf.copy()
+        other.flat[7] += 1e-2 * abs(leaf).max()
+        return jax.tree.map(lambda a: other if a is leaf else a, tree), jax.tree_util.keystr(
+            path, simple=True, separator="."
+        )
+
+    params, leaf = changed(want.params)
+    assert differences(replace(want, params=params), want)["params"] == (
+        pytest.approx(1e-2, rel=1e-4), leaf
+    )  # fmt: skip
+    gradients, leaf = changed(want.gradients)
+    assert differences(replace(want, gradients=gradients), want)["gradients"][1] == leaf
+    moments = want.moments | {"nu": changed(want.moments["nu"])[0]}
+    assert differences(replace(want, moments=moments), want)["moments"][0] > 1e-3
+    losses = [*want.losses[:-1], math.nan]
+    found = replace(own, differences=differences(replace(want, losses=losses), want))
+    assert found.beyond == ["loss"] and not found.holds
+
+
+def test_a_certificate_says_what_was_compared_and_what_was_not(own, capsys):
+    run = preset("miniature")
+    made = Certificate(run=run, seed=3, devices=8, compared=[own], walked=Walked(devices=8))
+    for width in (80, 140):
+        text = lines(made, width=width)
+        assert max(map(len, text)) <= width
+    said = "\n".join(text)
+    for words in ("no difference", "seed 3", "not covered", config_hash(run), jax.__version__):
+        assert words in said
+    assert "schedule=zb_v" in said and made.failure is None
+    found = json.loads(json.dumps(numbers(made)))
+    assert found["holds"] and found["cases"][0]["differences"]["loss"]["largest"] <= 1e-6
+    assert config_hash(run) == config_hash(replace(run, out="elsewhere"))
+    assert config_hash(run) != config_hash(replace(run, seed=1))
+
+
+def test_a_failure_is_reduced_to_the_axis_that_it_needs():
+    """Gradients of what tensor replicates are not summed over it: nothing else is needed."""
+    (mutant,) = [each for each in MUTANTS if each.name == "replicated, not summed"]
+    layout = Layout(data=2, pipe=2, tensor=2, schedule="gpipe", recompute="full", idle="phases")
+    (case,) = cases(preset("miniature"), 1)
+    case = replace(case, run=replace(case.run, layout=layout))
+
+    def walked_alone(case):  # what runs show as well, a hundred times as fast
+        return replace(certificate.Compared(case=case), findings=walk_run(case.run).findings)
+
+    from mtx.certify.step import walk_run
+
+    reference_of(case.run)
+    with mutant.change(), mock.patch.object(certificate, "compare", walked_alone):
+        smallest = reduced(walked_alone(case))
+    sizes = smallest.case.run.layout.sizes
+    assert {axis for axis, size in sizes.items() if size > 1} == {"tensor"}
+    assert smallest.case.said == "tensor=2"
+    made = Certificate(
+        run=case.run, seed=0, devices=8, compared=[walked_alone(case), smallest],
+        walked=Walked(devices=8), smallest=smallest,
+    )  # fmt: skip
+    assert made.compared[0].holds  # the mistake is gone
+    assert not made.holds and "tensor=2" in (made.failure or "")
+    assert lines(made, width=80)[-1] == made.failure
+
+
+def test_a_case_that_raises_fails_and_one_that_would_hang_does_not_run():
+    (hangs,) = [each for each in MUTANTS if each.name == "branch of one stage"]
+    (case,) = cases(preset("miniature"), 1)
+    with hangs.change():
+        found = compare(case)
+    assert found.findings and not found.differences and not found.holds
+    with mock.patch("mtx.certify.compare.batches_of", side_effect=ValueError("no batch")):
+        found = compare(case)
+    assert found.error == "ValueError: no batch" and not found.holds
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = ["certify", "llama-3-405b", "--cases", "1", "--model.tied", "--out", "found.json"]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert "16,384" in out and "nothing found" in out and "the run's own" in out
+    found = json.loads(Path("found.json").read_text())
+    assert found["holds"] and found["cases"][0]["model"]["tied"]
+    for mistake, words in (
+        (["--layout.tensor", "7"], "tensor=7"), (["--out", "no/folder"], "no/folder"),
+        (["--devices", "1"], "devices=1"),
+    ):  # fmt: skip
+        assert main(["certify", *mistake]) == 2
+        assert words in capsys.readouterr().err
+    (mutant,) = [each for each in MUTANTS if each.name == "no sum"] or [MUTANTS[1]]
+    with mutant.change():
+        assert main(["certify", "--cases", "0", "--json"]) == 1
+    assert "unsummed" in json.loads(capsys.readouterr().out)["failure"]
+
+
+def test_what_the_step_refuses_is_no_case(monkeypatch, own):
+    refused = replace(own, refused=True, error="cannot be")
+    each = iter([own, refused, own])
+    monkeypatch.setattr(certificate, "compare", lambda case: replace(next(each), case=case))
+    made = certify(preset("miniature"), cases=2, seed=0, devices=8)
+    assert [each.case.number for each in made.compared] == [1, 3] and made.holds
+
+
+def test_certifying_compares_as_many_cases_as_asked(monkeypatch, own):
+    monkeypatch.setattr(certificate, "compare", lambda case: replace(own, case=case))
+    seen = []
+    made = certify(
+        preset("miniature"), cases=3, seed=0, devices=8, report=lambda *a: seen.append(a)
+    )
+    assert len(made.compared) == 3 and made.holds and made.smallest is None
+    assert seen[0][:2] == (0, 3) and seen[-1][0] == 2
+
+
+A_FURTHER_AXIS = """
+from itertools import islice
+from dataclasses import dataclass, replace
+import mtx.sharding.axes as axes
+
+axes.MESH = (*axes.MESH[:1], axes.Axis("replica", "batch"), *axes.MESH[1:])
+axes.AXES = tuple(axis.name for axis in axes.MESH)
+axes.BATCH = axes.axes_that_split("batch")
+axes.TOKENS = axes.axes_that_split("batch", "sequence")
+
+import mtx
+from mtx.config import Layout
+from mtx.certify.cases import cases_of
+from mtx.certify.compare import compare
+from mtx.certify.step import walk_all
+from mtx.presets import preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wider(Layout):
+    replica: int = 1
+
+
+Layout.replica = 1
+mtx.use_virtual_devices(8)
+run = preset("miniature")
+run = replace(run, layout=Wider(replica=2, data=2, tensor=2, zero=3, zero_unit="layer"))
+walked = walk_all(run)
+assert walked.devices == 8 and not walked.findings, walked.findings
+cases = list(islice(cases_of(run, seed=0, devices=8), 40))
+assert any(case.run.layout.replica > 1 for case in cases[1:])
+found = compare(cases[0])
+assert cases[0].run.layout.sizes == {
+    "pipe": 1, "replica": 2, "data": 2, "context": 1, "tensor": 2
+}
+assert found.holds, found.said
+print("the same")
+"""
+
+
+def test_a_further_axis_comes_for_free():
+    done = subprocess.run(
+        [sys.executable, "-c", A_FURTHER_AXIS], cwd=ROOT, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[-2:] == ["the same", ""], done.stderr[-2000:]
