@@ -189,6 +189,9 @@ class Hybrid:
     def _head(self, shared, stream):
         return norm(stream["x"], shared["head"]["norm"]), shared["head"]["output"]
 
+    def head_positions(self, shared, stream):
+        return stream["x"].shape[1]
+
     def loss(self, shared, stream, batch):
         x, table = self._head(shared, stream)
         losses = vocab_losses(x, table, batch["targets"], self.config.vocab, self.axes)

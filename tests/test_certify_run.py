@@ -55,7 +55,7 @@ def test_the_runs_own_layout_is_the_first_case():
     first, *others = cases(run, 6, seed=4)
     layout = first.run.layout
     assert first.why == "the run's own" and not any(each.why for each in others)
-    assert layout.sizes == dict.fromkeys(layout.sizes, 2)
+    assert layout.sizes == dict.fromkeys(layout.sizes, 2) | {"context": 1}
     for name in ("virtual", "idle", "recompute", "schedule", "microbatch"):
         assert getattr(layout, name) == getattr(run.layout, name)
     assert cases(run, 6, seed=4) == [first, *others]

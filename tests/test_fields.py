@@ -153,7 +153,10 @@ def test_every_number_of_things_has_a_bound_of_its_own(kind):
     [
         (lambda: ModelConfig(layers=10**9), "layers=1000000000 must be at most 16,384"),
         (lambda: ModelConfig(vocab=10**5000), "vocab=a number of thousands of digits must be at"),
-        (lambda: Layout(data=2**20, tensor=2), r"data\*pipe\*tensor=2097152 must be at most"),
+        (
+            lambda: Layout(data=2**20, tensor=2),
+            r"pipe\*data\*context\*tensor=2097152 must be at most",
+        ),
         (lambda: Layout(stage_layers=(10**9,)), "stage_layers=1000000000 must be at most"),
         (lambda: RunConfig(global_batch=10**12), "global_batch=1000000000000 must be at most"),
         (lambda: OptimizerConfig(lr=10**400), "lr=.* must be finite"),

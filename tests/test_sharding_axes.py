@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import Layout
-from mtx.sharding.axes import AXES, BATCH, MESH, axes_of, sum_axes
+from mtx.sharding.axes import AXES, BATCH, MESH, TOKENS, axes_of, sum_axes
 from mtx.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -19,16 +19,18 @@ def test_the_mesh_is_in_the_order_of_the_records():
     assert make_mesh(layout).axis_names == AXES == tuple(layout.sizes)
     assert layout.devices == 8 and layout.replicas == 2
     assert [axis.name for axis in MESH if axis.splits == "batch"] == list(BATCH)
+    assert TOKENS == ("data", "context")
 
 
 @pytest.mark.parametrize(
     "spec, sums, with_sequence_parallelism",
     [
-        (P("pipe", None, None, None, "tensor"), ("data",), ("data",)),
-        (P(("pipe", "tensor"), None), ("data",), ("data",)),
-        (P("pipe", None, None, None), ("data",), ("data", "tensor")),
-        (P(None, None), ("data",), ("data", "tensor")),
-        (P("pipe", None, None, "data", "tensor"), (), ()),
+        (P("pipe", None, None, None, "tensor"), TOKENS, TOKENS),
+        (P(("pipe", "tensor"), None), TOKENS, TOKENS),
+        (P("pipe", None, None, None), TOKENS, (*TOKENS, "tensor")),
+        (P(None, None), TOKENS, (*TOKENS, "tensor")),
+        (P("pipe", None, None, "data", "tensor"), ("context",), ("context",)),
+        (P("pipe", None, None, ("data", "context"), "tensor"), (), ()),
     ],
 )
 def test_sums_follow_from_what_an_axis_splits(spec, sums, with_sequence_parallelism):
@@ -43,7 +45,8 @@ import mtx.sharding.axes as axes
 
 axes.MESH = (*axes.MESH[:1], axes.Axis("replica", "batch"), *axes.MESH[1:])  # the record,
 axes.AXES = tuple(axis.name for axis in axes.MESH)
-axes.BATCH = tuple(axis.name for axis in axes.MESH if axis.splits == "batch")
+axes.BATCH = axes.axes_that_split("batch")
+axes.TOKENS = axes.axes_that_split("batch", "sequence")
 
 import numpy as np
 import jax

@@ -23,7 +23,6 @@ from mtx.plan.memory import parameters_per_device
 from mtx.plan.plan import make_plan
 from mtx.presets import NAMES, preset
 from mtx.schedules.partition import place_layers
-from mtx.sharding.axes import AXES
 from mtx.step.trainer import Trainer
 from mtx.view.explore import CHOICES, choices_of, look
 from mtx.view.explore_array import show_array
@@ -67,11 +66,11 @@ def test_a_device_and_its_groups_are_those_of_the_mesh(pipe, data, tensor, draw)
     layout = Layout(pipe=pipe, data=data, tensor=tensor)
     rank = draw.draw(st.integers(0, layout.devices - 1))
     device = Device(layout=layout, rank=rank)
-    grid = np.arange(layout.devices).reshape(pipe, data, tensor)
+    grid, axes = np.arange(layout.devices).reshape(pipe, data, tensor), tuple(layout.shown)
     assert Device.at_place(layout, device.at) == device
-    assert device.rank == rank == grid[tuple(device.at[axis] for axis in AXES)]
-    for dim, axis in enumerate(AXES):
-        place = [device.at[other] for other in AXES]
+    assert device.rank == rank == grid[tuple(device.at[axis] for axis in axes)]
+    for dim, axis in enumerate(axes):
+        place = [device.at[other] for other in axes]
         place[dim] = slice(None)
         assert list(device.group(axis)) == grid[tuple(place)].tolist()
 

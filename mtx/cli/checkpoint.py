@@ -140,7 +140,7 @@ def _inspected(numbers: dict, run: RunConfig, directory: Path) -> list[str]:
             "checkpoint": directory,
             "saved": f"{_saved(numbers['unix_time'])} by {processes} "
             f"process{'es' if processes > 1 else ''}, {decimal(numbers['bytes'])}",
-            "layout": f"data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}, "
+            "layout": f"{layout.mesh_text}, "
             f"{layout.schedule}, v = {layout.virtual}",
             "model": f"{model.family}, {model.layers} layers, hidden {model.hidden:,}, "
             f"{model.heads} heads, sequence {model.sequence:,}, vocabulary {model.vocab:,}, "

@@ -13,7 +13,7 @@ from mtx.fields import checked, resolve_types
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual
 from mtx.schedules.partition import place_layers
-from mtx.sharding.axes import AXES, BATCH, TOKENS
+from mtx.sharding.axes import AXES, BATCH, SEQUENCE, TOKENS
 from mtx.sizes import Devices, Layers, Sequences, Slices, StageLayers, Stages
 
 Idle = Literal["skip", "phases"]
@@ -106,6 +106,17 @@ class Layout:
     def token_shards(self) -> int:
         """The devices with the same weights, but for ZeRO, each with other tokens."""
         return math.prod(self.sizes[axis] for axis in TOKENS)
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """`sizes`, for people: without an axis that few ask for and that has one device."""
+        return {axis: size for axis, size in self.sizes.items() if size > 1 or axis not in SEQUENCE}
+
+    @property
+    def mesh_text(self) -> str:
+        """As reports say it: "data 2 x pipe 4 x tensor 8"."""
+        sizes = {"data": self.data} | self.shown
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
     def by_windows(self, model: ModelConfig) -> bool:
         """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last

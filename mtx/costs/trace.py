@@ -142,7 +142,7 @@ class _Traced:
             return jax.ShapeDtypeStruct(shape, a.dtype)
 
         batch = jax.tree.map(cut, self.model.batch_fields(ROWS))
-        return jax.eval_shape(lambda batch: self.model.weigh(batch, lambda x: x), batch)
+        return jax.eval_shape(lambda batch: self.model.weigh(batch, jnp.sum), batch)
 
     def _read(self) -> dict[str, Any]:
         model, part, batch = self.model, self.question.part, self._batch()

@@ -183,7 +183,8 @@ class AllSeen(Way):
 
         dq, *own = _backward_of(self._all, queries, keys, output)
         dq, others = self._go_and_add(keys, dq, meet)
-        return dq, *map(jnp.add, own, others)
+        dk, dv = map(jnp.add, own, others)
+        return dq, dk, dv
 
 
 class Causal(Way):
@@ -245,7 +246,8 @@ class Causal(Way):
         own = (
             jnp.concatenate([a + b, c], axis=1) for a, b, c in zip(dkv_ours, dkv_more, dkv_later)
         )
-        return jnp.concatenate(dq, axis=1), *map(jnp.add, own, others)
+        dk, dv = map(jnp.add, own, others)
+        return jnp.concatenate(dq, axis=1), dk, dv
 
 
 class Windowed(Way):
@@ -253,8 +255,8 @@ class Windowed(Way):
     reaches back."""
 
     def _reach(self, chunk: int) -> int:
-        chunks = 2 * self.ring.size
-        return min(chunks - 1, math.ceil((self.rules.window - 1) / chunk))
+        chunks, window = 2 * self.ring.size, self.rules.window or 1
+        return min(chunks - 1, math.ceil((window - 1) / chunk))
 
     def _before(self, keys: Keys) -> list[list[Keys]]:
         """The keys of 1, 2, ... chunks before each of this device's two."""
@@ -323,7 +325,8 @@ class Windowed(Way):
         kv = keys.k.astype(jnp.float32), keys.v.astype(jnp.float32)
         others = jax.linear_transpose(sent, *kv)(sent_dkv)
         own = (jnp.concatenate(d, axis=1) for d in zip(*own_dkv))
-        return jnp.concatenate(dq, axis=1), *map(jnp.add, own, others)
+        dk, dv = map(jnp.add, own, others)
+        return jnp.concatenate(dq, axis=1), dk, dv
 
 
 # -- parts of them ---------------------------------------------------------------------------------

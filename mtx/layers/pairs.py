@@ -10,6 +10,7 @@ Legend: B rows · n queries · m keys · h heads of queries · g of keys and val
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -148,7 +149,8 @@ class Pair:
         seen = None
         if self._fused != self.rules:
             shape = q_BnhK.shape[1], k_BmgK.shape[1]
-            seen = Mask(self.rules, self.offset, 0).seen((1, 1, 1, *shape))[:, 0]
+            seen = Mask(self.rules, self.offset, 0).seen((1, 1, 1, *shape))
+            seen = None if seen is None else seen[:, 0]
         if segments is not None:
             same = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
             seen = same if seen is None else seen & same
@@ -163,13 +165,15 @@ class Pair:
         }
 
     def _cudnn_backward(self, q_BnhK, k_BmgK, v_BmgK, bias, whole: Part, do_BnhK):
-        arguments = self._cudnn_arguments(q_BnhK)
+        arguments, cudnn = self._cudnn_arguments(q_BnhK), _cudnn()
         unused = jnp.zeros(0, q_BnhK.dtype)
         inputs = q_BnhK, k_BmgK, v_BmgK, *(bias or (unused,)), *(unused,) * 6
-        kept = *inputs, whole.logsumexp, whole.output
-        gradients = _cudnn()._dot_product_attention_bwd_rule(  # noqa: SLF001
-            arguments["scale"], 42, 0.0, (bool(bias), False), arguments["mask_type"], 0,
-            arguments["sliding_window_length"], 0, False, kept, do_BnhK,
+        takes = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
+        newer = {"score_mod": None} if "score_mod" in takes else {}  # from jax 0.12 on
+        gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+            *inputs, whole.logsumexp, whole.output, do_BnhK, seed=42, dropout_rate=0.0,
+            variadic_args=(bool(bias), False), layout=cudnn.AttentionLayout.BTNH.value,
+            **arguments, **newer,
         )  # fmt: skip
         return gradients[:3]
 

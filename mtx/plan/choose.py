@@ -74,7 +74,7 @@ def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layo
     """
     if layout.zero == 3:
         layout = replace(layout, zero_unit=zero_unit(layout, model, global_batch))
-    if layout.context_attention == "auto":
+    if layout.context > 1 and layout.context_attention == "auto":
         layout = replace(layout, context_attention=context_attention(layout, model))
     if layout.schedule != "auto":
         return layout, ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
@@ -63,6 +63,8 @@ def predict_memory(
     0, which this program does not run: nothing. optimizer: None, AdamW.
     """
     zero = layout.zero if zero is None else zero
+    if layout.context > 1:
+        model, layout, global_batch = _as_replicas(model, layout, global_batch)
     slots = _slots(layout, layout.microbatches(global_batch))
     device = _Device(model, layout, backend)
     held = device.parameters
@@ -94,6 +96,18 @@ def predict_memory(
 
 
 @cache
+def _as_replicas(
+    model: ModelConfig, layout: Layout, global_batch: int
+) -> tuple[ModelConfig, Layout, int]:
+    """What holds as much as a part of each sequence does on a device of `context`: sequences of
+    that length, on as many more replicas. Keys and values of other parts, a layer's at a time, and
+    the rest of a table of positions come on top."""
+    layout.check(model)
+    parts = layout.context
+    part = replace(model, sequence=model.sequence // parts)
+    return part, replace(layout, data=layout.data * parts, context=1), global_batch * parts
+
+
 def conditionals_copy() -> bool:
     """Whether the compiler of the installed JAX keeps what a conditional changes twice.
 

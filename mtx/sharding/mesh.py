@@ -57,11 +57,11 @@ class Axes:
 def make_mesh(layout: Any, devices: list | None = None) -> Mesh:
     """The mesh of a `mtx.config.Layout` over the first devices, or those given; UserError where
     there are too few."""
-    names, sizes = "*".join(layout.sizes), tuple(layout.sizes.values())
+    names, shown = "*".join(layout.shown), layout.shown.values()
     devices = jax.devices() if devices is None else list(devices)
     if layout.devices > len(devices):
         raise UserError(
-            f"{names}={'*'.join(map(str, sizes))} asks for "
+            f"{names}={'*'.join(map(str, shown))} asks for "
             f"{layout.devices} devices, and there are {len(devices)}; use a smaller layout, or "
             f"virtual CPU devices: --virtual-devices {layout.devices}, or in Python "
             f"mtx.use_virtual_devices({layout.devices}) before JAX starts"
@@ -71,5 +71,5 @@ def make_mesh(layout: Any, devices: list | None = None) -> Mesh:
             f"{names}={layout.devices} leaves some of the {len(devices)} devices of "
             f"{jax.process_count()} processes without work; use all of them"
         )
-    grid = np.array(devices[: layout.devices]).reshape(sizes)
+    grid = np.array(devices[: layout.devices]).reshape(tuple(layout.sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -70,6 +70,10 @@ class FinetuneTrainer(Trainer):
                 f"microbatch={run.layout.microbatch} cannot hold whole examples of {task.options} "
                 f"options; use microbatch={task.options} or a multiple of it"
             )
+        if run.layout.context > 1:
+            raise UserError(
+                f"context={run.layout.context} must be 1 for a head on whole rows; use context=1"
+            )
         super().__init__(run, mesh=mesh)
         self.task = task
 

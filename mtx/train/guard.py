@@ -24,6 +24,7 @@ import numpy as np
 
 from mtx.config import GuardConfig
 from mtx.errors import UserError
+from mtx.sharding.axes import AXES, SEQUENCE
 from mtx.train.log import LogKind
 
 _LEAST_LOSSES = 10  # before a loss is called high
@@ -147,9 +148,11 @@ class Faults:
 
 
 def name_devices(where: np.ndarray) -> str:
-    """The devices [P, D, T] of a mask, by their places on the mesh."""
+    """The devices of a mask, an axis of the mesh a dim, by their places on it."""
+    shown = [axis for axis, size in zip(AXES, where.shape) if size > 1 or axis not in SEQUENCE]
     places = [
-        f"pipe {pipe} data {data} tensor {tensor}" for pipe, data, tensor in np.argwhere(where)
+        " ".join(f"{axis} {at}" for axis, at in zip(AXES, place) if axis in shown)
+        for place in np.argwhere(where)
     ]
     more = len(places) - _MOST_NAMED
     return ", ".join(places[:_MOST_NAMED]) + (f" and {more} more devices" if more > 0 else "")

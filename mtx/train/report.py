@@ -112,7 +112,7 @@ def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
     processes = f" in {jax.process_count():,} processes" if jax.process_count() > 1 else ""
     return [
         f"devices    {len(devices):,} x {kind}{processes}{used}",
-        f"layout     data {layout.data} x pipe {layout.pipe} x tensor {layout.tensor}",
+        f"layout     {layout.mesh_text}",
         f"schedule   {_schedule_text(trainer)}",
         *([f"           chosen: {trainer.reason}"] if trainer.reason else []),
         f"model      {parameters(model):,} parameters in {model.layers} layers, hidden "

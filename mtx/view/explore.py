@@ -38,7 +38,11 @@ class Look:
     def sent_s(self) -> dict[str, float]:
         """What sends over each axis take of a step, by the plan."""
         time = self.plan.time
-        return {axis.name: getattr(time, _SENT.get(axis.splits, ""), 0.0) for axis in MESH}
+        return {
+            axis.name: getattr(time, _SENT.get(axis.splits, ""), 0.0)
+            for axis in MESH
+            if axis.name in self.layout.shown
+        }
 
     def held_by(self, device: Device) -> list[Held]:
         """What a device holds of each parameter."""

@@ -124,7 +124,7 @@ def local_slices(
         entry = spec[dim] if dim < len(spec) else None
         index, parts = 0, 1
         for axis in entry if isinstance(entry, tuple) else (entry,) if entry else ():
-            index, parts = index * sizes[axis] + at[axis], parts * sizes[axis]
+            index, parts = index * sizes[axis] + at.get(axis, 0), parts * sizes[axis]
         width = size // parts
         slices.append(slice(index * width, (index + 1) * width))
     return tuple(slices)

@@ -13,7 +13,6 @@ from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.summary import title
-from mtx.sharding.axes import AXES
 from mtx.view.explore import Look
 from mtx.view.explore_device import numbers_text
 from mtx.view.html import key, svg, table, tag
@@ -187,7 +186,7 @@ def _tooltip(look: Look, device: Device, ranks: range) -> str:
     if len(ranks) > 1:
         stage = device.at["pipe"]
         head = f"devices {ranks[0]:,} to {ranks[-1]:,}: stage {stage}, from {head}"
-    groups, held = [(axis, device.group(axis)) for axis in AXES], look.held_by(device)
+    groups, held = [(axis, device.group(axis)) for axis in device.at], look.held_by(device)
     groups = [f"{axis} group: {numbers_text(group)}" for axis, group in groups if len(group) > 1]
     layers = [f"layers {numbers_text(each.layers)}" for each in held if each.layers is not None]
     cuts = [each.part_text for each in held if each.part_text != "all"]
@@ -215,7 +214,7 @@ def _device(look: Look) -> Iterator[str]:
         look.held_by(look.device),
     )
     yield tag("h4", f"{device}, in node {device.rank // node_size}")
-    groups = {axis: device.group(axis) for axis in look.layout.sizes}
+    groups = {axis: device.group(axis) for axis in device.at}
     yield table(
         [(axis, numbers_text(group), _nodes_text(group, node_size))
          for axis, group in groups.items()], ("axis", "its group", "in nodes"),

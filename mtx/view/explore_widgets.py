@@ -16,7 +16,6 @@ from mtx.errors import UserError
 from mtx.plan.hardware import HARDWARE
 from mtx.plan.summary import title
 from mtx.presets import NAMES, preset
-from mtx.sharding.axes import AXES
 from mtx.view.explore import CHOICES, Look, choices_of, look
 from mtx.view.explore_page import page_html
 from mtx.view.mesh import Device
@@ -67,7 +66,7 @@ class Explorer:
         }
         self.device = {
             axis: ipywidgets.BoundedIntText(description=f"device {axis[0]}", min=0, max=0)
-            for axis in AXES
+            for axis in run.layout.shown
         }
         self.message = ipywidgets.HTML()
         self.page = Page()

@@ -48,15 +48,16 @@ class Device:
     @classmethod
     def at_place(cls, layout: Layout, at: Mapping[str, int]) -> Device:
         """The device at these coordinates; those beyond the mesh are taken for the last ones."""
-        place = tuple(min(at[axis], size - 1) for axis, size in layout.sizes.items())
+        place = tuple(min(at.get(axis, 0), size - 1) for axis, size in layout.sizes.items())
         rank = np.ravel_multi_index(place, tuple(layout.sizes.values()))
         return cls(layout=layout, rank=int(rank))
 
     @property
     def at(self) -> dict[str, int]:
         """Its coordinate on each axis."""
-        place = np.unravel_index(self.rank, tuple(self.layout.sizes.values()))
-        return dict(zip(self.layout.sizes, map(int, place), strict=True))
+        sizes = self.layout.shown
+        place = np.unravel_index(self.rank, tuple(sizes.values()))
+        return dict(zip(sizes, map(int, place), strict=True))
 
     @property
     def label(self) -> str:
@@ -95,6 +96,7 @@ def axis_links(layout: Layout, node_size: int = 1) -> list[AxisLinks]:
             sends=_SENT.get(axis.splits, axis.splits) if size > 1 else "nothing to send",
         )
         for dim, (axis, size) in enumerate(zip(MESH, sizes, strict=True))
+        if axis.name in layout.shown
     ]  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def mesh_text(layout: Layout, *, node_size: int = 8) -> str:
 
 def shape_text(layout: Layout) -> str:
     """ "pipe 2 x data 2 x tensor 2" """
-    return " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items())
+    return " x ".join(f"{axis} {size}" for axis, size in layout.shown.items())
 
 
 def _node_rows(layout: Layout, node: int, node_size: int) -> list[str]:

@@ -73,7 +73,7 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
         return [*rows, ("config", f"not that of a run of this version: {error}")]
     model, layout, optimizer = run.model, run.layout, run.optimizer
     shape = f"{model.layers} layers of {model.hidden:,}, sequence {model.sequence:,}"
-    sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(layout.sizes.items()))
+    sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(layout.shown.items()))
     parallel = f", sequence_parallel={layout.sequence_parallel}" if layout.tensor > 1 else ""
     slices = f" of {layout.slices} slices" if layout.slices > 1 else ""
     tokens = run.global_batch * model.sequence
