@@ -44,6 +44,7 @@ def features(run: RunConfig) -> dict[str, Any]:
     idle = {"attention", *layout.sizes}
     idle |= {"sequence_parallel"} if layout.tensor == 1 else set()
     idle |= {"zero_unit"} if layout.zero == 1 else set()
+    idle |= {"context_attention"} if layout.context == 1 else set()
     first = "schedule", "virtual", "slices", "microbatch"
     for name in (*first, *(f.name for f in dataclasses.fields(Layout) if f.name not in first)):
         if name not in idle and getattr(layout, name) != getattr(default, name):
@@ -132,6 +133,8 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
     few = {name: rng.choice(values) for name, values in choices().items()}
     if few["zero"] == 1:
         few["zero_unit"] = "auto"
+    if sizes["context"] == 1:
+        few["context_attention"] = "auto"
     return replace(
         layout, **sizes, **few, virtual=virtual, schedule=schedule, attention="blocked",
         slices=rng.choice([1, 2, 4]) if known.sliced else 1, microbatch=rng.choice([1, 1, 2, 3]),
