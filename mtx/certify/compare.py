@@ -23,7 +23,7 @@ Tree = Any
 # Largest differences allowed, relative; float32. Of losses and norms, of any of the steps; of
 # gradients (of the first step), parameters and moments (after the last), of an element to its
 # leaf's largest.
-TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-4, "moments": 1e-4}
+TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-5, "moments": 1e-5}
 # A leaf that is zero but for rounding is held against this share of the largest of all leaves.
 FLOOR = 1e-6
 

@@ -106,7 +106,12 @@ def heads_first(projected: Projected):
         return q_BgSK[:, :, None], k_BgSK, v_BgSK
     q_BShK, kv_BSngK = projected
     k_BgSK, v_BgSK = jnp.transpose(kv_BSngK, (2, 0, 3, 1, 4))
-    return _in_groups(jnp.swapaxes(q_BShK, 1, 2), k_BgSK.shape[1]), k_BgSK, v_BgSK
+    return queries_first(q_BShK, k_BgSK.shape[1]), k_BgSK, v_BgSK
+
+
+def queries_first(q_BShK, groups: int):
+    """q_BgRSK"""
+    return _in_groups(jnp.swapaxes(q_BShK, 1, 2), groups)
 
 
 def _in_groups(a_Bh, groups: int):

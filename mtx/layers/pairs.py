@@ -22,9 +22,9 @@ from mtx.layers.attend import (
     Scores,
     attend,
     attend_backward,
-    heads_first,
     output_gradient,
     positions_first,
+    queries_first,
 )
 from mtx.layers.fused import BACKWARD, FORWARD
 from mtx.layers.kernels import AttentionKernel
@@ -109,7 +109,8 @@ class Pair:
             yield block, keys, Mask(self.rules, start + self.offset, 0, of_block)
 
     def _blocked_forward(self, q_BnhK, k_BmgK, v_BmgK, segments) -> Part:
-        q_BgRnK, k_BgmK, v_BgmK = heads_first((q_BnhK, jnp.stack([k_BmgK, v_BmgK], axis=2)))
+        q_BgRnK = queries_first(q_BnhK, k_BmgK.shape[2])
+        k_BgmK, v_BgmK = (jnp.swapaxes(a, 1, 2) for a in (k_BmgK, v_BmgK))
         parts = []
         for block, keys, mask in self._blocks(q_BnhK.shape[1], segments):
             parts.append(
@@ -121,7 +122,8 @@ class Pair:
         return Part(positions_first(o_BgRnK), logsumexp.reshape(rows, heads, -1))
 
     def _blocked_backward(self, q_BnhK, k_BmgK, v_BmgK, segments, whole: Part, do_BnhK):
-        q_BgRnK, k_BgmK, v_BgmK = heads_first((q_BnhK, jnp.stack([k_BmgK, v_BmgK], axis=2)))
+        q_BgRnK = queries_first(q_BnhK, k_BmgK.shape[2])
+        k_BgmK, v_BgmK = (jnp.swapaxes(a, 1, 2) for a in (k_BmgK, v_BmgK))
         do_BgRnK, along_BgRn = output_gradient(do_BnhK, whole.output, k_BmgK.shape[2])
         logsumexp_BgRn = whole.logsumexp.reshape(along_BgRn.shape)
         dq, dk_BgKm, dv_BgKm = [], 0.0, 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,8 +11,6 @@ from jax.sharding import AxisType, Mesh
 
 from mtx.errors import UserError
 from mtx.sharding.axes import AXES
-
-ContextAttention = Literal["gather", "ring", "ulysses", "usp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class Axes:
     pipe: str | None = None  # stages
     context: str | None = None  # parts of a sequence (`mtx.sharding.sequence`)
     context_shards: int = 1  # devices on it
-    attention: ContextAttention = "gather"  # how attention goes over them
+    attention: str = "gather"  # how attention goes over them: `mtx.layers.over_context`
     permutes: bool = True  # see `mtx.sharding.ring.Ring`
     past: str | None = None  # what texts that go on have kept is sharded over, by positions
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`

@@ -149,10 +149,10 @@ class Trainer:
 
         def place(a):
             sharding = NamedSharding(self.mesh, self._batch_spec(a))
+            order = self._order(a) if self._cut(a) else None
 
             def part(index):
-                rows, *columns = index
-                return a[rows][:, self._order(a)[columns[0]]] if self._cut(a) else a[index]
+                return a[index] if order is None else a[index[0]][:, order[index[1]]]
 
             return jax.make_array_from_callback(a.shape, sharding, part)
 
