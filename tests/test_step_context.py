@@ -1,16 +1,19 @@
 """Sequences cut over `context`: the numbers of one device, however attention goes over them."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from errors import names
+from jax.interpreters import partial_eval
 from reference import assert_same, random_batch
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.evaluation.decoder import Decoder
+from mtx.layers import fused
 from mtx.sharding.sequence import zigzag
 from mtx.step.trainer import Trainer
 
@@ -125,6 +128,41 @@ def test_beside_all_else(model, layout):
 )
 def test_documents_reach_over_devices(layout):
     assert_as_on_one_device(LLAMA, documents=True, **layout)
+
+
+class Fused(Trainer):
+    """Attention's kernel for GPUs, to be traced."""
+
+    def _kernel(self):
+        return "described"
+
+
+def kernels_of(jaxpr) -> Counter:
+    """The kernels of attention, in all equations."""
+    found = Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            found += kernels_of(inner) if hasattr(inner, "eqns") else Counter()
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("context", [2, 4])
+def test_attention_runs_forward_once_where_its_output_is_kept(way, context):
+    counts = {}
+    model = replace(LLAMA, kv_heads=4) if way == "ulysses" else LLAMA
+    for recompute in ("none", "around_attention", "full"):
+        layout = Layout(context=context, context_attention=way, recompute=recompute)
+        trainer = Fused(RunConfig(model=model, layout=layout, global_batch=8))
+        fields = trainer.model.batch_fields(8)
+        step = jax.make_jaxpr(trainer.train_step)(trainer.states.shapes, fields).jaxpr
+        step, _ = partial_eval.dce_jaxpr(step, [True] * len(step.outvars))
+        counts[recompute] = kernels_of(step)
+    forward, backward = fused.FORWARD.name, fused.BACKWARD.name
+    assert counts["around_attention"][forward] == counts["none"][forward] > 0
+    assert counts["full"][forward] == 2 * counts["none"][forward]
+    assert len({found[backward] for found in counts.values()}) == 1
 
 
 def test_five_steps_end_with_the_same_state():

@@ -23,6 +23,7 @@ from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.layer import Layer, Stack
+from mtx.layers.over_context import in_parts
 from mtx.layers.sublayer import Build
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
 from mtx.sharding.mesh import Axes
@@ -156,9 +157,11 @@ class Model:
 
     @property
     def _policy(self) -> Any:
-        """Over `context` a fused kernel gives parts, of which only what they make is kept."""
-        by_parts = self.recompute == "around_attention" and self.axes.context is not None
-        return _names(ATTENTION_OUTPUT) if by_parts else _POLICIES[self.recompute]
+        """Where a fused kernel gives parts, only what they make together is kept."""
+        parts = in_parts(self.axes, max(1, self.config.groups // self.axes.tensor_shards))
+        if parts and self.recompute == "around_attention":
+            return _names(ATTENTION_OUTPUT)
+        return _POLICIES[self.recompute]
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree):
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""

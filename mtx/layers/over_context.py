@@ -47,12 +47,10 @@ def attention_over_context(
     projected: Projected, segments_Bs, *, rules: Scores, kernel: AttentionKernel, axes: Axes
 ):
     """softmax(scores) v -> [B, s, h, K] of this device's positions; see `attend.attention`."""
-    ring = Ring.of(axes)
-    if axes.attention not in ("ulysses", "usp"):
+    group, ring = Ring.of(axes).split(_by_heads(axes, separate(projected)[1].shape[2]))
+    if group.size == 1:
         gathers = axes.attention == "gather"
         return ring_attention(projected, segments_Bs, rules, kernel, ring, gathers)
-    heads = separate(projected)[1].shape[2]
-    group, ring = ring.split(math.gcd(heads, ring.size))
 
     def whole(x_Bs):
         return in_order(x_Bs, 1, group.size)
@@ -64,6 +62,17 @@ def attention_over_context(
     else:
         o_BShK = ring_attention(ours, segments, rules, kernel, ring, False)
     return group.all_to_all(as_devices_have(o_BShK, 1, group.size), split=1, join=2)
+
+
+def in_parts(axes: Axes, heads: int) -> bool:
+    """Whether queries meet their keys in parts, of so many heads of keys and values a device."""
+    return axes.context is not None and _by_heads(axes, heads) < axes.context_shards
+
+
+def _by_heads(axes: Axes, heads: int) -> int:
+    """The devices that share whole sequences by their heads: neighbours on `context`."""
+    shared = axes.attention in ("ulysses", "usp")
+    return math.gcd(heads, axes.context_shards) if shared else 1
 
 
 class Keys(NamedTuple):

@@ -51,7 +51,7 @@ def _mix(words):
 
 
 def on_each_device(value, sizes: Sequence[int]):
-    """[*value, P, D, T] on every device: what each of them has. All-reduce of the table over the
+    """[*value, P, D, C, T] on every device: what each of them has. All-reduce of the table over the
     mesh of those `sizes`."""
     place = tuple(lax.axis_index(axis) for axis in AXES)
     table = jnp.zeros((*value.shape, *sizes), value.dtype)

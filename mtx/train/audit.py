@@ -62,7 +62,7 @@ class Audit:
 
     @cached_property
     def _table(self):
-        """state -> uint32 [L, P, D, T]: the checksum of each array on each device."""
+        """state -> uint32 [L, P, D, C, T]: the checksum of each array on each device."""
         trainer = self._trainer
 
         def table(params, moments):
@@ -79,7 +79,7 @@ class Audit:
 
 
 def _odd_ones(words_PDT: np.ndarray, spec: P) -> np.ndarray:
-    """bool [P, D, T]: the devices whose checksum is not that of most of those that hold the same;
+    """bool [P, D, C, T]: the devices whose checksum is not that of most that hold the same;
     of two that differ, both."""
     shared = [dim for dim, axis in enumerate(AXES) if axis not in axes_of(spec)]
     odd = np.zeros(words_PDT.shape, bool)

@@ -70,9 +70,9 @@ class Guard:
         return self._losses[-1][2] if self._losses else self._before
 
     def check(self, step: int, loss: float, corrupt: np.ndarray, *, finite: bool = True) -> None:
-        """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float [P, D, T]
-        or [], has a device whose masters or moments changed between two steps; UserError where the
-        gradients, `finite` or not, have not been for too long."""
+        """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float
+        [P, D, C, T] or [], has a device whose masters or moments changed between two steps;
+        UserError where the gradients, `finite` or not, have not been for too long."""
         if np.any(corrupt):
             raise RollBack(
                 "corrupt",
