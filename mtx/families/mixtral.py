@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from mtx.errors import UserError
-from mtx.families.llama import Llama
+from mtx.families.llama import Llama, preset
 from mtx.fields import Between
 from mtx.sizes import Ffn, Width
 
@@ -75,3 +75,19 @@ class Mixtral(Llama):
 
 
 CONFIG = Mixtral
+
+# -- presets ---------------------------------------------------------------------------------------
+
+# Sizes from the config.json of huggingface.co/mistralai/Mixtral-8x7B-v0.1 and -8x22B-v0.1; rate and
+# layout are ours.
+PRESETS = {
+    name: preset(
+        {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn": ffn,
+         "vocab": vocab, "sequence": 4096, "rotary_base": 1e6, "tied": False},
+        lr=lr, global_batch=1024, data=data, pipe=pipe, tensor=tensor, virtual=virtual, expert=8,
+    )
+    for name, layers, hidden, heads, ffn, vocab, lr, data, pipe, tensor, virtual in (
+        ("mixtral-8x7b", 32, 4096, 32, 14336, 32000, 3e-4, 4, 2, 2, 4),
+        ("mixtral-8x22b", 56, 6144, 48, 16384, 32768, 1.5e-4, 4, 4, 4, 2),
+    )
+}  # fmt: skip
