@@ -1,5 +1,6 @@
-"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2. Plain jnp,
-unsharded, from the papers' formulas and nothing of `mtx`. Parameters are in canonical form."""
+"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2, and of those
+with sinks or latent attention. Plain jnp, unsharded, from the papers' formulas and nothing of
+`mtx`. Parameters are in canonical form."""
 
 import functools
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Rules:
     offset: float = 0.0  # of norms' scales
     embed_scale: float = 1.0
     gelu: bool = False  # in place of SiLU
+    turned: int = 0  # numbers of a head that are turned, of latent attention
 
 
 def _norm(x, p, rules):
@@ -48,8 +50,38 @@ def _attention(x, p, window, rules):
     scores = _cap(jnp.einsum("bshk,bthk->bhst", q, k) * scale, rules.score_cap)
     apart = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
     seen = (apart >= 0) & (apart < (window or x.shape[1]))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
-    return jnp.einsum("bhst,bthk,hkd->bsd", weights, v, p["out"]["w"])
+    return jnp.einsum("bhst,bthk,hkd->bsd", _weights(scores, seen, p), v, p["out"]["w"])
+
+
+def _weights(scores, seen, p):
+    exponentials = jnp.where(seen, jnp.exp(scores), 0)
+    sinks = jnp.exp(p["sinks"])[:, None, None] if "sinks" in p else 0
+    return exponentials / (exponentials.sum(-1, keepdims=True) + sinks)
+
+
+def _latent(x, p, window, rules):
+    """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47; neighbours are complex numbers."""
+    rows, size, turned = *x.shape[:2], rules.turned
+    angles = jnp.outer(jnp.arange(size), rules.base ** -(jnp.arange(0, turned, 2) / turned))
+
+    def turn(a):
+        pairs = a.reshape(*a.shape[:-1], turned // 2, 2)
+        spun = (pairs[..., 0] + 1j * pairs[..., 1]) * jnp.exp(1j * angles)[:, None]
+        return jnp.stack([spun.real, spun.imag], axis=-1).reshape(a.shape)
+
+    to_q = p["q"]["w"] if "q" in p else p["q_up"]["w"]
+    latent = x if "q" in p else _norm(x @ p["q_down"]["w"], p["q_norm"], rules)
+    q = jnp.einsum("bsl,lhk->bshk", latent, to_q)
+    down = x @ p["kv_down"]["w"]
+    kv = jnp.einsum(
+        "bsl,lhk->bshk", _norm(down[..., :-turned], p["kv_norm"], rules), p["kv_up"]["w"]
+    )
+    plain = q.shape[-1] - turned
+    shared = turn(down[:, :, None, -turned:])[:, :, 0]
+    scores = jnp.einsum("bshn,bthn->bhst", q[..., :plain], kv[..., :plain])
+    scores += jnp.einsum("bshr,btr->bhst", turn(q[..., plain:]), shared)
+    weights = _weights(scores * rules.scale, jnp.tri(size, dtype=bool), p)
+    return jnp.einsum("bhst,bthv,hvd->bsd", weights, kv[..., plain:], p["out"]["w"])
 
 
 def _mlp(x, p, rules):
@@ -68,7 +100,8 @@ def logits(params, batch, rules):
     for kind, window in zip(rules.kinds, rules.windows, strict=True):
         p = jax.tree.map(lambda a, n=done[kind]: a[n], params["layers"][kind])
         done[kind] += 1
-        h = _attention(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
+        attend = _latent if "kv_up" in p["attention"] else _attention
+        h = attend(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
         x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
         h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
         x = x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
