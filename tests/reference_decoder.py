@@ -25,6 +25,7 @@ class Rules:
     embed_scale: float = 1.0
     gelu: bool = False  # in place of SiLU
     turned: int = 0  # numbers of a head that are turned, of latent attention
+    second_weight: float = 0.0  # of the loss of the token after the next
 
 
 def _norm(x, p, rules):
@@ -61,7 +62,7 @@ def _weights(scores, seen, p):
 
 def _latent(x, p, window, rules):
     """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47; neighbours are complex numbers."""
-    rows, size, turned = *x.shape[:2], rules.turned
+    size, turned = x.shape[1], rules.turned
     angles = jnp.outer(jnp.arange(size), rules.base ** -(jnp.arange(0, turned, 2) / turned))
 
     def turn(a):
@@ -93,28 +94,58 @@ def _mlp(x, p, rules):
     return (gate * up) @ p["down"]["w"]
 
 
-def logits(params, batch, rules):
-    """float32 [G, S, V]"""
+def _layer(x, p, window, rules):
+    attend = _latent if "kv_up" in p["attention"] else _attention
+    h = attend(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
+    x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
+    h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
+    return x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
+
+
+def _last(params, batch, rules):
+    """What the head sees, [G, S, D], and its table."""
     embed, head, done = params["embed"], params["head"], dict.fromkeys(rules.kinds, 0)
     x = embed["tokens"][batch["tokens"]] * rules.embed_scale
     for kind, window in zip(rules.kinds, rules.windows, strict=True):
         p = jax.tree.map(lambda a, n=done[kind]: a[n], params["layers"][kind])
         done[kind] += 1
-        attend = _latent if "kv_up" in p["attention"] else _attention
-        h = attend(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
-        x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
-        h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
-        x = x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
-    table = head.get("output", embed["tokens"])
-    return _cap(_norm(x, head["norm"], rules) @ table.T, rules.logit_cap)
+        x = _layer(x, p, window, rules)
+    norm = head["norm"] if "norm" in head else _further(params)["last_norm"]
+    return _norm(x, norm, rules), head.get("output", embed["tokens"])
+
+
+def _further(params):
+    return jax.tree.map(lambda a: a[0], params["layers"]["mtp"])
+
+
+def logits(params, batch, rules):
+    """float32 [G, S, V]"""
+    x, table = _last(params, batch, rules)
+    return _cap(x @ table.T, rules.logit_cap)
+
+
+def _losses(all_logits, targets):
+    chosen = jnp.take_along_axis(all_logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(all_logits, axis=-1) - chosen
 
 
 def loss(params, batch, rules):
-    """The mean loss over the positions of weight 1."""
-    all_logits = logits(params, batch, rules)
-    chosen = jnp.take_along_axis(all_logits, batch["targets"][..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(all_logits, axis=-1) - chosen
-    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+    """The mean loss over the positions of weight 1; and that of DeepSeek-V3's further tokens
+    (arXiv 2412.19437, equations 21 to 25), where the model predicts them."""
+    losses = _losses(logits(params, batch, rules), batch["targets"])
+    total = (losses * batch["weights"]).sum()
+    if rules.second_weight:
+        total += rules.second_weight * _second(params, batch, rules)
+    return total / batch["weights"].sum()
+
+
+def _second(params, batch, rules):
+    x, table = _last(params, batch, rules)
+    p, following = _further(params), params["embed"]["tokens"][batch["targets"]]
+    both = _norm(following, p["token_norm"], rules), _norm(x, p["stream_norm"], rules)
+    x = _layer(jnp.concatenate(both, axis=-1) @ p["join"]["w"], p, None, rules)
+    all_logits = _norm(x, p["output_norm"], rules) @ table.T
+    return (_losses(all_logits[:, :-1], batch["targets"][:, 1:]) * batch["weights"][:, 1:]).sum()
 
 
 @functools.partial(jax.jit, static_argnums=2)

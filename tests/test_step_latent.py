@@ -1,5 +1,6 @@
-"""Latent attention, and attention with sinks, in layers of a Llama: losses and gradients of an
-unsharded reference on layouts of every kind, and texts written with and without what is kept."""
+"""Latent attention, attention with sinks, and a second token predicted, of a Llama: losses and
+gradients of an unsharded reference on layouts of every kind, and texts written with what is kept.
+"""
 
 import functools
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from mtx.families.llama import Llama
 from mtx.layers.attend import Scores
 from mtx.layers.latent import Latent
 from mtx.layers.layer import Stack
+from mtx.layers.multi_token import MultiToken
 
 SCALE = 0.4
 
@@ -41,6 +43,20 @@ class Latents(Llama):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Second(Latents):
+    """The last layer's is the token after the next."""
+
+    def stack(self):
+        stack = super().stack()
+        plain = stack.kinds["plain"]
+        last = MultiToken(sublayers=plain.sublayers, norm=plain.norm)
+        return replace(
+            stack, kinds=stack.kinds | {"mtp": last}, pattern=(*stack.pattern[:-1], "mtp"),
+            head=replace(stack.head, norm=None, second_weight=0.3),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sinks(Llama):
     """Windows in every other layer."""
 
@@ -60,6 +76,13 @@ MODELS = {
     "latent": (
         Latents(**SIZES),
         Rules(kinds=("latent", "plain") * 2, windows=(None,) * 4, scale=SCALE, turned=6),
+    ),
+    "second": (
+        Second(**SIZES),
+        Rules(
+            kinds=("latent", "plain", "latent"), windows=(None,) * 3, scale=SCALE, turned=6,
+            second_weight=0.3,
+        ),
     ),
     "sinks": (
         Sinks(kv_heads=2, **SIZES), Rules(kinds=("window", "full") * 2, windows=(5, None) * 2)
@@ -83,28 +106,30 @@ def made(name):
     return model, params, batch, jax.device_get(want)
 
 
-LAYOUTS = [
-    Layout(microbatch=4),
-    Layout(data=2, pipe=2, tensor=2, virtual=2),
-    Layout(pipe=2, tensor=4, sequence_parallel=False, recompute="selective", schedule="zb_h1"),
-    Layout(pipe=2, tensor=2, slices=4, schedule="seq1f1b"),
-    Layout(context=2, tensor=2, pipe=2, context_attention="gather"),
-    Layout(context=2, data=2, context_attention="ring", zero=3),
-    Layout(context=2, pipe=2, context_attention="ulysses"),
-    Layout(data=2, pipe=2, tensor=2, weave="on", idle="phases"),
+EVERY = Layout(data=2, pipe=2, tensor=2, virtual=2)
+SLICES = Layout(pipe=2, tensor=2, slices=4, schedule="seq1f1b")
+GATHER = Layout(context=2, tensor=2, pipe=2, context_attention="gather")
+CASES = [
+    ("latent", EVERY), ("latent", SLICES), ("latent", GATHER),
+    ("latent", Layout(pipe=2, tensor=4, sequence_parallel=False, recompute="selective",
+                      schedule="zb_h1")),
+    ("latent", Layout(data=2, pipe=2, tensor=2, weave="on", idle="phases")),
+    ("sinks", EVERY), ("sinks", SLICES),
+    ("sinks", Layout(context=2, data=2, context_attention="ring", zero=3)),
+    ("sinks", Layout(context=2, pipe=2, context_attention="ulysses")),
+    ("second", EVERY), ("second", GATHER),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=range(len(CASES)))
 def test_losses_and_gradients_are_those_of_the_reference(name, layout):
     model, params, batch, want = made(name)
     reference.assert_same(mtx.loss_and_gradients(model, layout, batch, params=params), want)
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "layout", [Layout(data=2, pipe=2, tensor=2), Layout(context=2, tensor=2, pipe=2)]
+    ("name", "layout"),
+    [("latent", GATHER), ("sinks", GATHER), ("second", replace(EVERY, virtual=1))],
 )
 def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name, layout):
     model, params, _, _ = made(name)
@@ -126,10 +151,16 @@ def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name, layout):
         assert decoder.kept_bytes == 4 * rows * shards * model.layers * model.sequence * (20 + 6)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_dropout_of_probabilities_does_not_depend_on_the_layout(name):
-    model, params, batch, _ = made(name)
+def test_dropout_of_probabilities_does_not_depend_on_the_layout():
+    model, params, batch, _ = made("sinks")
     model = replace(model, attention_dropout=0.1)
     one = mtx.loss_and_gradients(model, Layout(microbatch=4), batch, params=params)
-    layout = Layout(context=2, pipe=2, tensor=2)
-    reference.assert_same(mtx.loss_and_gradients(model, layout, batch, params=params), one)
+    reference.assert_same(mtx.loss_and_gradients(model, GATHER, batch, params=params), one)
+
+
+def test_held_out_loss_is_that_of_the_next_token():
+    model, params, batch, _ = made("second")
+    trainer = mtx.Trainer(RunConfig(model=model, layout=GATHER, global_batch=4))
+    losses, weights = trainer.evaluate(trainer.state_from(params), trainer.place(batch))
+    want = reference_decoder.loss(params, batch, replace(MODELS["second"][1], second_weight=0.0))
+    assert float(losses / weights) == pytest.approx(float(want), rel=1e-6)

@@ -55,6 +55,11 @@ class Attention:
     dropout: float = 0.0  # on the probabilities
     looks_around = True
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether its output is made of parts, as over `context`, on one device as well."""
+        return self.sinks
+
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return AttentionModule(self, build, rngs)
 

@@ -14,10 +14,12 @@ def query_blocks(sequence: int) -> int:
     return 4 if sequence % 4 == 0 and sequence >= 64 else 1
 
 
-def cudnn_takes(*, head_size: int, sequence: int, dtype: str) -> bool:
-    """Whether cuDNN's fused attention takes such heads, as `jax.nn.dot_product_attention` asks:
-    the sequence is even for the sake of masks."""
-    heads = head_size <= 128 and head_size % 8 == 0
+def cudnn_takes(*, head_size: int, value_size: int, sequence: int, dtype: str) -> bool:
+    """Whether cuDNN's fused attention takes such heads, as JAX's functions of it ask: the sequence
+    is even for the sake of masks. Values of another size than queries and keys it takes on Hopper
+    and later (from cuDNN 9.10 on), and there queries and keys of up to 256."""
+    most = 128 if head_size == value_size else 256
+    heads = head_size <= most and head_size % 8 == 0 and value_size <= 128 and value_size % 8 == 0
     return heads and sequence % 2 == 0 and dtype != "float32"
 
 

@@ -48,6 +48,7 @@ class Latent:
     scores: Scores  # with a scale: heads have K numbers, or L + R
     dropout: float = 0.0  # on the probabilities
     looks_around = True
+    in_parts = True  # see `mtx.layers.attention.Attention`
 
     @property
     def head_size(self) -> int:
@@ -154,8 +155,6 @@ class LatentModule(AttentionModule):
         q_BthK = jnp.concatenate([q_BthL, q_BthR], axis=-1)
         held_B1SK = held[0]  # keys, and values up to L: not cut, which would copy all of them
         positions_Bt = positions_of(context, q_BthK.shape[1])
-        o_BthK = cached_attention(
-            q_BthK, (held_B1SK, held_B1SK), positions_Bt, config.scores, axes
-        )
+        o_BthK = cached_attention(q_BthK, (held_B1SK, held_B1SK), positions_Bt, config.scores, axes)
         o_BthL = o_BthK[..., : config.latent]
         return self.out(jnp.einsum("BthL,LhV->BthV", o_BthL, value_LhV))

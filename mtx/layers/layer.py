@@ -28,6 +28,10 @@ class Kind:
     norm: Norm
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
+    leaves = ("x",)  # of the stream, those that it reads and writes
+
+    def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
+        return Layer(self, build, rngs)
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
@@ -71,9 +75,10 @@ class Layer(nnx.Module):
             if kind.norm_placement == "both":
                 setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
 
-    def __call__(self, x_BsD, context: Context | None = None, cache: Tree = None):
-        """x_BsD -> x_BsD; for a slice of the sequence, (x_BsD, its part of a cache), given those of
-        earlier slices. Without a context, no dropout."""
+    def __call__(self, stream: Tree, context: Context | None = None, cache: Tree = None):
+        """{"x": x_BsD} of what it writes, given that of what it reads; for a slice of the sequence,
+        (that, its part of a cache), given those of earlier slices. Without a context, no dropout.
+        """
         own = {}
 
         def run(name, module, h_BsD):
@@ -82,8 +87,8 @@ class Layer(nnx.Module):
             h_BsD, own[name] = module.of_slice(h_BsD, context, cache[name])
             return h_BsD
 
-        x_BsD = self._in_turn(x_BsD, context, run)
-        return x_BsD if cache is None else (x_BsD, own)
+        stream = {"x": self._in_turn(stream["x"], context, run)}
+        return stream if cache is None else (stream, own)
 
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
         """x_BtD after the next t positions of texts. keep: of what its sublayers keep, by name."""

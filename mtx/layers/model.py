@@ -22,7 +22,8 @@ from mtx.layers import fused
 from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
-from mtx.layers.layer import Layer, Stack
+from mtx.layers.layer import Stack
+from mtx.layers.multi_token import NEXT, of_next, of_second, predicts_second, with_second
 from mtx.layers.over_context import in_parts
 from mtx.layers.sublayer import Build
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
@@ -88,8 +89,8 @@ class Model:
         embed = self._embedding.module(self._build, rows, rngs)
         return {"embed": embed, "head": self._head.module(self._build, rows, rngs)}
 
-    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> Layer:
-        return Layer(self.kinds[kind], self._build, rngs)
+    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
+        return self.kinds[kind].module(self._build, rngs)
 
     def init_shared(self, seed: int) -> Tree:
         """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
@@ -108,7 +109,14 @@ class Model:
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
         """The batch, with weights that follow from the global one; `total` sums an array of it."""
+        if self._second_weight:
+            batch = with_second(batch, self.axes)
         return self._head.weigh(batch, total)
+
+    @property
+    def _second_weight(self) -> float:
+        """Of the loss of a second token; 0: there is none."""
+        return getattr(self._head, "second_weight", 0.0)
 
     # -- a microbatch -----------------------------------------------------------------------------
 
@@ -137,7 +145,11 @@ class Model:
     def embed(self, shared: Tree, batch: Tree, context: Context | None = None) -> Stream:
         """The stream before the first layer, the same on every stage: x_BsD of batch["tokens"]
         int32 [B, S]. Expects the same gradient on every stage."""
-        return {"x": nnx.merge(self._graphs["embed"], shared["embed"])(batch, context)}
+        embedding = nnx.merge(self._graphs["embed"], shared["embed"])
+        stream = {"x": embedding(batch, context)}
+        if predicts_second(batch):
+            stream[NEXT] = embedding(of_next(batch), context)
+        return stream
 
     def layer(
         self, kind: str, params: Tree, stream: Stream, context: Context | None = None, *cache: Tree
@@ -145,27 +157,33 @@ class Model:
         """The stream after a layer; for a slice of the sequence, with the cache of earlier ones,
         (stream, its own part of one)."""
 
-        def run(params, x_BsD, context, *cache):
-            return nnx.merge(self._graphs[kind], params)(x_BsD, context, *cache)
+        def run(params, own, context, *cache):
+            return nnx.merge(self._graphs[kind], params)(own, context, *cache)
 
         if self.recompute != "none":
-            run = jax.checkpoint(run, policy=self._policy, prevent_cse=False)
+            run = jax.checkpoint(run, policy=self._policy(kind), prevent_cse=False)
+        read = {leaf: stream[leaf] for leaf in self.kinds[kind].leaves if leaf in stream}
         if not cache:
-            return stream | {"x": run(params, stream["x"], context)}
-        x_BsD, own = run(params, stream["x"], context, *cache)
-        return stream | {"x": x_BsD}, own
+            return stream | run(params, read, context)
+        written, own = run(params, read, context, *cache)
+        return stream | written, own
 
-    @property
-    def _policy(self) -> Any:
+    def _policy(self, kind: str) -> Any:
         """Where a fused kernel gives parts, only what they make together is kept."""
         parts = in_parts(self.axes, max(1, self.config.groups // self.axes.tensor_shards))
+        parts |= any(getattr(each, "in_parts", False) for _, each in self.kinds[kind].sublayers)
         if parts and self.recompute == "around_attention":
             return _names(ATTENTION_OUTPUT)
         return _POLICIES[self.recompute]
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree):
-        """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
-        return self._call_head("loss", shared, stream, batch)
+        """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]; in
+        training, with that of second tokens."""
+        loss = self._call_head("loss", shared, stream, batch)
+        if NEXT not in stream:
+            return loss
+        second = self._call_head("loss", shared, {"x": stream[NEXT]}, of_second(batch))
+        return loss + self._second_weight * second
 
     def head_positions(self, shared: Tree, stream: Stream) -> int:
         """Of a shard of the sequence, how many positions the head takes at once."""
