@@ -106,6 +106,7 @@ class Weight:
     form: Form = "vector"
     inputs: int = 1  # how many of our leading dims are a layer's inputs
     stack: int | None = None  # the dim of ours along which several tensors are stacked
+    of_layer: bool = True  # of layers, whether a layer's number stands before the names
 
     def tensor_shape(self, shape: Shape) -> Shape:
         """The shape of each tensor, from that of our array."""
@@ -198,7 +199,9 @@ class Names:
             starts[kind] = (*starts.get(kind, ()), self.layer.format(layer))
         known = {weight.leaf: (weight, ("",)) for weight in self.shared}
         for kind, names in starts.items():
-            known |= {f"layers.{kind}.{weight.leaf}": (weight, names) for weight in self.layers}
+            for weight in self.layers:
+                before = names if weight.of_layer else ("",) * len(names)
+                known[f"layers.{kind}.{weight.leaf}"] = weight, before
         for path in shapes:
             yield (path, *known[path])
 
@@ -231,3 +234,5 @@ class HuggingFace:
     to_config: Callable[[Any], Json]  # and the other values of config.json
     fixed: Json = field(default_factory=dict)  # values that config.json may have no others of
     has: Callable[[Any], bool] = lambda model: True  # whether a model of the family is of this type
+    # the model without what none of its tensors, by short name, are there for
+    as_there: Callable[[Any, Mapping[str, Any]], Any] = lambda model, tensors: model

@@ -77,8 +77,9 @@ class HuggingFaceModel:
         self.names: Names = self.kind.names
         self.shapes: Mapping[str, Shape] = {}
         self.absent: tuple[str, ...] = ()  # paths of parts that it is without; from `expect`
-        self._pattern = self.model.stack().pattern
         self._tensors = self._open()
+        self.model = self.kind.as_there(self.model, self._tensors)
+        self._pattern = self.model.stack().pattern
 
     # -- what there is ----------------------------------------------------------------------------
 
