@@ -130,24 +130,30 @@ def _losses(all_logits, targets):
 
 
 def loss(params, batch, rules):
-    """The mean loss over the positions of weight 1; and that of DeepSeek-V3's further tokens
-    (arXiv 2412.19437, equations 21 to 25), where the model predicts them."""
+    """The mean loss over the positions of weight 1."""
     losses = _losses(logits(params, batch, rules), batch["targets"])
-    total = (losses * batch["weights"]).sum()
-    if rules.second_weight:
-        total += rules.second_weight * _second(params, batch, rules)
-    return total / batch["weights"].sum()
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
 def _second(params, batch, rules):
+    """That of DeepSeek-V3's further tokens (arXiv 2412.19437, equations 21 to 25)."""
     x, table = _last(params, batch, rules)
     p, following = _further(params), params["embed"]["tokens"][batch["targets"]]
     both = _norm(following, p["token_norm"], rules), _norm(x, p["stream_norm"], rules)
     x = _layer(jnp.concatenate(both, axis=-1) @ p["join"]["w"], p, None, rules)
     all_logits = _norm(x, p["output_norm"], rules) @ table.T
-    return (_losses(all_logits[:, :-1], batch["targets"][:, 1:]) * batch["weights"][:, 1:]).sum()
+    losses = _losses(all_logits[:, :-1], batch["targets"][:, 1:]) * batch["weights"][:, 1:]
+    return losses.sum() / batch["weights"].sum()
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def loss_and_gradients(params, batch, rules):
-    return jax.value_and_grad(loss)(params, batch, rules)
+    """The loss, and the gradients of all that is minimised."""
+
+    def minimised(params):
+        own = loss(params, batch, rules)
+        second = _second(params, batch, rules) if rules.second_weight else 0
+        return own + rules.second_weight * second, own
+
+    gradients, own = jax.grad(minimised, has_aux=True)(params)
+    return own, gradients

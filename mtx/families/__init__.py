@@ -138,6 +138,11 @@ class ModelConfig:
         return self.heads
 
     @property
+    def routed_experts(self) -> int:
+        """E, among which a layer's router chooses; 0: there are none."""
+        return 0
+
+    @property
     def sequence_is_fixed(self) -> bool:
         """Whether parameters depend on the sequence: a table of positions."""
         return True

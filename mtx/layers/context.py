@@ -26,6 +26,7 @@ class Context(NamedTuple):
     part: jax.Array  # int32 []: which slice of the sequence; 0 where it is whole
     segments_BS: jax.Array | None  # int32: attention stays among equal ones; None: one a row
     positions_BS: jax.Array | None  # int32 [B, S] or [S]; None: 0 to S - 1
+    busy: jax.Array | None = None  # bool []: whether the stage is not idle; None: it is not
 
 
 def first_position(x_BsD, axes: Axes, context: Context | None):

@@ -13,11 +13,12 @@ from flax import nnx
 
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
-from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer
+from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer, has_aux
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
 NormPlacement = Literal["pre", "post", "both"]
 Tree = Any
+Stream = dict[str, Any]  # {"x": x_BsD}, and what else goes along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,6 @@ class Kind:
     norm: Norm
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
-    leaves = ("x",)  # of the stream, those that it reads and writes
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return Layer(self, build, rngs)
@@ -41,6 +41,11 @@ class Kind:
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
         """What texts keep that go on, zeros [n, B, g, S, K], by sublayer."""
         return {name: each.empty_past(build, rows, length) for name, each in self._around.items()}
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether there are losses beside the head's: the stream's leaf "aux" [B, s] sums them."""
+        return any(has_aux(each) for _, each in self.sublayers)
 
     @property
     def _around(self) -> dict[str, LooksAround]:
@@ -75,10 +80,9 @@ class Layer(nnx.Module):
             if kind.norm_placement == "both":
                 setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
 
-    def __call__(self, stream: Tree, context: Context | None = None, cache: Tree = None):
-        """{"x": x_BsD} of what it writes, given that of what it reads; for a slice of the sequence,
-        (that, its part of a cache), given those of earlier slices. Without a context, no dropout.
-        """
+    def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
+        """The stream after the layer; for a slice of the sequence, (stream, its part of a cache),
+        given those of earlier slices. Without a context, no dropout."""
         own = {}
 
         def run(name, module, h_BsD):
@@ -87,30 +91,34 @@ class Layer(nnx.Module):
             h_BsD, own[name] = module.of_slice(h_BsD, context, cache[name])
             return h_BsD
 
-        stream = {"x": self._in_turn(stream["x"], context, run)}
+        stream = self._in_turn(stream, context, run)
         return stream if cache is None else (stream, own)
 
-    def of_text(self, x_BtD, context: Context | None, keep: Keep):
-        """x_BtD after the next t positions of texts. keep: of what its sublayers keep, by name."""
+    def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
+        """The stream after the next t positions of texts. keep: of what its sublayers keep, by
+        name."""
 
         def run(name, module, h_BtD):
             if not hasattr(module, "of_text"):
                 return module(h_BtD, context)
             return module.of_text(h_BtD, context, lambda own: _of(keep({name: own}), name))
 
-        return self._in_turn(x_BtD, context, run)
+        return self._in_turn(stream, context, run)
 
-    def _in_turn(self, x_BsD, context, run):
-        placement = self.kind.norm_placement
-        for number, (name, _) in enumerate(self.kind.sublayers):
+    def _in_turn(self, stream, context, run):
+        placement, x_BsD, stream = self.kind.norm_placement, stream["x"], dict(stream)
+        for number, (name, sublayer) in enumerate(self.kind.sublayers):
             norm, module = getattr(self, f"{name}_norm"), getattr(self, name)
             h_BsD = run(name, module, x_BsD if placement == "post" else norm(x_BsD))
+            if has_aux(sublayer):
+                h_BsD, aux_Bs = h_BsD
+                stream["aux"] = stream["aux"] + aux_Bs
             if placement == "both":
                 h_BsD = getattr(self, f"{name}_post_norm")(h_BsD)
             site = (context.layer, number) if context is not None else ()
             x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
             x_BsD = norm(x_BsD) if placement == "post" else x_BsD
-        return x_BsD
+        return stream | {"x": x_BsD}
 
 
 def _of(held: dict[str, Tree] | None, name: str) -> Tree:

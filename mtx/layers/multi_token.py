@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mtx.layers.context import Context
-from mtx.layers.layer import Kind, Layer
+from mtx.layers.layer import Kind, Layer, Stream
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.linear import WholeLinear
 from mtx.sharding.mesh import Axes
@@ -32,8 +32,6 @@ Tree = Any
 @dataclass(frozen=True, kw_only=True)
 class MultiToken(Kind):
     """A kind of layer that ends a model; `norm` is the last of it, too."""
-
-    leaves = ("x", NEXT)
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return MultiTokenLayer(self, build, rngs)
@@ -53,19 +51,19 @@ class MultiTokenLayer(Layer):
             2 * build.hidden, build.hidden, std=build.init_std, axes=build.axes, rngs=rngs
         )
 
-    def __call__(self, stream: Tree, context: Context | None = None, cache: Tree = None):
+    def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
         x_BsD = self.last_norm(stream["x"])
         if NEXT not in stream:
-            return {"x": x_BsD}
+            return stream | {"x": x_BsD}
         both = self.token_norm(stream[NEXT]), self.stream_norm(x_BsD)
-        joined = {"x": self.join(jnp.concatenate(both, axis=-1))}
+        joined = stream | {"x": self.join(jnp.concatenate(both, axis=-1))}
         found = super().__call__(joined, context, cache)
-        next_stream, own = (found, None) if cache is None else found
-        stream = {"x": x_BsD, NEXT: self.output_norm(next_stream["x"])}
-        return stream if cache is None else (stream, own)
+        found, *own = (found,) if cache is None else found
+        stream = found | {"x": x_BsD, NEXT: self.output_norm(found["x"])}
+        return (stream, *own) if own else stream
 
-    def of_text(self, x_BtD, context: Context | None, keep: Keep):
-        return self.last_norm(x_BtD)
+    def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
+        return stream | {"x": self.last_norm(stream["x"])}
 
 
 # -- batches ---------------------------------------------------------------------------------------
