@@ -291,10 +291,11 @@ HUGGING_FACE = (
 
 
 def preset(
-    model: Json, *, lr: float, global_batch: int, data: int, pipe: int, tensor: int, virtual: int
-) -> Json:
+    model: Json, *, lr: float, global_batch: int, data: int, pipe: int, tensor: int, virtual: int,
+    **layout: Any,
+) -> Json:  # fmt: skip
     """A preset of a large model, attention's scores recomputed: it then fits 80 GiB everywhere, and
-    saves a fifth of the step beside recomputing all."""
+    saves a fifth of the step beside recomputing all. layout: further fields of it."""
     layers = model["layers"]
     missing = -layers % (pipe * virtual) // 2  # at each end, where the embedding and the head are
     stages = (0,) * missing + (1,) * layers + (0,) * missing if missing else "even"
@@ -302,7 +303,7 @@ def preset(
         "model": model,
         "layout": {
             "data": data, "pipe": pipe, "tensor": tensor, "virtual": virtual, "idle": "phases",
-            "recompute": "selective", "stage_layers": stages,
+            "recompute": "selective", "stage_layers": stages, **layout,
         },
         "optimizer": {"lr": lr, "min_lr": lr / 10, "warmup_steps": 2000},
         "global_batch": global_batch, "steps": 500_000, "eval_every": 1000, "save_every": 1000,

@@ -1,4 +1,4 @@
-"""How attention and head are computed, for who only wants to know: no JAX."""
+"""How attention, activations and head are computed, for who only wants to know: no JAX."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 MOST_LOGITS_BYTES = 1 << 30  # float32, of what a head takes at once on one device
 _TILE = 128  # rows of a matmul
 AttentionKernel = Literal["blocked", "cudnn", "described"]
+CLAMP_SLOPE, CLAMP_LIMIT = 1.702, 7.0  # of gpt-oss's gated activation (`mtx.layers.mlp`)
 
 
 def query_blocks(sequence: int) -> int:
