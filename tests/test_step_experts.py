@@ -175,7 +175,7 @@ def test_nothing_is_dropped_where_all_choose_one_expert(way):
     ],
 )
 def test_layouts_that_do_not_divide_experts_are_refused(layout, values):
-    with pytest.raises(UserError, match=names(*values)):
+    with pytest.raises(UserError, check=lambda error: names(error, *values)):
         Layout(**layout).check(MIXTRAL)
 
 

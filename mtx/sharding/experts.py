@@ -32,6 +32,8 @@ Tree = Any
 # (weights of e experts, x_emD, gates float32 [e, m, 1]) -> y_emD, each row times its gate
 Compute = Callable[[Tree, jax.Array, jax.Array], jax.Array]
 _LATER = 4  # rounds after the first have a quarter of its room
+_UNIT = 8  # of the rows that tensor cores take
+LATER_ROUNDS = "later_rounds"  # the name of what runs only where experts are too full
 
 
 class Queues(NamedTuple):
@@ -204,8 +206,8 @@ class Way:
     @classmethod
     def of(cls, compute: Compute, *, experts: int, tokens: int, choices: int, rows: int, axes: Axes):
         """For so many tokens of a device, in so many rows, with so many choices each."""
-        share = axes.expert_room * tokens // rows * choices / experts
-        room = rows * max(1, math.ceil(share))
+        room = math.ceil(axes.expert_room * (tokens // rows) * choices / experts)
+        room = rows * (room if room <= _UNIT else -(-room // _UNIT) * _UNIT)
         return cls(
             compute=compute, experts=experts, room=min(room, tokens), axes=axes.experts,
             shards=axes.expert_shards, gathers=axes.expert_dispatch == "gathered",
@@ -292,7 +294,8 @@ def _forward(x_nD, gates_nk, ids_nk, weights, way):
         number, total = carry
         return number + 1, total + way.later_round(queues, number, x_nD, gates_nk, weights)
 
-    _, y_nD = lax.while_loop(lambda carry: carry[0] < more, add, (jnp.int32(0), y_nD))
+    with jax.named_scope(LATER_ROUNDS):
+        _, y_nD = lax.while_loop(lambda carry: carry[0] < more, add, (jnp.int32(0), y_nD))
     return y_nD, (vjp, queues, more, x_nD, gates_nk, weights)
 
 
@@ -310,7 +313,8 @@ def _backward(way, saved, dy_nD):
             number, total = carry
             return number + 1, jax.tree.map(jnp.add, total, pull_back(number)[these])
 
-        return lax.while_loop(lambda carry: carry[0] < more, add, (jnp.int32(0), total))[1]
+        with jax.named_scope(LATER_ROUNDS):
+            return lax.while_loop(lambda carry: carry[0] < more, add, (jnp.int32(0), total))[1]
 
     dx_nD, dgates_nk = loop(slice(0, 2), (dx_nD, dgates_nk))
     (dweights,) = loop(slice(2, 3), (dweights,))

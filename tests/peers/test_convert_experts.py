@@ -81,7 +81,7 @@ def test_logits_loss_and_gradients(tmp_path, name):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_what_we_write_is_the_same_bit_for_bit_and_greedy_texts_as_well(tmp_path, name):
-    model = random_model(lambda: MIXTURES[name](vocab_size=256), scale=6)
+    model = random_model(lambda: MIXTURES[name](vocab_size=256), scale=12)
     model.save_pretrained(tmp_path / "in")
     to_checkpoint(tmp_path / "in", tmp_path / "run", tokenizer="bytes", check="none")
     done = to_huggingface(tmp_path / "run", tmp_path / "out", check="transformers")
