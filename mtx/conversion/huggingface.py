@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,13 +22,14 @@ from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_confi
 from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
 from mtx.data.documents import listed
 from mtx.errors import UserError
-from mtx.huggingface import HuggingFace, Json, Names, Shape, is_of_layers
+from mtx.huggingface import HuggingFace, Json, Names, Shape, Weight, is_of_layers
 
 CONFIG = "config.json"
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
+Cut = tuple[slice, ...]  # of an array's first dims: layers, or rows; and then rows of a layer
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 silent: Report = lambda done_bytes, all_bytes: None  # noqa: E731
 
@@ -48,19 +49,40 @@ class Canonical(Protocol):
 
     shapes: Mapping[str, Shape]
 
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        """Rows of an array along its first dim, float32."""
+    def read(self, path: str, cut: Cut) -> np.ndarray:
+        """That part of an array, float32."""
         ...
 
 
-def parts(path: str, shape: Shape) -> Iterator[slice]:
-    """The rows to read at a time: a layer, PART_BYTES of a table, or all of what is neither."""
-    rows = 1
+def parts(path: str, shape: Shape, *, finer: bool = False) -> Iterator[Cut]:
+    """What to read at a time: a layer, PART_BYTES of a table, or all of what is neither. finer: of
+    a layer as many rows, experts as a rule."""
     if not is_of_layers(path):
         is_table = path.count(".") == 1
-        rows = max(1, PART_BYTES // (4 * math.prod(shape[1:]))) if is_table else shape[0]
+        for rows in _rows(shape, PART_BYTES if is_table else None):
+            yield (rows,)
+        return
+    for layer in range(shape[0]):
+        one = slice(layer, layer + 1)
+        if not finer:
+            yield (one,)
+            continue
+        for rows in _rows(shape[1:], PART_BYTES):
+            yield one, rows
+
+
+def _rows(shape: Shape, most_bytes: int | None) -> Iterator[slice]:
+    """All rows, so many bytes of float32 at a time."""
+    rows = shape[0]
+    if most_bytes is not None:
+        rows = max(1, most_bytes // (4 * math.prod(shape[1:])))
     for row in range(0, shape[0], rows):
         yield slice(row, min(row + rows, shape[0]))
+
+
+def cut_shape(cut: Cut, shape: Shape) -> Shape:
+    """Of that part of an array."""
+    return *(len(range(*rows.indices(n))) for rows, n in zip(cut, shape)), *shape[len(cut) :]
 
 
 class HuggingFaceModel:
@@ -77,8 +99,9 @@ class HuggingFaceModel:
         self.names: Names = self.kind.names
         self.shapes: Mapping[str, Shape] = {}
         self.absent: tuple[str, ...] = ()  # paths of parts that it is without; from `expect`
-        self._pattern = self.model.stack().pattern
         self._tensors = self._open()
+        self.model = self.kind.as_there(self.model, self._tensors)
+        self._pattern = self.model.stack().pattern
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -132,8 +155,13 @@ class HuggingFaceModel:
 
     @property
     def form(self) -> Form:
-        """Of the widest dtype, where they differ. After `expect`."""
-        there = {file.tensors[name][0] for file, name in self._tensors.values()}
+        """Of the widest dtype, where they differ but for what is always float32. After `expect`."""
+        always = float32_of(self.names, self.shapes, self._pattern)
+        there = {
+            file.tensors[name][0]
+            for short, (file, name) in self._tensors.items()
+            if short not in always
+        }
         dtype = next((dtype for dtype in ("F32", "BF16", "F16") if dtype in there), "F32")
         prefixed = any(name.startswith(self.names.prefix) for _, name in self._tensors.values())
         known = self.config.get("architectures")
@@ -198,7 +226,7 @@ class HuggingFaceModel:
         shape = self._shape(main)
         if self._shape(twin) == shape and all(
             np.array_equal(self._read(twin, rows), self._read(main, rows))
-            for rows in parts("embed.tokens", shape)
+            for (rows,) in parts("embed.tokens", shape)
         ):
             return
         raise UserError(
@@ -212,10 +240,14 @@ class HuggingFaceModel:
         file, there = self._tensors[name]
         return file.read(there, rows)
 
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        """Rows of a canonical array: layers, or rows of a table. What the model is without has
+    def is_finer(self, path: str) -> bool:
+        """Whether a part of a layer can be read."""
+        return self._weights[path][0].in_parts
+
+    def read(self, path: str, cut: Cut) -> np.ndarray:
+        """Part of a canonical array: layers, or rows of a table. What the model is without has
         the values of a new model: norms 1 and 0, biases 0, weights drawn anew."""
-        shape = self.shapes[path]
+        shape, rows = self.shapes[path], cut[0]
         start, stop, _ = rows.indices(shape[0])
         if path.startswith(tuple(f"{part}." for part in self.absent)):
             return _new_values(path, shape, self.model.init_std)[start:stop]
@@ -224,11 +256,31 @@ class HuggingFaceModel:
             if weight.form == "table":
                 return self._read(weight.names[0], rows).astype(np.float32)
             return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
-        array = np.empty((stop - start, *shape[1:]), np.float32)
+        array = np.empty(cut_shape(cut, shape), np.float32)
+        inner = cut[1] if len(cut) > 1 else slice(None)
         for place, prefix in enumerate(starts[start:stop]):
-            tensors = [self._read(prefix + name) for name in weight.names]
-            array[place] = weight.to_ours(tensors, shape[1:])
+            array[place] = self._of_layer(prefix, weight, shape[1:], inner)
         return array
+
+    def _of_layer(self, prefix: str, weight: Weight, shape: Shape, rows: slice) -> np.ndarray:
+        """Rows of a layer's array; all, unless it `is_finer`."""
+        names, of_tensors = weight.tensor_names(shape), rows
+        if weight.experts:
+            each = len(weight.names)
+            first, last, _ = rows.indices(shape[0])
+            names, of_tensors = names[first * each : last * each], slice(None)
+        tensors = [self._read(prefix + name, of_tensors) for name in names]
+        return weight.to_ours(tensors, cut_shape((rows,), shape))
+
+
+def float32_of(names: Names, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> set[str]:
+    """The short names of tensors that are float32 whatever the others are."""
+    return {
+        start + name
+        for _, weight, starts in names.arrays(shapes, pattern)
+        for start in starts if weight.float32
+        for name in weight.names
+    }  # fmt: skip
 
 
 def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
@@ -268,18 +320,27 @@ def write_model(
     names = replace(names, prefix="") if form.bare else names
     shapes, dtype = present(source.shapes, form.absent), form.dtype
     tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}
-    files = _divide(tensors, DTYPES[dtype].itemsize, most_file_bytes)
+    float32 = set(map(names.full, float32_of(names, shapes, pattern)))
+    sizes = {
+        name: math.prod(shape) * DTYPES["F32" if name in float32 else dtype].itemsize
+        for name, shape in tensors.items()
+    }
+    files = _divide(tensors, sizes, most_file_bytes)
     places = {name: file for file, inside in files.items() for name in inside}
 
     def values() -> Iterator[tuple[str, np.ndarray]]:
         """Tensors, or rows of them, in the order of `tensors`."""
         done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
         for path, weight, starts in names.arrays(shapes, pattern):
-            for rows in parts(path, shapes[path]):
-                array = source.read(path, rows)
-                of_layers = is_of_layers(path)
-                start, array = (starts[rows.start], array[0]) if of_layers else ("", array)
-                for name, tensor in zip(weight.names, weight.to_tensors(array), strict=True):
+            for cut in parts(path, shapes[path], finer=weight.in_parts):
+                array = source.read(path, cut)
+                start = ""
+                if is_of_layers(path):
+                    start, array = starts[cut[0].start], array[0]
+                own = weight.tensor_names(shapes[path][1:])
+                if weight.experts:
+                    own = own[cut[1].start * len(weight.names) :][: len(array) * len(weight.names)]
+                for name, tensor in zip(own, weight.to_tensors(array), strict=True):
                     _refuse_overflow(name := names.full(start + name), tensor, dtype)
                     yield name, tensor
                 done += array.nbytes
@@ -287,21 +348,21 @@ def write_model(
 
     for file, group in itertools.groupby(values(), lambda value: places[value[0]]):
         written = (tensor for _, tensor in group)
-        write_safetensors(directory / file, files[file], written, dtype=dtype)
+        write_safetensors(directory / file, files[file], written, dtype=dtype, float32=float32)
     if len(files) > 1:
-        size = sum(math.prod(shape) for shape in tensors.values()) * DTYPES[dtype].itemsize
-        write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        size = {"total_size": sum(sizes.values())}
+        write_json(directory / _INDEX, {"metadata": size, "weight_map": places})
     write_json(directory / CONFIG, _whole_config(model, form, base))
 
 
 def _divide(
-    tensors: Mapping[str, Shape], itemsize: int, most_bytes: int
+    tensors: Mapping[str, Shape], sizes: Mapping[str, int], most_bytes: int
 ) -> dict[str, dict[str, Shape]]:
     """The tensors of each file, none of more than `most_bytes` unless one tensor is."""
     files: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in tensors.items():
-        tensor_bytes = math.prod(shape) * itemsize
+        tensor_bytes = sizes[name]
         if files[-1] and size + tensor_bytes > most_bytes:
             files.append({})
             size = 0

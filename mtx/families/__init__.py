@@ -128,6 +128,11 @@ class ModelConfig:
         return self.hidden // self.heads
 
     @property
+    def value_size(self) -> int:
+        """K of values, where it is another than that of queries and keys."""
+        return self.head_size
+
+    @property
     def groups(self) -> int:
         """G, heads of keys and values; each serves H / G heads of queries."""
         return self.heads

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from mtx.errors import UserError
-from mtx.families.llama import Llama, preset
+from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, silu_to_model, to_config
 from mtx.fields import Between
+from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight
 from mtx.sizes import Ffn, Width
 
 AuxLoss = Literal["none", "batch", "sequence"]
@@ -29,6 +30,10 @@ class Mixtral(Llama):
 
     def check(self) -> None:
         super().check()
+        self.check_experts()
+
+    def check_experts(self) -> None:
+        """UserError for values of experts that do not go together."""
         if self.choices > self.experts:
             raise UserError(
                 f"choices={self.choices} must be at most experts={self.experts}; use "
@@ -75,6 +80,51 @@ class Mixtral(Llama):
 
 
 CONFIG = Mixtral
+
+# -- Hugging Face ----------------------------------------------------------------------------------
+
+
+def expert_names(
+    *others: Weight, router: str, experts: str, gated: tuple[str, str], down: str,
+    float32: bool = False,
+) -> Names:  # fmt: skip
+    """The table of a family whose experts have tensors of their own; others: as for
+    `llama.names`. router, experts: what stands before their names; float32: the router's."""
+    up = tuple(f"{experts}.{{}}.{name}.weight" for name in gated)
+    return names(
+        *others,
+        Weight("mlp.router.w", (f"{router}.weight",), "linear", float32=float32),
+        Weight("mlp.router.load", ()),
+        Weight("mlp.up", up, "linear", stack=1, experts=True),
+        Weight("mlp.down", (f"{experts}.{{}}.{down}.weight",), "linear", experts=True),
+    )  # fmt: skip
+
+
+def _to_model(fields: Fields) -> Json:
+    fields.require("sliding_window", None)
+    return silu_to_model(fields)
+
+
+HUGGING_FACE = (
+    HuggingFace(
+        model_type="mixtral", architecture="MixtralForCausalLM",
+        defaults=DEFAULTS | {
+            "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096 * 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001, "rope_theta": 1e6,
+        },
+        fields=FIELDS | {
+            "experts": "num_local_experts", "choices": "num_experts_per_tok",
+            "aux_weight": "router_aux_loss_coef",
+        },
+        to_model=_to_model, to_config=lambda model: to_config(model) | {"sliding_window": None},
+        names=expert_names(
+            router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gated=("w1", "w3"),
+            down="w2",
+        ),
+        fixed={"router_jitter_noise": 0.0},
+    ),
+)  # fmt: skip
 
 # -- presets ---------------------------------------------------------------------------------------
 

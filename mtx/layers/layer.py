@@ -30,6 +30,9 @@ class Kind:
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
 
+    def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
+        return Layer(self, build, rngs)
+
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
         around = self._around.items()

@@ -22,7 +22,8 @@ from mtx.layers import fused
 from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
-from mtx.layers.layer import Layer, Stack
+from mtx.layers.layer import Stack
+from mtx.layers.multi_token import NEXT, of_next, of_second, predicts_second, with_second
 from mtx.layers.over_context import in_parts
 from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import reduce_from, shard_of_sequence
@@ -91,8 +92,8 @@ class Model:
         embed = self._embedding.module(self._build, rows, rngs)
         return {"embed": embed, "head": self._head.module(self._build, rows, rngs)}
 
-    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> Layer:
-        return Layer(self.kinds[kind], self._build, rngs)
+    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
+        return self.kinds[kind].module(self._build, rngs)
 
     def init_shared(self, seed: int) -> Tree:
         """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
@@ -111,7 +112,14 @@ class Model:
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
         """The batch, with weights that follow from the global one; `total` sums an array of it."""
+        if self._second_weight:
+            batch = with_second(batch, self.axes)
         return self._head.weigh(batch, total)
+
+    @property
+    def _second_weight(self) -> float:
+        """Of the loss of a second token; 0: there is none."""
+        return getattr(self._head, "second_weight", 0.0)
 
     # -- a microbatch -----------------------------------------------------------------------------
 
@@ -142,9 +150,13 @@ class Model:
     def embed(self, shared: Tree, batch: Tree, context: Context | None = None) -> Stream:
         """The stream before the first layer, the same on every stage: x_BsD of batch["tokens"]
         int32 [B, S]. Expects the same gradient on every stage."""
-        x_BsD = nnx.merge(self._graphs["embed"], shared["embed"])(batch, context)
-        aux = {"aux": jnp.zeros(x_BsD.shape[:2], jnp.float32)} if self._has_aux else {}
-        return {"x": x_BsD} | aux
+        embedding = nnx.merge(self._graphs["embed"], shared["embed"])
+        stream = {"x": embedding(batch, context)}
+        if self._has_aux:
+            stream["aux"] = jnp.zeros(stream["x"].shape[:2], jnp.float32)
+        if predicts_second(batch):
+            stream[NEXT] = embedding(of_next(batch), context)
+        return stream
 
     def layer(
         self, kind: str, params: Tree, stream: Stream, context: Context | None = None, *cache: Tree
@@ -156,13 +168,13 @@ class Model:
             return nnx.merge(self._graphs[kind], params)(stream, context, *cache)
 
         if self.recompute != "none":
-            run = jax.checkpoint(run, policy=self._policy, prevent_cse=False)
+            run = jax.checkpoint(run, policy=self._policy(kind), prevent_cse=False)
         return run(params, stream, context, *cache)
 
-    @property
-    def _policy(self) -> Any:
+    def _policy(self, kind: str) -> Any:
         """Where a fused kernel gives parts, only what they make together is kept."""
         parts = in_parts(self.axes, max(1, self.config.groups // self.axes.tensor_shards))
+        parts |= any(getattr(each, "in_parts", False) for _, each in self.kinds[kind].sublayers)
         if parts and self.recompute == "around_attention":
             return _names(ATTENTION_OUTPUT)
         return _POLICIES[self.recompute]
@@ -173,8 +185,12 @@ class Model:
 
     def losses(self, shared: Tree, stream: Stream, batch: Tree) -> dict[str, jax.Array]:
         """What training minimises the sum of: {"loss": `loss`} and, where layers have losses of
-        their own, {"aux": theirs, each token's with the same weight}."""
+        their own, {"aux": theirs, each token's with the same weight}; and {"second": that of the
+        tokens after the next} times its weight."""
         losses = {"loss": self.loss(shared, stream, batch)}
+        if NEXT in stream:
+            second = self.loss(shared, {"x": stream[NEXT]}, of_second(batch))
+            losses["second"] = self._second_weight * second
         if "aux" in stream:
             axes, aux_Bs = self.axes, stream["aux"]
             split = axes.tensor if axes.sequence_parallel else None

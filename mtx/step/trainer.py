@@ -104,8 +104,11 @@ class Trainer:
         there = nvidia and jax.default_backend() == "gpu"
         model = self.run.model
         takes = cudnn_takes(
-            head_size=model.head_size, sequence=model.sequence, dtype=model.compute_dtype
-        )
+            head_size=model.head_size, value_size=model.value_size, sequence=model.sequence,
+            dtype=model.compute_dtype,
+        )  # fmt: skip
+        if model.value_size != model.head_size:  # see `cudnn_takes`
+            there = there and float(devices[0].compute_capability) >= 9
         return "cudnn" if there and takes else "blocked"
 
     @cached_property
