@@ -42,6 +42,8 @@ class Form:
     absent: tuple[str, ...] = ()  # paths of parts that the model is without
     bare: bool = False  # names are without their common prefix
     architecture: str | None = None  # the class in transformers; None: that of a whole model
+    # Leaves that are float32 in any dtype, as `mtx.huggingface.Weight` says; None: all of those.
+    float32: Sequence[str] | None = None
 
 
 class Canonical(Protocol):
@@ -157,11 +159,9 @@ class HuggingFaceModel:
     def form(self) -> Form:
         """Of the widest dtype, where they differ but for what is always float32. After `expect`."""
         always = float32_of(self.names, self.shapes, self._pattern)
-        there = {
-            file.tensors[name][0]
-            for short, (file, name) in self._tensors.items()
-            if short not in always
-        }
+        dtypes = {short: file.tensors[name][0] for short, (file, name) in self._tensors.items()}
+        there = {dtype for short, dtype in dtypes.items() if short not in always}
+        float32 = {leaf for short, leaf in always.items() if dtypes[short] == "F32"}
         dtype = next((dtype for dtype in ("F32", "BF16", "F16") if dtype in there), "F32")
         prefixed = any(name.startswith(self.names.prefix) for _, name in self._tensors.values())
         known = self.config.get("architectures")
@@ -169,6 +169,7 @@ class HuggingFaceModel:
         return Form(
             dtype=dtype, absent=self.absent, bare=not prefixed,
             architecture=architecture if isinstance(architecture, str) else None,
+            float32=sorted(float32),
         )  # fmt: skip
 
     def expect(self, shapes: Mapping[str, Shape]) -> None:
@@ -273,10 +274,10 @@ class HuggingFaceModel:
         return weight.to_ours(tensors, cut_shape((rows,), shape))
 
 
-def float32_of(names: Names, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> set[str]:
-    """The short names of tensors that are float32 whatever the others are."""
+def float32_of(names: Names, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> dict[str, str]:
+    """The leaves of tensors that are float32 whatever the others are, by short name."""
     return {
-        start + name
+        start + name: weight.leaf
         for _, weight, starts in names.arrays(shapes, pattern)
         for start in starts if weight.float32
         for name in weight.names
@@ -320,7 +321,10 @@ def write_model(
     names = replace(names, prefix="") if form.bare else names
     shapes, dtype = present(source.shapes, form.absent), form.dtype
     tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}
-    float32 = set(map(names.full, float32_of(names, shapes, pattern)))
+    always = float32_of(names, shapes, pattern).items()
+    float32 = {
+        names.full(name) for name, leaf in always if form.float32 is None or leaf in form.float32
+    }
     sizes = {
         name: math.prod(shape) * DTYPES["F32" if name in float32 else dtype].itemsize
         for name, shape in tensors.items()

@@ -45,8 +45,8 @@ class MultiTokenLayer(Layer):
 
     def __init__(self, kind: Kind, build: Build, rngs: nnx.Rngs):
         super().__init__(kind, build, rngs)
-        for name in ("last_norm", "token_norm", "stream_norm", "output_norm"):
-            setattr(self, name, kind.norm.module(build.hidden))
+        self.last_norm, self.output_norm = (kind.norm.module(build.hidden) for _ in range(2))
+        self.token_norm, self.stream_norm = (kind.norm.module(build.hidden) for _ in range(2))
         self.join = WholeLinear(
             2 * build.hidden, build.hidden, std=build.init_std, axes=build.axes, rngs=rngs
         )
@@ -57,10 +57,10 @@ class MultiTokenLayer(Layer):
             return stream | {"x": x_BsD}
         both = self.token_norm(stream[NEXT]), self.stream_norm(x_BsD)
         joined = stream | {"x": self.join(jnp.concatenate(both, axis=-1))}
-        found = super().__call__(joined, context, cache)
-        found, *own = (found,) if cache is None else found
+        found: Any = super().__call__(joined, context, cache)
+        found, own = (found, None) if cache is None else found
         stream = found | {"x": x_BsD, NEXT: self.output_norm(found["x"])}
-        return (stream, *own) if own else stream
+        return stream if cache is None else (stream, own)
 
     def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
         return stream | {"x": self.last_norm(stream["x"])}

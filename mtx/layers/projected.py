@@ -21,17 +21,17 @@ def separate(projected: Projected):
     """(q_BShK, k_BSgK, v_BSgV)"""
     if len(projected) == 1:
         return tuple(projected[0][:, :, n] for n in range(3))
-    if len(projected) > 2:
-        return projected[:3]
-    q_BShK, kv_BSngK = projected
-    return q_BShK, kv_BSngK[:, :, 0], kv_BSngK[:, :, 1]
+    if len(projected) == 2:
+        q_BShK, kv_BSngK = projected
+        return q_BShK, kv_BSngK[:, :, 0], kv_BSngK[:, :, 1]
+    return projected[:3]
 
 
 def keys_and_values(projected: Projected):
     """kv_BSngK, n = 2, of one size"""
-    if len(projected) > 2:
-        return jnp.stack(projected[1:3], axis=2)
-    return projected[0][:, :, 1:] if len(projected) == 1 else projected[1]
+    if len(projected) == 1:
+        return projected[0][:, :, 1:]
+    return projected[1] if len(projected) == 2 else jnp.stack(projected[1:3], axis=2)
 
 
 def sinks_of(projected: Projected):
@@ -44,12 +44,11 @@ def heads_first(projected: Projected):
     if len(projected) == 1:
         q_BgSK, k_BgSK, v_BgSK = jnp.transpose(projected[0], (2, 0, 3, 1, 4))
         return q_BgSK[:, :, None], k_BgSK, v_BgSK
-    if len(projected) > 2:
+    if len(projected) == 2:
+        k_BgSK, v_BgSV = jnp.transpose(projected[1], (2, 0, 3, 1, 4))
+    else:
         k_BgSK, v_BgSV = (jnp.swapaxes(a, 1, 2) for a in projected[1:3])
-        return queries_first(projected[0], k_BgSK.shape[1]), k_BgSK, v_BgSV
-    q_BShK, kv_BSngK = projected
-    k_BgSK, v_BgSK = jnp.transpose(kv_BSngK, (2, 0, 3, 1, 4))
-    return queries_first(q_BShK, k_BgSK.shape[1]), k_BgSK, v_BgSK
+    return queries_first(projected[0], k_BgSK.shape[1]), k_BgSK, v_BgSV
 
 
 def queries_first(q_BShK, groups: int):

@@ -51,6 +51,8 @@ class Metrics(NamedTuple):
     aux_loss: jax.Array | None = None
     # {kind: {path: [P, C, N, ...]}}: what was counted for states in this step, experts' load
     counted: Tree = None
+    # that of tokens after the next, times its weight, as it is minimised beside the loss
+    second_loss: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -79,7 +79,7 @@ class Step:
         finite = finite.astype(jnp.float32)
         metrics = Metrics(
             losses["loss"], norm, jnp.float32(rate), scale, finite, self._corrupt(state),
-            losses.get("aux"), self._of_all_stages(counted),
+            losses.get("aux"), self._of_all_stages(counted), losses.get("second"),
         )  # fmt: skip
         skipped = state.skipped + (1 - finite).astype(jnp.int32)
         new = TrainState(state.step + 1, params, moments, loss_scale, skipped)

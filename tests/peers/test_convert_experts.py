@@ -1,26 +1,30 @@
 """Converted mixtures of experts against transformers in torch: logits, losses, gradients, greedy
 texts, tensors bit for bit."""
 
+import math
 from dataclasses import replace
 
 import jax
 import pytest
+from safetensors.torch import load_file
 from test_convert_transformers import (
-    S,
     YARN,
+    S,
     differences,
+    random_batch,
     random_model,
     torch,
     transformers,
+    without_states,
 )
-
-from safetensors.torch import load_file
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout
+from mtx.conversion.checkpoint import canonical_shapes
 from mtx.conversion.convert import to_checkpoint, to_huggingface
 from mtx.evaluation.generate import Generator
 from mtx.evaluation.sampling import Sampling
+from mtx.presets import preset
 from mtx.step.trainer import Trainer
 
 SIZES = dict(
@@ -95,9 +99,17 @@ def test_what_we_write_is_the_same_bit_for_bit_and_greedy_texts_as_well(tmp_path
     files = [load_file(tmp_path / place / "model.safetensors") for place in ("in", "out")]
     assert files[0].keys() == files[1].keys()
     ids = torch.tensor([list(b"To be or")])
-    written = theirs.eval().generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=15, pad_token_id=0
-    )[0, 8:].tolist()
+    written = (
+        theirs.eval()
+        .generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=15,
+            pad_token_id=0,
+        )[0, 8:]
+        .tolist()
+    )
     assert len(set(written)) > 3, "a text that says something"
     checkpoints = Checkpoints(tmp_path / "run")
     for layout in (Layout(expert=2, pipe=2, tensor=2), Layout(tensor=2)):
@@ -106,3 +118,54 @@ def test_what_we_write_is_the_same_bit_for_bit_and_greedy_texts_as_well(tmp_path
         [found] = generator.complete(["To be or"], tokens=15, sampling=Sampling(temperature=0))
         assert found.tokens == written, layout
         jax.clear_caches()
+
+
+def of_second(second, start):
+    """The tensors of transformers' module under the names that a whole model's file has."""
+    found = {}
+    for name, value in second.layers[0].state_dict().items():
+        name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        found[f"{start}.{name}"] = value
+    return found
+
+
+def test_the_loss_of_a_second_token(tmp_path):
+    """The layer behind the last, as transformers runs it for drafts, and its tensors' names."""
+    from transformers.modeling_layers import MtpModel
+
+    model = random_model(MIXTURES["deepseek_v3"])
+    second = MtpModel(model, 1)
+    torch.nn.init.normal_(second.layers[0].eh_proj.weight, std=0.1)
+    second = random_model(lambda: second)
+    start, tensors = "model.layers.4", model.state_dict()
+    model.save_pretrained(tmp_path / "in", state_dict=tensors | of_second(second, start))
+    batch = random_batch(model)
+    tokens = torch.tensor(batch["tokens"]).long()
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        places = torch.arange(S - 1)[None]
+        seen = second.forward_layer(0, hidden, places, None, input_ids=tokens[:, 1:])
+        logits = second._project_to_logits(seen)[:, :-1].flatten(0, 1)
+        want = torch.nn.functional.cross_entropy(logits, tokens[:, 2:].flatten())
+    done = to_checkpoint(tmp_path / "in", tmp_path / "run", check="ours")
+    assert done.model.second_token and done.model.layers == 5
+    batch["weights"][:, -1] = 0  # the target behind the last token
+    run = Checkpoints(tmp_path / "run").run()
+    for layout in LAYOUTS[0], Layout(expert=2, pipe=2, tensor=2, stage_layers=(3, 2)):
+        trainer = Trainer(replace(run, layout=layout, global_batch=4))
+        state = Checkpoints(tmp_path / "run").restore(trainer)
+        _, metrics = trainer.train_step(state, trainer.place(batch))
+        found = float(metrics.second_loss) / run.model.second_weight * (S - 1) / (S - 2)
+        assert found == pytest.approx(float(want), rel=1e-6)
+    to_huggingface(tmp_path / "run", tmp_path / "out", check="ours")
+    files = [load_file(tmp_path / place / "model.safetensors") for place in ("in", "out")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[1][name], value) for name, value in files[0].items())
+
+
+def test_deepseek_v3_has_as_many_parameters():
+    with torch.device("meta"):
+        theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config())
+    ours = replace(preset("deepseek-v3").model, second_token=False, layers=61)
+    counted = without_states(canonical_shapes(ours)).values()
+    assert sum(map(math.prod, counted)) == sum(p.numel() for p in theirs.parameters())
