@@ -180,24 +180,32 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
 
 
 def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work:
-    """What B computes again. Over `context` the trace says what of attention that is, and what is
-    sent again: a ring's output is kept in more ways."""
-    again = Work()
-    if recompute == "full":
-        again = forward
-    elif recompute == "around_attention":
-        again = forward._replace(attention_s=0.0, context_comm_s=0.0)
-    elif recompute == "selective":
-        again = Work(attention_s=forward.attention_s)
-    if shard.context == 1 or recompute == "none":
-        return again
-    plain_s, most_s = (
-        (seconds, exposed_s(shard, cost, "BW", seconds))
-        for cost in (shard.cost(kind), shard.cost(kind, recompute))
-        for seconds in (_attention_s(shard, cost)[1],)
-    )
-    return again._replace(
-        attention_s=most_s[0] - plain_s[0], context_comm_s=max(0.0, most_s[1] - plain_s[1])
+    """What B computes again. Over `context` the trace says it: a ring's output is kept in more ways
+    than that of a kernel alone, and its merges are much of what else a layer does."""
+    if recompute == "none":
+        return Work()
+    if shard.context > 1:
+        plain, more = (_traced_backward(shard, shard.cost(kind, way)) for way in ("none", recompute))
+        again = Work(*(max(0.0, b - a) for a, b in zip(plain, more)))
+        return again._replace(tensor_comm_s=forward.tensor_comm_s * (recompute != "selective"))
+    if recompute == "selective":
+        return Work(attention_s=forward.attention_s)
+    return forward if recompute == "full" else forward._replace(attention_s=0.0)
+
+
+def _traced_backward(shard: Shard, cost: Cost) -> Work:
+    """The backward pass of a trace, but for its collectives over `tensor`."""
+    attention_s = _attention_s(shard, cost)[1]
+    products = [each for each in cost.matmuls if each.weight and each.during == "B"]
+    return Work(
+        matmul_s=sum(
+            shard.product_s(m, n, k, b, dtype="float8" if each.float8 else "")
+            for each in products
+            for b, m, n, k in (each.shape(shard.microbatch),)
+        ),
+        attention_s=attention_s,
+        elementwise_s=_elementwise_s(shard, cost, "B"),
+        context_comm_s=exposed_s(shard, cost, "BW", attention_s),
     )
 
 
