@@ -167,7 +167,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         attention_s=attention_backward_s,
         elementwise_s=_elementwise_s(shard, cost, "B"),
         tensor_comm_s=_comm_s(shard, cost, "BW") - _hidden_s(shard, _columns_s(cost, inputs_s)),
-        context_comm_s=exposed_s(shard, cost, "BW", attention_backward_s),
+        context_comm_s=_context_backward_s(shard, kind, recompute, sum(weights_s)),
     )
     backward += _again(shard, kind, recompute, forward)
     size = sum(batch * k * n for batch, _, n, k, _ in weights)
@@ -194,8 +194,7 @@ def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work
 
 
 def _traced_backward(shard: Shard, cost: Cost) -> Work:
-    """The backward pass of a trace, but for its collectives over `tensor`."""
-    attention_s = _attention_s(shard, cost)[1]
+    """The backward pass of a trace, but for its collectives."""
     products = [each for each in cost.matmuls if each.weight and each.during == "B"]
     return Work(
         matmul_s=sum(
@@ -203,10 +202,21 @@ def _traced_backward(shard: Shard, cost: Cost) -> Work:
             for each in products
             for b, m, n, k in (each.shape(shard.microbatch),)
         ),
-        attention_s=attention_s,
+        attention_s=_attention_s(shard, cost)[1],
         elementwise_s=_elementwise_s(shard, cost, "B"),
-        context_comm_s=exposed_s(shard, cost, "BW", attention_s),
     )
+
+
+def _context_backward_s(
+    shard: Shard, kind: str, recompute: Recompute, weights_s: float
+) -> float:
+    """What a layer's backward pass sends over `context`, and neither its attention hides nor, as
+    far as they last, the weights' gradients, for which nothing waits."""
+    if shard.context == 1:
+        return 0.0
+    cost = shard.cost(kind, recompute)
+    sent_s = exposed_s(shard, cost, "BW", _attention_s(shard, cost)[1])
+    return max(0.0, sent_s - weights_s * shard.calibration.software.overlaps_tensor)
 
 
 def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
