@@ -21,7 +21,7 @@ MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "around_attention", "full")
 CONTEXT_WAYS: tuple[ContextAttention, ...] = ("gather", "ring", "ulysses", "usp")
 ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
-_PART = 4096  # positions of a device, of a sequence that is cut: with fewer, replicas do as well
+_PART = 8192  # positions of a device, of a sequence that is cut: shorter ones need not be cut
 T = TypeVar("T")
 
 
@@ -115,18 +115,20 @@ class Question:
         """The values of `zero` to try: 3 is as 1 where there is one replica."""
         return choices(self.fixed.zero, ZERO if mesh.token_shards > 1 else ZERO[:1])
 
-    def state_fits(self, mesh: Layout, zero: Zero) -> bool:
-        """Whether parameters, gradients and optimizer do, with as many chunks as can be: zero=3
-        then has least of the parameters gathered."""
-        if self.fixed.virtual is None and mesh.stage_layers == "even":
-            mesh = replace(mesh, virtual=self.model.layers // mesh.pipe)
-        memory = self.memory(mesh, zero)
-        return self.holds(memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes)
+    def mesh_fits(self, mesh: Layout, zero: Zero) -> bool:
+        """Whether anything on that mesh does, which is in its leanest settings."""
+        chunked = (replace(mesh, virtual=virtual) for virtual in self.virtuals(mesh))
+        return any(self.can_hold(layout, zero) for layout in chunked)
+
+    def can_hold(self, layout: Layout, zero: Zero) -> bool:
+        """Whether it fits where all is recomputed that may be."""
+        leanest = replace(layout, recompute=self.fixed.ways()[-1])
+        return self.holds(self.memory(leanest, zero).total_bytes)
 
     def settings(self, mesh: Layout) -> Iterator[Layout]:
         """Every (microbatch, sequence parallelism, weaving) of one mesh; chunks are left as they
-        are."""
-        microbatches = divisors(self.global_batch // mesh.data)
+        are. Of cut sequences one at a time: fewer parts would do as well as several."""
+        microbatches = divisors(self.global_batch // mesh.data) if mesh.context == 1 else (1,)
         for microbatch, parallel, weave in itertools.product(
             choices(self.fixed.microbatch, microbatches),
             self._sequence_parallel(mesh.context, mesh.tensor), self.weaves(mesh),

@@ -51,8 +51,9 @@ def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int 
     """The meshes of a search, fastest first, and why each beats the next one."""
     table = Table(title=heading)
     cut = any(one.layout.context > 1 for one in found.ranked)
-    axes = ("data", "pipe", "context", "tensor") if cut else ("data", "pipe", "tensor")
-    sizes, ways = ("", *axes, "b", "v"), ("schedule", "recompute")
+    axes = ("data", "pipe", *(("context",) if cut else ()), "tensor")
+    names = (axis[0] for axis in axes) if cut else axes  # a column more leaves no room for words
+    sizes, ways = ("", *names, "b", "v"), ("schedule", "recompute")
     for name in (*sizes, *ways, "zero", "s a step", "GiB"):
         table.add_column(name, justify="left" if name in ways else "right", no_wrap=True)
     if not all(one.runs for one in found.ranked):

@@ -8,8 +8,8 @@ Candidates are taken in the order of their time, and the first that fits wins it
 due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
 one of them is due, one for all numbers of chunks: the step without its bubble. Not priced is what
 cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
-  - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
-    nothing on that mesh does
+  - where a mesh does not fit with all recomputed that may be, and with the fewest sequences at
+    once, nothing on that mesh does
   - recomputing more never makes a step faster: it is tried where recomputing less does not fit
   - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
@@ -148,7 +148,7 @@ def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
         (layout, zero)
         for mesh in meshes
         for zero in question.zeros(mesh)
-        if question.state_fits(mesh, zero)
+        if question.mesh_fits(with_zero(mesh, zero), zero)
         for layout in question.settings(
             replace(with_zero(mesh, zero), recompute=question.fixed.ways()[0])
         )
@@ -162,6 +162,8 @@ def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
 def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
     for place, virtual in enumerate(question.virtuals(one.layout)):
         layout = replace(one.layout, virtual=virtual)
+        if not question.can_hold(layout, one.zero):
+            continue
         least_s = question.time(layout, one.zero, bound=True).step_s
         yield _Waiting(least_s, (*one.order, place), layout, one.zero)
 
