@@ -127,6 +127,8 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
     sizes, schedule = _random_sizes(rng, devices), rng.choice(list(MAKERS))
     known = maker(schedule)
     virtual = known.virtual or rng.choice([known.default_virtual, 1, 2, 3])
+    if not model.routed_experts:
+        sizes["expert"] = 1
     stages = sizes["pipe"] * virtual
     stage_layers: Any = rng.choice(["even", "even", "balanced", "uneven"]) if stages > 1 else "even"
     if stage_layers == "uneven":

@@ -20,7 +20,7 @@ from mtx.layers.model import Model
 from mtx.schedules.schedule import IDLE
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import make_optimizer, state_arrays
-from mtx.step.step import DROPOUT_STREAM
+from mtx.step.step import DROPOUT_STREAM, by_rule
 
 Tree = Any
 STEPS = 5
@@ -81,8 +81,8 @@ class Reference:
         stacked = {k: jax.tree.map(lambda *a: jnp.stack(a), *each) for k, each in layers.items()}
         return model.init_shared(seed) | {"layers": stacked}
 
-    def loss(self, params: Tree, batch: Tree, step: Any) -> jax.Array:
-        """The mean over the global batch's tokens."""
+    def losses(self, params: Tree, batch: Tree, step: Any) -> tuple[jax.Array, jax.Array]:
+        """(what is minimised, the loss of the head), means over the global batch's tokens."""
         model, batch = self.model, self.model.weigh(batch, lambda values: values.sum())
         samples_B = jnp.arange(self.run.global_batch, dtype=jnp.int32)
         rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
@@ -95,20 +95,29 @@ class Reference:
         for number, kind in enumerate(model.pattern):
             own = jax.tree.map(lambda a, n=seen[kind]: a[n], params["layers"][kind])
             stream, seen[kind] = model.layer(kind, own, stream, context(number)), seen[kind] + 1
-        return model.loss(params, stream, batch) / batch["weights"].sum()
+        losses = model.losses(params, stream, batch)
+        tokens = batch["weights"].sum()
+        return sum(losses.values()) / tokens, losses["loss"] / tokens
 
     def train(self) -> Trained:
         config = self.run.optimizer
         optimizer = make_optimizer(config, self.run.steps, self.model.roles)
+        rules = self.model.rules
 
         @jax.jit
         def update(params, moments, batch, step):
-            loss, gradients = jax.value_and_grad(self.loss)(params, batch, step)
-            norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
+            of_losses = jax.value_and_grad(self.losses, has_aux=True)
+            (_, loss), gradients = of_losses(params, batch, step)
+            moved = by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
+            norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(moved)))
             factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
-            clipped = jax.tree.map(lambda g: g * factor, gradients)
+            clipped = jax.tree.map(lambda g: g * factor, moved)
             updates, moments = optimizer.update(clipped, moments, params)
-            return optax.apply_updates(params, updates), moments, loss, norm, gradients
+            new = by_rule(
+                lambda rule, new, old, sums: rule(old, sums) if rule else new,
+                rules, optax.apply_updates(params, updates), params, gradients,
+            )  # fmt: skip
+            return new, moments, loss, norm, gradients
 
         @jax.jit
         def start():

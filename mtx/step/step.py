@@ -112,14 +112,14 @@ class Step:
     def _apart(self, gradients: Tree) -> tuple[Tree, Tree]:
         """(gradients, with zeros for states; what was counted for these, None for all others)"""
         rules = self.states.model.rules
-        zeroed = _by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
-        return zeroed, _by_rule(lambda rule, g: g if rule else None, rules, gradients)
+        zeroed = by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
+        return zeroed, by_rule(lambda rule, g: g if rule else None, rules, gradients)
 
     def _with_states(self, params: Tree, state: TrainState, counted: Tree) -> Tree:
         def moved(rule, new, old, sums):
             return rule(old, sums) if rule else new
 
-        return _by_rule(moved, self.states.model.rules, params, state.params, counted)
+        return by_rule(moved, self.states.model.rules, params, state.params, counted)
 
     def _of_all_stages(self, counted: Tree) -> Tree:
         """{kind: {path: [P, C, N, ...]}} on every device; None where there are no states."""
@@ -215,7 +215,7 @@ class Step:
         return on_each_device(changed.astype(jnp.float32).reshape(()), sizes)
 
 
-def _by_rule(function, rules: Tree, *trees: Tree) -> Tree:
+def by_rule(function, rules: Tree, *trees: Tree) -> Tree:
     """function(rule, leaf of each tree); a rule may be None, and so may a leaf."""
     is_leaf = lambda rule: rule is None or callable(rule)  # noqa: E731
     return jax.tree.map(function, rules, *trees, is_leaf=is_leaf)

@@ -19,7 +19,7 @@ from mtx.train.track import Tracker
 
 LogKind = Literal[
     "start", "startup", "compile", "memory", "step", "eval", "save", "save_failed", "damaged",
-    "rollback", "processes", "end",
+    "rollback", "processes", "experts", "end",
 ]  # fmt: skip
 
 

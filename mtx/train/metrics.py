@@ -8,9 +8,13 @@ counted twice). See `mtx.plan.flops`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from mtx.config import RunConfig
 from mtx.plan.flops import model_flops, sc21_flops
+from mtx.schedules.partition import Placement
 from mtx.step.state import Metrics
 
 
@@ -20,15 +24,45 @@ class StepRecord:
 
     step: int  # finished steps, this one included
     loss: float  # mean over the tokens of the global batch, before this step's update
+    aux_loss: float | None  # what layers add to it: experts' balance; None without such
     learning_rate: float
     gradient_norm: float  # before clipping
     loss_scale: float  # 1 but in float16
+    imbalance: float | None  # of experts: the fullest one's choices, over the mean of its layer
     finite: bool  # False: the gradients were not, and the update was skipped
     step_s: float
     tokens_per_s: float  # over all devices
     tflops_sc21: float  # per device, SC'21's formula
     tflops_model: float  # per device, model FLOPs
     mfu: float | None  # tflops_model over the device's peak; None where that is not known
+
+
+def loads_of(counted: Any) -> dict[str, np.ndarray]:
+    """{kind: [P, C, N, E]} of a step's metrics: how often experts were chosen."""
+    found = {
+        kind: [a for path, a in leaves.items() if path.endswith("router.load")]
+        for kind, leaves in (counted or {}).items()
+    }
+    return {kind: sum(map(np.asarray, loads)) for kind, loads in found.items() if loads}
+
+
+def shares_of(loads: dict[str, np.ndarray], placement: Placement) -> dict[str, list]:
+    """{"layers": their numbers, "load": of each the experts' choices over their mean}, in model
+    order."""
+    rows = {}
+    for kind, load in loads.items():
+        of_layers = load.reshape(-1, load.shape[-1])[placement.place_of_layer(kind)]
+        of_layers = of_layers / np.maximum(of_layers.mean(axis=1, keepdims=True), 1e-9)
+        rows |= dict(zip(placement.layers_of(kind).tolist(), of_layers.round(3).tolist()))
+    layers = sorted(rows)
+    return {"layers": layers, "load": [rows[layer] for layer in layers]}
+
+
+def imbalance_of(counted: Any) -> float | None:
+    """The most that any expert of a layer was chosen, over the mean of that layer's experts."""
+    loads = [load.reshape(-1, load.shape[-1]) for load in loads_of(counted).values()]
+    ratios = [load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9) for load in loads]
+    return float(max(ratio.max() for ratio in ratios)) if ratios else None
 
 
 class Meter:
@@ -51,6 +85,8 @@ class Meter:
         names = ("loss", "learning_rate", "gradient_norm", "loss_scale")
         return StepRecord(
             **{name: float(getattr(metrics, name)) for name in names},
+            aux_loss=None if metrics.aux_loss is None else float(metrics.aux_loss),
+            imbalance=imbalance_of(metrics.counted),
             step=step, finite=bool(metrics.finite), step_s=step_s,
             tokens_per_s=self._tokens / step_s,
             tflops_sc21=self._sc21_flops * per_device / 1e12,

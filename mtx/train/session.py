@@ -29,11 +29,12 @@ from mtx.train.guard import Faults, RollBack
 from mtx.train.history import Clock, History, Seconds
 from mtx.train.log import Log
 from mtx.train.memory import device_memory, spare_memory
-from mtx.train.metrics import Meter, StepRecord
+from mtx.train.metrics import Meter, StepRecord, loads_of, shares_of
 from mtx.train.profile import ProfileWindow
 from mtx.train.programs import Programs
 from mtx.train.report import Report
 
+_EXPERT_LINES = 200  # of a run's log: how full experts are
 _MOST_LOSS = 1e30  # JSON has no infinity
 _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
 
@@ -219,6 +220,9 @@ class Session:
         self.watch.finished(step, step_s)
         self.history.add(step, record.loss, finite=record.finite)
         self.log.write("step", asdict(record))
+        if loads := loads_of(metrics.counted):
+            if step % max(1, self.trainer.run.steps // _EXPERT_LINES) == 0:
+                self.log.write("experts", {"step": step, **shares_of(loads, self.trainer.placement)})
         self.report.step(record)
         if self.startup.end("first step"):
             self.report.line(f"started    {self.startup.describe()}")

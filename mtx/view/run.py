@@ -67,17 +67,26 @@ def draw_run(records: Sequence[Record]) -> Figure:
     """All panels of a run's log in one figure."""
     log, figure = RunLog(records), picture.new_figure(12.0, 11.0)
     rows = "loss rate\ngradients skipped\nspeed processes\ngoodput goodput"
+    panels, heights = panels_of(log), (3, 2.4, 2.4, 0.8)
+    if "experts" in panels:
+        rows, heights = f"{rows}\nexperts experts", (*heights, 2.4)
+        figure.set_figheight(14.0)
     names = [list(row.split()) for row in rows.split("\n")]
-    axes = figure.subplot_mosaic(names, height_ratios=(3, 2.4, 2.4, 0.8))  # pyright: ignore
-    for name, (fill, _) in PANELS.items():
+    axes = figure.subplot_mosaic(names, height_ratios=heights)  # pyright: ignore
+    for name, (fill, _) in panels.items():
         fill(axes[name], log)
     return figure
+
+
+def panels_of(log: RunLog) -> dict[str, tuple[Callable, float]]:
+    """What each draws, and its height by itself in inches; of experts where there are any."""
+    return PANELS | ({"experts": (fill_experts, 2.8)} if log.told("experts") else {})
 
 
 def draw_panels(records: Sequence[Record]) -> list[Figure]:
     """Each panel as a figure of its own, narrow enough for a telephone."""
     log, figures = RunLog(records), []
-    for fill, height_inches in PANELS.values():
+    for fill, height_inches in panels_of(log).values():
         figures.append(picture.new_figure(4.5, height_inches))
         fill(figures[-1].add_subplot(), log)
     return figures
@@ -167,6 +176,21 @@ def fill_processes(axes: Axes, log: RunLog) -> None:
     _whole_numbers(axes)
     title = "Time of each process by itself, over the median of all"
     picture.plain_axes(axes, title, "step", "process")
+
+
+def fill_experts(axes: Axes, log: RunLog) -> None:
+    """A heat map of the last step that says it: how often each expert was chosen, over the mean of
+    its layer."""
+    told = log.told("experts")[-1]
+    load_LE = np.array(told["load"])
+    image = axes.imshow(
+        load_LE, aspect="auto", cmap="PuOr_r", vmin=0.0, vmax=2.0, interpolation="nearest"
+    )
+    axes.figure.colorbar(image, ax=axes, pad=0.01, extend="max").ax.tick_params(labelsize=7)
+    layers = np.unique(np.linspace(0, len(load_LE) - 1, min(len(load_LE), 8)).round().astype(int))
+    axes.set_yticks(layers, [str(told["layers"][row]) for row in layers])
+    title = f"Choices of each expert over its layer's mean, step {told['step']:,}"
+    picture.plain_axes(axes, title, "expert", "layer")
 
 
 def fill_goodput(axes: Axes, log: RunLog) -> None:
