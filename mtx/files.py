@@ -24,12 +24,6 @@ _LONG_KEY = re.compile(rf"(?:[^\s.,=]{{1,64}} ?\. ?){{{_MOST_LEVELS}}}")
 Name = str | os.PathLike
 
 
-def files_in(folder: Path) -> list[Path]:
-    """Those below a folder, in order; what vanishes, or cannot be entered, is left out."""
-    below = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return sorted(filter(os.path.isfile, below))
-
-
 @contextmanager
 def open_file(path: Name, what: str = "") -> Iterator[BinaryIO]:
     """The file, to read its bytes; in errors `what` stands before its name: "plan file", perhaps.

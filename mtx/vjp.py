@@ -54,7 +54,8 @@ class LayerVJP:
             leaves, self._structure = jax.tree.flatten(_without_given(vjp))
             return y, tuple(leaves)
 
-        self.output, self.residuals = jax.eval_shape(trace, *self._examples)
+        traced = jax.make_jaxpr(trace, return_shape=True)(*self._examples)
+        self.traced, (self.output, self.residuals) = traced  # as `forward`
 
     def forward(self, params, stream, *given) -> tuple[Tree, Arrays]:
         """(what the layer returns, residuals)"""

@@ -78,6 +78,14 @@ class Hybrid:
             },
         }  # fmt: skip
 
+    @property
+    def shapes(self):
+        def all_of_them():
+            layers = {kind: self.init_layer(kind, 0, 0) for kind in set(self.pattern)}
+            return self.init_shared(0) | {"layers": layers}
+
+        return jax.eval_shape(all_of_them)
+
     specs = property(lambda self: self._each(0))
     roles = property(lambda self: self._each(1))
     inputs = property(lambda self: jax.tree.map(lambda _: 1, self.roles))

@@ -13,7 +13,7 @@ from mtx.data.indexed import read_identity
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 from mtx.evaluation.files import read_records
-from mtx.files import files_in, open_file, parse_json, read_json, read_text, read_toml
+from mtx.files import open_file, parse_json, read_json, read_text, read_toml
 from mtx.plan.hardware import load_hardware
 from mtx.plan.plan import load_run
 from mtx.schedules.formats import read_schedule
@@ -113,18 +113,6 @@ def test_a_file_is_read_whole_up_to_what_it_may_have(tmp_path):
         path.write_text(f'[[{{"a": {number}}}]]')
         assert "64 bits" in refusal(read_json, path)
         assert parse_json(f"[{number}]", "a line") == [int(number)]
-
-
-def test_files_below_a_folder_are_those_that_can_be_read(tmp_path):
-    (tmp_path / "b").mkdir()
-    for name in ("b/a.txt", "c.txt", "a.txt"):
-        (tmp_path / name).write_text("")
-    os.mkfifo(tmp_path / "d.txt")
-    (tmp_path / "e.txt").symlink_to(tmp_path / "e.txt")
-    (tmp_path / "f").symlink_to(tmp_path)
-    assert [str(path.relative_to(tmp_path)) for path in files_in(tmp_path)] == [
-        "a.txt", "b/a.txt", "c.txt"
-    ]  # fmt: skip
 
 
 def test_errors_of_those_who_read_an_open_file_stay_what_they_are(tmp_path):

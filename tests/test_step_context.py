@@ -1,5 +1,6 @@
 """Sequences cut over `context`: the numbers of one device, however attention goes over them."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from errors import names
 from jax.interpreters import partial_eval
 from reference import assert_same, random_batch
 
+from mtx.api import init_params
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.evaluation.decoder import Decoder
@@ -55,13 +57,16 @@ def batch_of(model):
     }
 
 
+params_of = functools.cache(init_params)
+
+
 def trainer_of(model, **layout):
     return Trainer(RunConfig(model=model, layout=Layout(**layout), global_batch=8))
 
 
 def loss_and_gradients(model, batch, **layout):
     trainer = trainer_of(model, **layout)
-    return trainer.loss_and_gradients(trainer.init(), batch)
+    return trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch)
 
 
 _wanted = {}
@@ -74,14 +79,12 @@ def assert_as_on_one_device(model, *, documents=False, **layout):
     assert_same(loss_and_gradients(model, batch, **layout), _wanted[model, documents])
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "model, layout",
-    [
-        (GPT, {"context": 2, "tensor": 2, "pipe": 2, "virtual": 2}),
-        (WINDOW, {"context": 2, "data": 2, "zero": 3}),
+    "way, model, layout",
+    [  # on two devices usp is ulysses, and round a window a ring gathers: the same programs
+        *((way, GPT, {"context": 2, "tensor": 2, "pipe": 2, "virtual": 2}) for way in WAYS[:3]),
+        *((way, WINDOW, {"context": 2, "data": 2, "zero": 3}) for way in WAYS[1:3]),
     ],
-    ids=["gpt", "window"],
 )
 def test_every_way_of_attention_gives_the_numbers_of_one_device(way, model, layout):
     assert_as_on_one_device(model, context_attention=way, **layout)

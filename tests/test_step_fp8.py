@@ -31,6 +31,9 @@ LLAMA = ModelConfig(family="llama", kv_heads=2, tied=False, fp8="e4m3", **SIZES)
 LOSS, GRADIENT = 1e-5, 2e-3
 
 
+params_of = functools.cache(mtx.init_params)
+
+
 @functools.cache
 def batch_of(rows):
     return reference.random_batch(GPT, rows)
@@ -39,12 +42,12 @@ def batch_of(rows):
 @functools.cache
 def reference_of(model, rows):
     dtype = {"hybrid": "float8_e5m2", "e4m3": "float8_e4m3fn"}[model.fp8]
-    found = reference_fp8.loss_and_gradients(mtx.init_params(model), batch_of(rows), dtype)
+    found = reference_fp8.loss_and_gradients(params_of(model), batch_of(rows), dtype)
     return jax.device_get(found)
 
 
 def found_on(model, layout, rows):
-    return mtx.loss_and_gradients(model, layout, batch_of(rows), params=mtx.init_params(model))
+    return mtx.loss_and_gradients(model, layout, batch_of(rows), params=params_of(model))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_losses_and_gradients_are_the_references(model, layout):
 
 def test_the_reference_is_far_from_float32():
     """So that the tests above would notice an operand that is not rounded."""
-    exact = reference.loss_and_gradients(mtx.init_params(GPT), batch_of(4))
+    exact = reference.loss_and_gradients(params_of(GPT), batch_of(4))
     (loss, gradients), (want, wanted) = exact, reference_of(GPT, 4)
     assert abs(loss / want - 1) > 10 * LOSS
     for name in ("attention", "mlp"):

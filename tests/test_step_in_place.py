@@ -28,6 +28,22 @@ class InPlace(mtx.Trainer):
         return replace(super().axes, in_place=True)
 
 
+params_of = functools.cache(mtx.init_params)
+
+
+@functools.cache
+def on_one_device(model, rows=8):
+    """(loss, gradients)"""
+    batch = reference.random_batch(model, rows)
+    return mtx.loss_and_gradients(model, Layout(), batch, params=params_of(model))
+
+
+def found_by(trainer, model, layout, rows=8):
+    one = trainer(RunConfig(model=model, layout=layout, global_batch=rows))
+    state = one.state_from(params_of(model))
+    return one.loss_and_gradients(state, reference.random_batch(model, rows))
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -39,11 +55,7 @@ class InPlace(mtx.Trainer):
     ],
 )
 def test_losses_and_gradients_stay(model, layout):
-    batch = reference.random_batch(model, 8)
-    run = RunConfig(model=model, layout=layout, global_batch=8)
-    found = [trainer.loss_and_gradients(trainer.init(), batch)
-             for trainer in (InPlace(run), mtx.Trainer(run))]  # fmt: skip
-    reference.assert_same(*found)
+    reference.assert_same(found_by(InPlace, model, layout), on_one_device(model))
 
 
 def test_options_are_for_gpus_and_left_alone_where_they_are_given(monkeypatch):

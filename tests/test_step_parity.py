@@ -137,7 +137,7 @@ def train_losses(layout, batches):
     trainer = mtx.Trainer(
         RunConfig(model=MODEL, layout=layout, global_batch=8, optimizer=TRAINING, steps=10)
     )
-    state, losses = trainer.init(), []
+    state, losses = trainer.state_from(params_of(MODEL)), []
     for batch in batches:
         state, metrics = trainer.train_step(state, trainer.place(batch))
         losses.append(float(metrics.loss))
@@ -148,7 +148,7 @@ def train_losses(layout, batches):
 def ten_steps():
     batches = [batch_of(8, seed=step % 2) for step in range(10)]
     losses = reference.adamw_steps(
-        mtx.init_params(MODEL),
+        params_of(MODEL),
         batches,
         rate=3e-3,
         b1=0.9,
@@ -254,6 +254,6 @@ def test_gradients_equal_the_reference_in_bfloat16():
     batch = batch_of(8, model=model)
     want_loss, want = reference_of(model, 8)
     for layout in (Layout(microbatch=8), Layout(data=2, pipe=2, tensor=2, virtual=2)):
-        got = mtx.loss_and_gradients(model, layout, batch)
+        got = mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
         assert all(a.dtype == np.float32 for a in jax.tree.leaves(got[1]))
         reference.assert_same(got, (want_loss, want), loss=2e-3, gradient=0.03)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import reference
 from errors import names
-from test_step_in_place import GPT, LLAMA, SIZES, InPlace
+from test_step_in_place import GPT, LLAMA, SIZES, InPlace, found_by, on_one_device
 
 import mtx
 from mtx.compile.compiler import find_compiler
@@ -43,13 +43,8 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
 )  # fmt: skip
 def test_losses_and_gradients_stay(trainer, model, layout):
     rows = 4 * layout.data if layout.data == 3 else 8
-    batch = reference.random_batch(model, rows)
-    found = []
-    for each in (replace(layout, weave="on", idle="phases"), layout):
-        run = RunConfig(model=model, layout=each, global_batch=rows)
-        one = trainer(run)
-        found.append(one.loss_and_gradients(one.init(), batch))
-    reference.assert_same(*found)
+    woven = replace(layout, weave="on", idle="phases")
+    reference.assert_same(found_by(trainer, model, woven, rows), on_one_device(model, rows))
 
 
 @pytest.mark.parametrize(

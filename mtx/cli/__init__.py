@@ -5,6 +5,7 @@ JAX is imported by the commands that compute, and when they do.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import platform
 import re
@@ -87,6 +88,7 @@ def with_actions() -> dict[str, Command]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status: 0, 2 for a user's mistake, 130 when interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    gc.set_threshold(100_000, 20, 100)  # traced programs are many objects that stay
     return exit_status(lambda: _dispatch(arguments))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ _FILE_BYTES = 1 << 30
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`."""
     plain = Model(replace(model, vocab_multiple=1))  # canonical arrays have no padding
-    one: dict[str, Any] = flatten_dict(jax.eval_shape(partial(plain.init_shared, 0)), sep=".")
-    shapes = {path: leaf.shape for path, leaf in one.items()}
-    for kind in plain.kinds:
-        layers = plain.pattern.count(kind)
-        one = flatten_dict(jax.eval_shape(partial(plain.init_layer, kind, 0, 0)), sep=".")
-        shapes |= {f"layers.{kind}.{path}": (layers, *leaf.shape) for path, leaf in one.items()}
-    return shapes
+    leaves: dict[str, Any] = flatten_dict(plain.shapes, sep=".")
+    layers = Counter(f"layers.{kind}" for kind in plain.pattern)
+
+    def stack(path: str) -> Shape:
+        kind = ".".join(path.split(".")[:2])
+        return (layers[kind],) if kind in layers else ()
+
+    return {path: stack(path) + leaf.shape for path, leaf in leaves.items()}
 
 
 class SavedParameters:

@@ -63,7 +63,10 @@ class Equations:
     @classmethod
     def of(cls, function, *arguments) -> Equations:
         """Of shapes alone, given one after the other."""
-        closed = jax.make_jaxpr(function)(*arguments)
+        return cls.flat(jax.make_jaxpr(function)(*arguments))
+
+    @classmethod
+    def flat(cls, closed: ClosedJaxpr) -> Equations:
         flat = cls(constvars=[], invars=list(closed.jaxpr.invars), outvars=[], eqns=[])
         known = {var: var for var in flat.invars}
         flat.outvars.extend(flat._inline(closed, known))

@@ -68,12 +68,6 @@ class _Traced:
             kernel="described" if question.kernel == "cudnn" else "blocked",
             vocab_shards=self.shards, slices=question.slices,
         )  # fmt: skip
-        self.shapes = jax.eval_shape(
-            lambda: (
-                self.model.init_shared(0)
-                | {"layers": {kind: self.model.init_layer(kind, 0, 0) for kind in self.kinds}}
-            )
-        )
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -105,7 +99,8 @@ class _Traced:
 
     def _parameters(self, *names: str) -> tuple[Parameter, ...]:
         shapes, specs, roles = (
-            self._tree(tree, *names) for tree in (self.shapes, self.model.specs, self.model.roles)
+            self._tree(tree, *names)
+            for tree in (self.model.shapes, self.model.specs, self.model.roles)
         )
         leaves = zip(tree_leaves_with_path(shapes), _leaves(specs), _leaves(roles), strict=True)
         found = []
@@ -130,7 +125,7 @@ class _Traced:
             return jax.eval_shape(lambda w: quantised(w).with_transposed(inputs, 0), local)
 
         model, fp8 = self.model, self.model.config.fp8
-        trees = self.shapes, model.specs, model.roles, model.inputs
+        trees = model.shapes, model.specs, model.roles, model.inputs
         return jax.tree.map(cut, *(self._tree(tree, *names) for tree in trees))
 
     def _batch(self) -> Tree:
@@ -179,7 +174,7 @@ def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
         others = [d for d in jax.tree.leaves(others) if d.dtype != jax.dtypes.float0]
         return dparams, (dx, others)
 
-    forward = Equations.of(vjp.forward, params, stream, *given)
+    forward = Equations.flat(vjp.traced)
     both = Equations.of(backward, vjp.residuals, params, given, vjp.output)
     of_b, of_w, deferred = both.divided(len(names))
     read = Reader()

@@ -66,7 +66,7 @@ class Watch:
         self._heartbeats = 0
         self._step, self._phase = 0, "start"
         self._entered_s = self._since_s = time.monotonic()  # the phase; the last sign of progress
-        self._armed, self._longest_s, self._step_start_s = False, 0.0, None
+        self._armed, self._longest_s = False, 0.0
         self._host_s, self._host_steps, self._late_s = 0.0, 0, 0.0
         self._probe: Probe | None = None
         self._probe_device: Callable[[], float] | None = None

@@ -79,6 +79,8 @@ class Model:
         }
         states: Tree = {name: nnx.state(module) for name, module in shared.items()}
         states["layers"] = {kind: nnx.state(module) for kind, module in layers.items()}
+        self.shapes = {name: _plain(module) for name, module in shared.items()}
+        self.shapes["layers"] = {kind: _plain(module) for kind, module in layers.items()}
         self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
         self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`

@@ -40,6 +40,11 @@ class PipelineModel(Protocol):
     # -- parameters -------------------------------------------------------------------------------
 
     @property
+    def shapes(self) -> Tree:
+        """The float32 shape of every parameter; a tree like `specs`."""
+        ...
+
+    @property
     def specs(self) -> Tree:
         """The PartitionSpec of every parameter; {kind: of one layer}, like `params`."""
         ...

@@ -77,7 +77,13 @@ class States:
     @cached_property
     def param_shapes(self) -> Tree:
         """The global shape of every parameter, layers stacked; float32."""
-        return jax.eval_shape(self._params, 0)
+
+        def of_kind(kind: str) -> Tree:
+            slots = self.placement.slots_of(kind).shape
+            return jax.tree.map(lambda a: a.update(shape=slots + a.shape), shapes["layers"][kind])
+
+        shapes = self.model.shapes
+        return shapes | {"layers": {kind: of_kind(kind) for kind in self.placement.kinds}}
 
     @cached_property
     def by_pipeline(self) -> Tree:
@@ -139,11 +145,14 @@ class States:
     @cached_property
     def shapes(self) -> TrainState:
         """Global shapes and dtypes of the state."""
-        return jax.eval_shape(self.first, 0)
+        return jax.eval_shape(self._padded, self.param_shapes)
 
     def first(self, seed) -> TrainState:
         """The state that training starts from; checksums are still to be taken."""
-        params = self._params(seed)
+        return self._padded(self._params(seed))
+
+    def _padded(self, params: Tree) -> TrainState:
+        """The first state with these parameters."""
         return self.of(jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards))
 
     def of(self, masters: Tree) -> TrainState:

@@ -62,12 +62,12 @@ class TorchGPT(torch.nn.Module):
 
     def __init__(self, params):
         super().__init__()
-        ends, block = params["ends"], params["block"]
+        embed, block = params["embed"], params["layers"]["block"]
         hidden, heads = MODEL.hidden, MODEL.heads
         tensor = torch.tensor
-        self.tokens = torch.nn.Embedding.from_pretrained(tensor(ends["tokens"]))
-        self.positions = torch.nn.Embedding.from_pretrained(tensor(ends["positions"]))
-        self.norm = self._norm(ends["norm"])
+        self.tokens = torch.nn.Embedding.from_pretrained(tensor(embed["tokens"]))
+        self.positions = torch.nn.Embedding.from_pretrained(tensor(embed["positions"]))
+        self.norm = self._norm(params["head"]["norm"])
         self.layers = torch.nn.ModuleList()
         for i in range(MODEL.layers):
             layer = torch.nn.Module()
