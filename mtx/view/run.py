@@ -69,7 +69,8 @@ def draw_run(records: Sequence[Record]) -> Figure:
     rows = "loss rate\ngradients skipped\nspeed processes\ngoodput goodput"
     panels, heights = panels_of(log), (3, 2.4, 2.4, 0.8)
     if "experts" in panels:
-        rows, heights = f"{rows}\nexperts experts", (*heights, 2.4)
+        rows = rows.replace("goodput goodput", "experts experts\ngoodput goodput")
+        heights = (*heights[:-1], 2.4, heights[-1])
         figure.set_figheight(14.0)
     names = [list(row.split()) for row in rows.split("\n")]
     axes = figure.subplot_mosaic(names, height_ratios=heights)  # pyright: ignore
