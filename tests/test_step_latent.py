@@ -113,7 +113,6 @@ CASES = [
     ("latent", EVERY), ("latent", SLICES), ("latent", GATHER),
     ("latent", Layout(pipe=2, tensor=4, sequence_parallel=False, recompute="selective",
                       schedule="zb_h1")),
-    ("latent", Layout(data=2, pipe=2, tensor=2, weave="on", idle="phases")),
     ("sinks", EVERY), ("sinks", SLICES),
     ("sinks", Layout(context=2, data=2, context_attention="ring", zero=3)),
     ("sinks", Layout(context=2, pipe=2, context_attention="ulysses")),
