@@ -237,7 +237,7 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
         return temp
     held = parameters_per_device(run.model, run.layout)
     gradients = min(temp, 4 * held)
-    copy = 2 * held if run.layout.data == 1 else 0
+    copy = 2 * held if run.layout.token_shards == 1 else 0
     return gradients + (temp - gradients) // 2 + copy
 
 

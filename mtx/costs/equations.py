@@ -237,11 +237,13 @@ class Reader:
         name = eqn.primitive.name
         axes = eqn.params[_COLLECTIVES[name]]
         axes = tuple(axes) if isinstance(axes, tuple) else (axes,)
+        groups = eqn.params.get("axis_index_groups")
+        group = len(groups[0]) if groups else 0
         for atoms in zip(eqn.invars, eqn.outvars, strict=True):
             whole = max((atom.aval for atom in atoms), key=lambda aval: aval.size)
             number, *powers = size_of(whole.size)
             bytes_ = Size(number * whole.dtype.itemsize, *powers)
-            self.collectives.append(Collective(during, name, axes, bytes_, times))
+            self.collectives.append(Collective(during, name, axes, bytes_, times, group))
 
 
 def _product(numbers: Iterable[int]) -> Size:
