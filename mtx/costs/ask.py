@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mtx.config import ModelConfig, Recompute, to_dict
 from mtx.config.layout import ContextAttention
-from mtx.costs.cost import PARAMETERS, Cost, Parameters, Question
+from mtx.costs.cost import PARAMETERS, Cost, ExpertShards, Parameters, Question
 from mtx.errors import UserError
 from mtx.files import replacing
 
@@ -35,11 +35,12 @@ def layer_cost(
     slices: int = 1,
     context: int = 1,
     context_attention: ContextAttention = "gather",
+    experts: ExpertShards | None = None,
 ) -> Cost:
     """The cost of one layer of that kind, with attention by that kernel, so over `context`."""
     question = Question(
         model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices, context=context,
-        context_attention=context_attention if context > 1 else "gather",
+        context_attention=context_attention if context > 1 else "gather", experts=experts,
         sequence_parallel=sequence_parallel and tensor > 1,
         kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
     )  # fmt: skip
@@ -61,9 +62,14 @@ def shared_cost(
     )
 
 
-def model_parameters(model: ModelConfig, *, tensor: int = 1) -> Parameters:
+def model_parameters(
+    model: ModelConfig, *, tensor: int = 1, experts: ExpertShards | None = None
+) -> Parameters:
     """Every parameter of the model; of layers, those of one."""
-    return _answer(Question(model=model, part=PARAMETERS, tensor=tensor), Parameters)
+    split = experts and ExpertShards(expert_tensor=experts.expert_tensor)
+    return _answer(
+        Question(model=model, part=PARAMETERS, tensor=tensor, experts=split), Parameters
+    )
 
 
 @lru_cache(maxsize=8192)

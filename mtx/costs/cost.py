@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from mtx.config import ModelConfig, Recompute
-from mtx.config.layout import ContextAttention
+from mtx.config import Layout, ModelConfig, Recompute
+from mtx.config.layout import ContextAttention, ExpertDispatch
 from mtx.layers.kernels import AttentionKernel
 
 Pass = Literal[
@@ -122,6 +122,22 @@ def module_of(path: str) -> str:
     return path.partition(".")[0]
 
 
+class ExpertShards(NamedTuple):
+    """How experts are split, and given their tokens: fields of a layout."""
+
+    expert: int = 1
+    expert_tensor: bool = True
+    expert_dispatch: ExpertDispatch = "alltoall"
+    expert_room: float = 1.0
+
+    @classmethod
+    def of(cls, layout: Layout, model: ModelConfig) -> ExpertShards | None:
+        """None of a model without experts."""
+        if not model.routed_experts:
+            return None
+        return cls(*(getattr(layout, name) for name in cls._fields))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is traced; hashable."""
@@ -135,3 +151,4 @@ class Question:
     slices: int = 1
     context: int = 1
     context_attention: ContextAttention = "gather"
+    experts: ExpertShards | None = None  # None: each has all, and room for no more than its share

@@ -27,6 +27,7 @@ from mtx.costs.cost import (
     HEAD,
     PARAMETERS,
     Cost,
+    ExpertShards,
     Parameter,
     Parameters,
     Question,
@@ -58,6 +59,7 @@ class _Traced:
         layout = Layout(
             pipe=_PIPE, tensor=question.tensor, sequence_parallel=question.sequence_parallel,
             context=question.context, context_attention=question.context_attention,
+            **(question.experts or ExpertShards())._asdict(),
         )  # fmt: skip
         self.shards, self.sizes = layout.vocab_shards, layout.sizes
         config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)

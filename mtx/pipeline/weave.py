@@ -28,6 +28,8 @@ from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of, var
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
 # where all devices of a node send at once, those of `tensor` each for a ring of its own.
 _FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 340e9, 300e9
+_NODE = 8  # devices
+_SHORT = 10e-6  # collectives that take less are not worth a matmul
 _TRIALS = 240
 
 
@@ -145,7 +147,7 @@ class _Node:
         if communicates:
             twice = 2 if self.eqn.primitive.name in ("psum", "pmax") else 1
             seconds = twice * max(moved) / _link(self.eqn)
-            return Step(seconds, True, self.later, self.side)
+            return Step(seconds, True, self.later, self.side) if seconds > _SHORT else None
         rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
         seconds = max(flops / rate, sum(moved) / _MEMORY)
         return Step(seconds, False, self.later, self.side)
@@ -284,7 +286,12 @@ def _link(eqn) -> float:
     """Bytes a second of a collective. Devices along `tensor` are neighbours in a node."""
     over = eqn.params.get("axis_name", eqn.params.get("axes"))
     axes = over if isinstance(over, tuple) else (over,)
-    return _LINK if set(axes) == {"tensor"} else _NETWORK / lax.axis_size("tensor")
+    if eqn.primitive.name != "all_to_all":
+        return _LINK if set(axes) == {"tensor"} else _NETWORK / lax.axis_size("tensor")
+    size = lax.axis_size(axes)
+    inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
+    # What leaves the node each device sends over a card of its own.
+    return _LINK if inside == size else _NETWORK / _NODE * size / (size - inside)
 
 
 def _bytes(atoms) -> int:

@@ -1,8 +1,8 @@
 """Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
 A layer is its matmuls (`mtx.plan.gemm`), its attention, what its other kernels read and write, and
-its collectives over `tensor` and `context`: all of them read off its trace (`mtx.costs`). What other software
-does besides is counted in passes over an array: a pass is one read or one write of all its
+its collectives over `tensor`, `context` and `expert`: all of them read off its trace (`mtx.costs`).
+What other software does besides is counted in passes over an array: a pass is one read or one write of all its
 elements.
 
 Letters: b microbatch · s sequence · h hidden · t tensor
@@ -19,10 +19,11 @@ from typing import NamedTuple, TypedDict
 from mtx.config import ModelConfig, Recompute
 from mtx.config.layout import ContextAttention
 from mtx.costs.ask import layer_cost, shared_cost
-from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Matmul, Pass, module_of, total
+from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, Matmul, Pass, module_of, total
 from mtx.plan.attention import kernel_of
 from mtx.plan.calibration import Calibration
 from mtx.plan.context import exposed_s
+from mtx.plan.experts import to_experts_s
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
@@ -36,10 +37,16 @@ class Work(NamedTuple):
     elementwise_s: float = 0.0  # norms, GELU, residuals, dropout, adding up gradients, the loss
     tensor_comm_s: float = 0.0  # collectives over `tensor` that nothing hides
     context_comm_s: float = 0.0  # and over `context`
+    expert_comm_s: float = 0.0  # and of tokens on their way to experts and back
 
     @property
     def total_s(self) -> float:
         return sum(self)
+
+    @property
+    def sent_s(self) -> float:
+        """What weaving hides."""
+        return self.tensor_comm_s + self.expert_comm_s
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, self, other))
@@ -89,6 +96,7 @@ class Shard:
     calibration: Calibration
     context: int = 1
     context_attention: ContextAttention = "gather"
+    experts: ExpertShards | None = None
 
     @property
     def tokens(self) -> int:
@@ -131,6 +139,7 @@ class Shard:
             replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
             tensor=self.tensor, sequence_parallel=self.sequence_parallel, recompute=recompute,
             kernel="cudnn", context=self.context, context_attention=self.context_attention,
+            experts=self.experts,
         )  # fmt: skip
 
     def all_reduce_s(self) -> float:
@@ -156,6 +165,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         elementwise_s=_elementwise_s(shard, cost, "F"),
         tensor_comm_s=_comm_s(shard, cost, "F"),
         context_comm_s=exposed_s(shard, cost, "F", attention_forward_s),
+        expert_comm_s=to_experts_s(shard, cost, "F"),
     )
     copies = shard.calibration.software.stash_copies
     kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
@@ -168,6 +178,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         elementwise_s=_elementwise_s(shard, cost, "B"),
         tensor_comm_s=_comm_s(shard, cost, "BW") - _hidden_s(shard, _columns_s(cost, inputs_s)),
         context_comm_s=_context_backward_s(shard, kind, recompute, sum(weights_s)),
+        expert_comm_s=to_experts_s(shard, shard.cost(kind, recompute), "BW"),
     )
     backward += _again(shard, kind, recompute, forward)
     size = sum(batch * k * n for batch, _, n, k, _ in weights)
@@ -190,6 +201,7 @@ def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work
         return again._replace(tensor_comm_s=forward.tensor_comm_s * (recompute != "selective"))
     if recompute == "selective":
         return Work(attention_s=forward.attention_s)
+    forward = forward._replace(expert_comm_s=0.0)  # of which the trace says what runs again
     return forward if recompute == "full" else forward._replace(attention_s=0.0)
 
 
@@ -258,7 +270,7 @@ def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
             each.bytes.at(shard.microbatch), shard.group, **shard.machine
         )
         for each in cost.collectives
-        if each.during in during and each.axes == ("tensor",)
+        if each.during in during and each.axes == ("tensor",) and each.kind != "all_to_all"
     )
 
 

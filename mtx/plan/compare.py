@@ -21,6 +21,7 @@ PART_NAMES = {
     "embedding_and_head_s": "embedding, logits and loss",
     "tensor_comm_s": "collectives over tensor",
     "context_comm_s": "collectives over context",
+    "expert_comm_s": "tokens to experts and back",
     "pipeline_comm_s": "messages between stages",
     "bubble_s": "idle in the pipeline",
     "data_comm_s": "reductions over data",
@@ -71,7 +72,7 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
         return f"{bubble_text(one.time.bubble_over_ideal)} instead of {other_bubble}"
     what = part_name(name)
     crossing = [_crosses(layout, name, hardware) for layout in (mine, theirs)]
-    over_axis = name in ("tensor_comm_s", "context_comm_s", "data_comm_s")
+    over_axis = name in ("tensor_comm_s", "context_comm_s", "expert_comm_s", "data_comm_s")
     if over_axis and crossing == [False, True]:
         what += " inside a node"
     elif over_axis and crossing == [True, False]:
@@ -83,7 +84,10 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
 
 def _crosses(layout: Layout, part: str, hardware: Hardware) -> bool:
     """Whether some group of that part's axis spans nodes; devices fill nodes in mesh order."""
-    beside = {"data_comm_s": layout.token_shards, "context_comm_s": layout.context}
+    beside = {
+        "data_comm_s": layout.token_shards, "context_comm_s": layout.context,
+        "expert_comm_s": layout.context * layout.expert,
+    }  # fmt: skip
     reach = layout.tensor * beside.get(part, 1)
     return reach > hardware.node_devices or hardware.node_devices % reach != 0
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from mtx.config import Idle, Layout, ModelConfig
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
-from mtx.costs.cost import HEAD, Parameter, module_of
+from mtx.costs.cost import HEAD, ExpertShards, Parameter, module_of
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for
 from mtx.schedules.partition import place_layers
@@ -132,6 +132,7 @@ def _layer_flops(
         recompute="full" if inputs and alone else layout.recompute,
         kernel=kernel_of(model, backend, layout.slices), slices=layout.slices,
         context=layout.context, context_attention=context_attention(layout, model),
+        experts=ExpertShards.of(layout, model),
     )  # fmt: skip
     forward, backward, weight = (cost.flops(each, layout.microbatch) for each in "FBW")
     if inputs and not alone:

@@ -12,20 +12,24 @@ schedule. `experiments/memory_grid.py` prints how near all this comes to what XL
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.config.layout import Weave
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
-from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
+from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, Parameter, Parameters, total
 from mtx.layers.kernels import head_positions
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for, with_zero, zero_unit
 from mtx.schedules.partition import place_layers
+from mtx.sharding.axes import replica_axes
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
 
@@ -81,11 +85,10 @@ def predict_memory(
     if with_zero(layout, zero).by_windows(model):
         # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
-    shards = 1 if zero == 0 else layout.token_shards
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=-(-_optimizer_bytes(held, optimizer) // shards),
+        optimizer_bytes=_optimizer_bytes(held, optimizer, sharded=zero != 0),
         stash_bytes=stash + waiting,
         transfer_bytes=(2 + (layout.weave == "on") + slots.rings) * device.stream_bytes(),
         activations_bytes=working,
@@ -111,32 +114,47 @@ class Held(NamedTuple):
     total: int
     chunk: int  # of the layers of one chunk, with the padding of uneven stages
     matrices: int  # of all, those that the optimizer takes for matrices
+    shard: int  # of all, what is left of each where it is sharded over its replicas (ZeRO)
+    matrices_shard: int
+    chunk_shard: int
 
 
 def parameters_held(model: ModelConfig, layout: Layout) -> Held:
     """Padding of vocabulary and of uneven stages included."""
-    parameters = model_parameters(model, tensor=layout.tensor)
+    parameters = _parameters(model, layout)
 
-    def count(these: tuple[Parameter, ...]) -> tuple[int, int]:
-        held = [_held(each, model, layout) for each in these]
-        return sum(held), sum(n for n, each in zip(held, these) if each.role == "matrix")
+    def count(these: tuple[Parameter, ...]) -> np.ndarray:
+        """(all, matrices), whole and sharded over replicas"""
+        held = np.zeros((2, 2))
+        for each in these:
+            n, replicas = _held(each, model, layout), _replicas(each, layout)
+            held += np.outer((1, each.role == "matrix"), (n, n / replicas))
+        return held
 
-    shared, shared_matrices = count(parameters.shared)
-    chunk = chunk_matrices = 0
-    for kind, places in _places(model, layout).items():
-        layer, matrices = count(parameters.layers[kind])
-        chunk += places * layer
-        chunk_matrices += places * matrices
+    places = _places(model, layout).items()
+    chunk = sum((n * count(parameters.layers[kind]) for kind, n in places), np.zeros((2, 2)))
+    (total, shard), (matrices, matrices_shard) = np.ceil(
+        layout.virtual * chunk + count(parameters.shared)
+    ).astype(int).tolist()  # fmt: skip
     return Held(
-        total=layout.virtual * chunk + shared,
-        chunk=chunk,
-        matrices=layout.virtual * chunk_matrices + shared_matrices,
-    )
+        total=total, chunk=round(chunk[0, 0]), matrices=matrices, shard=shard,
+        matrices_shard=matrices_shard, chunk_shard=math.ceil(chunk[0, 1]),
+    )  # fmt: skip
 
 
 def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
     """Parameters that one device holds, padding of vocabulary and of uneven stages included."""
     return parameters_held(model, layout).total
+
+
+def _parameters(model: ModelConfig, layout: Layout) -> Parameters:
+    experts = ExpertShards.of(layout, model)
+    return model_parameters(model, tensor=layout.tensor, experts=experts)
+
+
+def _replicas(parameter: Parameter, layout: Layout) -> int:
+    """The devices that hold the same shard of it."""
+    return math.prod(layout.sizes[axis] for axis in replica_axes(parameter.axes))
 
 
 def _held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
@@ -154,7 +172,7 @@ def _weights_bytes(
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
         layers = layout.virtual * held.chunk
-        shared, shard = held.total - layers, -(-layers // layout.token_shards)
+        shared, shard = held.total - layers, layout.virtual * held.chunk_shard
         # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
         parameters = item * shared + (0 if item == 4 else item * shard)
@@ -164,14 +182,16 @@ def _weights_bytes(
     return 0 if same else item * held.total, 4 * held.total, (0, 0)
 
 
-def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None) -> int:
-    """Masters and the optimizer's arrays beside them, not yet sharded over `data`."""
+def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None, *, sharded: bool) -> int:
+    """Masters and the optimizer's arrays beside them. sharded: over the replicas."""
     optimizer = optimizer or OptimizerConfig()
     states, of_rest = (
         optimizer_module(name).STATES for name in (optimizer.name, optimizer.rest or optimizer.name)
     )
-    rest = held.total - held.matrices
-    return 4 * (held.total + states * held.matrices + of_rest * rest)
+    total, matrices = held.total, held.matrices
+    if sharded:
+        total, matrices = held.shard, held.matrices_shard
+    return 4 * (total + states * matrices + of_rest * (total - matrices))
 
 
 # -- activations -----------------------------------------------------------------------------------
@@ -210,7 +230,7 @@ class _Device:
     def gathered_layer_bytes(self) -> int:
         """Parameters of F's layer and of B's, and gradients of one, not yet scattered: of the kind
         that has most."""
-        layers = model_parameters(self.model, tensor=self.layout.tensor).layers
+        layers = _parameters(self.model, self.layout).layers
         most = max(
             sum(_held(each, self.model, self.layout) for each in layers[kind])
             for kind in self.places
@@ -224,6 +244,7 @@ class _Device:
             recompute=recompute or layout.recompute, slices=layout.slices, context=layout.context,
             kernel=kernel_of(model, self.backend, layout.slices),
             context_attention=context_attention(layout, model),
+            experts=ExpertShards.of(layout, model),
         )  # fmt: skip
 
     def _of_chunk(self, field: str, recompute: Recompute | None = None) -> int:
@@ -264,7 +285,7 @@ class _Device:
         layout, item = self.layout, ITEM_BYTES[self.model.compute_dtype]
         rows, shards = layout.microbatch, layout.tensor if layout.sequence_parallel else 1
         alone = sum(self.places.values()) == 1
-        parameters = model_parameters(self.model, tensor=layout.tensor).layers
+        parameters = _parameters(self.model, layout).layers
         largest = 0
         for kind in self.places:
             matrices = [

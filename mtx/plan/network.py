@@ -1,18 +1,20 @@
 """Seconds of a collective: latency and bandwidth on the links that its groups really cross.
 
 Devices are numbered row-major over the mesh (`mtx.sharding.axes`), and so fill nodes: tensor shards
-are neighbours, parts of a sequence come next, stages are far apart. A ring through a node enters and leaves it once, on the
-network cards of all the group's members there together.
+are neighbours, parts of a sequence come next, stages are far apart. A ring through a node enters and
+leaves it once, on the network cards of all the group's members there together.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtx.config import Layout
 from mtx.plan.calibration import Calibration
 from mtx.plan.hardware import Hardware
+from mtx.sharding.axes import replica_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,14 @@ class Group:
         return self.members_in_node(hardware) < self.size
 
 
-def data_group(layout: Layout) -> Group:
-    """Over which gradients are summed: replicas, and the parts of their sequences."""
-    return Group(size=layout.token_shards, stride=layout.tensor)
+def data_group(layout: Layout, axes: Sequence[str] = ()) -> Group:
+    """Over which gradients of parameters are summed that these axes shard: replicas, and the parts
+    of their sequences."""
+    over = replica_axes(axes)
+    # Of what is farther apart than need be, as replicas of experts are, the nearest counts.
+    inner = [axis for axis in layout.sizes if axis not in over and axis in (*axes, "tensor")]
+    stride = math.prod(layout.sizes[axis] for axis in inner if axis != "pipe")
+    return Group(size=math.prod(layout.sizes[axis] for axis in over), stride=max(1, stride))
 
 
 def pipe_group(layout: Layout) -> Group:

@@ -11,14 +11,16 @@ Not counted: reading data, logging, and the first steps.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import add, mul
 
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
+from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
@@ -49,6 +51,7 @@ class StepTime:
     embedding_and_head_s: float  # embedding, logits and loss
     tensor_comm_s: float  # collectives over `tensor`
     context_comm_s: float  # and over `context`, what nothing hides
+    expert_comm_s: float  # and to experts and back
     pipeline_comm_s: float  # messages between stages
     bubble_s: float  # waiting for other stages: fill, drain, and stages that are not equal
     data_comm_s: float  # gradients, and parameters where they are sharded, over `data`
@@ -63,7 +66,7 @@ class StepTime:
         """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
         microbatches with their collectives and messages. The rest of the step has no part in it."""
         ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.embedding_and_head_s
-        sent_s = self.tensor_comm_s + self.context_comm_s + self.pipeline_comm_s
+        sent_s = self.tensor_comm_s + self.context_comm_s + self.expert_comm_s + self.pipeline_comm_s
         return self.bubble_s / (ideal_s + sent_s)
 
 
@@ -107,7 +110,7 @@ def predict_step(
     lone_s = 0.0 if bound else _lone_s(on, layout, microbatches)
     pipe_s += lone_s
     blocks = on.layers.all * (microbatches / layout.pipe)
-    blocks += Work(tensor_comm_s=lone_s - sum(on.hidden) * microbatches)
+    blocks += on.communication(lone_s - sum(on.hidden) * microbatches)
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = _parameters_held(model, layout, on.counts, calibration)
     if zero == 3:
@@ -116,7 +119,7 @@ def predict_step(
     else:
         last_s = max(sum(seconds[1:]) for seconds in on.layers_s)
         data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
-    updated = held / layout.token_shards if zero else held
+    updated = sum(n / group.size if zero else n for group, n in held.items())
     return StepTime(
         matmul_s=blocks.matmul_s,
         attention_s=blocks.attention_s,
@@ -124,6 +127,7 @@ def predict_step(
         embedding_and_head_s=outside.total_s - outside.tensor_comm_s,
         tensor_comm_s=blocks.tensor_comm_s + outside.tensor_comm_s,
         context_comm_s=blocks.context_comm_s,
+        expert_comm_s=blocks.expert_comm_s,
         pipeline_comm_s=messages_s,
         bubble_s=max(0.0, pipe_s - blocks.total_s - outside.total_s - messages_s),  # not -1e-17
         data_comm_s=data_comm_s,
@@ -152,6 +156,7 @@ class _OnStages:
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
     hidden: Seconds  # of a microbatch's collectives, by weaving alone
+    to_experts: float  # the part of these that goes to experts and back
     virtual: int
 
     @property
@@ -161,10 +166,15 @@ class _OnStages:
         each = (self.work[kind] * count for kind, count in counts.items())
         return sum(each, Passes())
 
+    def communication(self, seconds: float) -> Work:
+        """So many of what weaving hides."""
+        experts_s = self.to_experts * seconds
+        return Work(tensor_comm_s=seconds - experts_s, expert_comm_s=experts_s)
+
     @cached_property
     def layers_s(self) -> list[Seconds]:
         """F, B and W of the layers of each stage."""
-        less = Passes(*(Work(tensor_comm_s=-seconds) for seconds in self.hidden))
+        less = Passes(*(self.communication(-seconds) for seconds in self.hidden))
         of_counts = {
             counts: sum((self.work[kind] * n for kind, n in counts), less).seconds
             for counts in {tuple(each.items()) for each in self.counts}
@@ -206,6 +216,7 @@ def _on_stages(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
         context=layout.context, context_attention=context_attention(layout, model),
+        experts=ExpertShards.of(layout, model),
     )  # fmt: skip
     pattern = pattern_of(model)
     recompute = "full" if layout.stash == "inputs" else layout.recompute
@@ -216,6 +227,7 @@ def _on_stages(
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
         hidden=(0.0, 0.0, 0.0),
+        to_experts=0.0,
         virtual=layout.virtual,
     )
     if layout.weave == "off" or calibration.software.pipeline == "asynchronous":
@@ -227,21 +239,24 @@ def _on_stages(
 
 
 def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
-    """With what ticks hide in which F and B are woven: of the collectives over `tensor` all but a
-    tick's first gather, as far as F and B compute so long; of messages, as much as the weight
+    """With what ticks hide in which F and B are woven: of the collectives over `tensor`, and of
+    those to experts and back, all but a tick's first gather, as far as F and B compute so long; of messages, as much as the weight
     gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
     """
     each = on.layers * (1 / layout.pipe)
-    whole_s = collectives.all.tensor_comm_s
+    whole_s = collectives.all.sent_s
     beside_s = collectives.all.total_s - whole_s
     hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
     left = 1 - hidden_s / whole_s if whole_s else 1.0
     forward_s, backward_s, weight_s = (
-        own.tensor_comm_s - left * all_of.tensor_comm_s
+        own.sent_s - left * all_of.sent_s
         for own, all_of in zip(each, collectives, strict=True)
     )
     last_s = on.layers.weight.matmul_s / on.shard.model.layers
-    return replace(on, hidden=(forward_s, backward_s, weight_s), hop_s=max(0.0, on.hop_s - last_s))
+    return replace(
+        on, hidden=(forward_s, backward_s, weight_s), hop_s=max(0.0, on.hop_s - last_s),
+        to_experts=collectives.all.expert_comm_s / whole_s if whole_s else 0.0,
+    )  # fmt: skip
 
 
 def stage_times(
@@ -293,47 +308,64 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
 # --- data parallelism -----------------------------------------------------------------------------
 
 
+Held = Mapping[Group, float]  # parameters of a device, by the group that has the same ones
+
+
 def _parameters_held(
     model: ModelConfig, layout: Layout, counts: Sequence[Mapping[str, int]],
     calibration: Calibration,
-) -> float:  # fmt: skip
+) -> Held:  # fmt: skip
     """Of the device that has most: matrices of so many layers, and its part of a token table."""
-    each = _matrices_held(model, layout.tensor)
-    matrices = max(sum(each[kind] * n for kind, n in stage.items()) for stage in counts)
+    each = _matrices_held(model, layout)
+    stages: list[Counter] = []
+    for stage in counts:
+        stages.append(Counter())
+        for kind, layers in stage.items():
+            stages[-1] += Counter({group: layers * n for group, n in each[kind].items()})
+    held = max(stages, key=Counter.total)
     everywhere = calibration.software.head == "all stages"
     shards = layout.vocab_shards if everywhere else layout.tensor
     tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
-    return matrices + tables * model.padded_vocab(shards) / shards * model.hidden
+    held[data_group(layout)] += tables * model.padded_vocab(shards) / shards * model.hidden
+    return held
 
 
 @lru_cache(maxsize=4096)
-def _matrices_held(model: ModelConfig, tensor: int) -> dict[str, int]:
+def _matrices_held(model: ModelConfig, layout: Layout) -> dict[str, Counter]:
     """Of one layer of each kind."""
-    return {
-        kind: sum(
-            each.elements.number // (tensor if each.axes else 1)
-            for each in parameters
-            if each.role == "matrix"
-        )
-        for kind, parameters in model_parameters(model, tensor=tensor).layers.items()
-    }
+    experts = ExpertShards.of(layout, model)
+    found: dict[str, Counter] = {}
+    parameters = model_parameters(model, tensor=layout.tensor, experts=experts)
+    for kind, of_layer in parameters.layers.items():
+        found[kind] = Counter()
+        for each in of_layer:
+            if each.role == "matrix":
+                split = math.prod(layout.sizes[axis] for axis in each.axes)
+                found[kind][data_group(layout, each.axes)] += each.elements.number // split
+    return found
 
 
-def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: float) -> float:
+def _sent_s(held: Held, size: float, gather: Callable, shard: Shard) -> float:
+    """Gathering, or scattering, `size` bytes of each parameter."""
+    return sum(gather(n * size, group, **shard.machine) for group, n in held.items())
+
+
+def _reduction_s(shard: Shard, layout: Layout, held: Held, zero: Zero, last_s: float) -> float:
     """Gradients over `data`, parameters back, and a tied table's two gradients.
 
     last_s: the blocks' B of the last microbatch, under which some software reduces.
     """
-    software, group, machine = shard.calibration.software, data_group(layout), shard.machine
-    reduced_s = gather_s(held * software.gradient_bytes, group, **machine)
+    software, machine = shard.calibration.software, shard.machine
+    reduced_s = _sent_s(held, software.gradient_bytes, gather_s, shard)
     back_bytes = software.parameter_bytes if zero else software.gradient_bytes
-    reduced_s += gather_s(held * back_bytes, group, **machine)
+    reduced_s += _sent_s(held, back_bytes, gather_s, shard)
     if software.pipeline == "lockstep" and zero == 1 and layout.by_windows(shard.model):
         reduced_s /= layout.virtual  # of the first chunk and of the last; others beside the ticks
     if software.overlaps_data:
         reduced_s = _beside(reduced_s, last_s, shard.calibration)
-    if group.size > 1:
-        reduced_s += shard.memory_s(held * software.reduction_bytes)
+    reduced = sum(n for group, n in held.items() if group.size > 1)
+    if reduced:
+        reduced_s += shard.memory_s(reduced * software.reduction_bytes)
     if software.head == "last stage" and shard.model.tied and layout.pipe > 1:
         table = shard.model.padded_vocab(layout.tensor) / layout.tensor * shard.model.hidden
         both = Group(size=2, stride=(layout.pipe - 1) * pipe_group(layout).stride)
@@ -348,7 +380,7 @@ def _beside(traffic_s: float, computed_s: float, calibration: Calibration) -> fl
 
 
 def _zero3_s(
-    shard: Shard, layout: Layout, held: float, computed_s: float, global_batch: int
+    shard: Shard, layout: Layout, held: Held, computed_s: float, global_batch: int
 ) -> float:
     """What ZeRO-3's traffic adds to F and B: parameters are gathered in F and again in B, and the
     gradients scattered, for every microbatch. Where this program does so by the chunk it is for p
@@ -358,11 +390,11 @@ def _zero3_s(
     DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
     single card a node, however many GPUs took part: so other software's are priced here.
     """
-    software, group = shard.calibration.software, data_group(layout)
+    software = shard.calibration.software
     microbatches, ours = layout.microbatches(global_batch), software.pipeline == "lockstep"
     sizes = (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
     gather = gather_s if ours else one_card_gather_s
-    each_s = sum(gather(held * size, group, **shard.machine) for size in sizes)
+    each_s = sum(_sent_s(held, size, gather, shard) for size in sizes)
     if ours and zero_unit(layout, shard.model, global_batch) == "chunk":
         return -(-microbatches // layout.pipe) * each_s
     if ours and layout.weave == "on":
