@@ -161,15 +161,16 @@ FMHA_0_12 = (
 @pytest.mark.parametrize("config", [FMHA_0_10, FMHA_0_12, FMHA_0_10.replace('"', '\\"')])
 def test_cudnn_attention_counts_the_full_square(config):
     quoted = f'"{config}"' if "\\" in config else config  # as XLA wrote it before
-    q = "bf16[2,64,8,32]{3,2,1,0}"
+    q, v = "bf16[2,64,8,32]{3,2,1,0}", "bf16[2,64,8,16]{3,2,1,0}"
     program = module(
         f"%q = {q} parameter(0)",
-        f"%o = ({q}, f32[2,8,64]{{2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %q), "
+        f"%v = {v} parameter(1)",
+        f"%o = ({v}, f32[2,8,64]{{2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %v), "
         f'custom_call_target="__cudnn$fmhaSoftmax", backend_config={quoted}',
-        f"ROOT %g = ({q}, {q}, {q}, u8[0]{{0}}) custom-call(%q, %q, %q), "
+        f"ROOT %g = ({q}, {q}, {v}, u8[0]{{0}}) custom-call(%q, %q, %v), "
         f'custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={quoted}',
     )
-    assert program.matmul_flops() == (2 + 5) * 2 * (2 * 8 * 64 * 64) * 32
+    assert program.matmul_flops() == 2 * (2 * 8 * 64 * 64) * ((1 + 3) * 32 + (1 + 2) * 16)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from mtx.families.llama import Llama
 from mtx.layers.attend import Scores
 from mtx.layers.latent import Latent
 from mtx.layers.layer import Stack
-from mtx.layers.multi_token import MultiToken
+from mtx.layers.multi_token import MultiToken, with_second
+from mtx.sharding.mesh import Axes
 
 SCALE = 0.4
 
@@ -113,7 +114,6 @@ CASES = [
     ("latent", EVERY), ("latent", SLICES), ("latent", GATHER),
     ("latent", Layout(pipe=2, tensor=4, sequence_parallel=False, recompute="selective",
                       schedule="zb_h1")),
-    ("latent", Layout(data=2, pipe=2, tensor=2, weave="on", idle="phases")),
     ("sinks", EVERY), ("sinks", SLICES),
     ("sinks", Layout(context=2, data=2, context_attention="ring", zero=3)),
     ("sinks", Layout(context=2, pipe=2, context_attention="ulysses")),
@@ -164,3 +164,20 @@ def test_held_out_loss_is_that_of_the_next_token():
     losses, weights = trainer.evaluate(trainer.state_from(params), trainer.place(batch))
     want = reference_decoder.loss(params, batch, MODELS["second"][1])
     assert float(losses / weights) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_second_targets_stay_within_their_document():
+    random = np.random.default_rng(3)
+    batch = {
+        "targets": random.integers(1, 9, (3, 8)), "weights": random.random((3, 8)),
+        "segments": np.cumsum(random.random((3, 8)) < 0.4, axis=1),
+    }  # fmt: skip
+    found = with_second(batch, Axes())
+    for row, place in np.ndindex(3, 8):
+        target = weight = 0
+        if place < 7:
+            target = batch["targets"][row, place + 1]
+            same = batch["segments"][row, place] == batch["segments"][row, place + 1]
+            weight = batch["weights"][row, place + 1] * same
+        assert found["second_targets"][row, place] == target
+        assert found["second_weights"][row, place] == pytest.approx(weight)

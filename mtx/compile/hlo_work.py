@@ -53,10 +53,12 @@ def _library_flops(computation: Computation, instruction: Instruction) -> float:
         if target in ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"):
             dims = config["gemm_backend_config"]["dot_dimension_numbers"]
             return _dot_flops(computation, instruction, dims["lhs_contracting_dimensions"])
-        if target.startswith("__cudnn$fmha"):  # left is q, [B, S, H, K] or [B, H, S, K]
+        if target.startswith("__cudnn$fmha"):  # of q, k, v, [B, S, H, K] or [B, H, S, K]
             scores = config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
-            matmuls = 5 if "Backward" in target else 2
-            return 2.0 * matmuls * math.prod(int(dim) for dim in scores) * operands[0].dims[-1]
+            of_keys, of_values = operands[0].dims[-1], operands[2].dims[-1]
+            backward = "Backward" in target
+            sizes = 3 * of_keys + 2 * of_values if backward else of_keys + of_values
+            return 2.0 * math.prod(int(dim) for dim in scores) * sizes
     except KeyError as error:
         raise UserError(
             f"{instruction.name!r} calls {target!r} without {error} in its configuration; count a "

@@ -21,7 +21,7 @@ from mtx.layers import fused
 from mtx.vjp import NESTED, divide, inputs_of, needed_of
 
 # Primes, beyond the factors of any model's numbers: so each array's size says how it grows.
-ROWS, VOCAB = 131_071, 8_191
+ROWS, VOCAB = 16_381, 8_191
 _COLLECTIVES = {  # and which of their parameters has the axes
     "psum": "axes", "pmax": "axes", "pmin": "axes", "all_gather": "axis_name",
     "reduce_scatter": "axis_name", "ppermute": "axis_name", "all_to_all": "axis_name",
