@@ -35,7 +35,7 @@ class Kind:
         return {name: each.empty_cache(build, rows, sequence) for name, each in around}
 
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
-        """What texts keep that go on, zeros [n, B, g, S, K], by sublayer."""
+        """What texts keep that go on, zeros, by sublayer: [n, B, g, S, K], or a `State`."""
         return {name: each.empty_past(build, rows, length) for name, each in self._around.items()}
 
     @property

@@ -28,7 +28,7 @@ from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
-from mtx.sharding.sequence import kept_slots
+from mtx.sharding.sequence import is_state, kept_slots
 from mtx.vjp import LayerVJP
 
 Tree = Any
@@ -135,32 +135,43 @@ class Stage:
 
         past {kind: {name: leaves [C, N, n, M*B, h, S, K]}}: what the layers have kept of earlier
         positions, and then of these: of one at positions_B of each row, int32; where that is None,
-        of the first t.
+        of the first t. A `State` has leaves [C, N, n, M*B, h, ...].
         """
         rows = jax.tree.leaves(stream)[0].shape[0]
         first_row = op.item * rows
 
         def layer(own: Own, stream):
             layer_params, (context,) = self._given(op, params, own, False)
-            start = *own.at["past"], 0, first_row, 0, 0, 0
+            at_layer = own.at["past"]
+
+            def start(past):
+                return *at_layer, 0, first_row, *(0,) * (past.ndim - 4)
 
             def first(past, own_nBhtK):
-                return lax.dynamic_update_slice(past, own_nBhtK[None, None], start)
+                return lax.dynamic_update_slice(past, own_nBhtK[None, None], start(past))
 
             # Written, then read: the other way round XLA copies all of past, for every layer.
             def at_positions(past, own_nBhtK):
                 slots_B = kept_slots(positions_B, past.shape[-2], axes)
-                at = past.at[*start[:2], :, first_row + jnp.arange(rows), :, slots_B]
+                at = past.at[*at_layer, :, first_row + jnp.arange(rows), :, slots_B]
                 own = jnp.swapaxes(own_nBhtK[:, :, :, 0], 0, 1)
                 return at.set(own, unique_indices=True, mode="drop")
 
             def held(past):
                 shape = 1, 1, past.shape[2], rows, *past.shape[4:]
-                return lax.dynamic_slice(past, start, shape)[0, 0]
+                return lax.dynamic_slice(past, start(past), shape)[0, 0]
+
+            def wrote(past, part):
+                write = first if positions_B is None or is_state(part) else at_positions
+                return jax.tree.map(write, past, part)
 
             def keep(parts):
-                wrote, kept = first if positions_B is None else at_positions, own.trees["past"]
-                now = {name: jax.tree.map(wrote, kept[name], part) for name, part in parts.items()}
+                kept = own.trees["past"]
+                now = {
+                    name: kept[name] if part is None
+                    else jax.tree.map(wrote, kept[name], part, is_leaf=is_state)
+                    for name, part in parts.items()
+                }  # fmt: skip
                 own.trees["past"] = kept | now
                 return None if positions_B is None else jax.tree.map(held, now)
 
