@@ -225,8 +225,9 @@ class HuggingFaceModel:
                 return self._read(weight.names[0], rows).astype(np.float32)
             return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
         array = np.empty((stop - start, *shape[1:]), np.float32)
+        of_tensor = self.names.rows(path, weight, self.shapes)
         for place, prefix in enumerate(starts[start:stop]):
-            tensors = [self._read(prefix + name) for name in weight.names]
+            tensors = [self._read(prefix + name, of_tensor) for name in weight.names]
             array[place] = weight.to_ours(tensors, shape[1:])
         return array
 
@@ -274,9 +275,12 @@ def write_model(
     def values() -> Iterator[tuple[str, np.ndarray]]:
         """Tensors, or rows of them, in the order of `tensors`."""
         done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
+        written: set[str] = set()
         for path, weight, starts in names.arrays(shapes, pattern):
-            for rows in parts(path, shapes[path]):
-                array = source.read(path, rows)
+            joined = [] if path in written else names.joined(path, weight)
+            written.update(each for each, _ in joined)
+            for rows, (each, weight) in itertools.product(parts(path, shapes[path]), joined):
+                array = source.read(each, rows)
                 of_layers = is_of_layers(path)
                 start, array = (starts[rows.start], array[0]) if of_layers else ("", array)
                 for name, tensor in zip(weight.names, weight.to_tensors(array), strict=True):

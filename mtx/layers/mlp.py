@@ -23,7 +23,8 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
 # gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly
-Activation = Literal["gelu_tanh", "gelu", "silu"]
+# relu2: the square of ReLU (So et al. 2021)
+Activation = Literal["gelu_tanh", "gelu", "silu", "relu2"]
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -64,11 +65,15 @@ class MLPModule(nnx.Module):
 def _value(x, activation: Activation):
     if activation == "silu":
         return jax.nn.silu(x)
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def _slope(x, activation: Activation):
     """The derivative, in x's type."""
+    if activation == "relu2":
+        return 2 * jax.nn.relu(x)
     if activation == "silu":
         sigmoid = jax.nn.sigmoid(x)
         return sigmoid * (1 + x * (1 - sigmoid))

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-Role = Literal["matrix", "embedding", "head", "norm", "bias"]
+Role = Literal["matrix", "embedding", "head", "norm", "bias", "filter"]  # filter: a convolution's
 ROLES: tuple[Role, ...] = get_args(Role)
 QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
-DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head"})  # as in Megatron-LM
+DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head", "filter"})  # as in Megatron-LM
 
 
 def parameter(value, *, spec: P, role: Role, inputs: int = 1) -> nnx.Param:
