@@ -151,8 +151,8 @@ HUGGING_FACE = (
 
 # -- presets ---------------------------------------------------------------------------------------
 
-# Sizes from the config.json of huggingface.co/ibm-ai-platform/Bamba-9B-v1, with the sequence that it
-# was trained on; the layout is ours.
+# Sizes from the config.json of huggingface.co/ibm-ai-platform/Bamba-9B-v1, with the sequence that
+# it was trained on; the layout is ours.
 PRESETS = {
     "bamba-9b": preset(
         {"layers": 32, "pattern": f"{'M' * 9}*{'M' * 8}*{'M' * 8}*{'M' * 4}", "hidden": 4096,

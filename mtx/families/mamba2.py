@@ -113,7 +113,9 @@ def least_step(fields: Fields) -> float:
 def mixer_names(name: str) -> tuple[Weight, ...]:
     """Of a mixer that is called so."""
     projected = "mamba.zx", "mamba.bc", "mamba.dt"
-    kernels, biases = (tuple(f"mamba.{of}_{what}" for of in ("x", "bc")) for what in ("kernel", "bias"))
+    kernels, biases = (
+        tuple(f"mamba.{of}_{what}" for of in ("x", "bc")) for what in ("kernel", "bias")
+    )
     return (
         *(Weight(leaf, (f"{name}.in_proj.weight",), "linear", joined=projected) for leaf in projected),
         *(Weight(leaf, (f"{name}.conv1d.weight",), "depthwise", joined=kernels) for leaf in kernels),

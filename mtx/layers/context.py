@@ -26,7 +26,9 @@ class Context(NamedTuple):
     part: jax.Array  # int32 []: which slice of the sequence; 0 where it is whole
     segments_BS: jax.Array | None  # int32: attention stays among equal ones; None: one a row
     positions_BS: jax.Array | None  # int32 [B, S] or [S]; None: 0 to S - 1
-    last_B: jax.Array | None = None  # int32: the place of a text's last token, with padding after it
+    last_B: jax.Array | None = (
+        None  # int32: the place of a text's last token, with padding after it
+    )
 
 
 def first_position(x_BsD, axes: Axes, context: Context | None):

@@ -1,5 +1,5 @@
-"""A layer: sublayers in turn, each behind its norm, each added to the residual stream. A model is a
-pattern of kinds of layers (`Stack`).
+"""A layer: sublayers in turn, each behind its norm, each added to the residual stream, or all beside
+each other behind one norm. A model is a pattern of kinds of layers (`Stack`).
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import jax
 from flax import nnx
 
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer
+from mtx.sharding.linear import enter_jointly, leave_jointly
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
 NormPlacement = Literal["pre", "post", "both"]
@@ -28,6 +30,9 @@ class Kind:
     norm: Norm
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
+    # x + f(norm(x)) + g(norm(x)), one norm for all (Wang and Komatsuzaki 2021; MegaScale, Jiang et
+    # al. 2024): with `tensor` one reduction a layer
+    parallel: bool = False
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
@@ -64,8 +69,12 @@ class Layer(nnx.Module):
 
     def __init__(self, kind: Kind, build: Build, rngs: nnx.Rngs):
         self.kind, self.axes = kind, build.axes
+        if kind.parallel:
+            self.norm = kind.norm.module(build.hidden)
+            build = replace(build, axes=replace(build.axes, joint=True))
         for number, (name, sublayer) in enumerate(kind.sublayers):
-            setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
+            if not kind.parallel:
+                setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
             site = len(kind.sublayers) + number
             setattr(self, name, sublayer.module(replace(build, site=site), rngs))
             if kind.norm_placement == "both":
@@ -82,7 +91,12 @@ class Layer(nnx.Module):
             h_BsD, own[name] = module.of_slice(h_BsD, context, cache[name])
             return h_BsD
 
-        x_BsD = self._in_turn(x_BsD, context, run)
+        def applied(x_BsD):
+            return self._applied(x_BsD, context, run), own
+
+        if self.kind.parallel and self.axes.sequence_parallel:
+            applied = jax.checkpoint(applied, policy=_is_not_gathered, prevent_cse=False)
+        x_BsD, own = applied(x_BsD)
         return x_BsD if cache is None else (x_BsD, own)
 
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
@@ -93,9 +107,12 @@ class Layer(nnx.Module):
                 return module(h_BtD, context)
             return module.of_text(h_BtD, context, lambda own: _of(keep({name: own}), name))
 
-        return self._in_turn(x_BtD, context, run)
+        return self._applied(x_BtD, context, run)
 
-    def _in_turn(self, x_BsD, context, run):
+    def _applied(self, x_BsD, context, run):
+        """x_BsD after what run(name, module, h) makes of each sublayer's input."""
+        if self.kind.parallel:
+            return self._beside(x_BsD, context, run)
         placement = self.kind.norm_placement
         for number, (name, _) in enumerate(self.kind.sublayers):
             norm, module = getattr(self, f"{name}_norm"), getattr(self, name)
@@ -106,6 +123,18 @@ class Layer(nnx.Module):
             x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
             x_BsD = norm(x_BsD) if placement == "post" else x_BsD
         return x_BsD
+
+    def _beside(self, x_BsD, context, run):
+        h_BSD = enter_jointly(self.norm(x_BsD), self.axes)
+        parts = [run(name, getattr(self, name), h_BSD) for name, _ in self.kind.sublayers]
+        y_BsD = leave_jointly(sum(parts[1:], parts[0]), self.axes)
+        site = (context.layer, 0) if context is not None else ()
+        return x_BsD + dropout(y_BsD, self.kind.dropout, self.axes, context, *site)
+
+
+def _is_not_gathered(primitive, *_, **__) -> bool:
+    """What waits for the backward pass: not the activations that all devices have, whose shards do."""
+    return primitive.name != "all_gather"
 
 
 def _of(held: dict[str, Tree] | None, name: str) -> Tree:

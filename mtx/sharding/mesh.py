@@ -30,6 +30,9 @@ class Axes:
     permutes: bool = True  # see `mtx.sharding.ring.Ring`
     past: str | None = None  # what texts that go on have kept is sharded over, by positions
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
+    # Linears are given whole activations and give their parts of sums: one gather and one reduction
+    # are around several of them (`mtx.sharding.linear`).
+    joint: bool = False
     # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): made in the
     # weight's own order, at constant offsets of chunks. Else its small operand is first, for CPUs.
     in_place: bool = False
