@@ -23,7 +23,7 @@ from mtx.sizes import Interval, Step
 Json = dict[str, Any]
 Shape = tuple[int, ...]
 # vector: its numbers in one row. table: as it is. conv1d: [inputs, outputs], a layer of GPT-2.
-# linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution of torch.
+# linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
 Form = Literal["vector", "table", "conv1d", "linear", "depthwise"]
 _MISSING = object()
 
@@ -106,7 +106,7 @@ class Weight:
     form: Form = "vector"
     inputs: int = 1  # how many of our leading dims are a layer's inputs
     stack: int | None = None  # the dim of ours along which several tensors are stacked
-    # Paths, this one's too, of the arrays of ours that one tensor has after one another as its rows.
+    # Paths, this one's too, of the arrays of ours whose tensors are rows of one, after one another.
     joined: tuple[str, ...] = ()
 
     def tensor_shape(self, shape: Shape) -> Shape:

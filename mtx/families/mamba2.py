@@ -10,7 +10,7 @@ from mtx.errors import UserError, nearest_divisors
 from mtx.families import ModelConfig
 from mtx.families.llama import preset
 from mtx.fields import Between
-from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight
+from mtx.huggingface import Fields, Form, HuggingFace, Json, Names, Weight
 from mtx.sizes import NotNegative, Tokens, Width
 
 
@@ -29,8 +29,8 @@ class Mamba2(ModelConfig):
     def check(self) -> None:
         if self.mixer_heads % self.ssm_groups:
             raise UserError(
-                f"ssm_groups={self.ssm_groups} must divide the {self.mixer_heads} heads of a mixer; "
-                f"use ssm_groups={nearest_divisors(self.mixer_heads, self.ssm_groups)}"
+                f"ssm_groups={self.ssm_groups} must divide the {self.mixer_heads} heads of a "
+                f"mixer; use ssm_groups={nearest_divisors(self.mixer_heads, self.ssm_groups)}"
             )
         if self.fp8 != "off":
             raise UserError(
@@ -112,14 +112,15 @@ def least_step(fields: Fields) -> float:
 
 def mixer_names(name: str) -> tuple[Weight, ...]:
     """Of a mixer that is called so."""
-    projected = "mamba.zx", "mamba.bc", "mamba.dt"
-    kernels, biases = (
-        tuple(f"mamba.{of}_{what}" for of in ("x", "bc")) for what in ("kernel", "bias")
-    )
+
+    def joined(tensor: str, form: Form, *leaves: str) -> tuple[Weight, ...]:
+        tensors = (f"{name}.{tensor}",)
+        return tuple(Weight(leaf, tensors, form, joined=leaves) for leaf in leaves)
+
     return (
-        *(Weight(leaf, (f"{name}.in_proj.weight",), "linear", joined=projected) for leaf in projected),
-        *(Weight(leaf, (f"{name}.conv1d.weight",), "depthwise", joined=kernels) for leaf in kernels),
-        *(Weight(leaf, (f"{name}.conv1d.bias",), joined=biases) for leaf in biases),
+        *joined("in_proj.weight", "linear", "mamba.zx", "mamba.bc", "mamba.dt"),
+        *joined("conv1d.weight", "depthwise", "mamba.x_kernel", "mamba.bc_kernel"),
+        *joined("conv1d.bias", "vector", "mamba.x_bias", "mamba.bc_bias"),
         *(Weight(f"mamba.{each}", (f"{name}.{each}",)) for each in ("A_log", "D", "dt_bias")),
         Weight("mamba.norm.scale", (f"{name}.norm.weight",)),
         Weight("mamba.out.w", (f"{name}.out_proj.weight",), "linear", inputs=2),

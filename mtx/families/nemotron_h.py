@@ -1,6 +1,6 @@
-"""Nemotron-H (arXiv 2504.03624) and the Mamba-2-Hybrid that it comes from (Waleffe et al. 2024, arXiv
-2406.07887): each layer is one sublayer, a Mamba-2 mixer, attention without positions, or an MLP with
-the square of ReLU."""
+"""Nemotron-H (arXiv 2504.03624) and the Mamba-2-Hybrid that it comes from (Waleffe et al. 2024,
+arXiv 2406.07887): each layer is one sublayer, a Mamba-2 mixer, attention without positions, or an
+MLP with the square of ReLU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MIXER, ATTENTION, MLP = "M", "*", "-"
 
 
 def allocate(layers: int, attention: int, mlp: int) -> str:
-    """A pattern of so many layers with so many of attention and MLPs among mixers, each spread evenly
-    by Megatron-LM's rule for hybrids: attention between mixers, then MLPs in place of mixers, the
-    last one last."""
+    """A pattern of so many layers with so many of attention and MLPs among mixers, each spread
+    evenly by Megatron-LM's rule for hybrids: attention between mixers, then MLPs in place of
+    mixers, the last one last."""
 
     def spread(symbols: list[str], symbol: str, between: float) -> None:
         """Puts `symbol` in place of mixers, each after `between` that stay."""
@@ -217,8 +217,9 @@ HUGGING_FACE = (
 
 # -- presets ---------------------------------------------------------------------------------------
 
-# Sizes from Waleffe et al. 2024 (table 1: 24 mixers, 4 layers of attention, 28 MLPs) and, with the
-# pattern, from the config.json of huggingface.co/nvidia/Nemotron-H-8B-Base-8K; the layouts are ours.
+# Sizes from Waleffe et al. 2024 (24 mixers, 4 layers of attention, 28 MLPs; the examples/mamba of
+# Megatron-LM) and, with the pattern, from the config.json of huggingface.co/nvidia/
+# Nemotron-H-8B-Base-8K; the layouts are ours, as are the MLPs' squares of ReLU in the former.
 PRESETS = {
     "mamba2-hybrid-8b": preset(
         {"layers": 56, "pattern": allocate(56, 4, 28), "hidden": 4096, "heads": 32, "kv_heads": 8,

@@ -1,5 +1,5 @@
-"""A layer: sublayers in turn, each behind its norm, each added to the residual stream, or all beside
-each other behind one norm. A model is a pattern of kinds of layers (`Stack`).
+"""A layer: sublayers in turn, each behind its norm, each added to the residual stream, or all
+beside each other behind one norm. A model is a pattern of kinds of layers (`Stack`).
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 """
@@ -133,7 +133,7 @@ class Layer(nnx.Module):
 
 
 def _is_not_gathered(primitive, *_, **__) -> bool:
-    """What waits for the backward pass: not the activations that all devices have, whose shards do."""
+    """What waits for the backward pass: of activations that are gathered the shards alone."""
     return primitive.name != "all_gather"
 
 

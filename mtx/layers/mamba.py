@@ -1,5 +1,5 @@
-"""The sublayer of Mamba-2 (Dao and Gu 2024): a state-space model whose state each position decays and
-adds to, h <- exp(dt A) h + dt x B', and reads, y = h C + D x (`mtx.layers.ssd`).
+"""The sublayer of Mamba-2 (Dao and Gu 2024): a state-space model whose state each position decays
+and adds to, h <- exp(dt A) h + dt x B', and reads, y = h C + D x (`mtx.layers.ssd`).
 
 One projection of the stream gives a gate z, inputs x, B, C and dt. x, B and C go through a short
 causal convolution; the output is gated and normed, group by group. Heads are split over `tensor`,
@@ -296,8 +296,8 @@ def gated_norm(y_BShK, z_BShK, scale_hK, config: Mamba, axes: Axes):
 
 @custom_vjp(1, 2)
 def _over_group(a, axes: Axes, groups: int):
-    """The sum over the devices of `tensor` whose heads are of one group, the same on each. Backward:
-    the same sum, of the parts of the gradient that they have."""
+    """The sum over the devices of `tensor` whose heads are of one group, the same on each.
+    Backward: the same sum, of the parts of the gradient that they have."""
     size = axes.tensor_shards // groups
     devices = [list(range(n, n + size)) for n in range(0, axes.tensor_shards, size)]
     return lax.psum(a, axes.tensor, axis_index_groups=devices)

@@ -11,8 +11,8 @@ it, goes to all devices, each of which finds what its own pieces begin with.
 
 Decays are float32, and so are sums; a document that ends keeps its state from the next.
 
-Legend: B rows · p pieces of S positions · n chunks of Q positions, queries, or T, keys · g groups of
-R heads that share B and C · K head size · N state size · i, j boundaries of chunks, n + 1
+Legend: B rows · p pieces of S positions · n chunks of Q positions that read, or T that are read ·
+g groups of R heads that share B and C · K head size · N state size · i, j boundaries of chunks
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _gathered(x, axes: Axes):
 
 
 def _summed(partial_BSD, axes: Axes):
-    """The sum over `tensor`, a shard of it with sequence parallelism; the part as it is, jointly."""
+    """The sum over `tensor`, a shard of it with sequence parallelism; jointly no sum."""
     if axes.joint:
         return partial_BSD
     if axes.sequence_parallel:
@@ -215,8 +215,8 @@ _add_bias_once.defvjp(
 
 
 def enter_jointly(x_BsD, axes: Axes):
-    """x_BSD for linears of `axes.joint`. Forward: an all-gather with sequence parallelism, otherwise
-    nothing. Backward: a reduce-scatter, otherwise an all-reduce."""
+    """x_BSD for linears of `axes.joint`. Forward: an all-gather with sequence parallelism,
+    otherwise nothing. Backward: a reduce-scatter, otherwise an all-reduce."""
     if axes.sequence_parallel:
         return gather_sequence(x_BsD, axes.tensor)
     return copy_to(x_BsD, axes.tensor)
