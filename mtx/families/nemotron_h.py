@@ -135,7 +135,7 @@ def _pattern(fields: Fields) -> Json:
     """Of layers_block_type or, in older files, hybrid_override_pattern."""
     name = "layers_block_type" if "layers_block_type" in fields else "hybrid_override_pattern"
     found = fields.get(name) or ()
-    symbols = [_SYMBOLS.get(each, each) for each in found]
+    symbols = [_SYMBOLS.get(each, str(each)) for each in found]
     if not symbols or not set(symbols) <= set(_TYPES):
         raise fields.refused(name, f"of {', '.join(_TYPES.values())}")
     return {"pattern": "".join(symbols), "layers": len(symbols)}

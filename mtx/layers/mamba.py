@@ -10,7 +10,7 @@ hundredths of a layer's work, and nothing of it is kept, least of all the states
 
 Legend: B rows · S sequence (s: shard, t: the next positions) · D hidden · H heads (h: shard) ·
 G groups of R heads that share B and C (g: shard) · K head size · N state size · W width of the
-convolution (w = W - 1) · p pieces of a sequence · n: z, x or B, C
+convolution (w = W - 1) · p spans of a sequence · n: z, x or B, C
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from mtx.errors import UserError
 from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
-from mtx.layers.ssd import Pieces, convolve, ssd
+from mtx.layers.ssd import Spans, convolve, ssd
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import MATMUL_OUTPUT, RowLinear, column_products, used_by_heads
@@ -223,18 +224,18 @@ def mixed(
     """(y_BShK, Kept) of zx_BSnhK, bc_BSngN and dt_BSh."""
     zx_BSnhK, bc_BSngN, dt_BSh = projected
     z_BShK, x_BShK = zx_BSnhK[:, :, 0], zx_BSnhK[:, :, 1]
-    pieces = Pieces(axes=axes, segments_BS=segments_BS)
-    x_BpShK, x_after = _convolved(x_BShK, weights.x, before and before.x, last_B, pieces)
-    bc_BpSngN, bc_after = _convolved(bc_BSngN, weights.bc, before and before.bc, last_B, pieces)
+    spans = Spans(axes=axes, segments_BS=segments_BS)
+    x_BpShK, x_after = _convolved(x_BShK, weights.x, before and before.x, last_B, spans)
+    bc_BpSngN, bc_after = _convolved(bc_BSngN, weights.bc, before and before.bc, last_B, spans)
     b_BpSgN, c_BpSgN = bc_BpSngN[:, :, :, 0], bc_BpSngN[:, :, :, 1]
     groups = b_BpSgN.shape[3]
     x_BpSgRK = x_BpShK.reshape(*x_BpShK.shape[:3], groups, -1, config.size)
-    dt_BpSgR = pieces.cut(_steps(dt_BSh, weights, config, last_B)).reshape(x_BpSgRK.shape[:-1])
+    dt_BpSgR = spans.cut(_steps(dt_BSh, weights, config, last_B)).reshape(x_BpSgRK.shape[:-1])
     a_gR = -jnp.exp(weights.A_log.astype(jnp.float32)).reshape(groups, -1)
     head = *x_BpSgRK.shape[3:], config.state
     y_BpSgRK, state_BgRKN = ssd(
         x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, before and before.state.reshape(-1, *head),
-        chunk=config.chunk, pieces=pieces,
+        chunk=config.chunk, spans=spans,
     )  # fmt: skip
     skip_hK = weights.D.astype(jnp.float32)[:, None]
     y_BShK = y_BpSgRK.reshape(x_BShK.shape)
@@ -254,14 +255,20 @@ def _steps(dt_BSh, weights: Weights, config: Mamba, last_B):
     return jnp.where(counts_BS[..., None], dt_BSh, 0)
 
 
-def _convolved(a_BS, weights, before_Bw, last_B, pieces: Pieces):
+def _convolved(a_BS, weights, before_Bw, last_B, spans: Spans):
     """([B, p, S, ...], the last w inputs of the sequence or, of each row, up to its last token)"""
     kernel_W, bias = weights
-    a_BpS, width = pieces.cut(a_BS), kernel_W.shape[0] - 1
+    a_BpS, width = spans.cut(a_BS), kernel_W.shape[0] - 1
     if before_Bw is not None:
         before_Bpw = before_Bw[:, None]
-    elif pieces.count > 1 or pieces.segments_BS is not None:
-        before_Bpw = pieces.before(a_BpS[:, :, a_BpS.shape[2] - width :])
+    elif spans.count > 1 or spans.segments_BS is not None:
+        if a_BpS.shape[2] < width:
+            raise UserError(
+                f"conv_width={width + 1} sees more than the {a_BpS.shape[2]} positions that a "
+                f"sequence has in a row on a device; use a longer one or a smaller context="
+                f"{spans.axes.context_shards}"
+            )
+        before_Bpw = spans.before(a_BpS[:, :, a_BpS.shape[2] - width :])
     else:
         before_Bpw = jnp.zeros((a_BpS.shape[0], 1, width, *a_BpS.shape[3:]), a_BpS.dtype)
     whole_BS = jnp.concatenate([before_Bpw[:, -1], a_BpS[:, -1]], axis=1)
@@ -270,7 +277,7 @@ def _convolved(a_BS, weights, before_Bw, last_B, pieces: Pieces):
         places_Bw = last_B[:, None] + 1 + jnp.arange(width)
         places_Bw = places_Bw.reshape(*places_Bw.shape, *(1,) * (a_BS.ndim - 2))
         after_Bw = jnp.take_along_axis(whole_BS, places_Bw, axis=1)
-    return convolve(a_BpS, before_Bpw, kernel_W, bias, pieces), after_Bw
+    return convolve(a_BpS, before_Bpw, kernel_W, bias, spans), after_Bw
 
 
 class GatedNorm(nnx.Module):

@@ -5,13 +5,13 @@
 in chunks of positions, by matmuls. Within a chunk it is attention with scores C B' that decay; what
 a chunk adds to the state goes from chunk to chunk.
 
-Over `context` a device has two pieces of a sequence, an early and a late one
-(`mtx.sharding.sequence`), and otherwise one. What a piece adds to the state, and how far it decays
-it, goes to all devices, each of which finds what its own pieces begin with.
+Over `context` a device has two spans of a sequence, an early and a late one
+(`mtx.sharding.sequence`), and otherwise one. What a span adds to the state, and how far it decays
+it, goes to all devices, each of which finds what its own spans begin with.
 
 Decays are float32, and so are sums; a document that ends keeps its state from the next.
 
-Legend: B rows · p pieces of S positions · n chunks of Q positions that read, or T that are read ·
+Legend: B rows · p spans of S positions · n chunks of Q positions that read, or T that are read ·
 g groups of R heads that share B and C · K head size · N state size · i, j boundaries of chunks
 """
 
@@ -30,7 +30,7 @@ from mtx.sharding.sequence import places, whole_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class Spans:
     """The parts of its sequences that a device has."""
 
     axes: Axes
@@ -46,14 +46,14 @@ class Pieces:
         return a_BS.reshape(a_BS.shape[0], self.count, -1, *a_BS.shape[2:])
 
     def before(self, ends_Bp):
-        """What stands at the end of the piece before each; 0 before the first."""
+        """What stands at the end of the span before each; 0 before the first."""
         if self.axes.context is None:
             return jnp.zeros_like(ends_Bp)
         all_ends = whole_sequence(ends_Bp, self.axes)
         return self.own(jnp.concatenate([jnp.zeros_like(all_ends[:, :1]), all_ends[:, :-1]], 1))
 
     def own(self, all_Bp):
-        """This device's, of what all pieces have, in the order of positions."""
+        """This device's, of what all spans have, in the order of positions."""
         return jnp.take(all_Bp, places(self.count, self.axes), axis=1)
 
     @cached_property
@@ -62,14 +62,14 @@ class Pieces:
         return None if self.segments_BS is None else self.cut(self.segments_BS) + 1
 
 
-def convolve(a_BpS, before_Bpw, kernel_W, bias, pieces: Pieces):
+def convolve(a_BpS, before_Bpw, kernel_W, bias, spans: Spans):
     """silu of the causal depthwise convolution along positions, in a's type. before: the w = W - 1
-    inputs before each piece."""
+    inputs before each span."""
     width, size = kernel_W.shape[0], a_BpS.shape[2]
     whole = jnp.concatenate([before_Bpw, a_BpS], axis=2)
-    documents = pieces.documents_BpS
+    documents = spans.documents_BpS
     if documents is not None:
-        earlier = pieces.before(documents[:, :, size - (width - 1) :])
+        earlier = spans.before(documents[:, :, size - (width - 1) :])
         all_documents = jnp.concatenate([earlier, documents], axis=2)
     total = bias.astype(jnp.float32)
     for n in range(width):
@@ -81,11 +81,11 @@ def convolve(a_BpS, before_Bpw, kernel_W, bias, pieces: Pieces):
     return jax.nn.silu(total).astype(a_BpS.dtype)
 
 
-def ssd(x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, start_BgRKN, *, chunk: int, pieces: Pieces):
-    """(y_BpSgRK, the state after the last piece, [B, g, R, K, N]), float32.
+def ssd(x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, start_BgRKN, *, chunk: int, spans: Spans):
+    """(y_BpSgRK, the state after the last span, [B, g, R, K, N]), float32.
 
     dt float32, not below 0: 0 leaves the state as it is; a below 0. start: the state before the
-    first piece, or None. chunk: Q, at most.
+    first span, or None. chunk: Q, at most.
     """
     size = x_BpSgRK.shape[2]
     chunk = min(chunk, size)
@@ -97,7 +97,7 @@ def ssd(x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, start_BgRKN, *, chunk: int, 
         return padded.reshape(*padded.shape[:2], -1, chunk, *padded.shape[3:])
 
     x, dt, b, c = map(chunks, (x_BpSgRK, dt_BpSgR, b_BpSgN, c_BpSgN))
-    documents = Documents.of(pieces, chunks)
+    documents = Documents.of(spans, chunks)
     sums_BpnQgR = jnp.cumsum(dt * a_gR, axis=3)
     last_BpngR = sums_BpnQgR[:, :, :, -1]
     rest_BpnTgR = dt * jnp.exp(last_BpngR[:, :, :, None] - sums_BpnQgR)
@@ -105,7 +105,7 @@ def ssd(x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, start_BgRKN, *, chunk: int, 
         rest_BpnTgR = jnp.where(documents.to_the_end[..., None, None], rest_BpnTgR, 0)
     left = (x * rest_BpnTgR[..., None]).astype(x.dtype)
     added_BpngRKN = product("BpnTgRK,BpnTgN->BpngRKN", left, b)
-    states_BpigRKN = carried(added_BpngRKN, last_BpngR, start_BgRKN, documents, pieces)
+    states_BpigRKN = carried(added_BpngRKN, last_BpngR, start_BgRKN, documents, spans)
     y = within(x, dt, sums_BpnQgR, b, c, documents)
     read = product("BpnQgN,BpngRKN->BpnQgRK", c, states_BpigRKN[:, :, :-1].astype(c.dtype))
     decay_BpnQgR = jnp.exp(sums_BpnQgR)
@@ -132,7 +132,7 @@ def within(x, dt_BpnTgR, sums_BpnQgR, b, c, documents: Documents | None):
 # -- from chunk to chunk ---------------------------------------------------------------------------
 
 
-def carried(added_BpngRKN, last_BpngR, start_BgRKN, documents: Documents | None, pieces: Pieces):
+def carried(added_BpngRKN, last_BpngR, start_BgRKN, documents: Documents | None, spans: Spans):
     """The states at the boundaries of chunks, [B, p, i, g, R, K, N]. added: what each chunk adds;
     last: the logarithm of its decay."""
     rows, count, _, *head = added_BpngRKN.shape
@@ -141,15 +141,15 @@ def carried(added_BpngRKN, last_BpngR, start_BgRKN, documents: Documents | None,
     starts = jnp.zeros((rows, count, *head), jnp.float32)
     if start_BgRKN is not None:
         starts = start_BgRKN[:, None]
-    elif pieces.axes.context is not None:
+    elif spans.axes.context is not None:
         added_Bp = _sum(decay_BpijgR[:, :, -1:, 1:], added_BpngRKN)[:, :, 0]
-        all_added = whole_sequence(added_Bp, pieces.axes)[:, None]
-        all_last = whole_sequence(last_BpngR.sum(axis=2), pieces.axes)[:, None]
+        all_added = whole_sequence(added_Bp, spans.axes)[:, None]
+        all_last = whole_sequence(last_BpngR.sum(axis=2), spans.axes)[:, None]
         if ends is not None:
-            ends = whole_sequence(ends[:, :, -1], pieces.axes)[:, None]
+            ends = whole_sequence(ends[:, :, -1], spans.axes)[:, None]
             ends = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends], axis=-1)
         all_starts = _sum(decays(all_last, ends)[:, :, :-1, 1:], all_added)
-        starts = pieces.own(all_starts[:, 0])
+        starts = spans.own(all_starts[:, 0])
     return _sum(decay_BpijgR, jnp.concatenate([starts[:, :, None], added_BpngRKN], axis=2))
 
 
@@ -184,16 +184,16 @@ class Documents:
     ends_Bpi: jax.Array  # of the last position before each boundary of chunks
 
     @classmethod
-    def of(cls, pieces: Pieces, chunks) -> Documents | None:
+    def of(cls, spans: Spans, chunks) -> Documents | None:
         """None: of a row all are. Padding is of the last."""
-        documents = pieces.documents_BpS
+        documents = spans.documents_BpS
         if documents is None:
             return None
         numbers = chunks(documents)
         numbers = lax.cummax(numbers.reshape(*documents.shape[:2], -1), axis=2)
         numbers = numbers.reshape(chunks(documents).shape)
         ends_Bpn = numbers[..., -1]
-        before_Bp = pieces.before(ends_Bpn[..., -1])
+        before_Bp = spans.before(ends_Bpn[..., -1])
         ends = jnp.concatenate([before_Bp[..., None], ends_Bpn], axis=-1)
         return cls(numbers_BpnQ=numbers, ends_Bpi=ends)
 
