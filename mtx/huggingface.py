@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +24,8 @@ Json = dict[str, Any]
 Shape = tuple[int, ...]
 # vector: its numbers in one row. table: as it is. conv1d: [inputs, outputs], a layer of GPT-2.
 # linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
-Form = Literal["vector", "table", "conv1d", "linear", "depthwise"]
+# neighbours: our last two dims, turned, are its last.
+Form = Literal["vector", "table", "conv1d", "linear", "depthwise", "neighbours"]
 _MISSING = object()
 
 
@@ -102,15 +103,33 @@ class Weight:
     """One of our arrays and the tensors that it is made of."""
 
     leaf: str  # its path; of layers, what follows "layers.<kind>."
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # (): there is no such tensor, and the array begins as zeros
     form: Form = "vector"
     inputs: int = 1  # how many of our leading dims are a layer's inputs
     stack: int | None = None  # the dim of ours along which several tensors are stacked
+    of_layer: bool = True  # of layers, whether a layer's number stands before the names
+    experts: bool = False  # our first dim: each has tensors of its own, {} in names is its number
+    float32: bool = False  # its tensors are, whatever the others are
     # Paths, this one's too, of the arrays of ours whose tensors are rows of one, after one another.
     joined: tuple[str, ...] = ()
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether some rows of ours are some of its tensors, or some rows of them."""
+        return self.experts or self.form in ("table", "neighbours")
+
+    def tensor_names(self, shape: Shape) -> tuple[str, ...]:
+        """Of all tensors of an array of that shape."""
+        if not self.experts:
+            return self.names
+        return tuple(name.format(expert) for expert in range(shape[0]) for name in self.names)
+
     def tensor_shape(self, shape: Shape) -> Shape:
         """The shape of each tensor, or of this array's rows of it, from that of our array."""
+        if self.experts:
+            return replace(self, experts=False).tensor_shape(shape[1:])
+        if self.form == "neighbours":
+            return *shape[:-2], shape[-2] * shape[-1]
         if self.stack is not None:
             shape = shape[: self.stack] + shape[self.stack + 1 :]
         if self.form == "table":
@@ -124,6 +143,18 @@ class Weight:
 
     def to_ours(self, tensors: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
         """Our array, of that shape, float32."""
+        if not self.names:
+            return np.zeros(shape, np.float32)
+        if self.experts:
+            one, each = replace(self, experts=False), len(self.names)
+            array = np.empty(shape, np.float32)
+            for expert in range(shape[0]):
+                own = tensors[expert * each : (expert + 1) * each]
+                array[expert] = one.to_ours(own, shape[1:])
+            return array
+        if self.form == "neighbours":
+            turned = tensors[0].reshape(*shape[:-2], shape[-1], shape[-2])
+            return np.swapaxes(turned, -1, -2).astype(np.float32)
         if self.form in ("linear", "depthwise"):
             tensors = [tensor.T for tensor in tensors]
         if self.stack is None:
@@ -136,6 +167,13 @@ class Weight:
 
     def to_tensors(self, array: np.ndarray) -> list[np.ndarray]:
         """The inverse of `to_ours`."""
+        if not self.names:
+            return []
+        if self.experts:
+            one = replace(self, experts=False)
+            return [tensor for own in array for tensor in one.to_tensors(own)]
+        if self.form == "neighbours":
+            return [np.swapaxes(array, -1, -2).reshape(*array.shape[:-2], -1)]
         parts = [array] if self.stack is None else np.moveaxis(array, self.stack, 0)
         if self.form == "table":
             return list(parts)
@@ -202,7 +240,9 @@ class Names:
             starts[kind] = (*starts.get(kind, ()), self.layer.format(layer))
         known = {weight.leaf: (weight, ("",)) for weight in self.shared}
         for kind, names in starts.items():
-            known |= {f"layers.{kind}.{weight.leaf}": (weight, names) for weight in self.layers}
+            for weight in self.layers:
+                before = names if weight.of_layer else ("",) * len(names)
+                known[f"layers.{kind}.{weight.leaf}"] = weight, before
         for path in shapes:
             yield (path, *known[path])
 
@@ -213,7 +253,7 @@ class Names:
             shape = shapes[path][1:] if is_of_layers(path) else shapes[path]
             for start in starts:
                 rows, *rest = weight.tensor_shape(shape)
-                for name in weight.names:
+                for name in weight.tensor_names(shape):
                     before = found.get(start + name, (0,))[0] if weight.joined else 0
                     found[start + name] = (before + rows, *rest)
         return found
@@ -253,3 +293,5 @@ class HuggingFace:
     to_config: Callable[[Any], Json]  # and the other values of config.json
     fixed: Json = field(default_factory=dict)  # values that config.json may have no others of
     has: Callable[[Any], bool] = lambda model: True  # whether a model of the family is of this type
+    # the model without what none of its tensors, by short name, are there for
+    as_there: Callable[[Any, Mapping[str, Any]], Any] = lambda model, tensors: model

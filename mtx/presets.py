@@ -14,8 +14,17 @@ NAMES = tuple(_FAMILIES)
 _ON_PYTHONS_TEXT = ("miniature", "miniature-bert", "bench-s")  # learn from what Python carries
 
 
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+_SPELLED = {_letters(name): name for name in NAMES}
+
+
 def preset(name: str) -> RunConfig:
-    """The preset of that name; UserError with the nearest name where there is none."""
+    """The preset of that name, with or without its hyphens and dots (llama3-8b); UserError with
+    the nearest name where there is none."""
+    name = _SPELLED.get(_letters(name), name)
     if name not in _FAMILIES:
         raise unknown_name("preset", name, NAMES)
     family = _FAMILIES[name]

@@ -174,6 +174,7 @@ def _without_given(vjp):
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "ppermute", "all_to_all")
 NESTED = {  # primitives whose equations are taken out of them, and where they keep them
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # a closed call, from jax 0.12 on
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
 }  # fmt: skip

@@ -89,6 +89,91 @@ def gemma2(**changes):
     return llama("gemma2", four_norms=True, **settings | changes)
 
 
+E, FE = 3, 6  # experts, and their feed-forward
+
+
+def _of_experts(shapes, start, gated, down):
+    for layer in range(L):
+        at = f"model.layers.{layer}.{start}"
+        shapes[f"{at}.gate.weight"] = (E, D)
+        for expert in range(E):
+            shapes |= {f"{at}.experts.{expert}.{name}.weight": (FE, D) for name in gated}
+            shapes[f"{at}.experts.{expert}.{down}.weight"] = (D, FE)
+    return shapes
+
+
+def _mixture(model_type, architecture, **values):
+    config, shapes = llama(model_type, **values)
+    config |= {"architectures": [architecture]}
+    return config, {name: shape for name, shape in shapes.items() if ".mlp." not in name}
+
+
+def mixtral():
+    config, shapes = _mixture(
+        "mixtral", "MixtralForCausalLM", num_local_experts=E, intermediate_size=FE
+    )
+    return config, _of_experts(shapes, "block_sparse_moe", ("w1", "w3"), "w2")
+
+
+def qwen3_moe():
+    config, shapes = _mixture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", head_norms=True, head_dim=6, num_experts=E,
+        num_experts_per_tok=2, moe_intermediate_size=FE, norm_topk_prob=True,
+    )  # fmt: skip
+    return config, _of_experts(shapes, "mlp", ("gate_proj", "up_proj"), "down_proj")
+
+
+def deepseek_v3():
+    """A dense layer, and two with experts, of which the last is a second token's."""
+    config, shapes = _mixture(
+        "deepseek_v3", "DeepseekV3ForCausalLM", num_key_value_heads=H, num_hidden_layers=L,
+        n_routed_experts=E, num_experts_per_tok=2, moe_intermediate_size=FE, n_group=1,
+        topk_group=1, n_shared_experts=1, first_k_dense_replace=1, kv_lora_rank=5, q_lora_rank=7,
+        qk_rope_head_dim=4, qk_nope_head_dim=3, v_head_dim=6, num_nextn_predict_layers=1,
+    )  # fmt: skip
+    shapes = {name: shape for name, shape in shapes.items() if ".layers." not in name}
+    for layer in range(L + 1):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (D,),
+            f"{at}.post_attention_layernorm.weight": (D,),
+            f"{at}.self_attn.q_a_proj.weight": (7, D),
+            f"{at}.self_attn.q_a_layernorm.weight": (7,),
+            f"{at}.self_attn.q_b_proj.weight": (H * 7, 7),
+            f"{at}.self_attn.kv_a_proj_with_mqa.weight": (9, D),
+            f"{at}.self_attn.kv_a_layernorm.weight": (5,),
+            f"{at}.self_attn.kv_b_proj.weight": (H * 9, 5),
+            f"{at}.self_attn.o_proj.weight": (D, H * 6),
+        }
+        starts = [("mlp", F)]
+        if layer:
+            starts = [("mlp.shared_experts", FE), *((f"mlp.experts.{e}", FE) for e in range(E))]
+            shapes |= {f"{at}.mlp.gate.weight": (E, D)}
+            shapes |= {f"{at}.mlp.gate.e_score_correction_bias": (E,)}
+        for start, ffn in starts:
+            shapes |= {f"{at}.{start}.{name}_proj.weight": (ffn, D) for name in ("gate", "up")}
+            shapes |= {f"{at}.{start}.down_proj.weight": (D, ffn)}
+    norms = {f"{at}.{name}.weight": (D,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return config, shapes | norms | {f"{at}.eh_proj.weight": (D, 2 * D)}
+
+
+def gpt_oss():
+    config, shapes = _mixture(
+        "gpt_oss", "GptOssForCausalLM", biases=True, head_dim=6, num_local_experts=E,
+        num_experts_per_tok=2, intermediate_size=FE, sliding_window=7,
+    )  # fmt: skip
+    for layer in range(L):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.o_proj.bias": (D,), f"{at}.self_attn.sinks": (H,),
+            f"{at}.mlp.router.weight": (E, D), f"{at}.mlp.router.bias": (E,),
+            f"{at}.mlp.experts.gate_up_proj": (E, D, 2 * FE),
+            f"{at}.mlp.experts.gate_up_proj_bias": (E, 2 * FE),
+            f"{at}.mlp.experts.down_proj": (E, FE, D), f"{at}.mlp.experts.down_proj_bias": (E, D),
+        }  # fmt: skip
+    return config, shapes
+
+
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,

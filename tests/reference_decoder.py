@@ -1,5 +1,6 @@
-"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2. Plain jnp,
-unsharded, from the papers' formulas and nothing of `mtx`. Parameters are in canonical form."""
+"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2, and of those
+with sinks or latent attention. Plain jnp, unsharded, from the papers' formulas and nothing of
+`mtx`. Parameters are in canonical form."""
 
 import functools
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class Rules:
     offset: float = 0.0  # of norms' scales
     embed_scale: float = 1.0
     gelu: bool = False  # in place of SiLU
+    turned: int = 0  # numbers of a head that are turned, of latent attention
+    second_weight: float = 0.0  # of the loss of the token after the next
 
 
 def _norm(x, p, rules):
@@ -48,8 +51,38 @@ def _attention(x, p, window, rules):
     scores = _cap(jnp.einsum("bshk,bthk->bhst", q, k) * scale, rules.score_cap)
     apart = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
     seen = (apart >= 0) & (apart < (window or x.shape[1]))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
-    return jnp.einsum("bhst,bthk,hkd->bsd", weights, v, p["out"]["w"])
+    return jnp.einsum("bhst,bthk,hkd->bsd", _weights(scores, seen, p), v, p["out"]["w"])
+
+
+def _weights(scores, seen, p):
+    exponentials = jnp.where(seen, jnp.exp(scores), 0)
+    sinks = jnp.exp(p["sinks"])[:, None, None] if "sinks" in p else 0
+    return exponentials / (exponentials.sum(-1, keepdims=True) + sinks)
+
+
+def _latent(x, p, window, rules):
+    """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47; neighbours are complex numbers."""
+    size, turned = x.shape[1], rules.turned
+    angles = jnp.outer(jnp.arange(size), rules.base ** -(jnp.arange(0, turned, 2) / turned))
+
+    def turn(a):
+        pairs = a.reshape(*a.shape[:-1], turned // 2, 2)
+        spun = (pairs[..., 0] + 1j * pairs[..., 1]) * jnp.exp(1j * angles)[:, None]
+        return jnp.stack([spun.real, spun.imag], axis=-1).reshape(a.shape)
+
+    to_q = p["q"]["w"] if "q" in p else p["q_up"]["w"]
+    latent = x if "q" in p else _norm(x @ p["q_down"]["w"], p["q_norm"], rules)
+    q = jnp.einsum("bsl,lhk->bshk", latent, to_q)
+    down = x @ p["kv_down"]["w"]
+    kv = jnp.einsum(
+        "bsl,lhk->bshk", _norm(down[..., :-turned], p["kv_norm"], rules), p["kv_up"]["w"]
+    )
+    plain = q.shape[-1] - turned
+    shared = turn(down[:, :, None, -turned:])[:, :, 0]
+    scores = jnp.einsum("bshn,bthn->bhst", q[..., :plain], kv[..., :plain])
+    scores += jnp.einsum("bshr,btr->bhst", turn(q[..., plain:]), shared)
+    weights = _weights(scores * rules.scale, jnp.tri(size, dtype=bool), p)
+    return jnp.einsum("bhst,bthv,hvd->bsd", weights, kv[..., plain:], p["out"]["w"])
 
 
 def _mlp(x, p, rules):
@@ -61,29 +94,66 @@ def _mlp(x, p, rules):
     return (gate * up) @ p["down"]["w"]
 
 
-def logits(params, batch, rules):
-    """float32 [G, S, V]"""
+def _layer(x, p, window, rules):
+    attend = _latent if "kv_up" in p["attention"] else _attention
+    h = attend(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
+    x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
+    h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
+    return x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
+
+
+def _last(params, batch, rules):
+    """What the head sees, [G, S, D], and its table."""
     embed, head, done = params["embed"], params["head"], dict.fromkeys(rules.kinds, 0)
     x = embed["tokens"][batch["tokens"]] * rules.embed_scale
     for kind, window in zip(rules.kinds, rules.windows, strict=True):
         p = jax.tree.map(lambda a, n=done[kind]: a[n], params["layers"][kind])
         done[kind] += 1
-        h = _attention(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
-        x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
-        h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
-        x = x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
-    table = head.get("output", embed["tokens"])
-    return _cap(_norm(x, head["norm"], rules) @ table.T, rules.logit_cap)
+        x = _layer(x, p, window, rules)
+    norm = head["norm"] if "norm" in head else _further(params)["last_norm"]
+    return _norm(x, norm, rules), head.get("output", embed["tokens"])
+
+
+def _further(params):
+    return jax.tree.map(lambda a: a[0], params["layers"]["mtp"])
+
+
+def logits(params, batch, rules):
+    """float32 [G, S, V]"""
+    x, table = _last(params, batch, rules)
+    return _cap(x @ table.T, rules.logit_cap)
+
+
+def _losses(all_logits, targets):
+    chosen = jnp.take_along_axis(all_logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(all_logits, axis=-1) - chosen
 
 
 def loss(params, batch, rules):
     """The mean loss over the positions of weight 1."""
-    all_logits = logits(params, batch, rules)
-    chosen = jnp.take_along_axis(all_logits, batch["targets"][..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(all_logits, axis=-1) - chosen
+    losses = _losses(logits(params, batch, rules), batch["targets"])
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+def _second(params, batch, rules):
+    """That of DeepSeek-V3's further tokens (arXiv 2412.19437, equations 21 to 25)."""
+    x, table = _last(params, batch, rules)
+    p, following = _further(params), params["embed"]["tokens"][batch["targets"]]
+    both = _norm(following, p["token_norm"], rules), _norm(x, p["stream_norm"], rules)
+    x = _layer(jnp.concatenate(both, axis=-1) @ p["join"]["w"], p, None, rules)
+    all_logits = _norm(x, p["output_norm"], rules) @ table.T
+    losses = _losses(all_logits[:, :-1], batch["targets"][:, 1:]) * batch["weights"][:, 1:]
+    return losses.sum() / batch["weights"].sum()
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def loss_and_gradients(params, batch, rules):
-    return jax.value_and_grad(loss)(params, batch, rules)
+    """The loss, and the gradients of all that is minimised."""
+
+    def minimised(params):
+        own = loss(params, batch, rules)
+        second = _second(params, batch, rules) if rules.second_weight else 0
+        return own + rules.second_weight * second, own
+
+    gradients, own = jax.grad(minimised, has_aux=True)(params)
+    return own, gradients

@@ -64,6 +64,14 @@ CASES = {  # changes of the model, and the layout
         LLAMA,
         dict(pipe=2, tensor=2, slices=4, schedule="seq1f1b", recompute="selective"),
     ),
+    "context, ring": (
+        LLAMA | {"sequence": 64},
+        dict(pipe=2, context=4, context_attention="ring", recompute="around_attention"),
+    ),
+    "context, ulysses and a ring, split": (
+        LLAMA,
+        dict(pipe=2, context=4, context_attention="usp", schedule="zb_h1"),
+    ),
     "bert, blocked attention": (
         BERT | {"sequence": 64},
         dict(pipe=2, tensor=2, microbatch=2, sequence_parallel=False),
@@ -147,7 +155,7 @@ def deferred_bytes(run: RunConfig) -> int:
     split = projected + hidden + (3 if gated else 2) * model.ffn_hidden
     inputs = 2 * hidden // (layout.tensor if layout.sequence_parallel else 1)
     width = split // layout.tensor + inputs + 2 * hidden
-    return 4 * layout.microbatch * model.sequence // layout.slices * width
+    return 4 * layout.microbatch * model.sequence // (layout.slices * layout.context) * width
 
 
 def ring_bytes(trainer, program) -> int:

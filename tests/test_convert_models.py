@@ -32,6 +32,7 @@ from mtx.errors import UserError
 from mtx.huggingface import is_of_layers
 from mtx.step.trainer import Trainer
 
+MIXTURES = hugging.mixtral, hugging.qwen3_moe, hugging.deepseek_v3, hugging.gpt_oss
 MODELS = {
     "gpt2": gpt2(),
     "gpt2 untied": gpt2(tie_word_embeddings=False, activation_function="gelu"),
@@ -73,6 +74,7 @@ MODELS = {
         attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False,
         num_hidden_layers=1,
     ),
+    **{make.__name__: make() for make in MIXTURES},
 }  # fmt: skip
 
 
@@ -231,7 +233,8 @@ def test_every_array_has_its_tensors_and_comes_back(model_type):
         array = stream.standard_normal(shape).astype(np.float32)
         tensors = weight.to_tensors(array)
         assert [tensor.shape for tensor in tensors] == [weight.tensor_shape(shape)] * len(tensors)
-        np.testing.assert_array_equal(weight.to_ours(tensors, shape), array)
+        there = array if weight.names else np.zeros_like(array)  # there is no such tensor
+        np.testing.assert_array_equal(weight.to_ours(tensors, shape), there)
 
 
 def test_a_value_that_changes_on_the_way_is_found(tmp_path, monkeypatch):

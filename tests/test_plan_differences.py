@@ -34,8 +34,10 @@ def test_what_is_spent_has_its_part_of_the_closed_form():
             ("exposed over tensor", "woven"), ("exposed over pipe", "head"),
             ("exposed over pipe x tensor", "head"),
         ],
+        "context_comm_s": [("exposed over context", "F"), ("exposed over context", "head")],
         "pipeline_comm_s": [("exposed over pipe", "send_x"), ("exposed over pipe", "")],
         "data_comm_s": [("exposed over data", "reduce"), ("other", "reduce"),
+                        ("exposed over context", "reduce"),
                         ("exposed over pipe x data x tensor", "clip")],
         "optimizer_s": [("other", "update"), ("other", "")],
     }  # fmt: skip

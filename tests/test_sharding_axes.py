@@ -19,7 +19,7 @@ def test_the_mesh_is_in_the_order_of_the_records():
     assert make_mesh(layout).axis_names == AXES == tuple(layout.sizes)
     assert layout.devices == 8 and layout.replicas == 2
     assert [axis.name for axis in MESH if axis.splits == "batch"] == list(BATCH)
-    assert TOKENS == ("data", "context")
+    assert TOKENS == ("data", "expert", "context")
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,9 @@ def test_the_mesh_is_in_the_order_of_the_records():
         (P(("pipe", "tensor"), None), TOKENS, TOKENS),
         (P("pipe", None, None, None), TOKENS, (*TOKENS, "tensor")),
         (P(None, None), TOKENS, (*TOKENS, "tensor")),
-        (P("pipe", None, None, "data", "tensor"), ("context",), ("context",)),
-        (P("pipe", None, None, ("data", "context"), "tensor"), (), ()),
+        (P("pipe", None, None, "data", "tensor"), ("expert", "context"), ("expert", "context")),
+        (P("pipe", None, None, "expert", "tensor"), ("data", "context"), ("data", "context")),
+        (P("pipe", None, None, ("data", "expert", "context"), "tensor"), (), ()),
     ],
 )
 def test_sums_follow_from_what_an_axis_splits(spec, sums, with_sequence_parallelism):

@@ -39,14 +39,14 @@ def loss_times_replicas() -> Change:
 
 def _sums_in_turn(*mistaken: Callable) -> Change:
     """The step's own sums over replicas, of the tokens and of the loss, made another way."""
-    real_sum, real = step.sum_over_tokens, step.Step.loss_and_gradients
+    real_sum, real = step.sum_over_tokens, step.Step.losses_and_gradients
 
-    def loss_and_gradients(self, *arguments):
+    def losses_and_gradients(self, *arguments):
         sums = iter(mistaken)
         with mock.patch.object(step, "sum_over_tokens", lambda v: next(sums, real_sum)(v)):
             return real(self, *arguments)
 
-    return mock.patch.object(step.Step, "loss_and_gradients", loss_and_gradients)
+    return mock.patch.object(step.Step, "losses_and_gradients", losses_and_gradients)
 
 
 def tokens_of_own_replica() -> Change:
@@ -126,7 +126,7 @@ def gathered_backwards() -> Change:
 def own_part_of_own_gradient() -> Change:
     def reduce_scatter(self, gradient, *, stacked=True):
         if self.dim is None:
-            return lax.psum(gradient, TOKENS) if self.replicas else gradient
+            return lax.psum(gradient, TOKENS) if self.axes else gradient
         gradient = self.pad(gradient)
         size = gradient.shape[self.dim] // lax.axis_size(TOKENS)
         return lax.dynamic_slice_in_dim(gradient, lax.axis_index(TOKENS) * size, size, self.dim)

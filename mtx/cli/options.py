@@ -30,8 +30,8 @@ Command = Callable[[list[str]], int | None]
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]  # --json, without a --no-json
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_SIZES = "pipe", "tensor", "data", "context", "virtual", "microbatch"
-ALIASES = {name: f"layout.{name}" for name in _SIZES}
+_SIZES = "pipe", "tensor", "data", "context", "virtual", "microbatch", "zero"
+ALIASES = {name: f"layout.{name}" for name in _SIZES} | {"sequence": "model.sequence"}
 _RETIRED = {  # spellings of earlier versions whose last part has changed
     "stages": "layout.pipe", "precision": "model.compute-dtype", "dtype": "model.compute-dtype",
 }  # fmt: skip

@@ -19,7 +19,7 @@ from mtx.plan.compare import Change, changes, reasons
 from mtx.plan.hardware import load_hardware
 from mtx.plan.memory import Zero
 from mtx.plan.page import change_lines, plan_lines, ranking_lines
-from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, refuse_context, save_plan
+from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
 from mtx.plan.search import Candidate, Found, fewest_gpus, search
 from mtx.presets import preset
 from mtx.sharding.axes import AXES
@@ -98,8 +98,8 @@ class _Asked:
         self.sizes, self.layout = line.changes("model"), line.changes("layout")
         self.zero: Zero | None = self.layout.pop("zero", None)
         self.target = line.options.target
-        refuse_context(self.layout.get("context", 1))
         sizes: list[Any] = [self.layout.get(axis) for axis in ("data", "pipe", "tensor")]
+        sizes.append(self.layout.get("context", 1))
         self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given
 
 
@@ -137,7 +137,7 @@ def _changed(layout: Layout, asked: _Asked) -> Layout:
     sizes = {
         axis: asked.layout.get(axis, getattr(layout, axis))
         for axis in AXES
-        if axis != "data" and axis in layout.shown
+        if axis != "data" and (axis in layout.shown or axis in asked.layout)
     }
     replica = math.prod(sizes.values())
     data = asked.layout.get("data", gpus // replica)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.sharding.axes import SEQUENCE
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -59,7 +60,8 @@ def axis_of(
 
     mesh_shape: {axis: size} in the mesh's order, which numbers the devices row-major.
     pairs: the groups are a permute's (source, target) pairs, which need not cover their axes.
-    Raises UserError where the groups are no product of whole axes.
+    Raises UserError where the groups are no product of whole axes, nor equal parts of one that
+    splits sequences, on which attention may be among some neighbours.
     """
     names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
     if any(device >= np.prod(sizes) for group in groups for device in group):
@@ -70,12 +72,19 @@ def axis_of(
         spanned |= (coordinates != coordinates[0]).any(axis=0)
     inside = [axis for axis in range(len(names)) if spanned[axis]]
     outside = [axis for axis in range(len(names)) if not spanned[axis]]
-    if not pairs:
+    in_parts = {names[axis] for axis in inside} <= set(SEQUENCE) and _are_parts(groups, sizes)
+    if not pairs and not in_parts:
         whole = np.arange(np.prod(sizes)).reshape(sizes).transpose(outside + inside)
         wanted = whole.reshape(-1, int(np.prod([sizes[axis] for axis in inside], dtype=int)))
         if {frozenset(group) for group in groups} != {frozenset(row) for row in wanted.tolist()}:
             raise UserError(f"groups {groups} are not whole axes of the mesh {dict(mesh_shape)}")
     return tuple(names[axis] for axis in inside)
+
+
+def _are_parts(groups: Groups, sizes: tuple[int, ...]) -> bool:
+    """Whether each device is in one group, and all are as large."""
+    devices = sorted(device for group in groups for device in group)
+    return devices == list(range(int(np.prod(sizes)))) and len(set(map(len, groups))) == 1
 
 
 def _read_mesh(axes: str, grouped: str) -> Groups:

@@ -28,7 +28,7 @@ COLLECTIVES = (
 
 Weights = Callable[[Instruction], Sequence[float]]  # of a conditional's branches
 Branch = Literal["max", "sum"] | Weights
-TripCounts = float | Mapping[str, float] | None
+TripCounts = float | Mapping[str, float] | Callable[[Instruction], float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,8 @@ class Program:
         branch: what a conditional costs. "max": its costliest branch, an upper bound; "sum": all of
         them; or a function from its instruction to one weight per branch, such as the share of the
         ticks in which each is taken.
-        trip_counts: of loops that do not say theirs, by the name of the `while`, or one for all.
+        trip_counts: of loops that do not say theirs, by the name of the `while`, one for all, or a
+        function of the `while`.
 
         Raises UserError at a loop without a count, and at a matmul that it cannot read.
         """
@@ -196,6 +197,8 @@ class Program:
             return bound
         if isinstance(trip_counts, int | float):
             return trip_counts
+        if callable(trip_counts):
+            return trip_counts(loop)
         if trip_counts and loop.name in trip_counts:
             return trip_counts[loop.name]
         raise UserError(

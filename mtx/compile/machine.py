@@ -18,8 +18,9 @@ from mtx.plan.calibration import Calibration, calibration_of
 from mtx.plan.compiled import Kind
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
-from mtx.plan.network import Group, all_reduce_s, gather_s, message_s
+from mtx.plan.network import Group, all_reduce_s, all_to_all_s, gather_s, message_s
 
+_TAKES = {"all-reduce": all_reduce_s, "all-to-all": all_to_all_s}
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -87,7 +88,7 @@ class Machine:
             )  # fmt: skip
         group = _Placed.of(collective.groups)
         whole = max(collective.operand_bytes, collective.result_bytes)
-        takes = all_reduce_s if collective.kind == "all-reduce" else gather_s
+        takes = _TAKES.get(collective.kind, gather_s)
         return takes(whole, group, hardware=self.hardware, calibration=self.calibration)
 
     def crosses(self, collective: Collective) -> bool:

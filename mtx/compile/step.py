@@ -28,7 +28,7 @@ import numpy as np
 
 from mtx.compile.buffers import largest_buffers, names_of_arrays
 from mtx.compile.compiler import Compiler, find_compiler
-from mtx.compile.hlo import Program, read_program
+from mtx.compile.hlo import Program, TripCounts, read_program
 from mtx.compile.hlo_text import Instruction
 from mtx.compile.machine import Machine
 from mtx.compile.overlap import timeline
@@ -40,6 +40,7 @@ from mtx.plan.compiled import Compiled, Spent, Traffic
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import parameters_per_device
+from mtx.sharding.experts import LATER_ROUNDS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -162,7 +163,7 @@ def _compile(
     temp = stats.temp_size_in_bytes
     if compiler.backend == "cpu":
         temp = _halve_temp(temp, run)
-    busy, trips = busy_shares(trainer), layers_per_chunk(trainer)
+    busy, trips = busy_shares(trainer), trip_counts(trainer)
     flops = program.matmul_flops(busy, trip_counts=trips)
     formula = hardware_matmul_flops(
         compiled_run.model, compiled_run.layout, run.global_batch,
@@ -223,7 +224,7 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
         return temp
     held = parameters_per_device(run.model, run.layout)
     gradients = min(temp, 4 * held)
-    copy = 2 * held if run.layout.data == 1 else 0
+    copy = 2 * held if run.layout.token_shards == 1 else 0
     return gradients + (temp - gradients) // 2 + copy
 
 
@@ -303,13 +304,15 @@ def of_mean_stage(trainer: Trainer, spent: tuple[Spent, ...]) -> tuple[Spent, ..
     )
 
 
-def layers_per_chunk(trainer: Trainer) -> float:
-    """Trips of a loop over a chunk's layers where chunks differ: their mean."""
-    return float(trainer.placement.count.mean())
+def trip_counts(trainer: Trainer) -> TripCounts:
+    """Trips of loops that do not say theirs: over a chunk's layers where chunks differ their mean;
+    of what waits for an expert that is too full none, as where experts are evenly loaded."""
+    layers = float(trainer.placement.count.mean())
+    return lambda loop: 0.0 if LATER_ROUNDS in loop.op_name else layers
 
 
 def collect_traffic(
-    program: Program, sizes: dict[str, int], branch, trip_counts: float
+    program: Program, sizes: dict[str, int], branch, trip_counts: TripCounts
 ) -> tuple[Traffic, ...]:
     """A program's collectives by kind, mesh axes and type, most bytes first.
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from mtx.errors import UserError, nearest_divisors, nearest_multiples
 from mtx.families import ModelConfig
-from mtx.fields import checked, resolve_types
+from mtx.fields import Between, checked, resolve_types
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual
 from mtx.schedules.partition import place_layers
-from mtx.sharding.axes import AXES, BATCH, SEQUENCE, TOKENS
+from mtx.sharding.axes import AXES, BATCH, RARE, TOKENS
 from mtx.sizes import Devices, Layers, Sequences, Slices, StageLayers, Stages
 
 Idle = Literal["skip", "phases"]
@@ -24,6 +24,7 @@ Recompute = Literal["none", "selective", "around_attention", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
 Weave = Literal["off", "on"]
 ContextAttention = Literal["auto", "gather", "ring", "ulysses", "usp"]
+ExpertDispatch = Literal["alltoall", "gathered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Layout:
 
     data: Devices = 1  # replicas (d)
     pipe: Stages = 1  # pipeline stages (p)
+    expert: Devices = 1  # shards of the experts (e), each with other parts of the batch
     context: Devices = 1  # parts of every sequence (c)
     tensor: Devices = 1  # tensor-parallel shards (t)
     virtual: Layers = 1  # model chunks per stage (v): above 1, the schedule is interleaved
@@ -50,6 +52,13 @@ class Layout:
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     # over `context`: keys and values gathered or sent round, or heads in place of positions
     context_attention: ContextAttention = "auto"
+    # experts: split over `tensor` as other matrices are, or whole, with as many more shards of them
+    expert_tensor: bool = True
+    # how tokens come to their experts: each is sent, or all of `expert` gather them
+    expert_dispatch: ExpertDispatch = "alltoall"
+    # of an expert, over what it is given where all are given as much; what more comes to one waits
+    # for further, smaller rounds: never dropped
+    expert_room: Annotated[float, Between(0.125, 64)] = 1.2
     weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other
     # layers of each of the pipe*virtual stages, in model order
     stage_layers: StageLayers = "even"
@@ -110,7 +119,7 @@ class Layout:
     @property
     def shown(self) -> dict[str, int]:
         """`sizes`, for people: without an axis that few ask for and that has one device."""
-        return {axis: size for axis, size in self.sizes.items() if size > 1 or axis not in SEQUENCE}
+        return {axis: size for axis, size in self.sizes.items() if size > 1 or axis not in RARE}
 
     @property
     def mesh_text(self) -> str:
@@ -120,14 +129,20 @@ class Layout:
 
     def by_windows(self, model: ModelConfig) -> bool:
         """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
-        ticks (`mtx.schedules.windows`): of parameters of one type."""
+        ticks (`mtx.schedules.windows`): of parameters of one type, with the same replicas."""
         several = self.virtual > 1 and self.token_shards > 1
-        return self.weave == "on" and self.zero == 1 and several and model.fp8 == "off"
+        alike = model.fp8 == "off" and not model.routed_experts
+        return self.weave == "on" and self.zero == 1 and several and alike
 
     @property
     def vocab_shards(self) -> int:
         """The vocabulary is sharded over `pipe` x `tensor` together."""
         return self.pipe * self.tensor
+
+    @property
+    def expert_shards(self) -> int:
+        """Devices over which the experts are split."""
+        return self.expert * (1 if self.expert_tensor else self.tensor)
 
     def microbatches(self, global_batch: int) -> int:
         """m, the microbatches of one replica in one step."""
@@ -168,6 +183,7 @@ class Layout:
                 )
         if model.fp8 != "off":
             self._check_fp8(model)
+        self._check_experts(model)
         if self.slices > 1 and not model.causal:
             raise UserError(
                 f"slices={self.slices} needs a model that sees no later positions, and family="
@@ -193,6 +209,27 @@ class Layout:
                 f"{f' and context={self.context}' if self.context > 1 else ''} for sequence "
                 f"parallelism; use sequence={nearest_multiples(model.sequence, shards)} "
                 "or sequence_parallel=False"
+            )
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        experts = model.routed_experts
+        if not experts and self.expert > 1:
+            raise UserError(
+                f"expert={self.expert} splits experts, and family={model.family!r} has none; use "
+                f"data={self.data * self.expert} and expert=1"
+            )
+        if not experts:
+            return
+        if experts % self.expert_shards:
+            over = "expert" if self.expert_tensor else "expert*tensor"
+            raise UserError(
+                f"experts={experts} must be a multiple of {over}={self.expert_shards}; use "
+                f"{over}={nearest_divisors(experts, self.expert_shards)}"
+            )
+        if not self.expert_tensor and self.tensor > 1 and not self.sequence_parallel:
+            raise UserError(
+                "expert_tensor=False needs sequence_parallel=True, where each device of tensor="
+                f"{self.tensor} has tokens of its own; use it, or expert_tensor=True"
             )
 
     def _check_context(self, model: ModelConfig) -> None:

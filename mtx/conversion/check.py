@@ -113,7 +113,7 @@ def our_outputs(
     def read(start: str, layer: int | None = None) -> dict[str, Any]:
         arrays, rows = {}, slice(None) if layer is None else slice(layer, layer + 1)
         for path in (path for path in source.shapes if path.startswith(start)):
-            array = source.read(path, rows)
+            array = source.read(path, (rows,))
             arrays[path.removeprefix(start)] = jnp.asarray(array if layer is None else array[0])
         return unflatten_dict(arrays, sep=".")
 

@@ -17,7 +17,7 @@ from mtx.checkpoint.catalog import Block, catalog_of
 from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
-from mtx.conversion.huggingface import Canonical, Report, parts, silent
+from mtx.conversion.huggingface import Cut, HuggingFaceModel, Report, cut_shape, parts, silent
 from mtx.errors import UserError
 from mtx.huggingface import Shape
 from mtx.layers.model import Model
@@ -64,23 +64,22 @@ class SavedParameters:
                     f"is float32 {list(shape)}; use another checkpoint"
                 )
 
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        """Rows of an array along its first dim, float32. Raises Damaged."""
+    def read(self, path: str, cut: Cut) -> np.ndarray:
+        """Part of an array, float32. Raises Damaged."""
         shape = self.shapes[path]
-        start, stop, _ = rows.indices(shape[0])
-        array = self._store.read(f"params.{path}", _first(start, shape), (stop - start, *shape[1:]))
+        array = self._store.read(f"params.{path}", _start(cut, shape), cut_shape(cut, shape))
         return array.astype(self._dtype, copy=False).astype(np.float32, copy=False)
 
 
-def _first(row: int, shape: Shape) -> Shape:
-    """Where that row of an array begins."""
-    return row, *(0,) * (len(shape) - 1)
+def _start(cut: Cut, shape: Shape) -> Shape:
+    """Where that part of an array begins."""
+    return *(rows.indices(n)[0] for rows, n in zip(cut, shape)), *(0,) * (len(shape) - len(cut))
 
 
 def write_checkpoint(
     directory: Path,
     run: RunConfig,
-    source: Canonical,
+    source: HuggingFaceModel,
     *,
     documents: Mapping[str, Any],
     report: Report = silent,
@@ -91,10 +90,10 @@ def write_checkpoint(
     moments = _moments(run, shapes)
     total, done = sum(4 * math.prod(shape) for shape in shapes.values()), 0
     blocks: list[Block] = []
-    for number, group in enumerate(_files(shapes)):
+    for number, group in enumerate(_files(source)):
         held = []  # what was, before the next is read
-        for path, rows in group:
-            start, values = _first(rows.start, shapes[path]), source.read(path, rows)
+        for path, cut in group:
+            start, values = _start(cut, shapes[path]), source.read(path, cut)
             held.append(Part(name=f"params.{path}", start=start, values=values))
         blocks += write_parts(directory / f"arrays.{number}.bin", held)
         done += sum(part.values.nbytes for part in held)
@@ -112,17 +111,17 @@ def write_checkpoint(
     )  # fmt: skip
 
 
-def _files(shapes: Mapping[str, Shape]) -> list[list[tuple[str, slice]]]:
+def _files(source: HuggingFaceModel) -> list[list[tuple[str, Cut]]]:
     """What to write into each file, about as much as is held in memory at a time."""
-    files: list[list[tuple[str, slice]]] = [[]]
+    files: list[list[tuple[str, Cut]]] = [[]]
     file_bytes = 0
-    for path, shape in shapes.items():
-        for rows in parts(path, shape):
-            size = 4 * (rows.stop - rows.start) * math.prod(shape[1:])
+    for path, shape in source.shapes.items():
+        for cut in parts(path, shape, finer=source.is_finer(path)):
+            size = 4 * math.prod(cut_shape(cut, shape))
             if files[-1] and file_bytes + size > _FILE_BYTES:
                 files.append([])
                 file_bytes = 0
-            files[-1].append((path, rows))
+            files[-1].append((path, cut))
             file_bytes += size
     return files
 
@@ -147,11 +146,11 @@ def _write_zeros(path: Path, shapes: Mapping[str, Shape]) -> list[Block]:
     which lie at its start. The fingerprint of zeros is 0."""
     blocks, most_bytes = [], 0
     for name, shape in shapes.items():
-        for rows in parts(name.partition(".")[2], shape):
-            cut = (rows.stop - rows.start, *shape[1:])
-            most_bytes = max(most_bytes, 4 * math.prod(cut))
-            of_rows = {"name": name, "start": _first(rows.start, shape), "shape": cut}
-            blocks.append(Block(file=path.name, offset=0, fingerprint=0, **of_rows))
+        for cut in parts(name.partition(".")[2], shape):
+            part = cut_shape(cut, shape)
+            most_bytes = max(most_bytes, 4 * math.prod(part))
+            of_cut = {"name": name, "start": _start(cut, shape), "shape": part}
+            blocks.append(Block(file=path.name, offset=0, fingerprint=0, **of_cut))
     with path.open("xb") as file:
         file.truncate(most_bytes)
     return blocks

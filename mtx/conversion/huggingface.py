@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,13 +22,14 @@ from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_confi
 from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
 from mtx.data.documents import listed
 from mtx.errors import UserError
-from mtx.huggingface import HuggingFace, Json, Names, Shape, is_of_layers
+from mtx.huggingface import HuggingFace, Json, Names, Shape, Weight, is_of_layers
 
 CONFIG = "config.json"
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
+Cut = tuple[slice, ...]  # of an array's first dims: layers, or rows; and then rows of a layer
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 silent: Report = lambda done_bytes, all_bytes: None  # noqa: E731
 
@@ -41,6 +42,8 @@ class Form:
     absent: tuple[str, ...] = ()  # paths of parts that the model is without
     bare: bool = False  # names are without their common prefix
     architecture: str | None = None  # the class in transformers; None: that of a whole model
+    # Leaves that are float32 in any dtype, as `mtx.huggingface.Weight` says; None: all of those.
+    float32: Sequence[str] | None = None
 
 
 class Canonical(Protocol):
@@ -48,19 +51,40 @@ class Canonical(Protocol):
 
     shapes: Mapping[str, Shape]
 
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        """Rows of an array along its first dim, float32."""
+    def read(self, path: str, cut: Cut) -> np.ndarray:
+        """That part of an array, float32."""
         ...
 
 
-def parts(path: str, shape: Shape) -> Iterator[slice]:
-    """The rows to read at a time: a layer, PART_BYTES of a table, or all of what is neither."""
-    rows = 1
+def parts(path: str, shape: Shape, *, finer: bool = False) -> Iterator[Cut]:
+    """What to read at a time: a layer, PART_BYTES of a table, or all of what is neither. finer: of
+    a layer as many rows, experts as a rule."""
     if not is_of_layers(path):
         is_table = path.count(".") == 1
-        rows = max(1, PART_BYTES // (4 * math.prod(shape[1:]))) if is_table else shape[0]
+        for rows in _rows(shape, PART_BYTES if is_table else None):
+            yield (rows,)
+        return
+    for layer in range(shape[0]):
+        one = slice(layer, layer + 1)
+        if not finer:
+            yield (one,)
+            continue
+        for rows in _rows(shape[1:], PART_BYTES):
+            yield one, rows
+
+
+def _rows(shape: Shape, most_bytes: int | None) -> Iterator[slice]:
+    """All rows, so many bytes of float32 at a time."""
+    rows = shape[0]
+    if most_bytes is not None:
+        rows = max(1, most_bytes // (4 * math.prod(shape[1:])))
     for row in range(0, shape[0], rows):
         yield slice(row, min(row + rows, shape[0]))
+
+
+def cut_shape(cut: Cut, shape: Shape) -> Shape:
+    """Of that part of an array."""
+    return *(len(range(*rows.indices(n))) for rows, n in zip(cut, shape)), *shape[len(cut) :]
 
 
 class HuggingFaceModel:
@@ -77,8 +101,9 @@ class HuggingFaceModel:
         self.names: Names = self.kind.names
         self.shapes: Mapping[str, Shape] = {}
         self.absent: tuple[str, ...] = ()  # paths of parts that it is without; from `expect`
-        self._pattern = self.model.stack().pattern
         self._tensors = self._open()
+        self.model = self.kind.as_there(self.model, self._tensors)
+        self._pattern = self.model.stack().pattern
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -132,8 +157,11 @@ class HuggingFaceModel:
 
     @property
     def form(self) -> Form:
-        """Of the widest dtype, where they differ. After `expect`."""
-        there = {file.tensors[name][0] for file, name in self._tensors.values()}
+        """Of the widest dtype, where they differ but for what is always float32. After `expect`."""
+        always = float32_of(self.names, self.shapes, self._pattern)
+        dtypes = {short: file.tensors[name][0] for short, (file, name) in self._tensors.items()}
+        there = {dtype for short, dtype in dtypes.items() if short not in always}
+        float32 = {leaf for short, leaf in always.items() if dtypes[short] == "F32"}
         dtype = next((dtype for dtype in ("F32", "BF16", "F16") if dtype in there), "F32")
         prefixed = any(name.startswith(self.names.prefix) for _, name in self._tensors.values())
         known = self.config.get("architectures")
@@ -141,6 +169,7 @@ class HuggingFaceModel:
         return Form(
             dtype=dtype, absent=self.absent, bare=not prefixed,
             architecture=architecture if isinstance(architecture, str) else None,
+            float32=sorted(float32),
         )  # fmt: skip
 
     def expect(self, shapes: Mapping[str, Shape]) -> None:
@@ -198,7 +227,7 @@ class HuggingFaceModel:
         shape = self._shape(main)
         if self._shape(twin) == shape and all(
             np.array_equal(self._read(twin, rows), self._read(main, rows))
-            for rows in parts("embed.tokens", shape)
+            for (rows,) in parts("embed.tokens", shape)
         ):
             return
         raise UserError(
@@ -212,10 +241,14 @@ class HuggingFaceModel:
         file, there = self._tensors[name]
         return file.read(there, rows)
 
-    def read(self, path: str, rows: slice) -> np.ndarray:
-        """Rows of a canonical array: layers, or rows of a table. What the model is without has
+    def is_finer(self, path: str) -> bool:
+        """Whether a part of a layer can be read."""
+        return self._weights[path][0].in_parts
+
+    def read(self, path: str, cut: Cut) -> np.ndarray:
+        """Part of a canonical array: layers, or rows of a table. What the model is without has
         the values of a new model: norms 1 and 0, biases 0, weights drawn anew."""
-        shape = self.shapes[path]
+        shape, rows = self.shapes[path], cut[0]
         start, stop, _ = rows.indices(shape[0])
         if path.startswith(tuple(f"{part}." for part in self.absent)):
             return _new_values(path, shape, self.model.init_std)[start:stop]
@@ -224,12 +257,34 @@ class HuggingFaceModel:
             if weight.form == "table":
                 return self._read(weight.names[0], rows).astype(np.float32)
             return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
-        array = np.empty((stop - start, *shape[1:]), np.float32)
-        of_tensor = self.names.rows(path, weight, self.shapes)
+        array = np.empty(cut_shape(cut, shape), np.float32)
+        inner = cut[1] if len(cut) > 1 else slice(None)
+        of_tensors = self.names.rows(path, weight, self.shapes) if weight.joined else inner
         for place, prefix in enumerate(starts[start:stop]):
-            tensors = [self._read(prefix + name, of_tensor) for name in weight.names]
-            array[place] = weight.to_ours(tensors, shape[1:])
+            array[place] = self._of_layer(prefix, weight, shape[1:], inner, of_tensors)
         return array
+
+    def _of_layer(
+        self, prefix: str, weight: Weight, shape: Shape, rows: slice, of_tensors: slice
+    ) -> np.ndarray:
+        """Rows of a layer's array; all, unless it `is_finer`. of_tensors: those of its tensors."""
+        names = weight.tensor_names(shape)
+        if weight.experts:
+            each = len(weight.names)
+            first, last, _ = rows.indices(shape[0])
+            names, of_tensors = names[first * each : last * each], slice(None)
+        tensors = [self._read(prefix + name, of_tensors) for name in names]
+        return weight.to_ours(tensors, cut_shape((rows,), shape))
+
+
+def float32_of(names: Names, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> dict[str, str]:
+    """The leaves of tensors that are float32 whatever the others are, by short name."""
+    return {
+        start + name: weight.leaf
+        for _, weight, starts in names.arrays(shapes, pattern)
+        for start in starts if weight.float32
+        for name in weight.names
+    }  # fmt: skip
 
 
 def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
@@ -269,21 +324,34 @@ def write_model(
     names = replace(names, prefix="") if form.bare else names
     shapes, dtype = present(source.shapes, form.absent), form.dtype
     tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}
-    files = _divide(tensors, DTYPES[dtype].itemsize, most_file_bytes)
+    always = float32_of(names, shapes, pattern).items()
+    float32 = {
+        names.full(name) for name, leaf in always if form.float32 is None or leaf in form.float32
+    }
+    sizes = {
+        name: math.prod(shape) * DTYPES["F32" if name in float32 else dtype].itemsize
+        for name, shape in tensors.items()
+    }
+    files = _divide(tensors, sizes, most_file_bytes)
     places = {name: file for file, inside in files.items() for name in inside}
 
     def values() -> Iterator[tuple[str, np.ndarray]]:
         """Tensors, or rows of them, in the order of `tensors`."""
         done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
-        written: set[str] = set()
+        done_paths: set[str] = set()
         for path, weight, starts in names.arrays(shapes, pattern):
-            joined = [] if path in written else names.joined(path, weight)
-            written.update(each for each, _ in joined)
-            for rows, (each, weight) in itertools.product(parts(path, shapes[path]), joined):
-                array = source.read(each, rows)
-                of_layers = is_of_layers(path)
-                start, array = (starts[rows.start], array[0]) if of_layers else ("", array)
-                for name, tensor in zip(weight.names, weight.to_tensors(array), strict=True):
+            joined = [] if path in done_paths else names.joined(path, weight)
+            done_paths.update(each for each, _ in joined)
+            cuts = parts(path, shapes[path], finer=weight.in_parts)
+            for cut, (each, weight) in itertools.product(cuts, joined):
+                array = source.read(each, cut)
+                start = ""
+                if is_of_layers(path):
+                    start, array = starts[cut[0].start], array[0]
+                own = weight.tensor_names(shapes[each][1:])
+                if weight.experts:
+                    own = own[cut[1].start * len(weight.names) :][: len(array) * len(weight.names)]
+                for name, tensor in zip(own, weight.to_tensors(array), strict=True):
                     _refuse_overflow(name := names.full(start + name), tensor, dtype)
                     yield name, tensor
                 done += array.nbytes
@@ -291,21 +359,21 @@ def write_model(
 
     for file, group in itertools.groupby(values(), lambda value: places[value[0]]):
         written = (tensor for _, tensor in group)
-        write_safetensors(directory / file, files[file], written, dtype=dtype)
+        write_safetensors(directory / file, files[file], written, dtype=dtype, float32=float32)
     if len(files) > 1:
-        size = sum(math.prod(shape) for shape in tensors.values()) * DTYPES[dtype].itemsize
-        write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        size = {"total_size": sum(sizes.values())}
+        write_json(directory / _INDEX, {"metadata": size, "weight_map": places})
     write_json(directory / CONFIG, _whole_config(model, form, base))
 
 
 def _divide(
-    tensors: Mapping[str, Shape], itemsize: int, most_bytes: int
+    tensors: Mapping[str, Shape], sizes: Mapping[str, int], most_bytes: int
 ) -> dict[str, dict[str, Shape]]:
     """The tensors of each file, none of more than `most_bytes` unless one tensor is."""
     files: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in tensors.items():
-        tensor_bytes = math.prod(shape) * itemsize
+        tensor_bytes = sizes[name]
         if files[-1] and size + tensor_bytes > most_bytes:
             files.append({})
             size = 0

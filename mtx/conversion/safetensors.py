@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -65,21 +65,33 @@ class SafetensorsFile:
 
 
 def write_safetensors(
-    path: Path, shapes: Mapping[str, Shape], values: Iterable[np.ndarray], *, dtype: str
+    path: Path,
+    shapes: Mapping[str, Shape],
+    values: Iterable[np.ndarray],
+    *,
+    dtype: str,
+    float32: Collection[str] = (),
 ) -> None:
     """A file of tensors of these shapes. values: the tensors in that order, or rows of them one
-    after the other; each is cast to `dtype`, written, and not kept. Raises OSError."""
+    after the other; each is cast to `dtype`, or is of those in `float32`, written, and not kept.
+    Raises OSError."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    end, size = 0, DTYPES[dtype].itemsize
+    dtypes = {name: "F32" if name in float32 else dtype for name in shapes}
+    end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * size
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shape) * DTYPES[dtypes[name]].itemsize
+        header[name] = {"dtype": dtypes[name], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        tensors, left = iter(shapes.items()), 0
         for array in values:  # not by `tofile`, whose error does not say why
-            array = np.ascontiguousarray(array, DTYPES[dtype].newbyteorder("<"))
+            while not left and array.size:
+                name, shape = next(tensors)
+                left = math.prod(shape)
+            left -= array.size
+            array = np.ascontiguousarray(array, DTYPES[dtypes[name]].newbyteorder("<"))
             end -= file.write(array.reshape(-1).view(np.uint8).data)
     if end:
         raise ValueError(f"{path}: {end:,} bytes of {', '.join(shapes)} have not been written")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mtx.config import ModelConfig, Recompute, to_dict
+from mtx.config.layout import ContextAttention
 from mtx.costs.cost import PARAMETERS, Cost, Parameters, Question
 from mtx.errors import UserError
 from mtx.files import replacing
@@ -32,10 +33,13 @@ def layer_cost(
     recompute: Recompute = "none",
     kernel: str = "blocked",
     slices: int = 1,
+    context: int = 1,
+    context_attention: ContextAttention = "gather",
 ) -> Cost:
-    """The cost of one layer of that kind, with attention by that kernel."""
+    """The cost of one layer of that kind, with attention by that kernel, so over `context`."""
     question = Question(
-        model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices,
+        model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices, context=context,
+        context_attention=context_attention if context > 1 else "gather",
         sequence_parallel=sequence_parallel and tensor > 1,
         kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
     )  # fmt: skip
@@ -43,13 +47,17 @@ def layer_cost(
 
 
 def shared_cost(
-    model: ModelConfig, part: str, *, tensor: int = 1, sequence_parallel: bool = False
-) -> Cost:
+    model: ModelConfig, part: str, *, tensor: int = 1, sequence_parallel: bool = False,
+    context: int = 1,
+) -> Cost:  # fmt: skip
     """The cost of the embedding (EMBED) or of the head (HEAD), the vocabulary over `pipe` and
     `tensor`."""
     parallel = sequence_parallel and tensor > 1
     return _answer(
-        Question(model=model, part=part, tensor=tensor, sequence_parallel=parallel), Cost
+        Question(
+            model=model, part=part, tensor=tensor, sequence_parallel=parallel, context=context
+        ),
+        Cost,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mtx.config import ModelConfig, Recompute
+from mtx.config.layout import ContextAttention
 from mtx.layers.kernels import AttentionKernel
 
 Pass = Literal[
@@ -68,6 +69,7 @@ class Collective(NamedTuple):
     axes: tuple[str, ...]
     bytes: Size
     times: float = 1
+    group: int = 0  # devices that take part in one; 0: all of the axes
 
 
 class Moved(NamedTuple):
@@ -131,3 +133,5 @@ class Question:
     recompute: Recompute = "none"
     kernel: AttentionKernel = "blocked"
     slices: int = 1
+    context: int = 1
+    context_attention: ContextAttention = "gather"

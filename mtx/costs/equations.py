@@ -215,16 +215,15 @@ class Reader:
 
     def _fused(self, during: Pass, eqn, times: float) -> None:
         rows, queries, heads, size = eqn.invars[0].aval.shape
-        keys = eqn.invars[1].aval.shape[1]
-        batch, queries, keys, size = map(size_of, (rows * heads, queries, keys, size))
-        scores, output, of_keys = (
-            (queries, keys, size),
-            (queries, size, keys),
-            (keys, size, queries),
-        )
-        products = [scores, output]
+        keys, _, of_values = eqn.invars[2].aval.shape[1:]
+        batch, queries, keys = map(size_of, (rows * heads, queries, keys))
+        size, of_values = size_of(size), size_of(of_values)
+        products = [(queries, keys, size), (queries, of_values, keys)]
         if eqn.primitive is fused.BACKWARD:  # scores again, of the probabilities, of q, of k, of v
-            products = [scores, scores, output, of_keys, of_keys]
+            products = [
+                (queries, keys, size), (queries, keys, of_values), (queries, size, keys),
+                (keys, size, queries), (keys, of_values, queries),
+            ]  # fmt: skip
         seen = 0.5 if eqn.params["causal"] else 1.0
         if window := eqn.params["window"]:
             share = min(1.0, window / eqn.invars[1].aval.shape[1])
@@ -238,11 +237,13 @@ class Reader:
         name = eqn.primitive.name
         axes = eqn.params[_COLLECTIVES[name]]
         axes = tuple(axes) if isinstance(axes, tuple) else (axes,)
+        groups = eqn.params.get("axis_index_groups")
+        group = len(groups[0]) if groups else 0
         for atoms in zip(eqn.invars, eqn.outvars, strict=True):
             whole = max((atom.aval for atom in atoms), key=lambda aval: aval.size)
             number, *powers = size_of(whole.size)
             bytes_ = Size(number * whole.dtype.itemsize, *powers)
-            self.collectives.append(Collective(during, name, axes, bytes_, times))
+            self.collectives.append(Collective(during, name, axes, bytes_, times, group))
 
 
 def _product(numbers: Iterable[int]) -> Size:

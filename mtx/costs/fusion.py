@@ -6,13 +6,14 @@ a row, stored or not. A kernel makes what is stored from what is stored; those t
 are one, and so are sums over rows where one reads a part of what another does. A matmul, or a sum
 over rows, writes its result with what follows from it, from parameters and from numbers alone, as
 with a bias or a scale.
-Reshaped, transposed or cut out an array is the same.
+Reshaped, transposed or cut out an array is the same; cut out at an offset, as much of it is read as
+is cut out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.extend.core import Literal
 
@@ -46,14 +47,29 @@ class Kernels:
         eqn = self.made_by.get(var)
         return 0 if eqn is None else len(self._reads(eqn))
 
+    def _views(self, var) -> Iterator:
+        """This, what it is a view of, and so on to an array."""
+        while True:
+            yield var
+            eqn = self.made_by.get(var)
+            if eqn is None or eqn.primitive.name not in _SAME:
+                return
+            at = eqn.outvars.index(var) if eqn.primitive.name == "optimization_barrier" else 0
+            if isinstance(var := eqn.invars[at], Literal):
+                return
+
     def _array(self, var):
         """The one that this is a view of."""
-        while (eqn := self.made_by.get(var)) is not None and eqn.primitive.name in _SAME:
-            at = eqn.outvars.index(var) if eqn.primitive.name == "optimization_barrier" else 0
-            if isinstance(eqn.invars[at], Literal):
-                return var
-            var = eqn.invars[at]
-        return var
+        *_, array = self._views(var)
+        return array
+
+    def _part(self, var):
+        """What is read of the array that this is a view of: all, or what is cut out at an offset."""
+        for view in self._views(var):
+            made = self.made_by.get(view)
+            if made is not None and made.primitive.name == "dynamic_slice":
+                break
+        return view
 
     def _add(self, var) -> None:
         eqn = self.made_by.get(var)
@@ -73,12 +89,12 @@ class Kernels:
                     arrays = others
         if reads:
             read, made = self.groups.setdefault(arrays, (set(), []))
-            read.update(reads)
+            read.update(reads.values())
             made.append(var)
 
-    def _reads(self, eqn) -> set:
-        """The stored arrays from which its result is computed."""
-        found, seen, waiting = set(), set(), list(eqn.invars)
+    def _reads(self, eqn) -> dict:
+        """The stored arrays from which its result is computed, and what of each is read."""
+        found, seen, waiting = {}, set(), list(eqn.invars)
         while waiting:
             atom = waiting.pop()
             if isinstance(atom, Literal) or atom in seen:
@@ -88,7 +104,8 @@ class Kernels:
             made = self.made_by.get(array)
             along = {array} if array.aval.shape[-1:] == (1,) else set()
             if made is None or made.primitive.name in self.own or array in self.stored - along:
-                found.add(array)
+                part = self._part(atom)
+                found[array] = part if found.get(array, part) is part else array
             else:
                 waiting.extend(made.invars)
         return found

@@ -56,10 +56,10 @@ class _Traced:
     def __init__(self, question: Question):
         self.question = question
         layout = Layout(
-            pipe=_PIPE, tensor=question.tensor, sequence_parallel=question.sequence_parallel
-        )
-        self.shards = layout.vocab_shards
-        self.sizes = dict.fromkeys(AXES, 1) | {"pipe": _PIPE, "tensor": question.tensor}
+            pipe=_PIPE, tensor=question.tensor, sequence_parallel=question.sequence_parallel,
+            context=question.context, context_attention=question.context_attention,
+        )  # fmt: skip
+        self.shards, self.sizes = layout.vocab_shards, layout.sizes
         config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)
         self.model = Model(
             config, axes=Axes.of(layout), recompute=question.recompute,
@@ -133,12 +133,12 @@ class _Traced:
 
     def _batch(self) -> Tree:
         """Arrays of one item: a microbatch, or a slice of its sequences."""
-        slices = self.question.slices
+        parts = self.question.slices * self.question.context
 
         def cut(a):
             shape = list(a.shape)
             if len(shape) > 1:
-                shape[1] //= slices
+                shape[1] //= parts
             return jax.ShapeDtypeStruct(shape, a.dtype)
 
         batch = jax.tree.map(cut, self.model.batch_fields(ROWS))

@@ -128,9 +128,19 @@ class ModelConfig:
         return self.hidden // self.heads
 
     @property
+    def value_size(self) -> int:
+        """K of values, where it is another than that of queries and keys."""
+        return self.head_size
+
+    @property
     def groups(self) -> int:
         """G, heads of keys and values; each serves H / G heads of queries."""
         return self.heads
+
+    @property
+    def routed_experts(self) -> int:
+        """E, among which a layer's router chooses; 0: there are none."""
+        return 0
 
     @property
     def sequence_is_fixed(self) -> bool:

@@ -39,13 +39,7 @@ class Llama(ModelConfig):
     rotary_truncate: bool = True  # "yarn": whole pairs are the bounds of what is partly scaled
 
     def check(self) -> None:
-        require_above(self, 0, "rotary_base", "rotary_low")
-        if self.rotary_high is not None:
-            require_above(self, self.rotary_low, "rotary_high")
-        if self.rotary_attention is not None:
-            require_above(self, 0, "rotary_attention")
-        if self.rotary_scaling == "yarn":
-            require_above(self, 1, "rotary_base")
+        self.check_rotary()
         if self.head_dim is None:
             super().check()
         if self.head_size % 2:
@@ -54,6 +48,16 @@ class Llama(ModelConfig):
                 f"hidden={self.hidden} or heads={self.heads}"
             )
         check_groups(self)
+
+    def check_rotary(self) -> None:
+        """UserError for values of rotary positions that do not go together."""
+        require_above(self, 0, "rotary_base", "rotary_low")
+        if self.rotary_high is not None:
+            require_above(self, self.rotary_low, "rotary_high")
+        if self.rotary_attention is not None:
+            require_above(self, 0, "rotary_attention")
+        if self.rotary_scaling == "yarn":
+            require_above(self, 1, "rotary_base")
 
     @property
     def head_size(self) -> int:
@@ -154,7 +158,7 @@ def to_model(fields: Fields) -> Json:
     return {
         "head_dim": None if size is not None and size * heads == hidden else size,
         "kv_heads": None if groups == heads else groups,
-        **ffn_field(fields, "intermediate_size", "hidden_size"), **_rotary(fields),
+        **ffn_field(fields, "intermediate_size", "hidden_size"), **rotary_fields(fields),
     }  # fmt: skip
 
 
@@ -163,7 +167,7 @@ def silu_to_model(fields: Fields) -> Json:
     return to_model(fields)
 
 
-def _rotary(fields: Fields) -> Json:
+def rotary_fields(fields: Fields) -> Json:
     """rope_parameters, as transformers 5 has it, or rope_theta and rope_scaling."""
     fields.require("partial_rotary_factor", None, 1.0)
     new = fields.table("rope_parameters")
@@ -213,6 +217,14 @@ def _yarn(scaling: Fields, factor: float) -> Json:
 
 def to_config(model: Llama) -> Json:
     """What `to_model` reads, of all families like Llama."""
+    return rotary_parameters(model) | {
+        "num_key_value_heads": model.groups, "head_dim": model.head_size,
+        "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def rotary_parameters(model: Llama) -> Json:
+    """What `rotary_fields` reads."""
     rotary: Json = {"rope_type": "default"}
     if model.rotary_scaling != "none":
         rotary = {"rope_type": model.rotary_scaling, "factor": model.rotary_factor}
@@ -227,10 +239,8 @@ def to_config(model: Llama) -> Json:
     longest = model.rotary_original if model.rotary_scaling == "dynamic" else model.sequence
     return {
         "max_position_embeddings": longest,  # with "dynamic" the original, there is no other
-        "num_key_value_heads": model.groups, "head_dim": model.head_size,
-        "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
         "rope_theta": model.rotary_base,
-        "rope_scaling": None if model.rotary_scaling == "none" else rotary,
+        "rope_scaling": None if model.rotary_scaling == "none" else dict(rotary),
         "rope_parameters": {"rope_theta": model.rotary_base, **rotary},
     }  # fmt: skip
 
@@ -281,10 +291,11 @@ HUGGING_FACE = (
 
 
 def preset(
-    model: Json, *, lr: float, global_batch: int, data: int, pipe: int, tensor: int, virtual: int
-) -> Json:
+    model: Json, *, lr: float, global_batch: int, data: int, pipe: int, tensor: int, virtual: int,
+    **layout: Any,
+) -> Json:  # fmt: skip
     """A preset of a large model, attention's scores recomputed: it then fits 80 GiB everywhere, and
-    saves a fifth of the step beside recomputing all."""
+    saves a fifth of the step beside recomputing all. layout: further fields of it."""
     layers = model["layers"]
     missing = -layers % (pipe * virtual) // 2  # at each end, where the embedding and the head are
     stages = (0,) * missing + (1,) * layers + (0,) * missing if missing else "even"
@@ -292,7 +303,7 @@ def preset(
         "model": model,
         "layout": {
             "data": data, "pipe": pipe, "tensor": tensor, "virtual": virtual, "idle": "phases",
-            "recompute": "selective", "stage_layers": stages,
+            "recompute": "selective", "stage_layers": stages, **layout,
         },
         "optimizer": {"lr": lr, "min_lr": lr / 10, "warmup_steps": 2000},
         "global_batch": global_batch, "steps": 500_000, "eval_every": 1000, "save_every": 1000,

@@ -24,7 +24,7 @@ CONFIG = Qwen3
 
 # -- Hugging Face ----------------------------------------------------------------------------------
 
-_NORMS = (
+HEAD_NORMS = (
     Weight("attention.q_norm.scale", ("self_attn.q_norm.weight",)),
     Weight("attention.k_norm.scale", ("self_attn.k_norm.weight",)),
 )
@@ -32,7 +32,7 @@ HUGGING_FACE = (
     HuggingFace(
         model_type="qwen3", architecture="Qwen3ForCausalLM",
         defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}, fields=FIELDS,
-        to_model=windowed_to_model, to_config=windowed_to_config, names=names(*_NORMS),
+        to_model=windowed_to_model, to_config=windowed_to_config, names=names(*HEAD_NORMS),
         fixed={"attention_bias": False},
     ),
 )  # fmt: skip

@@ -2,11 +2,12 @@
 the next positions of texts.
 
 Heads of keys and values may be fewer than those of queries (Ainslie et al. 2023): each of them
-serves a group of neighbours. What a projection gives comes as it is: (qkv_BSnhK,) with n = 3, or
-(q_BShK, kv_BSngK) with n = 2. So no copy of it waits for the backward pass beside it.
+serves a group of neighbours. They come as they are projected (`mtx.layers.projected`): so no copy
+of them waits for the backward pass beside it.
 
 Legend: B rows · S sequence (T: keys, t: the next positions) · H heads of queries (h: shard) ·
-G heads of keys and values (g: shard) · R = H / G · K head size · b a block of queries
+G heads of keys and values (g: shard) · R = H / G · K head size (V: of values, where it is another)
+· b a block of queries
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtx.layers.fused import described_attention
 from mtx.layers.kernels import AttentionKernel, query_blocks
+from mtx.layers.projected import (
+    Projected,
+    heads_first,
+    in_a_row,
+    in_groups,
+    keys_and_values,
+    positions_first,
+    projected_like_blocks,
+    separate,
+    sinks_of,
+)
+from mtx.layers.sinks import by_heads, with_sinks
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_heads
 from mtx.sharding.sequence import places, whole_sequence
 
-Projected = tuple[jax.Array, ...]
 ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all that its own backward pass keeps
 
 
@@ -50,7 +62,7 @@ class Scores:
 
 
 def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: AttentionKernel):
-    """softmax(scores) v -> [B, S, h, K].
+    """softmax(scores) v -> [B, S, h, V].
 
     The mask hides positions of another of `segments_BS`, and what `rules` hide. "cudnn": the fused
     kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs (`kernels.cudnn_takes`).
@@ -59,6 +71,7 @@ def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: 
     """
     if kernel == "blocked":
         return blocked_attention(projected, segments_BS, rules)
+    assert len(projected) < 3, "see mtx.layers.over_context"
     q_BShK, k_BSgK, v_BSgK = separate(projected)
     mask_B1ST = None
     if segments_BS is not None:
@@ -72,19 +85,6 @@ def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: 
     )  # fmt: skip
 
 
-def separate(projected: Projected):
-    """(q_BShK, k_BSgK, v_BSgK)"""
-    if len(projected) == 1:
-        return tuple(projected[0][:, :, n] for n in range(3))
-    q_BShK, kv_BSngK = projected
-    return q_BShK, kv_BSngK[:, :, 0], kv_BSngK[:, :, 1]
-
-
-def keys_and_values(projected: Projected):
-    """kv_BSngK, n = 2"""
-    return projected[0][:, :, 1:] if len(projected) == 1 else projected[1]
-
-
 @custom_vjp(2)
 def blocked_attention(projected: Projected, segments_BS=None, rules: Scores = Scores()):  # noqa: B008
     """Attention in blocks of queries, each with the keys only that one of its queries sees: where
@@ -94,53 +94,6 @@ def blocked_attention(projected: Projected, segments_BS=None, rules: Scores = Sc
     computes the probabilities again in the backward pass.
     """
     return _blocked_forward(projected, segments_BS, rules)[0]
-
-
-# -- heads first -----------------------------------------------------------------------------------
-
-
-def heads_first(projected: Projected):
-    """(q_BgRSK, k_BgSK, v_BgSK): one copy here, in place of one for every block and product."""
-    if len(projected) == 1:
-        q_BgSK, k_BgSK, v_BgSK = jnp.transpose(projected[0], (2, 0, 3, 1, 4))
-        return q_BgSK[:, :, None], k_BgSK, v_BgSK
-    q_BShK, kv_BSngK = projected
-    k_BgSK, v_BgSK = jnp.transpose(kv_BSngK, (2, 0, 3, 1, 4))
-    return queries_first(q_BShK, k_BgSK.shape[1]), k_BgSK, v_BgSK
-
-
-def queries_first(q_BShK, groups: int):
-    """q_BgRSK"""
-    return _in_groups(jnp.swapaxes(q_BShK, 1, 2), groups)
-
-
-def _in_groups(a_Bh, groups: int):
-    """[B, h, ...] -> [B, g, R, ...]"""
-    return a_Bh.reshape(a_Bh.shape[0], groups, -1, *a_Bh.shape[2:])
-
-
-def _in_a_row(a_BgR):
-    """[B, g, R, ...] -> [B, h, ...]"""
-    return a_BgR.reshape(a_BgR.shape[0], -1, *a_BgR.shape[3:])
-
-
-def positions_first(a_BgRSK):
-    """a_BShK"""
-    return jnp.swapaxes(_in_a_row(a_BgRSK), 1, 2)
-
-
-def projected_like(projected: Projected, dq_BShK, dk_BSgK, dv_BSgK) -> Projected:
-    """Gradients in the order and type of what was projected."""
-    dq_BShK, dk_BSgK, dv_BSgK = (d.astype(projected[0].dtype) for d in (dq_BShK, dk_BSgK, dv_BSgK))
-    if len(projected) == 1:
-        return (jnp.stack([dq_BShK, dk_BSgK, dv_BSgK], axis=2),)
-    return dq_BShK, jnp.stack([dk_BSgK, dv_BSgK], axis=2)
-
-
-def _projected_like(projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS) -> Projected:
-    """The same of gradients as blocks give them."""
-    dk_BSgK, dv_BSgK = (jnp.transpose(d, (0, 3, 1, 2)) for d in (dk_BgKS, dv_BgKS))
-    return projected_like(projected, positions_first(dq_BgRSK), dk_BSgK, dv_BSgK)
 
 
 # -- a block of queries ----------------------------------------------------------------------------
@@ -224,8 +177,8 @@ def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_B
 def output_gradient(do_BShK, o_BShK, groups: int):
     """(do_BgRSK, its sum over K with o [B, g, R, S] in float32)"""
     along_BSh = (do_BShK.astype(jnp.float32) * o_BShK.astype(jnp.float32)).sum(axis=-1)
-    do_BgRSK = _in_groups(jnp.swapaxes(do_BShK, 1, 2), groups)
-    return do_BgRSK, _in_groups(jnp.swapaxes(along_BSh, 1, 2), groups)
+    do_BgRSK = in_groups(jnp.swapaxes(do_BShK, 1, 2), groups)
+    return do_BgRSK, in_groups(jnp.swapaxes(along_BSh, 1, 2), groups)
 
 
 # -- whole sequences -------------------------------------------------------------------------------
@@ -247,11 +200,10 @@ def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slic
 
 def _blocked_forward(projected, segments_BS, rules):
     q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
-    outputs, logsumexps = [], []
+    outputs, logsumexps, sinks_h = [], [], sinks_of(projected)
     for queries, keys, mask in _blocks(k_BgSK.shape[2], segments_BS, rules):
-        o_BgRbK, logsumexp_BgRb = attend(
-            q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask
-        )
+        part = attend(q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask)
+        o_BgRbK, logsumexp_BgRb = with_sinks(*part, sinks_h)
         outputs.append(o_BgRbK.astype(v_BgSK.dtype))
         logsumexps.append(logsumexp_BgRb)
     o_BShK = positions_first(jnp.concatenate(outputs, axis=3))
@@ -275,7 +227,8 @@ def _blocked_backward(rules, saved, do_BShK):
         dq.append(dq_BgRbK)
         dk_BgKS += jnp.pad(dk_BgKT, hidden)
         dv_BgKS += jnp.pad(dv_BgKT, hidden)
-    return _projected_like(projected, jnp.concatenate(dq, axis=3), dk_BgKS, dv_BgKS), None
+    dq_BgRSK, sums = jnp.concatenate(dq, axis=3), (logsumexp_BgRS, along_BgRS)
+    return projected_like_blocks(projected, dq_BgRSK, dk_BgKS, dv_BgKS, *sums), None
 
 
 blocked_attention.defvjp(_blocked_forward, _blocked_backward)
@@ -314,7 +267,8 @@ def _slice_forward(projected, cache_BSngK, part, slices, rules):
         return attend(*_slice_keys(projected, cache_BSngK, part, rules))
 
     branches = [partial(of_part, part) for part in range(slices)]
-    o_BgRbK, logsumexp_BgRb = lax.switch(part, branches, projected, cache_BSngK)
+    own = lax.switch(part, branches, projected, cache_BSngK)
+    o_BgRbK, logsumexp_BgRb = with_sinks(*own, sinks_of(projected))
     o_BbhK = positions_first(o_BgRbK.astype(projected[0].dtype))
     o_BbhK = checkpoint_name(o_BbhK, ATTENTION_OUTPUT)
     logsumexp_BgRb = checkpoint_name(logsumexp_BgRb, ATTENTION_OUTPUT)
@@ -329,7 +283,8 @@ def _slice_backward(slices, rules, saved, do_BbhK):
         q, k, v, mask = _slice_keys(projected, cache_BSngK, part, rules)
         dq, dk, dv = attend_backward(q, k, v, mask, logsumexp_BgRb, along_BgRb, do_BgRbK)
         earlier = mask.first - mask.first_key
-        own = _projected_like(projected, dq, dk[..., earlier:], dv[..., earlier:])
+        sums = logsumexp_BgRb, along_BgRb
+        own = projected_like_blocks(projected, dq, dk[..., earlier:], dv[..., earlier:], *sums)
         dcache = jnp.stack([dk[..., :earlier], dv[..., :earlier]])
         unseen = mask.first_key, cache_BSngK.shape[1] - mask.first
         dcache_BSngK = jnp.transpose(jnp.pad(dcache, (((0, 0),) * 4 + (unseen,))), (1, 4, 0, 2, 3))
@@ -360,12 +315,17 @@ def attention_with_dropout(
     if segments_BS is not None:
         segments = segments_BS, whole_sequence(segments_BS, axes)
     if axes.context is not None:
-        q_BShK, k_BSgK, v_BSgK = separate(projected)
-        kv_BTngK = whole_sequence(jnp.stack([k_BSgK, v_BSgK], axis=2), axes)
-        projected = q_BShK, kv_BTngK
+        if len(projected) == 1:
+            projected = separate(projected)[0], keys_and_values(projected)
+        keys = (whole_sequence(a_BSgK, axes) for a_BSgK in projected[1:3])
+        projected = projected[0], *keys, *projected[3:]
     q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
-    mask = Mask(rules, 0, 0, segments, places_S)
-    p_BgRST = jax.nn.softmax(mask(scores_of(q_BgRSK, k_BgSK, rules)), axis=-1)
-    p_BhST = dropout_heads(_in_a_row(p_BgRST), rate, key, samples_B, first_head, places_S)
-    p_BgRST = _in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)
+    scores_BgRST = Mask(rules, 0, 0, segments, places_S)(scores_of(q_BgRSK, k_BgSK, rules))
+    if (sinks_h := sinks_of(projected)) is not None:
+        sinks_gR11 = by_heads(sinks_h, scores_BgRST[..., 0])[..., None]
+        sinks = jnp.broadcast_to(sinks_gR11, (*scores_BgRST.shape[:-1], 1))
+        scores_BgRST = jnp.concatenate([scores_BgRST, sinks], axis=-1)
+    p_BgRST = jax.nn.softmax(scores_BgRST, axis=-1)[..., : k_BgSK.shape[2]]
+    p_BhST = dropout_heads(in_a_row(p_BgRST), rate, key, samples_B, first_head, places_S)
+    p_BgRST = in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)
     return positions_first(jnp.einsum("BgRST,BgTK->BgRSK", p_BgRST, v_BgSK))

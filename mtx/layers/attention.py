@@ -18,20 +18,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mtx.layers.attend import (
-    Projected,
-    Scores,
-    attention,
-    attention_with_dropout,
-    keys_and_values,
-    separate,
-    sliced_attention,
-)
+from mtx.layers.attend import Scores, attention_with_dropout, sliced_attention
 from mtx.layers.cached import cached_attention, kept_of
 from mtx.layers.context import Context, positions_of
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.norm import Norm, RMSNorm, rms_norm
 from mtx.layers.over_context import attention_over_context
+from mtx.layers.projected import Projected, keys_and_values, separate, sinks_of
 from mtx.layers.rotary import Rotary, rotate
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.linear import (
@@ -58,8 +51,14 @@ class Attention:
     norm: Norm | None = None  # RMS, of each head's queries and keys, before they are turned
     rotary: Rotary | None = None
     scores: Scores = Scores()
+    sinks: bool = False  # a number for each head in the sum of its softmax: `mtx.layers.sinks`
     dropout: float = 0.0  # on the probabilities
     looks_around = True
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether its output is made of parts, as over `context`, on one device as well."""
+        return self.sinks
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return AttentionModule(self, build, rngs)
@@ -121,7 +120,7 @@ class GroupedProjection(nnx.Module):
 
 
 class AttentionModule(nnx.Module):
-    """qkv, out and, where heads are normed, q_norm and k_norm."""
+    """qkv, out and, where there are, q_norm and k_norm of heads, and sinks [H]."""
 
     def __init__(self, config: Attention, build: Build, rngs: nnx.Rngs):
         self.config, self.build = config, build
@@ -139,9 +138,15 @@ class AttentionModule(nnx.Module):
         )  # fmt: skip
         if config.norm is not None:
             self.q_norm, self.k_norm = config.norm.rms(size), config.norm.rms(size)
+        if config.sinks:
+            self.sinks = parameter(jnp.zeros(heads), spec=P("tensor"), role="bias")
 
     def project(self, x_BsD, context: Context | None) -> Projected:
         """Queries, keys and values, as `mtx.layers.attend` takes them."""
+        projected = self._projected(x_BsD, context)
+        return (*separate(projected), self.sinks[...]) if self.config.sinks else projected
+
+    def _projected(self, x_BsD, context: Context | None) -> Projected:
         if isinstance(self.qkv, ColumnLinear):
             return (self.qkv(x_BsD),)
         q_BShK, kv_BSngK = self.qkv(x_BsD)
@@ -179,10 +184,10 @@ class AttentionModule(nnx.Module):
         return self.out(o_BShK)
 
     def _attend(self, projected: Projected, segments_BS=None):
-        rules, kernel, axes = self.config.scores, self._kernel, self.build.axes
-        if axes.context is None:
-            return attention(projected, segments_BS, rules=rules, kernel=kernel)
-        return attention_over_context(projected, segments_BS, rules=rules, kernel=kernel, axes=axes)
+        return attention_over_context(
+            projected, segments_BS, rules=self.config.scores, kernel=self._kernel,
+            axes=self.build.axes,
+        )  # fmt: skip
 
     # -- slices of sequences, and texts that go on -------------------------------------------------
 
@@ -203,4 +208,7 @@ class AttentionModule(nnx.Module):
             return self.out(self._attend(projected))
         q_BthK, _, _ = separate(projected)
         positions_Bt = positions_of(context, q_BthK.shape[1])
-        return self.out(cached_attention(q_BthK, held_nBgSK, positions_Bt, rules, axes))
+        o_BthK = cached_attention(
+            q_BthK, held_nBgSK, positions_Bt, rules, axes, sinks_of(projected)
+        )
+        return self.out(o_BthK)

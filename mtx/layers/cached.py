@@ -9,7 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.layers.attend import Projected, Scores, keys_and_values, product, scores_of
+from mtx.layers.attend import Scores, product, scores_of
+from mtx.layers.projected import Projected, keys_and_values
 from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import kept_places, own_of
 
@@ -23,8 +24,10 @@ def kept_of(projected: Projected, axes: Axes):
     return own_nBgtK if axes.past is None or new == 1 else own_of(own_nBgtK, 3, axes)
 
 
-def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores, axes: Axes):
-    """softmax(scores) v -> o_BthK, softmax in float32.
+def cached_attention(
+    q_BthK, held_nBgSK, positions_Bt, rules: Scores, axes: Axes, sinks_h=None
+):  # fmt: skip
+    """softmax(scores) v -> o_BthK, softmax in float32. sinks: see `mtx.layers.sinks`.
 
     A query at a position (int32) sees the keys and values held from 0 up to there, or those in its
     window; what stands behind them counts for nothing. They may be held by positions over several
@@ -42,9 +45,13 @@ def cached_attention(q_BthK, held_nBgSK, positions_Bt, rules: Scores, axes: Axes
     scores_BgRtS = jnp.where(seen, scores_BgRtS, -jnp.inf)
     largest = scores_BgRtS.max(axis=-1, keepdims=True)
     largest = lax.pmax(largest, axes.past) if axes.past else largest
+    if sinks_h is not None:
+        sinks_gR11 = sinks_h.astype(jnp.float32).reshape(*scores_BgRtS.shape[1:3], 1, 1)
+        largest = jnp.maximum(largest, sinks_gR11)
     p_BgRtS = jnp.exp(scores_BgRtS - largest)
     o_BgRtK = product("BgRtS,BgSK->BgRtK", p_BgRtS.astype(v_BgSK.dtype), v_BgSK)
     total = p_BgRtS.sum(axis=-1, keepdims=True)
     o_BgRtK, total = lax.psum((o_BgRtK, total), axes.past) if axes.past else (o_BgRtK, total)
+    total = total if sinks_h is None else total + jnp.exp(sinks_gR11 - largest)
     o_BgRtK = (o_BgRtK / total).astype(v_BgSK.dtype)
     return jnp.transpose(o_BgRtK, (0, 3, 1, 2, 4)).reshape(rows, new, heads, size)

@@ -20,10 +20,11 @@ for _primitive in (FORWARD, BACKWARD):
 
 
 @FORWARD.def_abstract_eval
-def _of_forward(q_BShK, *_, causal, window):
+def _of_forward(q_BShK, _, v_BTgK, *__, causal, window):
     """Of (q, k, v, mask as a bias): the output, and a number for each query and head."""
     rows, sequence, heads, _ = q_BShK.shape
-    return q_BShK, ShapedArray((rows, heads, sequence), jnp.float32)
+    output = ShapedArray((*q_BShK.shape[:3], v_BTgK.shape[-1]), q_BShK.dtype)
+    return output, ShapedArray((rows, heads, sequence), jnp.float32)
 
 
 @BACKWARD.def_abstract_eval

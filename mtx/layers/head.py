@@ -35,9 +35,10 @@ class NextToken:
     """The config of a head that predicts the next token."""
 
     vocab: int
-    norm: Norm
+    norm: Norm | None  # None: the last layer has it
     tied: bool  # its table is the embedding's
     softcap: float | None = None  # c tanh(logit / c) (Gemma 2)
+    second_weight: float = 0.0  # of the loss of the token after the next (`mtx.layers.multi_token`)
 
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
         """rows: V, padded"""
@@ -63,21 +64,25 @@ def fields_of_targets(rows: int, sequence: int) -> Fields:
 
 
 class NextTokenHead(nnx.Module):
-    """norm, and output [V, D] where it is not tied"""
+    """norm, unless the last layer has it, and output [V, D] where it is not tied"""
 
     def __init__(self, config: NextToken, build: Build, rows: int, rngs: nnx.Rngs):
         self.config, self.axes = config, build.axes
-        self.norm = config.norm.module(build.hidden)
+        if config.norm is not None:
+            self.norm = config.norm.module(build.hidden)
         if not config.tied:
             table = token_table(config.vocab, rows, build, rngs.params())
             self.output = parameter(table, spec=P(VOCAB, None), role="head")
+
+    def _normed(self, x_BsD):
+        return x_BsD if self.config.norm is None else self.norm(x_BsD)
 
     def _table(self, tokens_vD):
         return tokens_vD if self.config.tied else self.output[...]
 
     def next_logits(self, tokens_vD, x_BsD, positions_B):
         """logits_Bv in float32 of one position a row, padding -inf; x the same on every stage."""
-        x_B1D = self.norm(row_at(x_BsD, positions_B, self.axes))
+        x_B1D = self._normed(row_at(x_BsD, positions_B, self.axes))
         table_vD, config = self._table(tokens_vD), self.config
         return vocab_logits(x_B1D, table_vD, config.vocab, self.axes, None, config.softcap)[:, 0]
 
@@ -93,7 +98,7 @@ class NextTokenHead(nnx.Module):
     def _of_targets(self, function, tokens_vD, x_BsD, batch):
         table_vD, config = self._table(tokens_vD), self.config
         return function(
-            self.norm(x_BsD), table_vD, batch["targets"], config.vocab, self.axes, None,
+            self._normed(x_BsD), table_vD, batch["targets"], config.vocab, self.axes, None,
             config.softcap,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How attention and head are computed, for who only wants to know: no JAX."""
+"""How attention, activations and head are computed, for who only wants to know: no JAX."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 MOST_LOGITS_BYTES = 1 << 30  # float32, of what a head takes at once on one device
 _TILE = 128  # rows of a matmul
 AttentionKernel = Literal["blocked", "cudnn", "described"]
+CLAMP_SLOPE, CLAMP_LIMIT = 1.702, 7.0  # of gpt-oss's gated activation (`mtx.layers.mlp`)
 
 
 def query_blocks(sequence: int) -> int:
@@ -14,10 +15,12 @@ def query_blocks(sequence: int) -> int:
     return 4 if sequence % 4 == 0 and sequence >= 64 else 1
 
 
-def cudnn_takes(*, head_size: int, sequence: int, dtype: str) -> bool:
-    """Whether cuDNN's fused attention takes such heads, as `jax.nn.dot_product_attention` asks:
-    the sequence is even for the sake of masks."""
-    heads = head_size <= 128 and head_size % 8 == 0
+def cudnn_takes(*, head_size: int, value_size: int, sequence: int, dtype: str) -> bool:
+    """Whether cuDNN's fused attention takes such heads, as JAX's functions of it ask: the sequence
+    is even for the sake of masks. Values of another size than queries and keys it takes on Hopper
+    and later (from cuDNN 9.10 on), and there queries and keys of up to 256."""
+    most = 128 if head_size == value_size else 256
+    heads = head_size <= most and head_size % 8 == 0 and value_size <= 128 and value_size % 8 == 0
     return heads and sequence % 2 == 0 and dtype != "float32"
 
 

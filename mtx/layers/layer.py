@@ -14,12 +14,13 @@ from flax import nnx
 
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
-from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer
+from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer, has_aux
 from mtx.sharding.linear import enter_jointly, leave_jointly
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
 NormPlacement = Literal["pre", "post", "both"]
 Tree = Any
+Stream = dict[str, Any]  # {"x": x_BsD}, and what else goes along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,14 @@ class Kind:
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
     # x + f(norm(x)) + g(norm(x)), one norm for all (Wang and Komatsuzaki 2021; MegaScale, Jiang et
-    # al. 2024): with `tensor` one reduction a layer
+    # al. 2024): with `tensor` one reduction a layer. Of sublayers made of linears, without losses
     parallel: bool = False
+
+    def __post_init__(self):
+        assert not self.parallel or (self.norm_placement == "pre" and not self.has_aux)
+
+    def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
+        return Layer(self, build, rngs)
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
@@ -42,6 +49,11 @@ class Kind:
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
         """What texts keep that go on, zeros, by sublayer: [n, B, g, S, K], or a `State`."""
         return {name: each.empty_past(build, rows, length) for name, each in self._around.items()}
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether there are losses beside the head's: the stream's leaf "aux" [B, s] sums them."""
+        return any(has_aux(each) for _, each in self.sublayers)
 
     @property
     def _around(self) -> dict[str, LooksAround]:
@@ -80,9 +92,9 @@ class Layer(nnx.Module):
             if kind.norm_placement == "both":
                 setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
 
-    def __call__(self, x_BsD, context: Context | None = None, cache: Tree = None):
-        """x_BsD -> x_BsD; for a slice of the sequence, (x_BsD, its part of a cache), given those of
-        earlier slices. Without a context, no dropout."""
+    def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
+        """The stream after the layer; for a slice of the sequence, (stream, its part of a cache),
+        given those of earlier slices. Without a context, no dropout."""
         own = {}
 
         def run(name, module, h_BsD):
@@ -91,45 +103,51 @@ class Layer(nnx.Module):
             h_BsD, own[name] = module.of_slice(h_BsD, context, cache[name])
             return h_BsD
 
-        def applied(x_BsD):
-            return self._applied(x_BsD, context, run), own
+        def applied(stream):
+            return self._applied(stream, context, run), own
 
         if self.kind.parallel and self.axes.sequence_parallel:
             applied = jax.checkpoint(applied, policy=_is_not_gathered, prevent_cse=False)
-        x_BsD, own = applied(x_BsD)
-        return x_BsD if cache is None else (x_BsD, own)
+        stream, own = applied(stream)
+        return stream if cache is None else (stream, own)
 
-    def of_text(self, x_BtD, context: Context | None, keep: Keep):
-        """x_BtD after the next t positions of texts. keep: of what its sublayers keep, by name."""
+    def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
+        """The stream after the next t positions of texts. keep: of what its sublayers keep, by
+        name."""
 
         def run(name, module, h_BtD):
             if not hasattr(module, "of_text"):
                 return module(h_BtD, context)
             return module.of_text(h_BtD, context, lambda own: _of(keep({name: own}), name))
 
-        return self._applied(x_BtD, context, run)
+        return self._applied(stream, context, run)
 
-    def _applied(self, x_BsD, context, run):
-        """x_BsD after what run(name, module, h) makes of each sublayer's input."""
+    def _applied(self, stream, context, run):
+        """The stream after what run(name, module, h) makes of each sublayer's input."""
         if self.kind.parallel:
-            return self._beside(x_BsD, context, run)
-        placement = self.kind.norm_placement
-        for number, (name, _) in enumerate(self.kind.sublayers):
+            return self._beside(stream, context, run)
+        placement, x_BsD, stream = self.kind.norm_placement, stream["x"], dict(stream)
+        for number, (name, sublayer) in enumerate(self.kind.sublayers):
             norm, module = getattr(self, f"{name}_norm"), getattr(self, name)
             h_BsD = run(name, module, x_BsD if placement == "post" else norm(x_BsD))
+            if has_aux(sublayer):
+                h_BsD, aux_Bs = h_BsD
+                stream["aux"] = stream["aux"] + aux_Bs
             if placement == "both":
                 h_BsD = getattr(self, f"{name}_post_norm")(h_BsD)
             site = (context.layer, number) if context is not None else ()
             x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
             x_BsD = norm(x_BsD) if placement == "post" else x_BsD
-        return x_BsD
+        return stream | {"x": x_BsD}
 
-    def _beside(self, x_BsD, context, run):
+    def _beside(self, stream, context, run):
+        x_BsD = stream["x"]
         h_BSD = enter_jointly(self.norm(x_BsD), self.axes)
         parts = [run(name, getattr(self, name), h_BSD) for name, _ in self.kind.sublayers]
         y_BsD = leave_jointly(sum(parts[1:], parts[0]), self.axes)
         site = (context.layer, 0) if context is not None else ()
-        return x_BsD + dropout(y_BsD, self.kind.dropout, self.axes, context, *site)
+        x_BsD = x_BsD + dropout(y_BsD, self.kind.dropout, self.axes, context, *site)
+        return stream | {"x": x_BsD}
 
 
 def _is_not_gathered(primitive, *_, **__) -> bool:

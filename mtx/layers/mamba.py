@@ -134,7 +134,7 @@ class MambaModule(nnx.Module):
             )
 
         def of_heads(values):
-            return parameter(values, spec=P("tensor"), role="bias")
+            return parameter(values, spec=P("tensor"), role="recurrence")
 
         self.config, self.axes = config, build.axes
         heads, groups = config.heads, (2, config.groups, config.state)

@@ -18,13 +18,15 @@ from flax import nnx
 from jax.scipy.special import erf
 
 from mtx.layers.context import Context
+from mtx.layers.kernels import CLAMP_LIMIT, CLAMP_SLOPE
 from mtx.layers.sublayer import Build
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
-# gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly
-# relu2: the square of ReLU (So et al. 2021)
-Activation = Literal["gelu_tanh", "gelu", "silu", "relu2"]
+# gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly. relu2: the square of
+# ReLU (So et al. 2021). clamped: gpt-oss's, of gated ones: gate sigmoid(1.702 gate) (up + 1), of
+# both within 7
+Activation = Literal["gelu_tanh", "gelu", "silu", "relu2", "clamped"]
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -67,6 +69,9 @@ def _value(x, activation: Activation):
         return jax.nn.silu(x)
     if activation == "relu2":
         return jnp.square(jax.nn.relu(x))
+    if activation == "clamped":
+        x = jnp.minimum(x, CLAMP_LIMIT)
+        return x * jax.nn.sigmoid(CLAMP_SLOPE * x)
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
@@ -77,6 +82,10 @@ def _slope(x, activation: Activation):
     if activation == "silu":
         sigmoid = jax.nn.sigmoid(x)
         return sigmoid * (1 + x * (1 - sigmoid))
+    if activation == "clamped":
+        sigmoid = jax.nn.sigmoid(CLAMP_SLOPE * x)
+        slope = sigmoid * (1 + CLAMP_SLOPE * x * (1 - sigmoid))
+        return jnp.where(x <= CLAMP_LIMIT, slope, 0)
     if activation == "gelu":
         density = jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return (0.5 * (1 + erf(x / math.sqrt(2))) + x * density).astype(x.dtype)
@@ -100,14 +109,21 @@ activate.defvjp(lambda x, activation: (activate(x, activation), x), _activate_ba
 
 @custom_vjp(1)
 def gated(x_BSnf, activation: Activation):
-    """activation(gate) * up of [gate, up] (n = 2)."""
-    return _value(x_BSnf[..., 0, :], activation) * x_BSnf[..., 1, :]
+    """activation(gate) * up of [gate, up] (n = 2); "clamped": * (up + 1)."""
+    return _value(x_BSnf[..., 0, :], activation) * _factor(x_BSnf[..., 1, :], activation)
+
+
+def _factor(up, activation: Activation):
+    return jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT) + 1 if activation == "clamped" else up
 
 
 def _gated_backward(activation, x_BSnf, dy_BSf):
     gate, up = x_BSnf[..., 0, :], x_BSnf[..., 1, :]
-    dgate = dy_BSf * up * _slope(gate, activation)
-    return (jnp.stack([dgate, dy_BSf * _value(gate, activation)], axis=-2),)
+    dgate = dy_BSf * _factor(up, activation) * _slope(gate, activation)
+    dup = dy_BSf * _value(gate, activation)
+    if activation == "clamped":
+        dup = jnp.where(jnp.abs(up) <= CLAMP_LIMIT, dup, 0)
+    return (jnp.stack([dgate, dup], axis=-2),)
 
 
 gated.defvjp(lambda x_BSnf, activation: (gated(x_BSnf, activation), x_BSnf), _gated_backward)

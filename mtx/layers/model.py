@@ -22,9 +22,11 @@ from mtx.layers import fused
 from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
-from mtx.layers.layer import Layer, Stack
+from mtx.layers.layer import Stack
+from mtx.layers.multi_token import NEXT, of_next, of_second, predicts_second, with_second
 from mtx.layers.over_context import in_parts
 from mtx.layers.sublayer import Build
+from mtx.sharding.collectives import reduce_from, shard_of_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
 from mtx.sharding.mesh import Axes
 from mtx.sharding.random import fold, key_data
@@ -81,6 +83,8 @@ class Model:
         self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
         self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
+        self.rules = _metadata(states, "rule")  # of states, how a step moves them; None: of others
+        self._has_aux = any(kind.has_aux for kind in self.kinds.values())
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -89,8 +93,8 @@ class Model:
         embed = self._embedding.module(self._build, rows, rngs)
         return {"embed": embed, "head": self._head.module(self._build, rows, rngs)}
 
-    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> Layer:
-        return Layer(self.kinds[kind], self._build, rngs)
+    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
+        return self.kinds[kind].module(self._build, rngs)
 
     def init_shared(self, seed: int) -> Tree:
         """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
@@ -109,7 +113,14 @@ class Model:
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
         """The batch, with weights that follow from the global one; `total` sums an array of it."""
+        if self._second_weight:
+            batch = with_second(batch, self.axes)
         return self._head.weigh(batch, total)
+
+    @property
+    def _second_weight(self) -> float:
+        """Of the loss of a second token; 0: there is none."""
+        return getattr(self._head, "second_weight", 0.0)
 
     # -- a microbatch -----------------------------------------------------------------------------
 
@@ -117,7 +128,7 @@ class Model:
     def _drops(self) -> bool:
         return bool(self.config.dropout or self.config.attention_dropout)
 
-    def context(self, layer, batch: Tree, samples_B, rng, part=0) -> Context | None:
+    def context(self, layer, batch: Tree, samples_B, rng, part=0, busy=None) -> Context | None:
         """What a layer is told beside its input; None where it does not matter: whole sequences of
         one segment, no dropout. rng: None for no dropout."""
         segments, positions, last = map(batch.get, ("segments", "positions", "last"))
@@ -125,8 +136,9 @@ class Model:
             rng = samples_B = None
         if positions is None and self.axes.context is not None:
             positions = places(batch["tokens"].shape[1], self.axes)
-        given = rng, segments, positions, last
-        if self.slices == 1 and all(each is None for each in given):
+        busy = busy if self._has_aux else None
+        said = rng, segments, positions, busy, last
+        if self.slices == 1 and all(each is None for each in said):
             return None
         if self.slices > 1 and segments is not None:
             raise UserError(
@@ -134,12 +146,18 @@ class Model:
                 "slices=1, or data that is not packed"
             )
         layer, part = jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32)
-        return Context(layer, samples_B, rng, part, segments, positions, last)
+        return Context(layer, samples_B, rng, part, segments, positions, busy, last)
 
     def embed(self, shared: Tree, batch: Tree, context: Context | None = None) -> Stream:
         """The stream before the first layer, the same on every stage: x_BsD of batch["tokens"]
         int32 [B, S]. Expects the same gradient on every stage."""
-        return {"x": nnx.merge(self._graphs["embed"], shared["embed"])(batch, context)}
+        embedding = nnx.merge(self._graphs["embed"], shared["embed"])
+        stream = {"x": embedding(batch, context)}
+        if self._has_aux:
+            stream["aux"] = jnp.zeros(stream["x"].shape[:2], jnp.float32)
+        if predicts_second(batch):
+            stream[NEXT] = embedding(of_next(batch), context)
+        return stream
 
     def layer(
         self, kind: str, params: Tree, stream: Stream, context: Context | None = None, *cache: Tree
@@ -147,20 +165,17 @@ class Model:
         """The stream after a layer; for a slice of the sequence, with the cache of earlier ones,
         (stream, its own part of one)."""
 
-        def run(params, x_BsD, context, *cache):
-            return nnx.merge(self._graphs[kind], params)(x_BsD, context, *cache)
+        def run(params, stream, context, *cache):
+            return nnx.merge(self._graphs[kind], params)(stream, context, *cache)
 
         if self.recompute != "none":
-            run = jax.checkpoint(run, policy=self._policy, prevent_cse=False)
-        if not cache:
-            return stream | {"x": run(params, stream["x"], context)}
-        x_BsD, own = run(params, stream["x"], context, *cache)
-        return stream | {"x": x_BsD}, own
+            run = jax.checkpoint(run, policy=self._policy(kind), prevent_cse=False)
+        return run(params, stream, context, *cache)
 
-    @property
-    def _policy(self) -> Any:
+    def _policy(self, kind: str) -> Any:
         """Where a fused kernel gives parts, only what they make together is kept."""
         parts = in_parts(self.axes, max(1, self.config.groups // self.axes.tensor_shards))
+        parts |= any(getattr(each, "in_parts", False) for _, each in self.kinds[kind].sublayers)
         if parts and self.recompute == "around_attention":
             return _names(ATTENTION_OUTPUT)
         return _POLICIES[self.recompute]
@@ -168,6 +183,21 @@ class Model:
     def loss(self, shared: Tree, stream: Stream, batch: Tree):
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
         return self._call_head("loss", shared, stream, batch)
+
+    def losses(self, shared: Tree, stream: Stream, batch: Tree) -> dict[str, jax.Array]:
+        """What training minimises the sum of: {"loss": `loss`} and, where layers have losses of
+        their own, {"aux": theirs, each token's with the same weight}; and {"second": that of the
+        tokens after the next} times its weight."""
+        losses = {"loss": self.loss(shared, stream, batch)}
+        if NEXT in stream:
+            second = self.loss(shared, {"x": stream[NEXT]}, of_second(batch))
+            losses["second"] = self._second_weight * second
+        if "aux" in stream:
+            axes, aux_Bs = self.axes, stream["aux"]
+            split = axes.tensor if axes.sequence_parallel else None
+            weights_Bs = shard_of_sequence(batch["weights"], split)
+            losses["aux"] = reduce_from((aux_Bs * weights_Bs).sum(), split)
+        return losses
 
     def head_positions(self, shared: Tree, stream: Stream) -> int:
         """Of a shard of the sequence, how many positions the head takes at once."""
@@ -204,7 +234,7 @@ class Model:
         of them to `keep`. Their positions are those of the context, or the first t. Neither dropout
         nor sequence parallelism."""
         layer = nnx.merge(self._graphs[kind], params)
-        return stream | {"x": layer.of_text(stream["x"], context, keep)}
+        return layer.of_text(stream, context, keep)
 
 
 def _is_fused(primitive, *_, **__) -> bool:

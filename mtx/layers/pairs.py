@@ -17,17 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtx.layers.attend import (
-    Mask,
-    Scores,
-    attend,
-    attend_backward,
-    output_gradient,
-    positions_first,
-    queries_first,
-)
+from mtx.layers.attend import Mask, Scores, attend, attend_backward, output_gradient
 from mtx.layers.fused import BACKWARD, FORWARD
 from mtx.layers.kernels import AttentionKernel
+from mtx.layers.projected import positions_first, queries_first
 
 NOTHING = -1e30  # the log of a sum over no keys: finite, so that a difference of two is a number
 _QUERIES = 2048  # of a block: its scores are n x m numbers of each head

@@ -1,5 +1,5 @@
 """Rotary positions (Su et al. 2021): each pair of a head's numbers is turned by an angle that grows
-with the position. Pairs are (k, k + K/2), as in Hugging Face's Llama.
+with the position. Pairs are (k, k + K/2), as in Hugging Face's Llama, or neighbours.
 
 Legend: B rows · S sequence · h heads · K head size
 """
@@ -41,6 +41,7 @@ class Rotary:
     truncate: bool = True  # "yarn": the first and the last pair of those in between are whole
     scale: float | None = None  # "yarn": of cosine and sine; None: 0.1 ln(factor) + 1
     part: float = 1.0  # of a head's numbers, the first ones, that are turned
+    neighbours: bool = False  # pairs are (2k, 2k + 1), as in the paper and DeepSeek's models
 
     @property
     def amplitude(self) -> float:
@@ -104,10 +105,21 @@ def _turn(x_BShK, positions_S, rotary, sign):
     cos, sin = jnp.cos(angle_SK)[..., None, :], sign * jnp.sin(angle_SK)[..., None, :]
     if rotary.amplitude != 1:
         cos, sin = rotary.amplitude * cos, rotary.amplitude * sin
-    first, second = jnp.split(x_BShK[..., :size].astype(jnp.float32), 2, axis=-1)
+    first, second = _pairs(x_BShK[..., :size].astype(jnp.float32), rotary)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    turned = jnp.concatenate(turned, axis=-1).astype(x_BShK.dtype)
+    if rotary.neighbours:
+        turned = jnp.stack(turned, axis=-1).reshape(*x_BShK.shape[:-1], size)
+    else:
+        turned = jnp.concatenate(turned, axis=-1)
+    turned = turned.astype(x_BShK.dtype)
     return jnp.concatenate([turned, x_BShK[..., size:]], axis=-1) if rotary.part < 1 else turned
+
+
+def _pairs(x_BShK, rotary):
+    """The first and the second of each."""
+    if rotary.neighbours:
+        return x_BShK[..., 0::2], x_BShK[..., 1::2]
+    return jnp.split(x_BShK, 2, axis=-1)
 
 
 def _rotate_forward(x_BShK, positions_S, rotary):

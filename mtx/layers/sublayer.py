@@ -50,6 +50,15 @@ class Module(Protocol):
         ...
 
 
+class Balanced(Protocol):
+    """The module of a sublayer that `has_aux`: losses of its own, which keep it balanced."""
+
+    def __call__(self, x_BsD: jax.Array, context: Context | None) -> tuple[jax.Array, jax.Array]:
+        """(what is added to the stream, x_BsD; float32 [B, s]: what each token adds to the loss,
+        weighed as its own loss is)"""
+        ...
+
+
 class Positional(Module, Protocol):
     """A module that looks at other positions, and keeps what it needs of them."""
 
@@ -71,9 +80,14 @@ class Sublayer(Protocol):
         whose module is `Positional`."""
         ...
 
-    def module(self, build: Build, rngs: nnx.Rngs) -> Module:
+    def module(self, build: Build, rngs: nnx.Rngs) -> Module | Balanced:
         """With parameters of global shapes; applied to local shards."""
         ...
+
+
+def has_aux(sublayer: Sublayer) -> bool:
+    """Whether a sublayer's module is `Balanced`."""
+    return getattr(sublayer, "has_aux", False)
 
 
 class LooksAround(Sublayer, Protocol):

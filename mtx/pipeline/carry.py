@@ -57,5 +57,5 @@ class Carry(NamedTuple):
     stash: Stash
     weights: Tree  # [1, N, ...], of the chunk of F and of that of B; None where all are gathered
     gradients: Gradients
-    loss: jax.Array  # float32 []
+    losses: dict[str, jax.Array]  # float32 [] each
     moved: Any = None  # buckets that were gathered or scattered in a window of ticks, [K, ...]

@@ -73,14 +73,15 @@ class _Parts:
 def add_gradients(
     model: PipelineModel, shared: Tree, y: Stream, batch: Tree, weight, sums: tuple[Any, Tree]
 ) -> tuple[tuple[Any, Tree], Stream]:
-    """(sums, dy): sums of the loss and of its gradients of `shared`, those of this microbatch
-    added, of which each is `weight` times that of the loss."""
+    """(sums, dy): sums of the losses, by name, and of their gradients of `shared`, those of this
+    microbatch added, of which each is `weight` times that of the losses."""
 
     def add(sums, y, batch):
-        loss, total = sums
-        value, vjp = jax.vjp(lambda shared, y: model.loss(shared, y, batch), shared, y)
-        dshared, dy = vjp(jnp.asarray(weight, value.dtype))
-        return (loss + value, add_up(total, dshared)), dy
+        losses, total = sums
+        values, vjp = jax.vjp(lambda shared, y: model.losses(shared, y, batch), shared, y)
+        dshared, dy = vjp({name: jnp.asarray(weight, a.dtype) for name, a in values.items()})
+        losses = {name: losses[name] + value for name, value in values.items()}
+        return (losses, add_up(total, dshared)), dy
 
     parts = _Parts.of(model, shared, y)
     if not parts.others:

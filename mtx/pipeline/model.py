@@ -57,6 +57,12 @@ class PipelineModel(Protocol):
         ...
 
     @property
+    def rules(self) -> Tree:
+        """Of states: (state, what its cotangents add up to in a step) -> the next state; None for
+        all other parameters. A tree like `specs`."""
+        ...
+
+    @property
     def vocab_rows(self) -> int:
         """V, of a dim that `specs` shards over `pipe`."""
         ...
@@ -81,10 +87,13 @@ class PipelineModel(Protocol):
 
     # -- a microbatch -----------------------------------------------------------------------------
 
-    def context(self, layer: Any, batch: Tree, samples_B: Any, rng: Any, part: Any) -> Any:
+    def context(
+        self, layer: Any, batch: Tree, samples_B: Any, rng: Any, part: Any, busy: Any
+    ) -> Any:
         """What a layer is told beside its input: which layer it is (int32 []; -1: the embedding),
         the rows' numbers in the global batch (int32 [B]), the step's random key (uint32 [2]; None:
-        no dropout), and which slice of the sequence this is. None where none of it matters."""
+        no dropout), which slice of the sequence this is, and whether the stage computes anything
+        that counts (bool []; None: it does). None where none of it matters."""
         ...
 
     def embed(self, shared: Tree, batch: Tree, context: Any) -> Stream:
@@ -99,6 +108,11 @@ class PipelineModel(Protocol):
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree) -> jax.Array:
         """The sum of the weighted losses, float32 []; the stream is the same on every stage."""
+        ...
+
+    def losses(self, shared: Tree, stream: Stream, batch: Tree) -> dict[str, jax.Array]:
+        """What training minimises the sum of, by name, float32 [] each: "loss" as above, and such
+        as layers add themselves."""
         ...
 
     def head_positions(self, shared: Tree, stream: Stream) -> int:

@@ -38,7 +38,7 @@ class Pipeline(Parts):
     """Runs a table over a model."""
 
     def gradients(self, params: Tree, batch: Tree, samples_MB, rng, loss_weight):
-        """(sum of losses, gradients) over all microbatches of this replica.
+        """(sums of losses by name, gradients) over all microbatches of this replica.
 
         params: {"embed": ..., "head": ..., "layers": {kind: leaves [C, N, ...]}}, the local shards;
         batch: leaves [M, B, S]; samples_MB: int32, rows of the global batch; rng: uint32 [2];
@@ -53,7 +53,7 @@ class Pipeline(Parts):
         for phase in self.phases:
             rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
             carry = run.scan(carry, rows, phase)
-        return carry.loss, carry.gradients.shared | {"layers": run.of_layers(carry)}
+        return carry.losses, carry.gradients.shared | {"layers": run.of_layers(carry)}
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -89,7 +89,8 @@ class Run:
         slices, samples_MB = self.schedule.slices, self.samples_MB
         part = item % slices if slices > 1 else 0
         samples_B = None if samples_MB is None else read(samples_MB, self._microbatch(item))
-        return self.model.context(layer, self.batch_of(item), samples_B, self.rng, part)
+        busy = None if self.layout.idle == "skip" else item != IDLE
+        return self.model.context(layer, self.batch_of(item), samples_B, self.rng, part, busy)
 
     def zeros(self) -> Stream:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stream)
@@ -138,8 +139,13 @@ class Run:
                 reduced=self.weights.sums(),
                 shared=jax.tree.map(float_zeros, self.shared),
             ),
-            loss=jnp.zeros((), jnp.float32),
+            losses=self.no_losses(),
         )
+
+    def no_losses(self) -> dict[str, jax.Array]:
+        """Zeros, float32 [] each."""
+        losses = jax.eval_shape(self.model.losses, self.shared, self.stream, self.batch_of(0))
+        return {name: jnp.zeros((), jnp.float32) for name in losses}
 
     @property
     def zero_slot(self) -> bool:
@@ -299,9 +305,9 @@ class Run:
             return sums, jax.tree.map(jnp.zeros_like, y)
 
         gradients = carry.gradients
-        sums = carry.loss, gradients.shared
-        (loss, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y)
-        return carry._replace(loss=loss, gradients=gradients._replace(shared=shared)), dy
+        sums = carry.losses, gradients.shared
+        (losses, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y)
+        return carry._replace(losses=losses, gradients=gradients._replace(shared=shared)), dy
 
     def backward_op(self, carry: Carry, tick: Tick, arrived, dy: Stream) -> tuple[Carry, Stream]:
         """(carry, dx). dy: that of the last virtual stage, from the head."""

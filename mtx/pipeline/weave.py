@@ -294,7 +294,8 @@ def _bytes(atoms) -> int:
 
 
 def _flops(eqn) -> float:
-    """Of the matmuls in an equation, those of its loops and branches included."""
+    """Of the matmuls in an equation, those of its loops and branches included; of a loop that
+    communicates itself none, since beside another collective it cannot run."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contract, _), _ = params["dimension_numbers"]
@@ -307,7 +308,8 @@ def _flops(eqn) -> float:
     if name == "cond":
         return max(_flops_of(branch) for branch in params["branches"])
     if name == "while":
-        return _flops_of(params["body_jaxpr"])
+        body = params["body_jaxpr"]
+        return 0.0 if any(map(_communicates, body.jaxpr.eqns)) else _flops_of(body)
     inner = [value for value in params.values() if hasattr(value, "jaxpr")]
     return params.get("length", 1) * sum(map(_flops_of, inner))
 

@@ -190,9 +190,11 @@ class WovenLayers:
         rings, gradients, deferred, _ = kept
         if b is not None:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
-            if f is not None and not backward.in_place:
-                of_both = rings[turn.forward], d, dparams, waits
-                ring, d, dparams, waits = lax.optimization_barrier(of_both)
+            if f is not None:
+                free = backward.in_place  # where nothing may stand between a gradient and its sum
+                of_both = rings[turn.forward], d, *(() if free else (dparams, waits))
+                ring, d, *others = lax.optimization_barrier(of_both)
+                dparams, waits = (dparams, waits) if free else others
                 rings = rings | {turn.forward: ring}
             index = self._index(kind, m)
             gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, index)}

@@ -24,6 +24,7 @@ def kernel_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Kernel:
     if slices > 1:
         return "sliced"
     fused = backend == "cuda" and cudnn_takes(
-        head_size=model.head_size, sequence=model.sequence, dtype=model.compute_dtype
-    )
+        head_size=model.head_size, value_size=model.value_size, sequence=model.sequence,
+        dtype=model.compute_dtype,
+    )  # fmt: skip
     return "cudnn" if fused else "blocked"

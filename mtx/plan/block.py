@@ -1,7 +1,7 @@
 """Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
 A layer is its matmuls (`mtx.plan.gemm`), its attention, what its other kernels read and write, and
-its collectives over `tensor`: all of them read off its trace (`mtx.costs`). What other software
+its collectives over `tensor` and `context`: all of them read off its trace (`mtx.costs`). What other software
 does besides is counted in passes over an array: a pass is one read or one write of all its
 elements.
 
@@ -17,10 +17,12 @@ from operator import add
 from typing import NamedTuple, TypedDict
 
 from mtx.config import ModelConfig, Recompute
+from mtx.config.layout import ContextAttention
 from mtx.costs.ask import layer_cost, shared_cost
 from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Matmul, Pass, module_of, total
 from mtx.plan.attention import kernel_of
 from mtx.plan.calibration import Calibration
+from mtx.plan.context import exposed_s
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
@@ -33,6 +35,7 @@ class Work(NamedTuple):
     attention_s: float = 0.0  # scores: matmuls, softmax, dropout
     elementwise_s: float = 0.0  # norms, GELU, residuals, dropout, adding up gradients, the loss
     tensor_comm_s: float = 0.0  # collectives over `tensor` that nothing hides
+    context_comm_s: float = 0.0  # and over `context`
 
     @property
     def total_s(self) -> float:
@@ -84,10 +87,12 @@ class Shard:
     sequence_parallel: bool
     hardware: Hardware
     calibration: Calibration
+    context: int = 1
+    context_attention: ContextAttention = "gather"
 
     @property
     def tokens(self) -> int:
-        return self.microbatch * self.model.sequence
+        return self.microbatch * self.model.sequence // self.context
 
     @property
     def item_bytes(self) -> int:
@@ -125,7 +130,7 @@ class Shard:
         return layer_cost(
             replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
             tensor=self.tensor, sequence_parallel=self.sequence_parallel, recompute=recompute,
-            kernel="cudnn",
+            kernel="cudnn", context=self.context, context_attention=self.context_attention,
         )  # fmt: skip
 
     def all_reduce_s(self) -> float:
@@ -150,6 +155,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         attention_s=attention_forward_s,
         elementwise_s=_elementwise_s(shard, cost, "F"),
         tensor_comm_s=_comm_s(shard, cost, "F"),
+        context_comm_s=exposed_s(shard, cost, "F", attention_forward_s),
     )
     copies = shard.calibration.software.stash_copies
     kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
@@ -161,13 +167,9 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         attention_s=attention_backward_s,
         elementwise_s=_elementwise_s(shard, cost, "B"),
         tensor_comm_s=_comm_s(shard, cost, "BW") - _hidden_s(shard, _columns_s(cost, inputs_s)),
+        context_comm_s=_context_backward_s(shard, kind, recompute, sum(weights_s)),
     )
-    if recompute == "full":
-        backward += forward
-    elif recompute == "around_attention":
-        backward += forward._replace(attention_s=0.0)
-    elif recompute == "selective":
-        backward += Work(attention_s=attention_forward_s)
+    backward += _again(shard, kind, recompute, forward)
     size = sum(batch * k * n for batch, _, n, k, _ in weights)
     weight = Work(
         matmul_s=sum(weights_s),
@@ -175,6 +177,46 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         tensor_comm_s=-_hidden_s(shard, _columns_s(cost, weights_s), weights=True),
     )
     return Passes(forward=forward + stashed, backward=backward, weight=weight)
+
+
+def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work:
+    """What B computes again. Over `context` the trace says it: a ring's output is kept in more ways
+    than that of a kernel alone, and its merges are much of what else a layer does."""
+    if recompute == "none":
+        return Work()
+    if shard.context > 1:
+        plain, more = (
+            _traced_backward(shard, shard.cost(kind, way)) for way in ("none", recompute)
+        )
+        again = Work(*(max(0.0, b - a) for a, b in zip(plain, more)))
+        return again._replace(tensor_comm_s=forward.tensor_comm_s * (recompute != "selective"))
+    if recompute == "selective":
+        return Work(attention_s=forward.attention_s)
+    return forward if recompute == "full" else forward._replace(attention_s=0.0)
+
+
+def _traced_backward(shard: Shard, cost: Cost) -> Work:
+    """The backward pass of a trace, but for its collectives."""
+    products = [each for each in cost.matmuls if each.weight and each.during == "B"]
+    return Work(
+        matmul_s=sum(
+            shard.product_s(m, n, k, b, dtype="float8" if each.float8 else "")
+            for each in products
+            for b, m, n, k in (each.shape(shard.microbatch),)
+        ),
+        attention_s=_attention_s(shard, cost)[1],
+        elementwise_s=_elementwise_s(shard, cost, "B"),
+    )
+
+
+def _context_backward_s(shard: Shard, kind: str, recompute: Recompute, weights_s: float) -> float:
+    """What a layer's backward pass sends over `context`, and neither its attention hides nor, as
+    far as they last, the weights' gradients, for which nothing waits."""
+    if shard.context == 1:
+        return 0.0
+    cost = shard.cost(kind, recompute)
+    sent_s = exposed_s(shard, cost, "BW", _attention_s(shard, cost)[1])
+    return max(0.0, sent_s - weights_s * shard.calibration.software.overlaps_tensor)
 
 
 def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
@@ -239,7 +281,7 @@ def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
     unfused: q k^T, softmax with scale and mask (`_softmax_passes`), dropout and the product with v,
     each through memory; all of the square. fused: no score leaves the kernel, which skips what the
     mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
-    (`mtx.plan.attention`).
+    (`mtx.plan.attention`). Over `context` there are several such products, as often as they run.
     """
     model, rows = shard.model, shard.microbatch
     kernel = kernel_of(model, shard.hardware.backend)
@@ -252,19 +294,21 @@ def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
             product_s = each.seen * each.flops(rows) / rate
             forward_s += product_s * (each.during == "F")
             backward_s += product_s * (each.during == "B")
-    if fused and any(each.fused for each in cost.matmuls):
-        forward_s += shard.calibration.kernel_s
-        backward_s += 2 * shard.calibration.kernel_s
+    runs = {pass_: sum(each.times for each in cost.matmuls if each.fused and each.during == pass_)
+            for pass_ in ("F", "B")}  # fmt: skip
+    if fused:  # a kernel of two products forward, two kernels of five backward
+        forward_s += runs["F"] / 2 * shard.calibration.kernel_s
+        backward_s += 2 * runs["B"] / 5 * shard.calibration.kernel_s
     for each in apart:
         if not each.fused:
             batch, m, n, k = each.shape(rows)
             product_s = each.times * shard.product_s(m, n, k, batch)
             forward_s += product_s * (each.during == "F")
             backward_s += product_s * (each.during == "B")
-    scores, *_ = [each for each in apart if each.fused and each.during == "F"] or [None]
-    if scores:
+    for scores in [each for each in apart if each.fused and each.during == "F"][::2]:
         unfused_s = _unfused_s(shard, *scores.shape(rows))
-        forward_s, backward_s = forward_s + unfused_s[0], backward_s + unfused_s[1]
+        forward_s += scores.times * unfused_s[0]
+        backward_s += scores.times * unfused_s[1]
     return forward_s, backward_s
 
 
@@ -342,7 +386,10 @@ def head_work(shard: Shard, shards: int) -> Passes:
     """
     model = shard.model
     columns = model.padded_vocab(shards) // shards
-    cost = shared_cost(model, HEAD, tensor=shard.tensor, sequence_parallel=shard.sequence_parallel)
+    cost = shared_cost(
+        model, HEAD, tensor=shard.tensor, sequence_parallel=shard.sequence_parallel,
+        context=shard.context,
+    )  # fmt: skip
     products = [  # (tokens, outputs, inputs), but of those on a sequence's first token alone
         each.shape(shard.microbatch, columns)[1:] for each in cost.weights if each.m.number > 1
     ]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
+from mtx.config import Layout, ModelConfig
 from mtx.errors import unknown_name
 from mtx.plan.hardware import Hardware
 
@@ -178,6 +179,12 @@ _A100 = Calibration(
     send_share=0.5722,
 )
 FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
+
+
+def calibration_for(layout: Layout, model: ModelConfig, hardware: Hardware) -> Calibration:
+    """The constants of a run: ours where sequences are cut over devices, as SC'21's never were."""
+    software = "mtx" if layout.context > 1 else None
+    return calibration_of(hardware, software, family=model.family)
 
 
 @lru_cache(maxsize=64)

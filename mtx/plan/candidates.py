@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mtx.config import Layout, ModelConfig, Recompute
-from mtx.config.layout import Weave
+from mtx.config.layout import ContextAttention, Weave
 from mtx.errors import UserError
-from mtx.plan.calibration import calibration_of
+from mtx.plan.calibration import calibration_for
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
@@ -19,7 +19,9 @@ from mtx.plan.time import StepTime, predict_step
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "around_attention", "full")
+CONTEXT_WAYS: tuple[ContextAttention, ...] = ("gather", "ring", "ulysses", "usp")
 ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
+_PART = 8192  # positions of a device, of a sequence that is cut: shorter ones need not be cut
 T = TypeVar("T")
 
 
@@ -29,6 +31,7 @@ class Fixed:
 
     data: int | None = None
     pipe: int | None = None
+    context: int | None = None
     tensor: int | None = None
     virtual: int | None = None
     microbatch: int | None = None
@@ -37,6 +40,7 @@ class Fixed:
     sequence_parallel: bool | None = None
     zero: Zero | None = None
     weave: Weave | None = None
+    context_attention: ContextAttention | None = None
 
     def ways(self) -> tuple[Recompute, ...]:
         """To recompute, the leanest last."""
@@ -86,18 +90,21 @@ class Question:
         return divides(layout, self.model, self.global_batch)
 
     def meshes(self) -> list[Layout]:
-        """Every data x pipe x tensor that model and batch allow, in its leanest settings."""
+        """Every data x pipe x context x tensor that model and batch allow, in its leanest
+        settings."""
         fixed, found = self.fixed, []
-        for tensor, pipe in itertools.product(divisors(self.gpus), repeat=2):
-            data, left = divmod(self.gpus, tensor * pipe)
+        sizes = divisors(self.gpus)
+        for context, tensor, pipe in itertools.product(self.contexts(), sizes, sizes):
+            data, left = divmod(self.gpus, context * tensor * pipe)
             wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
             if left or any(given not in (None, size) for given, size in wanted):
                 continue
             mesh = Layout(
-                data=data, pipe=pipe, tensor=tensor, idle="phases", recompute="full",
+                data=data, pipe=pipe, context=context, tensor=tensor, idle="phases",
+                recompute="full", context_attention=fixed.context_attention or "auto",
                 virtual=fixed.virtual or 1, microbatch=fixed.microbatch or 1,
                 schedule=fixed.schedule or "1f1b",
-                sequence_parallel=self._sequence_parallel(tensor)[0],
+                sequence_parallel=self._sequence_parallel(context, tensor)[0],
                 weave=fixed.weave or "off",
             )  # fmt: skip
             if self.allows(mesh):
@@ -106,23 +113,25 @@ class Question:
 
     def zeros(self, mesh: Layout) -> tuple[Zero, ...]:
         """The values of `zero` to try: 3 is as 1 where there is one replica."""
-        return choices(self.fixed.zero, ZERO if mesh.data > 1 else ZERO[:1])
+        return choices(self.fixed.zero, ZERO if mesh.token_shards > 1 else ZERO[:1])
 
-    def state_fits(self, mesh: Layout, zero: Zero) -> bool:
-        """Whether parameters, gradients and optimizer do, with as many chunks as can be: zero=3
-        then has least of the parameters gathered."""
-        if self.fixed.virtual is None and mesh.stage_layers == "even":
-            mesh = replace(mesh, virtual=self.model.layers // mesh.pipe)
-        memory = self.memory(mesh, zero)
-        return self.holds(memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes)
+    def mesh_fits(self, mesh: Layout, zero: Zero) -> bool:
+        """Whether anything on that mesh does, which is in its leanest settings."""
+        chunked = (replace(mesh, virtual=virtual) for virtual in self.virtuals(mesh))
+        return any(self.can_hold(layout, zero) for layout in chunked)
+
+    def can_hold(self, layout: Layout, zero: Zero) -> bool:
+        """Whether it fits where all is recomputed that may be."""
+        leanest = replace(layout, recompute=self.fixed.ways()[-1])
+        return self.holds(self.memory(leanest, zero).total_bytes)
 
     def settings(self, mesh: Layout) -> Iterator[Layout]:
         """Every (microbatch, sequence parallelism, weaving) of one mesh; chunks are left as they
-        are."""
-        microbatches = divisors(self.global_batch // mesh.data)
+        are. Of cut sequences one at a time: fewer parts would do as well as several."""
+        microbatches = divisors(self.global_batch // mesh.data) if mesh.context == 1 else (1,)
         for microbatch, parallel, weave in itertools.product(
-            choices(self.fixed.microbatch, microbatches), self._sequence_parallel(mesh.tensor),
-            self.weaves(mesh),
+            choices(self.fixed.microbatch, microbatches),
+            self._sequence_parallel(mesh.context, mesh.tensor), self.weaves(mesh),
         ):  # fmt: skip
             layout = replace(mesh, microbatch=microbatch, sequence_parallel=parallel, weave=weave)
             if self.allows(layout):
@@ -131,21 +140,31 @@ class Question:
     def virtuals(self, layout: Layout) -> tuple[int, ...]:
         """The numbers of chunks to try: on one stage they serve zero=3 alone, which gathers one of
         them at a time."""
-        matters = layout.pipe > 1 or layout.data > 1
+        matters = layout.pipe > 1 or layout.token_shards > 1
         layers = self.model.layers // layout.pipe
         return choices(self.fixed.virtual, divisors(layers) if matters else (1,))
 
     def weaves(self, mesh: Layout) -> tuple[Weave, ...]:
         """Whether to weave: where collectives can hide, and the software priced is ours."""
-        ours = calibration_of(self.hardware, family=self.model.family).software.name == "mtx"
-        return choices(self.fixed.weave, ("off", "on") if ours and mesh.tensor > 1 else ("off",))
+        hides = self._is_ours(mesh) and mesh.tensor > 1
+        return choices(self.fixed.weave, ("off", "on") if hides else ("off",))
 
-    def _sequence_parallel(self, tensor: int) -> tuple[bool, ...]:
+    def contexts(self) -> tuple[int, ...]:
+        """The parts of a sequence to try: where it is long, and the software priced is ours."""
+        most = self.model.sequence // _PART if self._is_ours(Layout()) else 1
+        sizes = divisors(self.gpus)
+        return choices(self.fixed.context, tuple(n for n in sizes if n <= max(1, most)))
+
+    def _is_ours(self, layout: Layout) -> bool:
+        return calibration_for(layout, self.model, self.hardware).software.name == "mtx"
+
+    def _sequence_parallel(self, context: int, tensor: int) -> tuple[bool, ...]:
         """What may be tried, the leaner first."""
         if tensor == 1:
             tried = (True,)
         else:
-            tried = (True, False) if self.model.sequence % tensor == 0 else (False,)
+            divided = self.model.sequence % (context * tensor) == 0
+            tried = (True, False) if divided else (False,)
         return choices(self.fixed.sequence_parallel, tried)
 
 

@@ -74,8 +74,7 @@ def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layo
     """
     if layout.zero == 3:
         layout = replace(layout, zero_unit=zero_unit(layout, model, global_batch))
-    if layout.context > 1 and layout.context_attention == "auto":
-        layout = replace(layout, context_attention=context_attention(layout, model))
+    layout = replace(layout, context_attention=context_attention(layout, model))
     if layout.schedule != "auto":
         return layout, ""
     found = _choose(layout, model.layers, layout.microbatches(global_batch))
@@ -106,12 +105,14 @@ def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit
 
 
 def context_attention(layout: Layout, model: ModelConfig) -> ContextAttention:
-    """How attention goes over `context` by itself, "ring" or "gather".
+    """How attention goes over `context`; of "auto" the way that is chosen, "ring" or "gather".
 
     A step of a ring is 8 n^2 h K FLOPs forward for 2n positions of a device, beside 8 n g K bytes
     of keys and values: at some 500 TFLOP/s and 40 GB/s, between nodes, n h/g must be 12,000 for the
     sends to be covered. With less, all of them are gathered at once, before larger matmuls.
     """
+    if layout.context == 1 or layout.context_attention != "auto":
+        return layout.context_attention
     if model.attention_dropout or not model.causal:
         return "gather"
     tokens = model.sequence // layout.context

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.plan.candidates import RECOMPUTE, Fixed, Question
-from mtx.plan.choose import with_zero
+from mtx.plan.candidates import CONTEXT_WAYS, RECOMPUTE, Fixed, Question
+from mtx.plan.choose import context_attention, with_zero
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.search import Candidate
@@ -20,6 +20,7 @@ PART_NAMES = {
     "elementwise_s": "norms and activations",
     "embedding_and_head_s": "embedding, logits and loss",
     "tensor_comm_s": "collectives over tensor",
+    "context_comm_s": "collectives over context",
     "pipeline_comm_s": "messages between stages",
     "bubble_s": "idle in the pipeline",
     "data_comm_s": "reductions over data",
@@ -70,9 +71,10 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
         return f"{bubble_text(one.time.bubble_over_ideal)} instead of {other_bubble}"
     what = part_name(name)
     crossing = [_crosses(layout, name, hardware) for layout in (mine, theirs)]
-    if name in ("tensor_comm_s", "data_comm_s") and crossing == [False, True]:
+    over_axis = name in ("tensor_comm_s", "context_comm_s", "data_comm_s")
+    if over_axis and crossing == [False, True]:
         what += " inside a node"
-    elif name in ("tensor_comm_s", "data_comm_s") and crossing == [True, False]:
+    elif over_axis and crossing == [True, False]:
         what += " across nodes"
     elif name == "matmul_s" and mine.recompute != theirs.recompute:
         what += f" (recompute={mine.recompute} instead of {theirs.recompute})"
@@ -81,7 +83,8 @@ def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) ->
 
 def _crosses(layout: Layout, part: str, hardware: Hardware) -> bool:
     """Whether some group of that part's axis spans nodes; devices fill nodes in mesh order."""
-    reach = layout.tensor * (layout.data if part == "data_comm_s" else 1)
+    beside = {"data_comm_s": layout.token_shards, "context_comm_s": layout.context}
+    reach = layout.tensor * beside.get(part, 1)
     return reach > hardware.node_devices or hardware.node_devices % reach != 0
 
 
@@ -119,6 +122,7 @@ def changes(
         "virtual": set(question.virtuals(mesh)),
         "sequence_parallel": {layout.sequence_parallel for layout in settings},
         "weave": {layout.weave for layout in settings},
+        "context_attention": set(CONTEXT_WAYS) if mesh.context > 1 else {mesh.context_attention},
     }
     for name, found in tried.items():
         values = sorted(found | {getattr(mesh, name)})
@@ -126,12 +130,12 @@ def changes(
         asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
     asked += [("recompute", way) for way in RECOMPUTE]
     asked += [("schedule", name) for name in ("gpipe", LOOPED[0]) if mesh.pipe > 1]
-    asked += [("zero", zero) for zero in (0, 1, 3) if mesh.data > 1]
+    asked += [("zero", zero) for zero in (0, 1, 3) if mesh.token_shards > 1]
     listed = []
     for name, value in asked:
         zero = value if name == "zero" else best.zero
         layout = with_zero(mesh, zero) if name == "zero" else _changed(mesh, name, value)
-        if (layout, zero) == (mesh, best.zero) or layout is None:
+        if layout is None or _same(layout, mesh, model) and zero == best.zero:
             continue
         if not question.allows(layout):
             continue
@@ -141,6 +145,13 @@ def changes(
         fits = question.holds(memory.total_bytes)
         listed.append(Change(name=name, value=value, candidate=candidate, fits=fits))
     return sorted(listed, key=lambda change: change.candidate.time.step_s)
+
+
+def _same(layout: Layout, other: Layout, model: ModelConfig) -> bool:
+    """Whether they are one, with attention over `context` as it is chosen."""
+    return replace(layout, context_attention=context_attention(layout, model)) == replace(
+        other, context_attention=context_attention(other, model)
+    )
 
 
 def _changed(layout: Layout, name: str, value: object) -> Layout | None:

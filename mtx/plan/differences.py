@@ -27,6 +27,7 @@ _WHY = {
     " are listed",
     "embedding_and_head_s": "XLA's kernels, and collectives that wait for no matmul",
     "tensor_comm_s": "XLA's order of them; in ticks of F or B alone it hides other ones",
+    "context_comm_s": "XLA's order of them; where memory is short it sends nothing beside anything",
     "pipeline_comm_s": "what XLA puts beside the sends; the head's collectives share their links",
     "bubble_s": "ticks last as long as the slowest stage's, with all that XLA leaves in sight",
     "data_comm_s": "what XLA puts beside them",
@@ -87,4 +88,6 @@ def _field(one: Spent) -> str:
     if "data" in axes.split(" x "):
         return "data_comm_s"
     outside = _PARTS.get(one.part) == "embedding_and_head_s"
+    if axes == "context":
+        return "data_comm_s" if one.part in _PARTS and not outside else "context_comm_s"
     return "pipeline_comm_s" if axes == "pipe" and not outside else "tensor_comm_s"

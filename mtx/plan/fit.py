@@ -100,9 +100,10 @@ def _nearest_preset(room: _Room) -> str:
 
 
 def fit_layout(layout: Layout, devices: int) -> Layout:
-    """The largest part of `layout` for at most `devices`: fewer replicas first, then fewer tensor
-    shards, then fewer stages, each a divisor of what it was, so that everything still divides."""
-    for axis in ("data", "tensor", "pipe"):
+    """The largest part of `layout` for at most `devices`: fewer replicas first, then fewer parts of
+    sequences, tensor shards and stages, each a divisor of what it was, so that everything still
+    divides."""
+    for axis in ("data", "context", "tensor", "pipe"):
         size = getattr(layout, axis)
         room = max(devices * size // layout.devices, 1)
         fitting = max(n for n in divisors(size) if n <= room)
@@ -138,11 +139,13 @@ def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = 
 
 
 def _layouts(layout: Layout, count: int, most_tensor: int) -> Iterator[Layout]:
-    """All over `count` devices, those of fewer and nearer shards first."""
-    for shards in divisors(count):
+    """All over `count` devices, those of fewer and nearer shards first; parts of sequences are as
+    many as they were."""
+    parts, left = divmod(count, layout.context)
+    for shards in divisors(parts) if not left else ():
         for tensor in reversed(divisors(shards)):
             if tensor <= most_tensor:
-                pipe, data = shards // tensor, count // shards
+                pipe, data = shards // tensor, parts // shards
                 yield replace(layout, data=data, pipe=pipe, tensor=tensor)
 
 

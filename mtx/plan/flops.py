@@ -21,7 +21,7 @@ from mtx.config import Idle, Layout, ModelConfig
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
 from mtx.costs.cost import HEAD, Parameter, module_of
 from mtx.plan.attention import Backend, kernel_of
-from mtx.plan.choose import schedule_for
+from mtx.plan.choose import context_attention, schedule_for
 from mtx.schedules.partition import place_layers
 from mtx.schedules.schedule import Schedule
 
@@ -114,11 +114,12 @@ def hardware_matmul_flops(
         ):
             flops += each * (schedule.items * layers + (ops - useful) * idle)
     head = shared_cost(
-        model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel
-    )
+        model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
+    )  # fmt: skip
     vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
     flops += layout.pipe * schedule.microbatches * head.flops("FBW", layout.microbatch, vocab)
-    return layout.data * layout.tensor * flops
+    return layout.token_shards * layout.tensor * flops
 
 
 def _layer_flops(
@@ -130,6 +131,7 @@ def _layer_flops(
         model, kind=kind, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
         recompute="full" if inputs and alone else layout.recompute,
         kernel=kernel_of(model, backend, layout.slices), slices=layout.slices,
+        context=layout.context, context_attention=context_attention(layout, model),
     )  # fmt: skip
     forward, backward, weight = (cost.flops(each, layout.microbatch) for each in "FBW")
     if inputs and not alone:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
@@ -24,7 +24,7 @@ from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Parameter, total
 from mtx.layers.kernels import head_positions
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
-from mtx.plan.choose import schedule_for, with_zero, zero_unit
+from mtx.plan.choose import context_attention, schedule_for, with_zero, zero_unit
 from mtx.schedules.partition import place_layers
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
@@ -63,8 +63,6 @@ def predict_memory(
     0, which this program does not run: nothing. optimizer: None, AdamW.
     """
     zero = layout.zero if zero is None else zero
-    if layout.context > 1:
-        model, layout, global_batch = _as_replicas(model, layout, global_batch)
     slots = _slots(layout, layout.microbatches(global_batch))
     device = _Device(model, layout, backend)
     held = device.parameters
@@ -83,7 +81,7 @@ def predict_memory(
     if with_zero(layout, zero).by_windows(model):
         # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
-    shards = 1 if zero == 0 else layout.data
+    shards = 1 if zero == 0 else layout.token_shards
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
@@ -93,19 +91,6 @@ def predict_memory(
         activations_bytes=working,
         logits_bytes=max(0, head - working),
     )
-
-
-@cache
-def _as_replicas(
-    model: ModelConfig, layout: Layout, global_batch: int
-) -> tuple[ModelConfig, Layout, int]:
-    """What holds as much as a part of each sequence does on a device of `context`: sequences of
-    that length, on as many more replicas. Keys and values of other parts, a layer's at a time, and
-    the rest of a table of positions come on top."""
-    layout.check(model)
-    parts = layout.context
-    part = replace(model, sequence=model.sequence // parts)
-    return part, replace(layout, data=layout.data * parts, context=1), global_batch * parts
 
 
 def conditionals_copy() -> bool:
@@ -169,13 +154,13 @@ def _weights_bytes(
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
         layers = layout.virtual * held.chunk
-        shared, shard = held.total - layers, -(-layers // layout.data)
+        shared, shard = held.total - layers, -(-layers // layout.token_shards)
         # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
         parameters = item * shared + (0 if item == 4 else item * shard)
         return parameters, 4 * (shared + shard), (2 * item * held.chunk, 4 * held.chunk)
     # Masters that are neither sharded nor of another type are the parameters themselves.
-    same = item == 4 and (layout.data == 1 or zero == 0)
+    same = item == 4 and (layout.token_shards == 1 or zero == 0)
     return 0 if same else item * held.total, 4 * held.total, (0, 0)
 
 
@@ -236,8 +221,9 @@ class _Device:
         model, layout = self.model, self.layout
         return layer_cost(
             model, kind=kind, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
-            recompute=recompute or layout.recompute, slices=layout.slices,
+            recompute=recompute or layout.recompute, slices=layout.slices, context=layout.context,
             kernel=kernel_of(model, self.backend, layout.slices),
+            context_attention=context_attention(layout, model),
         )  # fmt: skip
 
     def _of_chunk(self, field: str, recompute: Recompute | None = None) -> int:
@@ -301,8 +287,9 @@ class _Device:
         many positions as the head takes at once."""
         model, layout = self.model, self.layout
         head = shared_cost(
-            model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel
-        )
+            model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
+            context=layout.context,
+        )  # fmt: skip
         vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
         logits = sum(
             each.m.at(layout.microbatch) * each.n.at(1, vocab)
@@ -310,7 +297,7 @@ class _Device:
             if each.during == "F" and each.n.vocab
         )
         shards = layout.tensor if layout.sequence_parallel else 1
-        positions = model.sequence // layout.slices // shards
+        positions = model.sequence // (layout.slices * layout.context) // shards
         at_once = head_positions(layout.microbatch * shards, positions, vocab)
         item = ITEM_BYTES[model.compute_dtype]
         return (4 + item) * logits // layout.slices * at_once // positions

@@ -1,7 +1,7 @@
 """Seconds of a collective: latency and bandwidth on the links that its groups really cross.
 
-Devices are numbered row-major over the mesh ("pipe", "data", "tensor"), and so fill nodes: tensor
-shards are neighbours, stages far apart. A ring through a node enters and leaves it once, on the
+Devices are numbered row-major over the mesh (`mtx.sharding.axes`), and so fill nodes: tensor shards
+are neighbours, parts of a sequence come next, stages are far apart. A ring through a node enters and leaves it once, on the
 network cards of all the group's members there together.
 """
 
@@ -32,11 +32,12 @@ class Group:
 
 
 def data_group(layout: Layout) -> Group:
-    return Group(size=layout.data, stride=layout.tensor)
+    """Over which gradients are summed: replicas, and the parts of their sequences."""
+    return Group(size=layout.token_shards, stride=layout.tensor)
 
 
 def pipe_group(layout: Layout) -> Group:
-    return Group(size=layout.pipe, stride=layout.data * layout.tensor)
+    return Group(size=layout.pipe, stride=layout.token_shards * layout.tensor)
 
 
 def ring_bytes_s(group: Group, *, hardware: Hardware, calibration: Calibration) -> float:
@@ -86,6 +87,21 @@ def all_reduce_s(
 ) -> float:
     """A reduce-scatter and an all-gather."""
     return 2 * gather_s(payload_bytes, group, hardware=hardware, calibration=calibration)
+
+
+def all_to_all_s(
+    payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
+) -> float:
+    """Each of n devices gives every other one an n-th of its `payload_bytes`: those of its node
+    over their links, and at the same time all others over its own card."""
+    if group.size == 1:
+        return 0.0
+    inside, each = group.members_in_node(hardware), payload_bytes / group.size
+    near_s = (inside - 1) * each / (hardware.link_gb_s * 1e9 * calibration.link_share)
+    if inside == group.size:
+        return near_s + calibration.link_latency_s
+    rate = hardware.network_gb_s * 1e9 * calibration.network_share
+    return max(near_s, (group.size - inside) * each / rate) + calibration.network_latency_s
 
 
 def send_s(

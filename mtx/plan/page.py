@@ -50,26 +50,29 @@ def rows_table(rows: Iterable[Row], *, heading: str) -> Table:
 def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int = 100) -> list[str]:
     """The meshes of a search, fastest first, and why each beats the next one."""
     table = Table(title=heading)
-    sizes, ways = ("", "data", "pipe", "tensor", "b", "v"), ("schedule", "recompute")
+    cut = any(one.layout.context > 1 for one in found.ranked)
+    axes = ("data", "pipe", *(("context",) if cut else ()), "tensor")
+    names = (axis[0] for axis in axes) if cut else axes  # a column more leaves no room for words
+    sizes, ways = ("", *names, "b", "v"), ("schedule", "recompute")
     for name in (*sizes, *ways, "zero", "s a step", "GiB"):
         table.add_column(name, justify="left" if name in ways else "right", no_wrap=True)
     if not all(one.runs for one in found.ranked):
         table.add_column("")
     why = []
     for place, one in enumerate(found.ranked, start=1):
-        table.add_row(str(place), *_settings(one), *([] if one.runs else ["priced only"]))
+        table.add_row(str(place), *_settings(one, axes), *([] if one.runs else ["priced only"]))
         if place < len(found.ranked):
             text = f"{place} beats {place + 1}: {reasons(one, found.ranked[place], hardware)}"
             why += textwrap.wrap(text, width, subsequent_indent=" " * 11)
     return [*render(table, width=width), *why]
 
 
-def _settings(one: Candidate) -> list[str]:
+def _settings(one: Candidate, axes: Iterable[str]) -> list[str]:
     layout = one.layout
     recompute = layout.recompute
     if layout.tensor > 1 and not layout.sequence_parallel:
         recompute += ", no sp"
-    numbers = (layout.data, layout.pipe, layout.tensor, layout.microbatch, layout.virtual)
+    numbers = (*(layout.sizes[axis] for axis in axes), layout.microbatch, layout.virtual)
     return [
         *map(str, numbers),
         layout.schedule + (", woven" if layout.weave == "on" else ""),

@@ -89,7 +89,6 @@ def make_plan(
     device = target if isinstance(target, Hardware) else load_hardware(target)
     name = target if isinstance(target, str) else target.name
     device.check(run.model)  # where there is no such unit, say so first
-    refuse_context(run.layout.context)
     layout, why = resolve(with_zero(run.layout, zero), run.model, run.global_batch)
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
@@ -103,14 +102,6 @@ def make_plan(
         ),
         chosen=(*chosen, *([why] if why else [])), compiled=compiled,
     )  # fmt: skip
-
-
-def refuse_context(parts: int) -> None:
-    """UserError where a plan is asked for what it has no price for."""
-    if parts > 1:
-        raise UserError(
-            f"context={parts} can be trained with, but a plan has no price for it; use context=1"
-        )
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mtx.config import Layout, Recompute, RunConfig
+from mtx.config.layout import ContextAttention
 from mtx.plan import flops
-from mtx.plan.calibration import Calibration, calibration_of
-from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE
+from mtx.plan.calibration import Calibration, calibration_for, calibration_of
+from mtx.plan.candidates import CONTEXT_WAYS, MEMORY_AT_MOST, RECOMPUTE, divides
 from mtx.plan.compiled import Compiled, Tick
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
@@ -41,7 +42,7 @@ class PricedRun:
     @property
     def calibration(self) -> Calibration:
         """Whose software the predicted time is of, and the machine's constants."""
-        return calibration_of(self.hardware, family=self.run.model.family)
+        return calibration_for(self.run.layout, self.run.model, self.hardware)
 
     def time_of(self, software: str) -> StepTime:
         """The step with other software; a name in `mtx.plan.calibration.SOFTWARE`."""
@@ -68,6 +69,16 @@ class PricedRun:
                 found.append((way, self._step(other, self.calibration), memory))
         best = min(found, key=lambda one: one[1].step_s, default=None)
         return best if best and (not fits or best[1].step_s < self.time.step_s) else None
+
+    @property
+    def context_ways(self) -> dict[ContextAttention, StepTime]:
+        """The step with each way of attention over `context` that the layout allows."""
+        found = {}
+        for way in CONTEXT_WAYS if self.run.layout.context > 1 else ():
+            other = replace(self.run.layout, context_attention=way)
+            if divides(other, self.run.model, self.run.global_batch):
+                found[way] = self._step(other, self.calibration)
+        return found
 
     def _fits(self, memory: Memory) -> bool:
         return memory.total_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes

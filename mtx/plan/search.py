@@ -1,15 +1,15 @@
 """The fastest layouts that fit, by predicted time and memory.
 
-Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, every
-microbatch, number of chunks, sharding of sequences and optimizer, and way to keep or recompute
+Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, of
+long sequences as data x pipe x context x tensor, every microbatch, number of chunks, sharding of sequences and optimizer, and way to keep or recompute
 activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
 
 Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
 due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
 one of them is due, one for all numbers of chunks: the step without its bubble. Not priced is what
 cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
-  - parameters, gradients and optimizer depend on the mesh and on zero alone: where they do not fit,
-    nothing on that mesh does
+  - where a mesh does not fit with all recomputed that may be, and with the fewest sequences at
+    once, nothing on that mesh does
   - recomputing more never makes a step faster: it is tried where recomputing less does not fit
   - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
@@ -36,6 +36,7 @@ from mtx.plan.memory import Memory, Zero
 from mtx.plan.time import StepTime
 from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual, maker
+from mtx.sharding.axes import AXES
 from mtx.sizes import Devices, Sequences
 
 _SIMULATED = ("zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v", "v_half", "dualpipe_v")
@@ -62,7 +63,7 @@ class Found:
     """The best candidate of each mesh, fastest first, and how much was looked at."""
 
     ranked: tuple[Candidate, ...]
-    meshes: int  # data x pipe x tensor that the model and the batch allow
+    meshes: int  # data x pipe x context x tensor that the model and the batch allow
     priced: int  # candidates whose time was predicted
     measured: int  # candidates whose memory was predicted as well
 
@@ -87,7 +88,7 @@ def search(
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
-    A mesh is data x pipe x tensor = gpus; layers lie in equal parts on the stages. schedule="auto"
+    A mesh is data x pipe x context x tensor = gpus; layers lie in equal parts on the stages. schedule="auto"
     is an open one. Raises UserError where the sizes allow no layout at all, and where none fits.
     """
     question = Question(
@@ -117,11 +118,11 @@ def _looped(question: Question, top: int) -> Found:
     waiting = list(_openings(question, meshes))
     heapq.heapify(waiting)
     priced, measured = len(waiting), 0
-    found: dict[tuple[int, int, int], Candidate] = {}
+    found: dict[tuple[int, ...], Candidate] = {}
     while waiting and len(found) < top:
         one = heapq.heappop(waiting)
         layout, zero = one.layout, one.zero
-        mesh = (layout.data, layout.pipe, layout.tensor)
+        mesh = tuple(layout.sizes.values())
         if mesh in found:
             continue
         if one.priced is not None:
@@ -147,7 +148,7 @@ def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
         (layout, zero)
         for mesh in meshes
         for zero in question.zeros(mesh)
-        if question.state_fits(mesh, zero)
+        if question.mesh_fits(with_zero(mesh, zero), zero)
         for layout in question.settings(
             replace(with_zero(mesh, zero), recompute=question.fixed.ways()[0])
         )
@@ -161,6 +162,8 @@ def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
 def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
     for place, virtual in enumerate(question.virtuals(one.layout)):
         layout = replace(one.layout, virtual=virtual)
+        if not question.can_hold(layout, one.zero):
+            continue
         least_s = question.time(layout, one.zero, bound=True).step_s
         yield _Waiting(least_s, (*one.order, place), layout, one.zero)
 
@@ -246,7 +249,7 @@ def _no_layout(question: Question) -> UserError:
     model, gpus = question.model, question.gpus
     given = {name: value for name, value in asdict(question.fixed).items() if value is not None}
     product, sizes = 1, []
-    for name in ("data", "pipe", "tensor"):
+    for name in ("data", *(axis for axis in AXES if axis != "data")):
         if given.get(name):
             product *= given[name]
             sizes.append(f"{name}={given[name]}")
@@ -273,10 +276,11 @@ def _nothing_fits(question: Question, meshes: list[Layout]) -> UserError:
         for zero in question.zeros(layout)
     )
     least, layout, zero = min(leanest, key=lambda entry: entry[0])
+    sizes = {"data": layout.data} | layout.shown
     room = MEMORY_AT_MOST * question.hardware.memory_gib
     return UserError(
         f"no layout on {question.gpus} x {question.hardware.name} fits: the leanest of "
-        f"{len(meshes)} meshes (data={layout.data} pipe={layout.pipe} tensor={layout.tensor} "
+        f"{len(meshes)} meshes ({' '.join(f'{axis}={n}' for axis, n in sizes.items())} "
         f"zero={zero}) needs {least / 2**30:,.1f} of {room:.1f} GiB; use more GPUs, or devices "
         "with more memory"
     )

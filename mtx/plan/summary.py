@@ -123,7 +123,8 @@ def _parts(plan: PricedRun) -> list[Row]:
 
 def _layout(plan: PricedRun) -> list[Row]:
     run, layout, device = plan.run, plan.run.layout, plan.hardware
-    mesh = f"{layout.data} x {layout.pipe} x {layout.tensor} = {layout.devices:,} devices"
+    axes = {"data": layout.data} | layout.shown
+    mesh = f"{' x '.join(map(str, axes.values()))} = {layout.devices:,} devices"
     nodes = -(-layout.devices // device.node_devices)
     inside = layout.tensor <= device.node_devices and device.node_devices % layout.tensor == 0
     where = "inside a node" if inside else f"across nodes of {device.node_devices}"
@@ -139,8 +140,9 @@ def _layout(plan: PricedRun) -> list[Row]:
     source: Source = "chosen" if plan.chosen else "given"
     batch_chosen = any(choice.startswith("global_batch") for choice in plan.chosen)
     return [
-        Row("Layout", "data x pipe x tensor", mesh, source),
+        Row("Layout", " x ".join(axes), mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
+        *_context(plan, source),
         Row("Layout", "schedule", layout.schedule_text, source),
         Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
@@ -148,6 +150,20 @@ def _layout(plan: PricedRun) -> list[Row]:
         Row("Layout", "activations", kept, source),
         Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
     ]
+
+
+def _context(plan: PricedRun, source: Source) -> list[Row]:
+    """How sequences are cut, and how attention goes over their parts: each way's seconds."""
+    run, layout = plan.run, plan.run.layout
+    if layout.context == 1:
+        return []
+    positions = run.model.sequence // layout.context
+    rows = [Row("Layout", "positions of a device", f"{positions:,} in two chunks", "computed")]
+    for way, time in plan.context_ways.items():
+        text = f"a step in {seconds(time.step_s)}, {seconds(time.context_comm_s)} of it exposed"
+        name, mine = f"attention over context: {way}", way == layout.context_attention
+        rows.append(Row("Layout", name, text + ", taken" * mine, source if mine else "predicted"))
+    return rows
 
 
 def _memory(plan: PricedRun) -> list[Row]:

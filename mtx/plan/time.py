@@ -21,8 +21,8 @@ from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
-from mtx.plan.calibration import Calibration, calibration_of
-from mtx.plan.choose import zero_unit
+from mtx.plan.calibration import Calibration, calibration_for
+from mtx.plan.choose import context_attention, zero_unit
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
@@ -48,6 +48,7 @@ class StepTime:
     elementwise_s: float  # norms, GELU, residuals, dropout, adding up gradients
     embedding_and_head_s: float  # embedding, logits and loss
     tensor_comm_s: float  # collectives over `tensor`
+    context_comm_s: float  # and over `context`, what nothing hides
     pipeline_comm_s: float  # messages between stages
     bubble_s: float  # waiting for other stages: fill, drain, and stages that are not equal
     data_comm_s: float  # gradients, and parameters where they are sharded, over `data`
@@ -62,7 +63,8 @@ class StepTime:
         """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
         microbatches with their collectives and messages. The rest of the step has no part in it."""
         ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.embedding_and_head_s
-        return self.bubble_s / (ideal_s + self.tensor_comm_s + self.pipeline_comm_s)
+        sent_s = self.tensor_comm_s + self.context_comm_s + self.pipeline_comm_s
+        return self.bubble_s / (ideal_s + sent_s)
 
 
 def predict_step(
@@ -83,14 +85,14 @@ def predict_step(
     sharded too, and gathered for every F and B. scatter_gather: a message between stages is cut
     over `tensor` and gathered on arrival (SC'21, section 4.1); of no account with sequence
     parallelism, where it is cut anyway.
-    calibration: None, what `calibration_of` says of the hardware and the family.
+    calibration: None, what `calibration_for` says.
     bound: of SC'21's schedules a time that none is faster than, which takes no simulation.
     UserError where the model cannot be laid out, or the batch divided.
     """
     zero = layout.zero if zero is None else zero
     if zero not in (0, 1, 3):
         raise UserError(f"zero={zero} must be 0, 1 or 3")
-    calibration = calibration or calibration_of(hardware, family=model.family)
+    calibration = calibration or calibration_for(layout, model, hardware)
     microbatches = layout.microbatches(global_batch)
     on = _on_stages(model, layout, hardware, scatter_gather, calibration)
     shard, (first, last, every) = on.shard, on.outside
@@ -114,13 +116,14 @@ def predict_step(
     else:
         last_s = max(sum(seconds[1:]) for seconds in on.layers_s)
         data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
-    updated = held / layout.data if zero else held
+    updated = held / layout.token_shards if zero else held
     return StepTime(
         matmul_s=blocks.matmul_s,
         attention_s=blocks.attention_s,
         elementwise_s=blocks.elementwise_s,
         embedding_and_head_s=outside.total_s - outside.tensor_comm_s,
         tensor_comm_s=blocks.tensor_comm_s + outside.tensor_comm_s,
+        context_comm_s=blocks.context_comm_s,
         pipeline_comm_s=messages_s,
         bubble_s=max(0.0, pipe_s - blocks.total_s - outside.total_s - messages_s),  # not -1e-17
         data_comm_s=data_comm_s,
@@ -202,6 +205,7 @@ def _on_stages(
     shard = Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
+        context=layout.context, context_attention=context_attention(layout, model),
     )  # fmt: skip
     pattern = pattern_of(model)
     recompute = "full" if layout.stash == "inputs" else layout.recompute
@@ -246,7 +250,7 @@ def stage_times(
 ) -> tuple[list[Seconds], float]:  # fmt: skip
     """F, B and W of a microbatch on each stage as `predict_step` has them, and how long a message
     takes to arrive: 0 where its time is part of the stages' own."""
-    calibration = calibration or calibration_of(hardware, family=model.family)
+    calibration = calibration or calibration_for(layout, model, hardware)
     return _on_stages(model, layout, hardware, scatter_gather, calibration).times
 
 
@@ -332,7 +336,7 @@ def _reduction_s(shard: Shard, layout: Layout, held: float, zero: Zero, last_s: 
         reduced_s += shard.memory_s(held * software.reduction_bytes)
     if software.head == "last stage" and shard.model.tied and layout.pipe > 1:
         table = shard.model.padded_vocab(layout.tensor) / layout.tensor * shard.model.hidden
-        both = Group(size=2, stride=(layout.pipe - 1) * layout.data * layout.tensor)
+        both = Group(size=2, stride=(layout.pipe - 1) * pipe_group(layout).stride)
         reduced_s += all_reduce_s(table * software.gradient_bytes, both, **machine)
     return reduced_s
 

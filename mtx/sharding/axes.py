@@ -17,6 +17,7 @@ class Axis:
 
     name: str
     splits: Literal["layers", "batch", "sequence", "weights"]
+    rare: bool = False  # few ask for it: not shown where it has one device
 
 
 # Outermost first. Devices are taken in the order of their ids: along the last axis they are
@@ -25,7 +26,8 @@ class Axis:
 MESH = (
     Axis("pipe", "layers"),
     Axis("data", "batch"),
-    Axis("context", "sequence"),
+    Axis("expert", "batch", rare=True),  # and the experts: their weights name it
+    Axis("context", "sequence", rare=True),
     Axis("tensor", "weights"),
 )
 
@@ -35,15 +37,23 @@ def axes_that_split(*what: str) -> tuple[str, ...]:
 
 
 AXES = tuple(axis.name for axis in MESH)
+RARE = tuple(axis.name for axis in MESH if axis.rare)
 BATCH = axes_that_split("batch")
 SEQUENCE = axes_that_split("sequence")
-TOKENS = axes_that_split("batch", "sequence")  # along them devices have the same weights
+TOKENS = axes_that_split("batch", "sequence")  # along them devices have the same weights, but for
+# those that name one of them, as experts do: see `replica_axes`
 
 
 def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
     """The axes that shard an array of that PartitionSpec."""
     entries = [entry for entry in spec if entry is not None]
     return tuple(a for e in entries for a in (e if isinstance(e, tuple) else (e,)))
+
+
+def replica_axes(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
+    """The axes along which devices have the same shard of an array of that PartitionSpec, and other
+    tokens: over them ZeRO shards it and its gradient is summed."""
+    return tuple(axis for axis in TOKENS if axis not in axes_of(spec))
 
 
 def sum_axes(

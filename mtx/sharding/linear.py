@@ -16,6 +16,7 @@ its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -254,6 +255,21 @@ class ColumnLinear(nnx.Module):
         return checkpoint_name(
             add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
         )
+
+
+class WholeLinear(nnx.Module):
+    """y = x W with W [inputs, outputs], which every device of `tensor` has whole and takes of the
+    rows that it has."""
+
+    def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs):
+        w = std * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32)
+        self.w = parameter(w, spec=P(None, None), role="matrix")
+        self.axes = replace(axes, tensor=None, tensor_shards=1, sequence_parallel=False)
+
+    def __call__(self, x):
+        """x_BsD (x_BSD without sequence parallelism) -> y of the same rows"""
+        (y,) = column_products(x, (self.w.get_value(),), (None,), self.axes)
+        return checkpoint_name(y, MATMUL_OUTPUT)
 
 
 class RowLinear(nnx.Module):

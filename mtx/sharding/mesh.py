@@ -29,6 +29,11 @@ class Axes:
     attention: str = "gather"  # how attention goes over them: `mtx.layers.over_context`
     permutes: bool = True  # see `mtx.sharding.ring.Ring`
     past: str | None = None  # what texts that go on have kept is sharded over, by positions
+    experts: tuple[str, ...] = ()  # the experts: `mtx.sharding.experts`
+    expert_shards: int = 1  # devices on them
+    expert_tensor: bool = True  # `tensor` splits each expert; else it is one of those axes
+    expert_dispatch: str = "alltoall"
+    expert_room: float = 1.2
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
     # Linears are given whole activations and give their parts of sums: one gather and one reduction
     # are around several of them (`mtx.sharding.linear`).
@@ -51,6 +56,13 @@ class Axes:
             attention=layout.context_attention,
             past=context,
             vocab=tuple(axis for axis in (pipe, tensor) if axis),
+            experts=tuple(
+                axis for axis in (there["expert"], None if layout.expert_tensor else tensor) if axis
+            ),
+            expert_shards=layout.expert_shards,
+            expert_tensor=layout.expert_tensor,
+            expert_dispatch=layout.expert_dispatch,
+            expert_room=layout.expert_room,
             sequence_parallel=layout.sequence_parallel and tensor is not None,
         )
 

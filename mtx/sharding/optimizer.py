@@ -1,5 +1,5 @@
 """Masters and optimizer state, sharded over the replicas as well (ZeRO-1, Rajbhandari et al. 2020):
-over all axes that split the batch or its sequences.
+over all axes that split the batch or its sequences, and do not shard the parameter itself.
 
 Every parameter keeps its shape; one dim of its float32 master is sharded over them: the first that
 no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas),
@@ -11,6 +11,7 @@ reduce-scatters their gradients at its end: for n parameters 2n(d-1)/d + 4n(d-1)
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,18 +20,18 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from mtx.sharding.axes import TOKENS, axes_of
+from mtx.sharding.axes import axes_of, replica_axes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataShard:
     """How one parameter's master is sharded over the replicas."""
 
-    spec: P  # of the master: the parameter's, with `TOKENS` at `dim`
+    spec: P  # of the master: the parameter's, with `axes` at `dim`
     dim: int | None  # None: not sharded over them
     size: int  # of that dim in the parameter
     padded: int  # and in the master
-    replicas: bool = False  # not sharded, though there are others that hold it
+    axes: tuple[str, ...] = ()  # along which there are replicas of the parameter
 
     def below(self, dims: int) -> DataShard:
         """The same for arrays without the first `dims` dims, which it does not shard."""
@@ -62,7 +63,7 @@ class DataShard:
     def to_shards(self, whole):
         """The inverse of `from_shards`."""
         dim, whole = self.dim or 0, self.pad(whole)
-        shape = *whole.shape[:dim], lax.axis_size(TOKENS), -1, *whole.shape[dim + 1 :]
+        shape = *whole.shape[:dim], lax.axis_size(self.axes), -1, *whole.shape[dim + 1 :]
         return jnp.moveaxis(whole.reshape(shape), dim, 0)
 
     def gather(self, master, dtype, *, stacked: bool = True):
@@ -71,7 +72,7 @@ class DataShard:
         local = master.astype(dtype)
         if self.dim is None:
             return local
-        whole = self.unpad(lax.all_gather(local, TOKENS, axis=self.dim, tiled=True))
+        whole = self.unpad(lax.all_gather(local, self.axes, axis=self.dim, tiled=True))
         # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
         # read one layer's weights would be a copy, in place of an offset into the stack.
         return _row_major(whole) if stacked else whole
@@ -79,10 +80,10 @@ class DataShard:
     def reduce_scatter(self, gradient, *, stacked: bool = True):
         """This device's shard of the sum over the replicas of a gradient. In `shard_map`."""
         if self.dim is None:
-            return lax.psum(gradient, TOKENS) if self.replicas else gradient
+            return lax.psum(gradient, self.axes) if self.axes else gradient
         # For the same reason: a matmul adds a layer's gradient in place where layers are in front.
         gradient = self.pad(_row_major(gradient) if stacked else gradient)
-        return lax.psum_scatter(gradient, TOKENS, scatter_dimension=self.dim, tiled=True)
+        return lax.psum_scatter(gradient, self.axes, scatter_dimension=self.dim, tiled=True)
 
 
 WHOLE = DataShard(spec=P(), dim=None, size=0, padded=0)  # sharded over no replicas
@@ -93,21 +94,23 @@ def _row_major(array):
 
 
 def shard_over_replicas(
-    shape: tuple[int, ...], spec: P, *, replicas: int, stacked: int = 0
+    shape: tuple[int, ...], spec: P, *, sizes: Mapping[str, int], stacked: int = 0, whole=False
 ) -> DataShard:
-    """The way to shard a parameter of that (global) shape and spec over so many replicas, leaving
-    the first `stacked` dims whole."""
+    """The way to shard a parameter of that (global) shape and spec over its replicas, leaving the
+    first `stacked` dims whole. sizes: of the mesh's axes. whole: it is not sharded over them."""
     names = tuple(spec) + (None,) * (len(shape) - len(spec))
+    axes = replica_axes(names)
+    replicas = math.prod(sizes[axis] for axis in axes)
     if replicas == 1:
         return DataShard(spec=P(*names), dim=None, size=0, padded=0)
     free = [dim for dim in range(stacked, len(names)) if names[dim] is None]
-    if not free:
-        return DataShard(spec=P(*names), dim=None, size=0, padded=0, replicas=True)
+    if whole or not free:
+        return DataShard(spec=P(*names), dim=None, size=0, padded=0, axes=axes)
     even = [dim for dim in free if shape[dim] % replicas == 0]
     dim = even[0] if even else max(free, key=lambda dim: shape[dim])
     padded = math.ceil(shape[dim] / replicas) * replicas
-    spec = P(*(TOKENS if n == dim else name for n, name in enumerate(names)))
-    return DataShard(spec=spec, dim=dim, size=shape[dim], padded=padded)
+    spec = P(*(axes if n == dim else name for n, name in enumerate(names)))
+    return DataShard(spec=spec, dim=dim, size=shape[dim], padded=padded, axes=axes)
 
 
 def global_norm(gradients, specs, sizes: dict[str, int]):

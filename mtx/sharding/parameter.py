@@ -5,18 +5,33 @@ Weight decay, the choice of an optimizer and conversion ask for the role, never 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-Role = Literal["matrix", "embedding", "head", "norm", "bias", "filter"]  # filter: a convolution's
+# recurrence: of a state-space model, how its states move on. filter: a convolution's.
+Role = Literal[
+    "matrix", "embedding", "head", "norm", "bias", "router", "state", "recurrence", "filter"
+]
 ROLES: tuple[Role, ...] = get_args(Role)
 QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
-DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head", "filter"})  # as in Megatron-LM
+DECAYED: frozenset[Role] = frozenset(  # as in Megatron-LM
+    {"matrix", "embedding", "head", "router", "filter"}
+)
+# computed with as they are kept
+FLOAT32: frozenset[Role] = frozenset({"router", "state", "recurrence"})
+Rule = Callable[[Any, Any], Any]  # (a state, what the microbatches have summed) -> the next state
 
 
-def parameter(value, *, spec: P, role: Role, inputs: int = 1) -> nnx.Param:
+def parameter(
+    value, *, spec: P, role: Role, inputs: int = 1, rule: Rule | None = None
+) -> nnx.Param:
     """`value`, the global array, as a parameter that `spec` shards over the mesh. inputs: of a
-    matrix, how many of its first dims are inputs; the others are outputs."""
-    return nnx.Param(value, spec=spec, role=role, inputs=inputs)
+    matrix, how many of its first dims are inputs; the others are outputs.
+
+    rule: of a state, which no optimizer moves. Its cotangents are summed like gradients, and once a
+    step the rule makes the next state of the sum, for the dims of `value`; others may be in front.
+    """
+    return nnx.Param(value, spec=spec, role=role, inputs=inputs, rule=rule)

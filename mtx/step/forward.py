@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from mtx.layers.multi_token import without_second
 from mtx.pipeline.head import by_parts
 from mtx.pipeline.program import Pipeline
 from mtx.schedules.makers import forward_table
@@ -57,4 +58,4 @@ class Forward:
         return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), scores_MBS)
 
     def _start(self, masters: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        return self.step.gather(masters), self.step.microbatches(batch)
+        return self.step.gather(masters), without_second(self.step.microbatches(batch))

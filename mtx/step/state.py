@@ -41,12 +41,18 @@ class TrainState(NamedTuple):
 class Metrics(NamedTuple):
     """What a step reports; float32 []."""
 
-    loss: jax.Array  # mean over the tokens of the global batch
+    loss: jax.Array  # mean over the tokens of the global batch; of the head alone
     gradient_norm: jax.Array  # before clipping
     learning_rate: jax.Array
     loss_scale: jax.Array
     finite: jax.Array  # 1, or 0 where the update was skipped
     corrupt: jax.Array  # one a device: 1 where memory has changed by itself; [] without checksums
+    # what layers add to the loss, the mean over the tokens; None where they have no such losses
+    aux_loss: jax.Array | None = None
+    # {kind: {path: [P, C, N, ...]}}: what was counted for states in this step, experts' load
+    counted: Tree = None
+    # that of tokens after the next, times its weight, as it is minimised beside the loss
+    second_loss: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +86,7 @@ class States:
         layout = self.run.layout
 
         def is_by_pipeline(path, role) -> bool:
-            late = layout.zero == 3 and is_of_layers(path)
+            late = layout.zero == 3 and is_of_layers(path) and role != "state"
             return late and (layout.zero_unit == "chunk" or role == "matrix")
 
         return jax.tree.map_with_path(is_by_pipeline, self.model.roles)
@@ -89,14 +95,16 @@ class States:
     def shards(self) -> Tree:
         """How every master is sharded over the replicas; in a chunk's own dims or in a layer's,
         where the pipeline gathers one at a time."""
-        windows = self.run.layout.by_windows(self.run.model)
+        windows, sizes = self.run.layout.by_windows(self.run.model), self.run.layout.sizes
 
-        def shard(path, a, spec, by_pipeline):
+        def shard(path, a, spec, by_pipeline, role):
             stacked = 3 if by_pipeline else 2 if windows and is_of_layers(path) else 0
-            replicas = self.run.layout.token_shards
-            return shard_over_replicas(a.shape, spec, replicas=replicas, stacked=stacked)
+            whole = role == "state"  # a rule looks at all of it
+            return shard_over_replicas(a.shape, spec, sizes=sizes, stacked=stacked, whole=whole)
 
-        return jax.tree.map_with_path(shard, self.param_shapes, self.param_specs, self.by_pipeline)
+        return jax.tree.map_with_path(
+            shard, self.param_shapes, self.param_specs, self.by_pipeline, self.model.roles
+        )
 
     @cached_property
     def pipeline_shards(self) -> Tree:

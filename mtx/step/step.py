@@ -7,7 +7,8 @@ asks which devices there are:
 2. run the pipeline: losses, and gradients in float32;
 3. sum partial gradients over the axes that have seen other parts of the batch;
 4. clip by the norm over all axes; skip the update where it is not finite;
-5. update each device's shard of the masters, by the optimizer of each role (`mtx.optimizers`).
+5. update each device's shard of the masters, by the optimizer of each role (`mtx.optimizers`);
+   states, such as a router's balance bias, by rules of their own from what was counted.
 
 Legend: G global batch · S sequence · M microbatches · B rows of one · C chunks ·
 N layers of a kind in a chunk
@@ -23,16 +24,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
-from mtx.sharding.axes import AXES, BATCH, TOKENS, axes_of, sum_axes
+from mtx.sharding.axes import AXES, BATCH, TOKENS, axes_of, replica_axes, sum_axes
 from mtx.sharding.checksum import checksum, on_each_device
 from mtx.sharding.fp8 import Quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.optimizer import global_norm
-from mtx.sharding.parameter import QUANTISED
+from mtx.sharding.parameter import FLOAT32, QUANTISED
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
@@ -54,9 +56,10 @@ class Step:
         """(the next state, what is reported). batch: this device's part of it, [G/d, S/c] each."""
         config, dtype, states = self.run.optimizer, self.run.model.compute_dtype, self.states
         scale = state.loss_scale.scale
-        loss, gradients = self.loss_and_gradients(state.params, batch, state.step, scale)
+        losses, gradients = self.losses_and_gradients(state.params, batch, state.step, scale)
 
         with jax.named_scope("clip"):
+            gradients, counted = self._apart(gradients)
             gradients = jax.tree.map(lambda g: g / scale, gradients)
             norm = global_norm(gradients, states.specs.params, self.run.layout.sizes)
             finite = jnp.isfinite(norm)
@@ -65,7 +68,7 @@ class Step:
 
         with jax.named_scope("update"):
             updates, moments = states.optimizer.update(gradients, state.moments, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params = self._with_states(optax.apply_updates(state.params, updates), state, counted)
             params, moments = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (params, moments),
@@ -74,20 +77,24 @@ class Step:
         loss_scale = state.loss_scale.after(finite, config, dtype)
         rate = learning_rate(config, self.run.steps)(state.step - state.skipped)
         finite = finite.astype(jnp.float32)
-        metrics = Metrics(loss, norm, jnp.float32(rate), scale, finite, self._corrupt(state))
+        metrics = Metrics(
+            losses["loss"], norm, jnp.float32(rate), scale, finite, self._corrupt(state),
+            losses.get("aux"), self._of_all_stages(counted), losses.get("second"),
+        )  # fmt: skip
         skipped = state.skipped + (1 - finite).astype(jnp.int32)
         new = TrainState(state.step + 1, params, moments, loss_scale, skipped)
         return self.with_checksums(new), metrics
 
-    def loss_and_gradients(self, masters: Tree, batch: Tree, step, scale):
-        """(mean loss, gradients of scale * mean loss), shards like the masters, summed."""
+    def losses_and_gradients(self, masters: Tree, batch: Tree, step, scale):
+        """(mean losses by name, gradients of scale * their sum), shards like the masters, summed;
+        of states, what was counted."""
         with jax.named_scope("gather_params"):
             params = self.gather(masters, whole=self.pipeline.chunk_shards is None)
         with jax.named_scope("pipeline"):
             batch = self.microbatches(batch)
             tokens = sum_over_tokens(batch["weights"].sum())
             rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
-            loss, gradients = self.pipeline.gradients(
+            losses, gradients = self.pipeline.gradients(
                 params, batch, _samples(batch), rng, scale / tokens
             )
             gradients["layers"] = jax.tree.map(lambda a: a[None], gradients["layers"])
@@ -98,7 +105,35 @@ class Step:
             gradients = jax.tree.map(
                 self._reduce, gradients, states.param_specs, states.shards, summed
             )
-        return sum_over_tokens(loss) / tokens, gradients
+        return jax.tree.map(lambda sum: sum_over_tokens(sum) / tokens, losses), gradients
+
+    # -- states, which no optimizer moves ---------------------------------------------------------
+
+    def _apart(self, gradients: Tree) -> tuple[Tree, Tree]:
+        """(gradients, with zeros for states; what was counted for these, None for all others)"""
+        rules = self.states.model.rules
+        zeroed = _by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
+        return zeroed, _by_rule(lambda rule, g: g if rule else None, rules, gradients)
+
+    def _with_states(self, params: Tree, state: TrainState, counted: Tree) -> Tree:
+        def moved(rule, new, old, sums):
+            return rule(old, sums) if rule else new
+
+        return _by_rule(moved, self.states.model.rules, params, state.params, counted)
+
+    def _of_all_stages(self, counted: Tree) -> Tree:
+        """{kind: {path: [P, C, N, ...]}} on every device; None where there are no states."""
+        found = {
+            kind: {
+                keystr(path, simple=True, separator="."): lax.all_gather(
+                    a, "pipe", axis=0, tiled=True
+                )
+                for path, a in jax.tree.leaves_with_path(leaves)
+            }
+            for kind, leaves in counted["layers"].items()
+        }
+        found = {kind: leaves for kind, leaves in found.items() if leaves}
+        return found or None
 
     def gather(self, masters: Tree, *, whole: bool = True, float8: bool = True) -> Tree:
         """This stage's parameters in the compute type: those of embedding and head, and of its
@@ -109,14 +144,15 @@ class Step:
 
         def gather(path, master, shard, by_pipeline, role, inputs):
             late = by_pipeline or (is_of_layers(path) and not whole)
+            kept = jnp.dtype("float32") if role in FLOAT32 else dtype
             if quantises and is_of_layers(path) and role in QUANTISED:
                 w = self._quantised(master[0], shard.below(1), late)
                 return w if late else w.with_transposed(inputs, stacked=2)
             if late:
-                return master[0].astype(dtype)
+                return master[0].astype(kept)
             if is_of_layers(path):
-                return shard.below(1).gather(master[0], dtype)
-            return shard.gather(master, dtype)
+                return shard.below(1).gather(master[0], kept)
+            return shard.gather(master, kept)
 
         states = self.states
         return jax.tree.map_with_path(
@@ -138,7 +174,7 @@ class Step:
         """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the
         pipeline."""
         over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
-        beside_replicas = tuple(axis for axis in over if axis not in TOKENS)
+        beside_replicas = tuple(axis for axis in over if axis not in replica_axes(spec))
         if beside_replicas:
             gradient = lax.psum(gradient, beside_replicas)
         return gradient if summed else shard.reduce_scatter(gradient)
@@ -177,6 +213,12 @@ class Step:
         changed = self.with_checksums(state).checksums != state.checksums
         sizes = tuple(self.run.layout.sizes.values())
         return on_each_device(changed.astype(jnp.float32).reshape(()), sizes)
+
+
+def _by_rule(function, rules: Tree, *trees: Tree) -> Tree:
+    """function(rule, leaf of each tree); a rule may be None, and so may a leaf."""
+    is_leaf = lambda rule: rule is None or callable(rule)  # noqa: E731
+    return jax.tree.map(function, rules, *trees, is_leaf=is_leaf)
 
 
 def sum_over_tokens(values):

@@ -104,8 +104,11 @@ class Trainer:
         there = nvidia and jax.default_backend() == "gpu"
         model = self.run.model
         takes = cudnn_takes(
-            head_size=model.head_size, sequence=model.sequence, dtype=model.compute_dtype
-        )
+            head_size=model.head_size, value_size=model.value_size, sequence=model.sequence,
+            dtype=model.compute_dtype,
+        )  # fmt: skip
+        if model.value_size != model.head_size:  # see `cudnn_takes`
+            there = there and float(devices[0].compute_capability) >= 9
         return "cudnn" if there and takes else "blocked"
 
     @cached_property
@@ -257,7 +260,8 @@ class Trainer:
         return jax.jit(lambda state, batch: mapped(state.params, batch))
 
     def loss_and_gradients(self, state: TrainState, batch: Tree):
-        """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays."""
+        """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays.
+        Gradients are those of all losses; of states, what was counted."""
         return jax.device_get(self._loss_and_gradients(state, self.place(batch)))
 
     @cached_property
@@ -266,7 +270,8 @@ class Trainer:
 
         def compute(state, batch):
             masters, step = state
-            return self.step.loss_and_gradients(masters, batch, step, jnp.float32(1))
+            losses, gradients = self.step.losses_and_gradients(masters, batch, step, jnp.float32(1))
+            return losses["loss"], gradients
 
         mapped = self.of_batch(compute, (specs, P()), (P(), specs))
 

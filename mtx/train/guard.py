@@ -24,7 +24,7 @@ import numpy as np
 
 from mtx.config import GuardConfig
 from mtx.errors import UserError
-from mtx.sharding.axes import AXES, SEQUENCE
+from mtx.sharding.axes import AXES, RARE
 from mtx.train.log import LogKind
 
 _LEAST_LOSSES = 10  # before a loss is called high
@@ -149,7 +149,7 @@ class Faults:
 
 def name_devices(where: np.ndarray) -> str:
     """The devices of a mask, an axis of the mesh a dim, by their places on it."""
-    shown = [axis for axis, size in zip(AXES, where.shape) if size > 1 or axis not in SEQUENCE]
+    shown = [axis for axis, size in zip(AXES, where.shape) if size > 1 or axis not in RARE]
     places = [
         " ".join(f"{axis} {at}" for axis, at in zip(AXES, place) if axis in shown)
         for place in np.argwhere(where)

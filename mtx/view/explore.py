@@ -20,7 +20,10 @@ from mtx.view.plan import draw_plan
 CHOICES = ("data", "pipe", "tensor", "virtual", "microbatch")  # fields of the layout with a slider
 _BATCHES = 4  # doublings and halvings of the run's own that the slider has
 _MOST_SHARDS = 64
-_SENT = {"layers": "pipeline_comm_s", "batch": "data_comm_s", "weights": "tensor_comm_s"}
+_SENT = {
+    "layers": "pipeline_comm_s", "batch": "data_comm_s", "sequence": "context_comm_s",
+    "weights": "tensor_comm_s",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

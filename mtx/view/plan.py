@@ -29,6 +29,7 @@ _TIME_COLOURS = {
     "elementwise_s": picture.BACKWARD,
     "embedding_and_head_s": SHADES[1][1],
     "tensor_comm_s": COMMUNICATION,
+    "context_comm_s": "#7b5ea7",
     "pipeline_comm_s": "#a07cc5",
     "data_comm_s": picture.COMMUNICATION_LIGHT,
     "bubble_s": IDLE,

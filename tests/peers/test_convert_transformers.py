@@ -233,21 +233,22 @@ def torch_gradients(model, directory):
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    buffers = dict(model.named_buffers())
+    kept = {name: a for name, a in model.state_dict().items() if name in buffers}
+    gradients |= {name: torch.zeros_like(a) for name, a in kept.items()}
     model.save_pretrained(directory, state_dict=gradients)
     theirs = HuggingFaceModel(directory)
     theirs.expect(canonical_shapes(theirs.model))
-    return {path: theirs.read(path, slice(None)) for path in theirs.shapes}
+    return {path: theirs.read(path, (slice(None),)) for path in theirs.shapes}
 
 
 def our_results(directory, batch, layout):
     """(logits [G, positions, V] at three positions, these, loss, gradients by path)"""
     run = Checkpoints(directory).run()
     rows, size = batch["tokens"].shape
-    run = replace(
-        run, layout=layout, global_batch=rows, model=replace(
-            run.model, dropout=0.0, attention_dropout=0.0
-        ),
-    )  # fmt: skip
+    off = dict.fromkeys(("dropout", "attention_dropout"), 0.0)
+    off |= {"aux_weight": 0.0} if run.model.routed_experts else {}
+    run = replace(run, layout=layout, global_batch=rows, model=replace(run.model, **off))
     trainer = Trainer(run)
     state = Checkpoints(directory).restore(trainer)
     places = np.array([0, size // 2, size - 1])
@@ -270,6 +271,11 @@ def flat(tree, start=""):
     return found
 
 
+def without_states(arrays):
+    """Those that have gradients."""
+    return {n: a for n, a in arrays.items() if not n.endswith((".load", ".balance"))}
+
+
 def norm_of(arrays) -> float:
     return float(np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in arrays)))
 
@@ -288,7 +294,8 @@ def differences(make, directory: Path, layouts, *, rows=G, size=None):
     for layout in layouts:
         logits, places, loss, ours = our_results(directory / "run", batch, layout)
         assert ours.keys() == theirs.keys()
-        size_of = norm_of(theirs.values())
+        ours = without_states(ours)
+        size_of = norm_of(without_states(theirs).values())
         yield (
             layout,
             {

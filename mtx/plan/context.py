@@ -1,0 +1,53 @@
+"""Attention over `context` in a plan: the seconds of what it sends, and the memory that it needs.
+
+What is sent is read off the layer's trace (`mtx.costs`); what of it computation hides follows from
+the order in `mtx.layers.over_context`. Of a ring of r devices each send runs beside the attention
+of a step, an r-th of all; so does the gathering of keys and values, beside that of a device's own
+positions. Nothing hides the last send of a ring's sums, scattered gradients of keys and values, and
+all-to-alls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mtx.costs.cost import Collective, Cost
+from mtx.plan.network import Group, all_to_all_s, gather_s, message_s
+
+if TYPE_CHECKING:
+    from mtx.plan.block import Shard
+
+_SUM_BYTES = 4  # of an element of the gradients of keys and values that go round
+
+
+def context_group(shard: Shard) -> Group:
+    return Group(size=shard.context, stride=shard.tensor)
+
+
+def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> float:
+    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides, beside
+    so many of its attention."""
+    spent = {"ppermute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
+    devices = shard.context
+    for each in cost.collectives:
+        if each.axes == ("context",) and each.during in during:
+            spent[each.kind] += each.times * _seconds(shard, each)
+            devices = shard.context // (each.group or 1) if each.kind == "all_to_all" else devices
+    round_s, step_s = spent["ppermute"], attention_s / devices
+    last_s = 0.0
+    if "B" in during and devices > 1:
+        item = shard.item_bytes
+        last_s = round_s / (devices - 1) * _SUM_BYTES / (_SUM_BYTES + item)
+    beside_s = max(0.0, round_s - last_s - (devices - 1) * step_s)
+    gathered_s = max(0.0, spent["all_gather"] - step_s)
+    return last_s + beside_s + gathered_s + spent["reduce_scatter"] + spent["all_to_all"]
+
+
+def _seconds(shard: Shard, each: Collective) -> float:
+    group, payload = context_group(shard), each.bytes.at(shard.microbatch)
+    if each.kind == "ppermute":  # a ring of groups leaves a node where all of the axis does
+        return message_s(payload, crosses=group.crosses(shard.hardware), **shard.machine)
+    if each.kind == "all_to_all":
+        group = Group(size=each.group or group.size, stride=group.stride)
+        return all_to_all_s(payload, group, **shard.machine)
+    return gather_s(payload, group, **shard.machine)

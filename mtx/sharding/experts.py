@@ -1,0 +1,326 @@
+"""Tokens on their way to their experts and back: none is dropped here, whatever the router says.
+
+Each expert has room for a little more than its even share of a device's tokens. What does not fit
+waits for further, smaller rounds, as many as the fullest expert of the group needs: hardly ever one
+(`Layout.expert_room`). So shapes are fixed, memory is bounded, and values depend neither on room
+nor on layout. Tokens are sorted by expert; all moves, backward too, are gathers by index.
+
+The devices of `Axes.experts` have e of the E experts each. "alltoall": a token is sent to those of
+its experts, n k room D (R-1)/R elements there and as many back. "gathered": all of them gather all
+tokens, and reduce-scatter what comes out, n D (R-1) elements each.
+
+Legend: n tokens of a device · k choices of each · E experts (e: of a device) · R devices that share
+them · C room of an expert for the tokens of one device · D hidden
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.sharding.custom_vjp import custom_vjp
+from mtx.sharding.mesh import Axes
+
+Tree = Any
+# (weights of e experts, x_emD, gates float32 [e, m, 1]) -> y_emD, each row times its gate
+Compute = Callable[[Tree, jax.Array, jax.Array], jax.Array]
+_LATER = 4  # rounds after the first have a quarter of its room
+_UNIT = 8  # of the rows that tensor cores take
+LATER_ROUNDS = "later_rounds"  # the name of what runs only where experts are too full
+
+
+class Queues(NamedTuple):
+    """Which choices wait at which expert, in the order of tokens; int32."""
+
+    order: jax.Array  # [n k] choices (token * k + rank), by expert
+    starts_E: jax.Array  # where those of an expert begin
+    counts_E: jax.Array
+    expert_nk: jax.Array  # of each choice; E: of none
+    place_nk: jax.Array  # in the queue of its expert
+
+    @classmethod
+    def of(cls, ids_nk, experts: int) -> Queues:
+        """ids: of experts; from `experts` on, choices of none."""
+        ids = jnp.minimum(ids_nk.ravel(), experts)
+        order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+        numbers = jnp.arange(order.size, dtype=jnp.int32)
+        places = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+        counts = (ids[:, None] == jnp.arange(experts, dtype=ids.dtype)).sum(0, dtype=jnp.int32)
+        starts = jnp.cumsum(counts) - counts
+        place = places - jnp.append(starts, 0)[ids]
+        return cls(order, starts, counts, ids.reshape(ids_nk.shape), place.reshape(ids_nk.shape))
+
+    def slots(self, first, room: int):
+        """(the choice in each slot [E, C] of a round that takes `room` places from `first` on,
+        whether there is one)"""
+        places = first + jnp.arange(room, dtype=jnp.int32)
+        at = jnp.minimum(self.starts_E[:, None] + places, self.order.size - 1)
+        return self.order[at], places < self.counts_E[:, None]
+
+    def slot_of(self, rank: int, first, room: int):
+        """(the slot [n] of each token's choice of that rank, of E times C, whether it has one)"""
+        expert, place = self.expert_nk[:, rank], self.place_nk[:, rank] - first
+        there = (expert < len(self.counts_E)) & (place >= 0) & (place < room)
+        return jnp.where(there, expert * room + place, 0), there
+
+    @property
+    def ranks(self) -> range:
+        return range(self.expert_nk.shape[1])
+
+
+def _zero_unless(there, rows):
+    return jnp.where(there.reshape(*there.shape, *(1,) * (rows.ndim - there.ndim)), rows, 0)
+
+
+def _sum_of_choices(queues: Queues, y_ECD, first):
+    """[n, D]: for each token the sum of what is in the slots of its choices, in float32."""
+    experts, room, size = y_ECD.shape
+    rows = y_ECD.reshape(experts * room, size)
+    total = 0
+    for rank in queues.ranks:
+        slot_n, there_n = queues.slot_of(rank, first, room)
+        total += _zero_unless(there_n, rows[slot_n]).astype(jnp.float32)
+    return jnp.asarray(total).astype(y_ECD.dtype)
+
+
+def _of_tokens(queues: Queues, x_nD, first, room: int):
+    choice_EC, used_EC = queues.slots(first, room)
+    return _zero_unless(used_EC, x_nD[choice_EC // len(queues.ranks)])
+
+
+@custom_vjp(3)
+def to_slots(x_nD, queues: Queues, first, room: int):
+    """x_ECD of the tokens in the slots of a round, zeros in empty ones. Backward: `from_slots`."""
+    return _of_tokens(queues, x_nD, first, room)
+
+
+to_slots.defvjp(
+    lambda x_nD, queues, first, room: (_of_tokens(queues, x_nD, first, room), (queues, first)),
+    lambda room, saved, dx_ECD: (_sum_of_choices(saved[0], dx_ECD, saved[1]), None, None),
+)
+
+
+@custom_vjp()
+def from_slots(y_ECD, queues: Queues, first):
+    """y_nD, the sum of each token's choices in the slots of a round. Backward: `to_slots`."""
+    return _sum_of_choices(queues, y_ECD, first)
+
+
+def _from_slots_backward(saved, dy_nD):
+    queues, first, room = saved
+    return _of_tokens(queues, dy_nD, first, room.shape[1]), None, None
+
+
+from_slots.defvjp(
+    lambda y_ECD, queues, first: (
+        _sum_of_choices(queues, y_ECD, first),
+        (queues, first, jnp.zeros((0, y_ECD.shape[1]))),
+    ),
+    _from_slots_backward,
+)
+
+
+@custom_vjp(3)
+def gates_to_slots(gates_nk, queues: Queues, first, room: int):
+    """[E, C, 1]: the gate of what is in each slot, 0 in empty ones."""
+    choice_EC, used_EC = queues.slots(first, room)
+    return _zero_unless(used_EC, gates_nk.ravel()[choice_EC])[..., None]
+
+
+def _gates_backward(room, saved, dgates_EC1):
+    queues, first = saved
+    flat, gradients = dgates_EC1.ravel(), []
+    for rank in queues.ranks:
+        slot_n, there_n = queues.slot_of(rank, first, room)
+        gradients.append(_zero_unless(there_n, flat[slot_n]))
+    return jnp.stack(gradients, axis=1), None, None
+
+
+gates_to_slots.defvjp(
+    lambda gates_nk, queues, first, room: (
+        gates_to_slots(gates_nk, queues, first, room),
+        (queues, first),
+    ),
+    _gates_backward,
+)
+
+
+# -- from device to device -------------------------------------------------------------------------
+
+
+@custom_vjp(1)
+def _exchange(parts, axes: tuple[str, ...]):
+    """[R, ...]: of what each device has for each one, what all have for this one. Backward: the
+    same."""
+    return lax.all_to_all(parts, axes, 0, 0, tiled=True)
+
+
+_exchange.defvjp(
+    lambda parts, axes: (_exchange(parts, axes), None),
+    lambda axes, _, d: (_exchange(d, axes),),
+)
+
+
+@custom_vjp(1)
+def _gather(x, axes: tuple[str, ...]):
+    """Forward: all-gather along the first dim. Backward: reduce-scatter."""
+    return lax.all_gather(x, axes, axis=0, tiled=True)
+
+
+_gather.defvjp(
+    lambda x, axes: (_gather(x, axes), None),
+    lambda axes, _, d: (lax.psum_scatter(d, axes, scatter_dimension=0, tiled=True),),
+)
+
+
+@custom_vjp(1)
+def _scatter(x, axes: tuple[str, ...]):
+    """Forward: reduce-scatter along the first dim. Backward: all-gather."""
+    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+
+
+_scatter.defvjp(
+    lambda x, axes: (_scatter(x, axes), None),
+    lambda axes, _, d: (lax.all_gather(d, axes, axis=0, tiled=True),),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the tokens of a device meet their experts, and what these compute."""
+
+    compute: Compute
+    experts: int  # E
+    room: int  # C, in the first round
+    axes: tuple[str, ...]  # along which experts are split
+    shards: int  # R
+    gathers: bool  # all tokens come to all devices; else each is sent
+
+    @classmethod
+    def of(
+        cls, compute: Compute, *, experts: int, tokens: int, choices: int, rows: int, axes: Axes
+    ):
+        """For so many tokens of a device, in so many rows, with so many choices each."""
+        room = math.ceil(axes.expert_room * (tokens // rows) * choices / experts)
+        room = rows * (room if room <= _UNIT else -(-room // _UNIT) * _UNIT)
+        return cls(
+            compute=compute, experts=experts, room=min(room, tokens), axes=axes.experts,
+            shards=axes.expert_shards, gathers=axes.expert_dispatch == "gathered",
+        )  # fmt: skip
+
+    @property
+    def _alone(self) -> bool:
+        return not self.axes
+
+    def queues(self, ids_nk) -> Queues:
+        """Of this device's tokens at all experts; where it gathers, of all tokens at its own."""
+        if self._alone or not self.gathers:
+            return Queues.of(ids_nk, self.experts)
+        own = self.experts // self.shards
+        ids = lax.all_gather(ids_nk, self.axes, axis=0, tiled=True)
+        ids = ids - lax.axis_index(self.axes) * own
+        return Queues.of(jnp.where((ids >= 0) & (ids < own), ids, own), own)
+
+    def rounds_after_first(self, queues: Queues):
+        """int32 [], the same on all devices that share experts."""
+        left = jnp.maximum(queues.counts_E.max() - self._first_room, 0)
+        rounds = -(-left // self._later_room)
+        return rounds if self._alone else lax.pmax(rounds, self.axes)
+
+    @property
+    def _first_room(self) -> int:
+        return self.room * (self.shards if self.gathers else 1)
+
+    @property
+    def _later_room(self) -> int:
+        return -(-self._first_room // _LATER)
+
+    def first_round(self, queues: Queues, x_nD, gates_nk, weights: Tree):
+        """y_nD of the choices that it takes."""
+        return self._round(queues, 0, self._first_room, x_nD, gates_nk, weights)
+
+    def later_round(self, queues: Queues, number, x_nD, gates_nk, weights: Tree):
+        """Of round `number`, from 0."""
+        first = self._first_room + number * self._later_room
+        return self._round(queues, first, self._later_room, x_nD, gates_nk, weights)
+
+    def _round(self, queues: Queues, first, room: int, x_nD, gates_nk, weights: Tree):
+        gathers = self.gathers and not self._alone
+        if gathers:
+            x_nD, gates_nk = _gather(x_nD, self.axes), _gather(gates_nk, self.axes)
+        x_ECD = to_slots(x_nD, queues, first, room)
+        gates_EC1 = gates_to_slots(gates_nk, queues, first, room)
+        if not self._alone and not gathers:
+            y_emD = self.compute(weights, self._send(x_ECD), self._send(gates_EC1))
+            y_ECD = self._send_back(y_emD, room)
+        else:
+            y_ECD = self.compute(weights, x_ECD, gates_EC1)
+        y_nD = from_slots(y_ECD, queues, first)
+        return _scatter(y_nD, self.axes) if gathers else y_nD
+
+    def _send(self, x_ECD):
+        """[e, R C, D]: what all devices have for this one's experts."""
+        parts = x_ECD.reshape(self.shards, -1, *x_ECD.shape[1:])
+        parts = jnp.swapaxes(_exchange(parts, self.axes), 0, 1)
+        return parts.reshape(parts.shape[0], -1, *parts.shape[3:])
+
+    def _send_back(self, y_emD, room: int):
+        """The inverse of `_send`."""
+        parts = y_emD.reshape(len(y_emD), self.shards, room, -1)
+        return _exchange(jnp.swapaxes(parts, 0, 1), self.axes).reshape(self.experts, room, -1)
+
+
+@custom_vjp(4)
+def through_experts(x_nD, gates_nk, ids_nk, weights: Tree, way: Way):
+    """y_nD: for each token the sum of what its experts make of it, times their gates.
+
+    ids_nk int32, `way.experts` for a choice of none; gates_nk float32; weights: of this device's e
+    experts. Kept for the backward pass is what the first round's needs; later ones run again.
+    """
+    return _forward(x_nD, gates_nk, ids_nk, weights, way)[0]
+
+
+def _forward(x_nD, gates_nk, ids_nk, weights, way):
+    queues = way.queues(ids_nk)
+    more = way.rounds_after_first(queues)
+    y_nD, vjp = jax.vjp(partial(way.first_round, queues), x_nD, gates_nk, weights)
+
+    def add(carry):
+        number, total = carry
+        return number + 1, total + way.later_round(queues, number, x_nD, gates_nk, weights)
+
+    with jax.named_scope(LATER_ROUNDS):
+        _, y_nD = lax.while_loop(lambda carry: carry[0] < more, add, (jnp.int32(0), y_nD))
+    return y_nD, (vjp, queues, more, x_nD, gates_nk, weights)
+
+
+def _backward(way, saved, dy_nD):
+    vjp, queues, more, x_nD, gates_nk, weights = saved
+    dx_nD, dgates_nk, dweights = vjp(dy_nD)
+
+    def pull_back(number):
+        later = partial(way.later_round, queues, number)
+        return jax.vjp(later, x_nD, gates_nk, weights)[1](dy_nD)
+
+    # In two loops, so that W can be cut off: what makes the weights' gradients needs no other part.
+    def loop(these: slice, total):
+        def add(carry):
+            number, total = carry
+            return number + 1, jax.tree.map(jnp.add, total, pull_back(number)[these])
+
+        with jax.named_scope(LATER_ROUNDS):
+            return lax.while_loop(lambda carry: carry[0] < more, add, (jnp.int32(0), total))[1]
+
+    dx_nD, dgates_nk = loop(slice(0, 2), (dx_nD, dgates_nk))
+    (dweights,) = loop(slice(2, 3), (dweights,))
+    return dx_nD, dgates_nk, None, dweights
+
+
+through_experts.defvjp(_forward, _backward)

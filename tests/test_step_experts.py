@@ -1,0 +1,184 @@
+"""Mixtures of experts on every kind of layout: losses, gradients, counts and states of an unsharded
+reference, which runs every token through every expert; and nothing is dropped."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+import reference
+import reference_experts
+import reference_llama
+from errors import names
+from reference_experts import Rules
+from test_step_families import packed
+
+import mtx
+from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
+from mtx.families.mixtral import Mixtral
+
+MIXTRAL = ModelConfig(
+    family="mixtral", layers=4, hidden=32, heads=4, kv_heads=2, ffn=24, sequence=16, vocab=101,
+    experts=8, choices=3, tied=False, compute_dtype="float32", vocab_multiple=8, aux_weight=0.2,
+    z_weight=0.01,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(Mixtral):
+    """The router of DeepSeek-V3, and a shared expert."""
+
+    rate: float = 0.125
+
+    def router(self, **others):
+        return super().router(
+            score="sigmoid", groups=4, top_groups=2, scale=2.5, balance_rate=self.rate, **others
+        )
+
+    def mixture(self, **others):
+        from mtx.layers.mlp import MLP
+
+        shared = MLP(ffn=16, activation="silu", gated=True, bias=False)
+        return super().mixture(shared=shared, **others)
+
+
+def grouped(**changes):
+    fields = {name: getattr(MIXTRAL, name) for name in MIXTRAL.__dataclass_fields__}
+    return Grouped(**fields | {"aux": "sequence"} | changes)
+
+
+GROUPED, DROPPING = grouped(), replace(MIXTRAL, capacity=0.75)
+OF_MIXTRAL = Rules(choices=3, aux_weight=0.2, z_weight=0.01)
+OF_GROUPED = OF_MIXTRAL._replace(
+    score="sigmoid", groups=4, top_groups=2, scale=2.5, balance_rate=0.125, aux="sequence",
+    shared=True,
+)  # fmt: skip
+RULES = {MIXTRAL: OF_MIXTRAL, GROUPED: OF_GROUPED, DROPPING: OF_MIXTRAL._replace(capacity=0.75)}
+FREQUENCY = reference_llama.frequencies(MIXTRAL.head_size, MIXTRAL.rotary_base)
+
+
+def uneven(params, seed=1):
+    """Parameters with routers that prefer some experts, and with states as in a run."""
+    random = np.random.default_rng(seed)
+    router = params["layers"]["block"]["mlp"]["router"]
+    router["w"] = 20 * router["w"]
+    for name, most in {"load": 50, "balance": 0.3}.items():
+        if name in router:
+            router[name] = random.uniform(0, most, router[name].shape).astype(np.float32)
+    return params
+
+
+@functools.cache
+def params_of(model):
+    return uneven(mtx.init_params(model))
+
+
+@functools.cache
+def made(model, pack=False):
+    batch = reference.random_batch(model, 8)
+    batch = packed(batch) if pack else batch
+    of_reference = jax.jit(functools.partial(reference_experts.loss_and_gradients, rules=RULES[model]))
+    return batch, jax.device_get(of_reference(params_of(model), batch, FREQUENCY))
+
+
+def check(model, layout, pack=False):
+    batch, want = made(model, pack)
+    got = mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
+    reference.assert_same(got, want)
+    router = (each[1]["layers"]["block"]["mlp"]["router"] for each in (got, want))
+    for ours, theirs in zip(*(r.items() for r in router)):
+        if ours[0] in ("load", "balance"):
+            np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(
+    "model, layout",
+    [
+        (MIXTRAL, Layout(microbatch=8, expert_room=0.25)),  # six rounds and more
+        (MIXTRAL, Layout(expert=8)),
+        (MIXTRAL, Layout(expert=2, pipe=2, virtual=2, tensor=2, expert_room=0.5, recompute="full")),
+        (MIXTRAL, Layout(expert=4, tensor=2, sequence_parallel=False, expert_dispatch="gathered")),
+        (GROUPED, Layout(expert=2, tensor=2, data=2, expert_tensor=False, zero=3)),
+        (GROUPED, Layout(expert=2, pipe=2, context=2, microbatch=2, schedule="zb_h1")),
+        (GROUPED, Layout(expert=2, pipe=2, tensor=2, virtual=2, idle="phases", weave="on")),
+        (DROPPING, Layout(expert=2, tensor=2, context=2, microbatch=2)),
+    ],
+)  # fmt: skip
+def test_experts_equal_the_reference(model, layout):
+    check(model, layout)
+
+
+def test_packed_documents_route_as_any_others():
+    check(GROUPED, Layout(expert=2, context=2, tensor=2, expert_tensor=False), pack=True)
+
+
+def train(model, layout, steps, batches):
+    run = mtx.RunConfig(
+        model=model, layout=layout, global_batch=8, steps=steps,
+        optimizer=mtx.OptimizerConfig(lr=1e-3, warmup_steps=0),
+    )  # fmt: skip
+    trainer = mtx.Trainer(run)
+    state, found = trainer.init(), []
+    for batch in batches:
+        state, metrics = trainer.train_step(state, trainer.place(batch))
+        found.append(jax.device_get(metrics))
+    return found, jax.device_get(trainer.to_canonical(state.params))
+
+
+def test_all_layouts_train_alike():
+    """Loss, auxiliary loss, norm, parameters and states of 20 steps; the rules of the states."""
+    batches = [reference.random_batch(GROUPED, 8, seed) for seed in range(20)]
+    want, params = train(GROUPED, Layout(microbatch=4), 20, batches)
+    got, same = train(
+        GROUPED, Layout(expert=2, pipe=2, tensor=2, virtual=2, zero=3), 20, batches
+    )
+    for a, b in zip(got, want):
+        assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-6)
+        assert float(a.aux_loss) == pytest.approx(float(b.aux_loss), rel=1e-5)
+        assert float(a.gradient_norm) == pytest.approx(float(b.gradient_norm), rel=1e-5)
+    reference.assert_same((got[-1].loss, same), (want[-1].loss, params))
+    router = params["layers"]["block"]["mlp"]["router"]
+    load = want[-1].counted["block"]["mlp.router.load"][0, 0]
+    np.testing.assert_array_equal(router["load"], load)
+    assert load.sum() == 4 * 3 * (batches[-1]["weights"] > 0).sum()
+    moved = [m.counted["block"]["mlp.router.balance"][0, 0] for m in want]
+    moves = [np.sign(counts.mean(-1, keepdims=True) - counts) for counts in moved]
+    np.testing.assert_allclose(router["balance"], 0.125 * np.sum(moves, axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["alltoall", "gathered"])
+def test_nothing_is_dropped_where_all_choose_one_expert(way):
+    """The worst that a router can do: every token to the same experts."""
+    params = jax.tree.map(np.array, params_of(MIXTRAL))
+    params["layers"]["block"]["mlp"]["router"]["w"][:] = 0  # of equal ones the first
+    batch, _ = made(MIXTRAL)
+    layout = Layout(expert=4, data=2, expert_room=0.5, expert_dispatch=way)
+    got = mtx.loss_and_gradients(MIXTRAL, layout, batch, params=params)
+    of_reference = jax.jit(functools.partial(reference_experts.loss_and_gradients, rules=OF_MIXTRAL))
+    want = jax.device_get(of_reference(params, batch, FREQUENCY))
+    reference.assert_same(got, want)
+    load = got[1]["layers"]["block"]["mlp"]["router"]["load"]
+    assert (load[:, 3:] == 0).all() and (load[:, :3] == (batch["weights"] > 0).sum()).all()
+
+
+@pytest.mark.parametrize(
+    "layout, values",
+    [
+        ({"expert": 3}, ("experts=8", "expert=3")),
+        ({"expert": 4, "tensor": 4, "expert_tensor": False}, ("experts=8", "expert*tensor=16")),
+        (
+            {"tensor": 2, "expert_tensor": False, "sequence_parallel": False},
+            ("expert_tensor=False", "sequence_parallel=True", "tensor=2"),
+        ),
+    ],
+)
+def test_layouts_that_do_not_divide_experts_are_refused(layout, values):
+    with pytest.raises(UserError, check=lambda error: names(error, *values)):
+        Layout(**layout).check(MIXTRAL)
+
+
+def test_a_dense_model_has_no_axis_of_experts():
+    with pytest.raises(UserError, match=names("expert=2", "data=4")):
+        Layout(expert=2, data=2).check(MIXTRAL.of_family("llama"))
