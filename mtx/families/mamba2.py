@@ -138,7 +138,8 @@ def _to_model(fields: Fields) -> Json:
 
 def _to_config(model: Mamba2) -> Json:
     return {
-        "hidden_act": "silu", "expand": model.heads * model.ssm_head_dim // model.hidden,
+        "hidden_act": "silu", "residual_in_fp32": False,
+        "expand": model.heads * model.ssm_head_dim // model.hidden,
         "time_step_limit": [model.least_dt, NO_LIMIT],
     }  # fmt: skip
 
