@@ -23,8 +23,9 @@ from mtx.sizes import Interval, Step
 Json = dict[str, Any]
 Shape = tuple[int, ...]
 # vector: its numbers in one row. table: as it is. conv1d: [inputs, outputs], a layer of GPT-2.
-# linear: [outputs, inputs], a layer of torch. neighbours: our last two dims, turned, are its last.
-Form = Literal["vector", "table", "conv1d", "linear", "neighbours"]
+# linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
+# neighbours: our last two dims, turned, are its last.
+Form = Literal["vector", "table", "conv1d", "linear", "depthwise", "neighbours"]
 _MISSING = object()
 
 
@@ -109,6 +110,8 @@ class Weight:
     of_layer: bool = True  # of layers, whether a layer's number stands before the names
     experts: bool = False  # our first dim: each has tensors of its own, {} in names is its number
     float32: bool = False  # its tensors are, whatever the others are
+    # Paths, this one's too, of the arrays of ours whose tensors are rows of one, after one another.
+    joined: tuple[str, ...] = ()
 
     @property
     def in_parts(self) -> bool:
@@ -122,7 +125,7 @@ class Weight:
         return tuple(name.format(expert) for expert in range(shape[0]) for name in self.names)
 
     def tensor_shape(self, shape: Shape) -> Shape:
-        """The shape of each tensor, from that of our array."""
+        """The shape of each tensor, or of this array's rows of it, from that of our array."""
         if self.experts:
             return replace(self, experts=False).tensor_shape(shape[1:])
         if self.form == "neighbours":
@@ -134,6 +137,8 @@ class Weight:
         if self.form == "vector":
             return (math.prod(shape),)
         sizes = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
+        if self.form == "depthwise":
+            return sizes[1], 1, sizes[0]
         return sizes if self.form == "conv1d" else sizes[::-1]
 
     def to_ours(self, tensors: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
@@ -150,7 +155,7 @@ class Weight:
         if self.form == "neighbours":
             turned = tensors[0].reshape(*shape[:-2], shape[-1], shape[-2])
             return np.swapaxes(turned, -1, -2).astype(np.float32)
-        if self.form == "linear":
+        if self.form in ("linear", "depthwise"):
             tensors = [tensor.T for tensor in tensors]
         if self.stack is None:
             return tensors[0].astype(np.float32).reshape(shape)
@@ -178,7 +183,7 @@ class Weight:
         for part in parts:
             matrix = part.reshape(math.prod(part.shape[: self.inputs]), -1)
             matrices.append(matrix if self.form == "conv1d" else matrix.T)
-        return matrices
+        return [each[:, None] for each in matrices] if self.form == "depthwise" else matrices
 
 
 def layer_of(leaf: str, name: str, form: Form, *, inputs: int = 1) -> tuple[Weight, Weight]:
@@ -247,9 +252,27 @@ class Names:
         for path, weight, starts in self.arrays(shapes, pattern):
             shape = shapes[path][1:] if is_of_layers(path) else shapes[path]
             for start in starts:
+                rows, *rest = weight.tensor_shape(shape)
                 for name in weight.tensor_names(shape):
-                    found[start + name] = weight.tensor_shape(shape)
+                    before = found.get(start + name, (0,))[0] if weight.joined else 0
+                    found[start + name] = (before + rows, *rest)
         return found
+
+    def joined(self, path: str, weight: Weight) -> list[tuple[str, Weight]]:
+        """The arrays that an array's tensors have after one another, itself alone as a rule."""
+        if not weight.joined:
+            return [(path, weight)]
+        start = path.removesuffix(weight.leaf)
+        weights = {each.leaf: each for each in self.layers}
+        return [(start + leaf, weights[leaf]) for leaf in weight.joined]
+
+    def rows(self, path: str, weight: Weight, shapes: Mapping[str, Shape]) -> slice:
+        """Which rows of its tensors an array of layers has."""
+        if not weight.joined:
+            return slice(None)
+        counts = [each.tensor_shape(shapes[at][1:])[0] for at, each in self.joined(path, weight)]
+        place = weight.joined.index(weight.leaf)
+        return slice(sum(counts[:place]), sum(counts[: place + 1]))
 
 
 def is_of_layers(path: str) -> bool:

@@ -89,6 +89,7 @@ class Hybrid:
     specs = property(lambda self: self._each(0))
     roles = property(lambda self: self._each(1))
     inputs = property(lambda self: jax.tree.map(lambda _: 1, self.roles))
+    rules = property(lambda self: jax.tree.map(lambda _: None, self.roles))
 
     def init_shared(self, seed):
         keys = jax.random.split(jax.random.key(seed), 2)
@@ -122,7 +123,7 @@ class Hybrid:
 
     # -- a microbatch -----------------------------------------------------------------------------
 
-    def context(self, layer, batch, samples_B, rng, part):
+    def context(self, layer, batch, samples_B, rng, part, busy):
         positions = batch.get("positions")
         return jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32), positions
 
@@ -204,6 +205,9 @@ class Hybrid:
         x, table = self._head(shared, stream)
         losses = vocab_losses(x, table, batch["targets"], self.config.vocab, self.axes)
         return (losses * batch["weights"]).sum()
+
+    def losses(self, shared, stream, batch):
+        return {"loss": self.loss(shared, stream, batch)}
 
     def scores(self, shared, stream, batch):
         x, table = self._head(shared, stream)

@@ -24,7 +24,8 @@ _SIZES: dict[str, Any] = {
     "ffn_multiple": 2, "init_std": 0.1, "compute_dtype": "float32", "fp8": "off",
 }  # fmt: skip
 _WHERE_GIVEN: dict[str, Any] = {
-    "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8
+    "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8,
+    "ssm_heads": HEADS, "ssm_head_dim": 8, "ssm_state": 6, "ssm_chunk": 5,
 }  # fmt: skip
 
 
@@ -38,6 +39,8 @@ def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
     sizes |= {name: size for name, size in _WHERE_GIVEN.items() if getattr(model, name, None)}
     if getattr(model, "kv_heads", None):
         sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
+    if pattern := getattr(model, "pattern", None):
+        sizes["pattern"] = "".join(dict.fromkeys(pattern))  # a layer of each kind
     sizes |= {name: value for name, value in changes.items() if has(model, name)}
     return replace(model, **sizes)
 

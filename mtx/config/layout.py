@@ -167,19 +167,20 @@ class Layout:
                 f"pipe*virtual={self.pipe}*{self.virtual} with stage_layers={self.stage_layers!r} "
                 "are uneven; use stage_layers='even' or weave='off'"
             )
-        groups, widths = model.groups, model.split_widths
-        common = math.gcd(*widths.values(), groups)
+        widths, repeated = model.split_widths, model.repeated_widths
+        common = math.gcd(*widths.values(), *repeated.values())
         for name, value in widths.items():
             if value % self.tensor:
                 raise UserError(
                     f"{name}={value} must be a multiple of tensor={self.tensor}; "
                     f"use tensor={nearest_divisors(common, self.tensor)}"
                 )
-        if groups % self.tensor and self.tensor % groups:
-            raise UserError(
-                f"kv_heads={groups} can neither be divided over tensor={self.tensor} nor be "
-                f"repeated on it; use tensor={nearest_divisors(common, self.tensor)}"
-            )
+        for name, value in repeated.items():
+            if value % self.tensor and self.tensor % value:
+                raise UserError(
+                    f"{name}={value} can neither be divided over tensor={self.tensor} nor be "
+                    f"repeated on it; use tensor={nearest_divisors(common, self.tensor)}"
+                )
         if model.fp8 != "off":
             self._check_fp8(model)
         self._check_experts(model)

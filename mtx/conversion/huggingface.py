@@ -259,13 +259,16 @@ class HuggingFaceModel:
             return weight.to_ours([self._read(name) for name in weight.names], shape)[start:stop]
         array = np.empty(cut_shape(cut, shape), np.float32)
         inner = cut[1] if len(cut) > 1 else slice(None)
+        of_tensors = self.names.rows(path, weight, self.shapes) if weight.joined else inner
         for place, prefix in enumerate(starts[start:stop]):
-            array[place] = self._of_layer(prefix, weight, shape[1:], inner)
+            array[place] = self._of_layer(prefix, weight, shape[1:], inner, of_tensors)
         return array
 
-    def _of_layer(self, prefix: str, weight: Weight, shape: Shape, rows: slice) -> np.ndarray:
-        """Rows of a layer's array; all, unless it `is_finer`."""
-        names, of_tensors = weight.tensor_names(shape), rows
+    def _of_layer(
+        self, prefix: str, weight: Weight, shape: Shape, rows: slice, of_tensors: slice
+    ) -> np.ndarray:
+        """Rows of a layer's array; all, unless it `is_finer`. of_tensors: those of its tensors."""
+        names = weight.tensor_names(shape)
         if weight.experts:
             each = len(weight.names)
             first, last, _ = rows.indices(shape[0])
@@ -335,13 +338,17 @@ def write_model(
     def values() -> Iterator[tuple[str, np.ndarray]]:
         """Tensors, or rows of them, in the order of `tensors`."""
         done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
+        done_paths: set[str] = set()
         for path, weight, starts in names.arrays(shapes, pattern):
-            for cut in parts(path, shapes[path], finer=weight.in_parts):
-                array = source.read(path, cut)
+            joined = [] if path in done_paths else names.joined(path, weight)
+            done_paths.update(each for each, _ in joined)
+            cuts = parts(path, shapes[path], finer=weight.in_parts)
+            for cut, (each, weight) in itertools.product(cuts, joined):
+                array = source.read(each, cut)
                 start = ""
                 if is_of_layers(path):
                     start, array = starts[cut[0].start], array[0]
-                own = weight.tensor_names(shapes[path][1:])
+                own = weight.tensor_names(shapes[each][1:])
                 if weight.experts:
                     own = own[cut[1].start * len(weight.names) :][: len(array) * len(weight.names)]
                 for name, tensor in zip(own, weight.to_tensors(array), strict=True):

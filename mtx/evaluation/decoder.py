@@ -4,7 +4,8 @@ A batch of texts begins with one pass over all of their positions, which keeps t
 of every layer; then each token is a pass over one position a text. Both run the forward table of
 the trainer's own pipeline, so that they go over any layout: kept keys and values lie with their
 layers over `pipe`, with their heads over `tensor`, with their texts over `data`, with their
-positions over `context`, and stay there. All devices of `context` compute the same.
+positions over `context`, and stay there. A layer's state, of any text's length one, lies with them,
+whole on each device of `context`. All devices of `context` compute the same.
 
 Legend: G rows of a batch, one a text · T positions of a first pass · t of any pass · S positions
 kept · K head size · n = 2 for keys, values · k candidates · V vocabulary (v: shard) · B rows of a
@@ -30,13 +31,14 @@ from mtx.schedules.makers import forward_table
 from mtx.sharding.axes import BATCH, SEQUENCE
 from mtx.sharding.candidates import candidates
 from mtx.sharding.mesh import Axes
+from mtx.sharding.sequence import is_state
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 Tree = Any
 _ROWS = P(BATCH)
-# [P, C, N, n, G, heads, S, K]
-_PAST = P("pipe", None, None, None, BATCH, "tensor", SEQUENCE)
+_STATE = P("pipe", None, None, None, BATCH, "tensor")  # [P, C, N, n, G, heads, ...]
+_PAST = P(*_STATE, SEQUENCE)  # [P, C, N, n, G, heads, S, K]
 _FEWEST = 16  # positions of a first pass, and kept: few sizes, few programs
 # Rows of a microbatch of single tokens. A stage reads its weights once for each microbatch, and up
 # to about so many rows that takes longer than their matmuls (an H100 makes 990e12 / 3.35e12 = 296
@@ -226,10 +228,11 @@ class Programs:
         def run(*arguments):
             count, arrays = arguments[0], arguments[static:]
             chosen = (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
-            specs = (self._specs, _ROWS, P(), _PAST)[: len(arrays)]
+            specs = (self._specs, _ROWS, P(), self._past_specs)[: len(arrays)]
             mapped = self._trainer.shard_map(
-                partial(local, *arguments[:static]), specs, (chosen, _PAST) if keeps else chosen
-            )
+                partial(local, *arguments[:static]), specs,
+                (chosen, self._past_specs) if keeps else chosen,
+            )  # fmt: skip
             return mapped(*arrays)
 
         return jax.jit(run, static_argnums=tuple(range(static)), **options)
@@ -243,6 +246,19 @@ class Programs:
             lambda by_pipeline, master, whole: master if by_pipeline else whole,
             states.by_pipeline, states.specs.params, states.param_specs,
         )  # fmt: skip
+
+    @cached_property
+    def _past_specs(self) -> Tree:
+        """Of what is kept, an entry a kind's sublayer."""
+        model = self._trainer.model
+
+        def specs(kind: str) -> Tree:
+            past = jax.eval_shape(lambda: model.empty_past(kind, 1, self.shards))
+            return jax.tree.map(
+                lambda entry: _STATE if is_state(entry) else _PAST, past, is_leaf=is_state
+            )
+
+        return {kind: specs(kind) for kind in dict.fromkeys(model.pattern)}
 
     def _pipeline(self, batch: Tree, most: int) -> Pipeline:
         """For the rows of this replica, in microbatches of `most` at most."""

@@ -157,6 +157,11 @@ class ModelConfig:
         """The sizes that `tensor` has to divide, by their names."""
         return {"heads": self.heads, "ffn_hidden": self.ffn_hidden}
 
+    @property
+    def repeated_widths(self) -> dict[str, int]:
+        """The sizes that `tensor` has to divide or be a multiple of, by their names."""
+        return {"kv_heads": self.groups}
+
     # -- what follows ------------------------------------------------------------------------------
 
     @property

@@ -34,6 +34,11 @@ class Bert(GPT):
 
     def check(self) -> None:
         super().check()
+        if self.parallel_block or self.window:
+            raise UserError(
+                f"parallel_block={self.parallel_block} and window={self.window} must be left out "
+                "of family='bert'; use family='gpt'"
+            )
         if not self.tied:
             raise UserError("tied=False must be True of family='bert': its head is the embedding's")
 

@@ -17,6 +17,7 @@ from mtx.huggingface import (
     layer_of,
     norm_of,
 )
+from mtx.sizes import Tokens
 
 Gelu = Literal["tanh", "erf"]
 NormPlacement = Literal["pre", "post"]
@@ -28,6 +29,9 @@ class GPT(ModelConfig):
 
     family: str = "gpt"
     gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
+    # Attention and MLP beside each other, behind one norm (MegaScale, arXiv 2402.15627, 3.1)
+    parallel_block: bool = False
+    window: Tokens | None = None  # positions that a position sees, itself included; None: all
 
     @property
     def activation(self) -> Literal["gelu_tanh", "gelu"]:
@@ -43,13 +47,13 @@ class GPT(ModelConfig):
 
         attention = Attention(
             heads=self.heads, size=self.head_size, bias=True, output_bias=True,
-            scores=Scores(causal=causal), dropout=self.attention_dropout,
+            scores=Scores(causal=causal, window=self.window), dropout=self.attention_dropout,
         )  # fmt: skip
         mlp = MLP(ffn=self.ffn_hidden, activation=self.activation)
         return Kind(
             sublayers=(("attention", attention), ("mlp", mlp)),
             norm=Norm(kind="layer", epsilon=self.norm_epsilon), norm_placement=norm_placement,
-            dropout=self.dropout,
+            dropout=self.dropout, parallel=self.parallel_block,
         )  # fmt: skip
 
     def stack(self):
@@ -132,6 +136,7 @@ HUGGING_FACE = (
             twins={"lm_head.weight": "wte.weight"},
             ignored=r"h\.\d+\.attn\.(masked_)?bias",  # masks
         ),
+        has=lambda model: not model.parallel_block and model.window is None,
     ),
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ class Context(NamedTuple):
     segments_BS: jax.Array | None  # int32: attention stays among equal ones; None: one a row
     positions_BS: jax.Array | None  # int32 [B, S] or [S]; None: 0 to S - 1
     busy: jax.Array | None = None  # bool []: whether the stage is not idle; None: it is not
+    last_B: jax.Array | None = None  # int32: the place of a text's last token; padding follows
 
 
 def first_position(x_BsD, axes: Axes, context: Context | None):

@@ -153,4 +153,3 @@ class ExpertsModule(nnx.Module):
                 down = used_by_heads(down, axes) * (lax.axis_index(axes.tensor) == 0)
             weights |= {"up_bias": self.up_bias[...], "down_bias": down}
         return weights
-

@@ -1,5 +1,5 @@
-"""A layer: sublayers in turn, each behind its norm, each added to the residual stream. A model is a
-pattern of kinds of layers (`Stack`).
+"""A layer: sublayers in turn, each behind its norm, each added to the residual stream, or all
+beside each other behind one norm. A model is a pattern of kinds of layers (`Stack`).
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import jax
 from flax import nnx
 
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer, has_aux
+from mtx.sharding.linear import enter_jointly, leave_jointly
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
 NormPlacement = Literal["pre", "post", "both"]
@@ -29,6 +31,12 @@ class Kind:
     norm: Norm
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
+    # x + f(norm(x)) + g(norm(x)), one norm for all (Wang and Komatsuzaki 2021; MegaScale, Jiang et
+    # al. 2024): with `tensor` one reduction a layer. Of sublayers made of linears, without losses
+    parallel: bool = False
+
+    def __post_init__(self):
+        assert not self.parallel or (self.norm_placement == "pre" and not self.has_aux)
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return Layer(self, build, rngs)
@@ -39,7 +47,7 @@ class Kind:
         return {name: each.empty_cache(build, rows, sequence) for name, each in around}
 
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
-        """What texts keep that go on, zeros [n, B, g, S, K], by sublayer."""
+        """What texts keep that go on, zeros, by sublayer: [n, B, g, S, K], or a `State`."""
         return {name: each.empty_past(build, rows, length) for name, each in self._around.items()}
 
     @property
@@ -73,8 +81,12 @@ class Layer(nnx.Module):
 
     def __init__(self, kind: Kind, build: Build, rngs: nnx.Rngs):
         self.kind, self.axes = kind, build.axes
+        if kind.parallel:
+            self.norm = kind.norm.module(build.hidden)
+            build = replace(build, axes=replace(build.axes, joint=True))
         for number, (name, sublayer) in enumerate(kind.sublayers):
-            setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
+            if not kind.parallel:
+                setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
             site = len(kind.sublayers) + number
             setattr(self, name, sublayer.module(replace(build, site=site), rngs))
             if kind.norm_placement == "both":
@@ -91,7 +103,12 @@ class Layer(nnx.Module):
             h_BsD, own[name] = module.of_slice(h_BsD, context, cache[name])
             return h_BsD
 
-        stream = self._in_turn(stream, context, run)
+        def applied(stream):
+            return self._applied(stream, context, run), own
+
+        if self.kind.parallel and self.axes.sequence_parallel:
+            applied = jax.checkpoint(applied, policy=_is_not_gathered, prevent_cse=False)
+        stream, own = applied(stream)
         return stream if cache is None else (stream, own)
 
     def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
@@ -103,9 +120,12 @@ class Layer(nnx.Module):
                 return module(h_BtD, context)
             return module.of_text(h_BtD, context, lambda own: _of(keep({name: own}), name))
 
-        return self._in_turn(stream, context, run)
+        return self._applied(stream, context, run)
 
-    def _in_turn(self, stream, context, run):
+    def _applied(self, stream, context, run):
+        """The stream after what run(name, module, h) makes of each sublayer's input."""
+        if self.kind.parallel:
+            return self._beside(stream, context, run)
         placement, x_BsD, stream = self.kind.norm_placement, stream["x"], dict(stream)
         for number, (name, sublayer) in enumerate(self.kind.sublayers):
             norm, module = getattr(self, f"{name}_norm"), getattr(self, name)
@@ -119,6 +139,20 @@ class Layer(nnx.Module):
             x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
             x_BsD = norm(x_BsD) if placement == "post" else x_BsD
         return stream | {"x": x_BsD}
+
+    def _beside(self, stream, context, run):
+        x_BsD = stream["x"]
+        h_BSD = enter_jointly(self.norm(x_BsD), self.axes)
+        parts = [run(name, getattr(self, name), h_BSD) for name, _ in self.kind.sublayers]
+        y_BsD = leave_jointly(sum(parts[1:], parts[0]), self.axes)
+        site = (context.layer, 0) if context is not None else ()
+        x_BsD = x_BsD + dropout(y_BsD, self.kind.dropout, self.axes, context, *site)
+        return stream | {"x": x_BsD}
+
+
+def _is_not_gathered(primitive, *_, **__) -> bool:
+    """What waits for the backward pass: of activations that are gathered the shards alone."""
+    return primitive.name != "all_gather"
 
 
 def _of(held: dict[str, Tree] | None, name: str) -> Tree:

@@ -68,6 +68,7 @@ class Model:
         self._build = Build(
             hidden=config.hidden, init_std=config.init_std, axes=axes, kernel=kernel, site=0,
             output_std=output_std(config.init_std, config.layers), dtype=config.compute_dtype,
+            slices=slices,
         )  # fmt: skip
         shared = nnx.eval_shape(lambda: self._make_shared(nnx.Rngs(params=0)))
         layers = {
@@ -132,13 +133,13 @@ class Model:
     def context(self, layer, batch: Tree, samples_B, rng, part=0, busy=None) -> Context | None:
         """What a layer is told beside its input; None where it does not matter: whole sequences of
         one segment, no dropout. rng: None for no dropout."""
-        segments, positions = batch.get("segments"), batch.get("positions")
+        segments, positions, last = map(batch.get, ("segments", "positions", "last"))
         if not self._drops:
             rng = samples_B = None
         if positions is None and self.axes.context is not None:
             positions = places(batch["tokens"].shape[1], self.axes)
         busy = busy if self._has_aux else None
-        said = rng, segments, positions, busy
+        said = rng, segments, positions, busy, last
         if self.slices == 1 and all(each is None for each in said):
             return None
         if self.slices > 1 and segments is not None:
@@ -147,7 +148,7 @@ class Model:
                 "slices=1, or data that is not packed"
             )
         layer, part = jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32)
-        return Context(layer, samples_B, rng, part, segments, positions, busy)
+        return Context(layer, samples_B, rng, part, segments, positions, busy, last)
 
     def embed(self, shared: Tree, batch: Tree, context: Context | None = None) -> Stream:
         """The stream before the first layer, the same on every stage: x_BsD of batch["tokens"]
@@ -227,7 +228,7 @@ class Model:
         return self.kinds[kind].empty_cache(self._build, rows, self.config.sequence)
 
     def empty_past(self, kind: str, rows: int, length: int) -> Tree:
-        """[n, B, g, S, K] each: what a layer keeps of texts up to that length."""
+        """[n, B, g, S, K] each, or a `State`: what a layer keeps of texts up to that length."""
         return self.kinds[kind].empty_past(self._build, rows, length)
 
     def extend(self, kind: str, params: Tree, stream: Stream, context, keep: Callable) -> Stream:

@@ -40,6 +40,7 @@ class Rotary:
     sequence: int | None = None  # "dynamic": of all texts, whatever their own length
     truncate: bool = True  # "yarn": the first and the last pair of those in between are whole
     scale: float | None = None  # "yarn": of cosine and sine; None: 0.1 ln(factor) + 1
+    part: float = 1.0  # of a head's numbers, the first ones, that are turned
     neighbours: bool = False  # pairs are (2k, 2k + 1), as in the paper and DeepSeek's models
 
     @property
@@ -98,16 +99,20 @@ def rotate(x_BShK, positions_S, rotary: Rotary):
 
 
 def _turn(x_BShK, positions_S, rotary, sign):
-    frequencies_K = rotary.frequencies(x_BShK.shape[-1]).astype(np.float32)
+    size = int(x_BShK.shape[-1] * rotary.part)
+    frequencies_K = rotary.frequencies(size).astype(np.float32)
     angle_SK = positions_S[..., None].astype(jnp.float32) * frequencies_K
     cos, sin = jnp.cos(angle_SK)[..., None, :], sign * jnp.sin(angle_SK)[..., None, :]
     if rotary.amplitude != 1:
         cos, sin = rotary.amplitude * cos, rotary.amplitude * sin
-    first, second = _pairs(x_BShK.astype(jnp.float32), rotary)
+    first, second = _pairs(x_BShK[..., :size].astype(jnp.float32), rotary)
     turned = [first * cos - second * sin, second * cos + first * sin]
     if rotary.neighbours:
-        return jnp.stack(turned, axis=-1).reshape(x_BShK.shape).astype(x_BShK.dtype)
-    return jnp.concatenate(turned, axis=-1).astype(x_BShK.dtype)
+        turned = jnp.stack(turned, axis=-1).reshape(*x_BShK.shape[:-1], size)
+    else:
+        turned = jnp.concatenate(turned, axis=-1)
+    turned = turned.astype(x_BShK.dtype)
+    return jnp.concatenate([turned, x_BShK[..., size:]], axis=-1) if rotary.part < 1 else turned
 
 
 def _pairs(x_BShK, rotary):

@@ -22,9 +22,10 @@ from mtx.layers.kernels import AttentionKernel
 from mtx.sharding.mesh import Axes
 
 Tree = Any
-# Takes own_nBgtK, to be kept; gives held_nBgSK, all that is kept, these included. None: there is
-# nothing of earlier positions.
-Keep = Callable[[Tree], Tree | None]
+# Takes own_nBgtK, to be kept; gives held_nBgSK, all that is kept, these included, or a `State` in
+# place of another. Given None it keeps nothing, and gives what is held. It gives None where there
+# is nothing of earlier positions.
+Keep = Callable[[Tree | None], Tree | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Build:
     axes: Axes
     kernel: AttentionKernel
     site: int  # a number of its own among the layer's places that draw random numbers
+    slices: int = 1  # of each sequence
 
 
 class Module(Protocol):
@@ -65,7 +67,7 @@ class Positional(Module, Protocol):
         ...
 
     def of_text(self, x_BtD: jax.Array, context: Context | None, keep: Keep) -> jax.Array:
-        """What is added, of the next t positions of texts; calls `keep` once."""
+        """What is added, of the next t positions of texts; gives `keep` once what is to be kept."""
         ...
 
 
@@ -92,9 +94,10 @@ class LooksAround(Sublayer, Protocol):
     """A config whose module looks at other positions."""
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> jax.Array:
-        """[B, S, ...] of zeros: what slices of a sequence keep for later ones."""
+        """[B, S, ...] of zeros: what slices of a sequence keep for later ones; [B, slices, ...] of
+        what does not grow with them."""
         ...
 
-    def empty_past(self, build: Build, rows: int, length: int) -> jax.Array:
-        """[n, B, g, S, K] of zeros: what texts keep that go on."""
+    def empty_past(self, build: Build, rows: int, length: int) -> Tree:
+        """[n, B, g, S, K] of zeros, or a `State`: what texts keep that go on."""
         ...

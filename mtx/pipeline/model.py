@@ -14,8 +14,10 @@ import jax
 Tree = Any
 Stream = dict[str, jax.Array]  # floating point, [B, s, ...] each; {"x": x_BsD} as a rule
 # Takes {name: leaves [n, B, h, t, K]} of the next positions, to be kept; gives all that is kept
-# under those names, [n, B, h, S, K], these included, or None: there is nothing of earlier ones.
-Keep = Callable[[dict[str, Tree]], dict[str, Tree] | None]
+# under those names, [n, B, h, S, K], these included, or None: there is nothing of earlier ones. A
+# `State` (`mtx.sharding.sequence`) takes the place of the one before; None in place of leaves
+# changes nothing.
+Keep = Callable[[dict[str, Tree | None]], dict[str, Tree] | None]
 
 
 class PipelineModel(Protocol):
@@ -141,11 +143,12 @@ class PipelineModel(Protocol):
         ...
 
     def empty_past(self, kind: str, rows: int, length: int) -> dict[str, Tree]:
-        """[n, B, h, S, K] each: what a layer keeps of texts up to that length, by the names that it
-        gives to `keep`; {} where it keeps nothing."""
+        """[n, B, h, S, K] each, or a `State`: what a layer keeps of texts up to that length, by the
+        names that it gives to `keep`; {} where it keeps nothing."""
         ...
 
     def extend(self, kind: str, params: Tree, stream: Stream, context: Any, keep: Keep) -> Stream:
         """The stream after a layer on the next t positions of texts, those of `context` or the
-        first. What is to be kept it gives to `keep`, each name once."""
+        first, of which batch["last"], int32 [B], is the last that counts. What is to be kept it
+        gives to `keep`, each name once."""
         ...

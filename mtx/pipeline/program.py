@@ -119,8 +119,8 @@ class Pipeline(Parts):
         return outputs if past is None else (outputs, past)
 
     def empty_past(self, rows: int, length: int) -> Tree:
-        """{kind: leaves [C, N, n, rows, h, length, K]}: what this stage's layers keep of so many
-        texts of up to that length, before there is any."""
+        """{kind: leaves [C, N, n, rows, h, length, K], or a `State`}: what this stage's layers keep
+        of so many texts of up to that length, before there is any."""
 
         def empty(kind: str) -> Tree:
             stack = self.placement.slots_of(kind).shape[1:]

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.model import PipelineModel
+from mtx.pipeline.past import Past
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
-from mtx.sharding.sequence import kept_slots
 from mtx.vjp import LayerVJP
 
 Tree = Any
@@ -135,34 +135,20 @@ class Stage:
 
         past {kind: {name: leaves [C, N, n, M*B, h, S, K]}}: what the layers have kept of earlier
         positions, and then of these: of one at positions_B of each row, int32; where that is None,
-        of the first t.
+        of the first t. A `State` has leaves [C, N, n, M*B, h, ...].
         """
         rows = jax.tree.leaves(stream)[0].shape[0]
-        first_row = op.item * rows
 
         def layer(own: Own, stream):
             layer_params, (context,) = self._given(op, params, own, False)
-            start = *own.at["past"], 0, first_row, 0, 0, 0
-
-            def first(past, own_nBhtK):
-                return lax.dynamic_update_slice(past, own_nBhtK[None, None], start)
-
-            # Written, then read: the other way round XLA copies all of past, for every layer.
-            def at_positions(past, own_nBhtK):
-                slots_B = kept_slots(positions_B, past.shape[-2], axes)
-                at = past.at[*start[:2], :, first_row + jnp.arange(rows), :, slots_B]
-                own = jnp.swapaxes(own_nBhtK[:, :, :, 0], 0, 1)
-                return at.set(own, unique_indices=True, mode="drop")
-
-            def held(past):
-                shape = 1, 1, past.shape[2], rows, *past.shape[4:]
-                return lax.dynamic_slice(past, start, shape)[0, 0]
+            entries = Past(
+                layer=own.at["past"], first_row=op.item * rows, rows=rows, positions_B=positions_B,
+                axes=axes,
+            )  # fmt: skip
 
             def keep(parts):
-                wrote, kept = first if positions_B is None else at_positions, own.trees["past"]
-                now = {name: jax.tree.map(wrote, kept[name], part) for name, part in parts.items()}
-                own.trees["past"] = kept | now
-                return None if positions_B is None else jax.tree.map(held, now)
+                own.trees["past"], held = entries.keep(own.trees["past"], parts)
+                return held
 
             whole = self._whole(own, layer_params)
             return self.model.extend(own.kind, whole, stream, context, keep)
@@ -231,9 +217,10 @@ class Stage:
         period = self.placement.period
 
         def repeat(k, carry):
-            k = period.repeats - 1 - k if backward else k
+            k, after = period.repeats - 1 - k if backward else k, 0
             for run in reversed(period.runs) if backward else period.runs:
-                n, index = k * period.layers + run.place, k * period.of_kind(run.kind) + run.index
+                n = k * period.layers + run.place + after
+                index = k * period.of_kind(run.kind) + run.index + after
 
                 def layer(i, carry, run=run, n=n, index=index):
                     i = run.count - 1 - i if backward else i
@@ -242,6 +229,10 @@ class Stage:
                     return body(own, stream), own.put_into(trees)
 
                 carry = loop(run.count, layer, carry)
+                # Written out, what layers compute again could be computed for all of them at
+                # first, and their weight gradients at last: the next waits, as in a loop.
+                if backward and len(period.runs) > 1:
+                    carry, after = lax.optimization_barrier((carry, jnp.zeros((), jnp.int32)))
             return carry
 
         return loop(period.repeats, repeat, (stream, trees))

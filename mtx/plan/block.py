@@ -196,7 +196,9 @@ def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work
     if recompute == "none":
         return Work()
     if shard.context > 1:
-        plain, more = (_traced_backward(shard, shard.cost(kind, way)) for way in ("none", recompute))
+        plain, more = (
+            _traced_backward(shard, shard.cost(kind, way)) for way in ("none", recompute)
+        )
         again = Work(*(max(0.0, b - a) for a, b in zip(plain, more)))
         return again._replace(tensor_comm_s=forward.tensor_comm_s * (recompute != "selective"))
     if recompute == "selective":
@@ -219,9 +221,7 @@ def _traced_backward(shard: Shard, cost: Cost) -> Work:
     )
 
 
-def _context_backward_s(
-    shard: Shard, kind: str, recompute: Recompute, weights_s: float
-) -> float:
+def _context_backward_s(shard: Shard, kind: str, recompute: Recompute, weights_s: float) -> float:
     """What a layer's backward pass sends over `context`, and neither its attention hides nor, as
     far as they last, the weights' gradients, for which nothing waits."""
     if shard.context == 1:

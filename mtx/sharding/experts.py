@@ -204,7 +204,9 @@ class Way:
     gathers: bool  # all tokens come to all devices; else each is sent
 
     @classmethod
-    def of(cls, compute: Compute, *, experts: int, tokens: int, choices: int, rows: int, axes: Axes):
+    def of(
+        cls, compute: Compute, *, experts: int, tokens: int, choices: int, rows: int, axes: Axes
+    ):
         """For so many tokens of a device, in so many rows, with so many choices each."""
         room = math.ceil(axes.expert_room * (tokens // rows) * choices / experts)
         room = rows * (room if room <= _UNIT else -(-room // _UNIT) * _UNIT)

@@ -6,6 +6,9 @@ inputs: one pair needs one reduction forward and one backward. With sequence par
 reduction is a reduce-scatter after the row layer and an all-gather before the column layer, and the
 column layer keeps only its shard of the input for the backward pass and gathers it again.
 
+Several such pairs beside each other need no more, where their inputs are the same and their outputs
+are added up: with `axes.joint` linears do without, between `enter_jointly` and `leave_jointly`.
+
 Legend: B rows · S sequence (s: shard) · D hidden · lower-case: local shard. The weight's inputs are
 its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n h K).
 """
@@ -23,7 +26,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mtx.sharding import fp8
-from mtx.sharding.collectives import all_gather_sequence, copy_to, reduce_scatter_sequence
+from mtx.sharding.collectives import (
+    all_gather_sequence,
+    copy_to,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_sequence,
+)
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
@@ -67,7 +77,7 @@ def _gradient_of(w, dw):
 
 def _gathered(x, axes: Axes):
     """x_BsD whole, where sequence parallelism shards it."""
-    if not axes.sequence_parallel:
+    if not axes.sequence_parallel or axes.joint:
         return x
     if fp8.is_quantised(x):
         return x.apply(lambda values: all_gather_sequence(values, axes.tensor))
@@ -75,7 +85,9 @@ def _gathered(x, axes: Axes):
 
 
 def _summed(partial_BSD, axes: Axes):
-    """The sum over `tensor`, a shard of it with sequence parallelism."""
+    """The sum over `tensor`, a shard of it with sequence parallelism; jointly no sum."""
+    if axes.joint:
+        return partial_BSD
     if axes.sequence_parallel:
         return reduce_scatter_sequence(partial_BSD, axes.tensor)
     return lax.psum(partial_BSD, axes.tensor) if axes.tensor else partial_BSD
@@ -185,6 +197,40 @@ def _add_bias_backward(axes, _, dy):
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
+@custom_vjp(2)
+def _add_bias_once(y, b, axes: Axes):
+    """`add_bias` to parts of a sum over `tensor`: on its first device."""
+    return add_bias(y, jnp.where(lax.axis_index(axes.tensor) == 0, b, 0), axes)
+
+
+def _add_bias_once_backward(axes, _, dy):
+    _, db = _add_bias_backward(axes, _, dy)
+    if axes.sequence_parallel:  # the step sums over `tensor`, and dy is the same on all of it
+        db = jnp.where(lax.axis_index(axes.tensor) == 0, db, 0)
+    return dy, db
+
+
+_add_bias_once.defvjp(
+    lambda y, b, axes: (_add_bias_once(y, b, axes), None), _add_bias_once_backward
+)
+
+
+def enter_jointly(x_BsD, axes: Axes):
+    """x_BSD for linears of `axes.joint`. Forward: an all-gather with sequence parallelism,
+    otherwise nothing. Backward: a reduce-scatter, otherwise an all-reduce."""
+    if axes.sequence_parallel:
+        return gather_sequence(x_BsD, axes.tensor)
+    return copy_to(x_BsD, axes.tensor)
+
+
+def leave_jointly(partial_BSD, axes: Axes):
+    """The sum over `tensor` of what linears of `axes.joint` give. Forward: a reduce-scatter with
+    sequence parallelism, otherwise an all-reduce. Backward: an all-gather, otherwise nothing."""
+    if axes.sequence_parallel:
+        return scatter_sequence(partial_BSD, axes.tensor)
+    return reduce_from(partial_BSD, axes.tensor)
+
+
 def used_by_heads(w, axes: Axes):
     """A parameter that each device of `tensor` has whole and uses for its own heads. Backward: the
     sum over `tensor` of its gradients; with sequence parallelism the step's."""
@@ -244,9 +290,10 @@ class RowLinear(nnx.Module):
         """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
         w = self.w.get_value()
         y = matmul(x, w, w.ndim - 1, self.axes)
-        return checkpoint_name(
-            add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
-        )
+        if self.bias:
+            once = self.axes.joint and self.axes.tensor
+            y = (_add_bias_once if once else add_bias)(y, self.b[...], self.axes)
+        return checkpoint_name(y, MATMUL_OUTPUT)
 
 
 def output_std(init_std: float, layers: int) -> float:

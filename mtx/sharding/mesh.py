@@ -35,6 +35,9 @@ class Axes:
     expert_dispatch: str = "alltoall"
     expert_room: float = 1.2
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
+    # Linears are given whole activations and give their parts of sums: one gather and one reduction
+    # are around several of them (`mtx.sharding.linear`).
+    joint: bool = False
     # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): made in the
     # weight's own order, at constant offsets of chunks. Else its small operand is first, for CPUs.
     in_place: bool = False

@@ -11,11 +11,17 @@ from typing import Any, Literal, get_args
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "state"]
+# recurrence: of a state-space model, how its states move on. filter: a convolution's.
+Role = Literal[
+    "matrix", "embedding", "head", "norm", "bias", "router", "state", "recurrence", "filter"
+]
 ROLES: tuple[Role, ...] = get_args(Role)
 QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
-DECAYED: frozenset[Role] = frozenset({"matrix", "embedding", "head", "router"})  # as in Megatron-LM
-FLOAT32: frozenset[Role] = frozenset({"router", "state"})  # computed with as they are kept
+DECAYED: frozenset[Role] = frozenset(  # as in Megatron-LM
+    {"matrix", "embedding", "head", "router", "filter"}
+)
+# computed with as they are kept
+FLOAT32: frozenset[Role] = frozenset({"router", "state", "recurrence"})
 Rule = Callable[[Any, Any], Any]  # (a state, what the microbatches have summed) -> the next state
 
 

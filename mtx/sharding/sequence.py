@@ -13,6 +13,10 @@ Legend: S sequence · s a device's part of it · c devices along `context` · n 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -63,6 +67,19 @@ def whole_sequence(x_Bs, axes: Axes):
 
 
 # -- texts that go on ------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Of what texts keep that go on, what does not grow with them: each pass replaces it. What is
+    kept without this name is an entry a position."""
+
+    arrays: Any  # a tree of [n, B, h, ...], h as in keys and values
+
+
+def is_state(entry: Any) -> bool:
+    return isinstance(entry, State)
 
 
 def own_of(whole, axis: int, axes: Axes):

@@ -82,6 +82,42 @@ def windowed(kind, vocab=97, **others):
     )
 
 
+def hybrid(kind, vocab=97, **others):
+    """What has Mamba-2 mixers, at odd sizes, with chunks that do not divide the sequence."""
+    sizes = dict(
+        vocab_size=vocab, max_position_embeddings=S, pad_token_id=None, bos_token_id=None,
+        eos_token_id=0,
+    )  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes | others)
+    return getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+
+
+def mamba2(**others):
+    return hybrid("Mamba2", **dict(
+        hidden_size=36, num_hidden_layers=5, num_heads=12, head_dim=6, state_size=5, n_groups=2,
+        chunk_size=7, conv_kernel=3,
+    ) | others)  # fmt: skip
+
+
+def nemotron_h(**others):
+    layers = ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]
+    return hybrid("NemotronH", **dict(
+        layers_block_type=layers, hidden_size=36, num_attention_heads=12, num_key_value_heads=2,
+        head_dim=4, intermediate_size=44, mamba_num_heads=12, mamba_head_dim=5, ssm_state_size=7,
+        n_groups=2, chunk_size=8, time_step_min=1e-6,
+    ) | others)  # fmt: skip
+
+
+def bamba(**others):
+    return hybrid("Bamba", **dict(
+        hidden_size=48, num_hidden_layers=5, attn_layer_indices=[1, 4], num_attention_heads=12,
+        num_key_value_heads=2, intermediate_size=44, mamba_n_heads=12, mamba_d_state=5,
+        mamba_n_groups=1, mamba_chunk_size=6,
+    ) | others)  # fmt: skip
+
+
 GEMMA2 = {"query_pre_attn_scalar": 17, "attn_logit_softcapping": 0.7}
 WINDOWED = {
     "mistral": lambda **c: windowed("Mistral", **c),
@@ -90,7 +126,8 @@ WINDOWED = {
     ),
     "qwen3": lambda **c: windowed("Qwen3", use_sliding_window=True, max_window_layers=3, **c),
     "gemma2": lambda **c: windowed("Gemma2", final_logit_softcapping=0.9, **GEMMA2, **c),
-}
+    "mamba2": mamba2, "nemotron_h": nemotron_h, "bamba": bamba,
+}  # fmt: skip
 SMALL = {
     "gpt2": gpt2,
     "gpt2, untied, erf": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
@@ -113,6 +150,10 @@ SMALL = {
         "Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None,
         tie_word_embeddings=False,
     ),
+    "mamba2, tied, steps of some length": lambda: mamba2(
+        tie_word_embeddings=True, time_step_limit=(0.05, float("inf"))
+    ),
+    "nemotron_h, steps of some length": lambda: nemotron_h(time_step_min=0.05),
     **WINDOWED,
 }  # fmt: skip
 REAL = {

@@ -1,0 +1,92 @@
+"""Attention and MLP beside each other (MegaScale's block), with windows: an unsharded reference's
+numbers, and one reduction a layer."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+import reference
+
+import mtx
+from mtx.compile.hlo import read_program
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.step.trainer import Trainer
+
+SIZES = {
+    "layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocab": 101, "vocab_multiple": 8,
+    "compute_dtype": "float32", "init_std": 0.1,
+}  # fmt: skip
+MODEL = ModelConfig(parallel_block=True, window=5, **SIZES)
+
+
+def _windowed(x, p, window):
+    """`reference._attention` of the last `window` positions."""
+    q, k, v = jnp.einsum("bsd,dnhk->nbhsk", x, p["qkv"]["w"]) + p["qkv"]["b"][:, None, :, None, :]
+    scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    ones = jnp.ones(scores.shape[-2:], bool)
+    unseen = jnp.triu(ones, 1) | jnp.tril(ones, -window)
+    weights = jax.nn.softmax(jnp.where(unseen, -1e30, scores), axis=-1)
+    return jnp.einsum("bhsk,hkd->bsd", weights @ v, p["out"]["w"]) + p["out"]["b"]
+
+
+@functools.cache
+def wanted(rows):
+    """(parameters, batch, loss and gradients)"""
+    batch, params = reference.random_batch(MODEL, rows), mtx.init_params(MODEL)
+
+    def loss(params):
+        x = params["embed"]["tokens"][batch["tokens"]] + params["embed"]["positions"]
+        for layer in range(MODEL.layers):
+            p = jax.tree.map(lambda a, layer=layer: a[layer], params["layers"]["block"])
+            h = reference._norm(x, p["norm"])
+            x = x + _windowed(h, p["attention"], MODEL.window) + reference._mlp(h, p["mlp"])
+        x = reference._norm(x, params["head"]["norm"])
+        logits = (x @ params["embed"]["tokens"].T)[..., : MODEL.vocab]
+        chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+    return params, batch, jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, pipe=2, tensor=2, virtual=2),
+        Layout(pipe=2, tensor=4, sequence_parallel=False, recompute="selective"),
+        Layout(pipe=2, tensor=2, slices=4, schedule="seq1f1b"),
+        Layout(tensor=2, context=2, pipe=2, schedule="zb_h1"),
+    ],
+)
+def test_a_parallel_block_equals_the_reference(layout):
+    params, batch, want = wanted(8)
+    reference.assert_same(mtx.loss_and_gradients(MODEL, layout, batch, params=params), want)
+
+
+@pytest.mark.parametrize(
+    "sequence_parallel, forward, backward",
+    [
+        # what B keeps of the layer's input is its shard, so that it gathers that again
+        (True, {"all-gather": 1, "reduce-scatter": 1}, {"all-gather": 2, "reduce-scatter": 1}),
+        (False, {"all-reduce": 1}, {"all-reduce": 1}),
+    ],
+)
+def test_a_layer_has_half_the_collectives(sequence_parallel, forward, backward):
+    """Of the compiled step: one reduction a layer each way, of a block in turn two."""
+
+    def found(parallel_block):
+        model = ModelConfig(parallel_block=parallel_block, **SIZES | {"layers": 1})
+        layout = Layout(tensor=2, sequence_parallel=sequence_parallel)
+        trainer = Trainer(RunConfig(model=model, layout=layout, global_batch=1))
+        counts = {"F": Counter(), "B": Counter()}
+        for each in read_program(trainer.compile_step().as_text()).collectives():
+            if half := re.search(r"closed_call/([FB])/cond", each.op_name):
+                counts[half[1]][each.kind] += each.count
+        return counts
+
+    assert found(True) == {"F": forward, "B": backward}
+    twice = {half: {k: 2 * n for k, n in each.items()} for half, each in found(True).items()}
+    assert found(False) == twice
