@@ -60,7 +60,7 @@ class Run:
             model=self.model, layer_params=self.weights.layer, placement=placement,
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
-            split=self.schedule.split,
+            split=self.schedule.split, offload=self.layout.offload,
             shards=layers and {
                 kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
             },
@@ -210,10 +210,12 @@ class Run:
             arrived = self.send(carry.messages.dx, self.schedule.gradient_receives)
         if self.schedule.outputs.slots:
             y = read(carry.messages.outputs, op.head_input)
+        with jax.named_scope("B"):
+            ahead = self.stage.ahead(op.backward, carry.stash.layers)
         with jax.named_scope("head"):
             carry, dy = self.head(carry, op, y)
         with jax.named_scope("B"):
-            carry, dx = self.backward_op(carry, op, arrived, dy)
+            carry, dx = self.backward_op(carry, op, arrived, dy, ahead)
         with jax.named_scope("embed_backward"):
             shared = self.embed_backward(carry.gradients.shared, op, dx)
         return carry._replace(gradients=carry.gradients._replace(shared=shared))
@@ -303,12 +305,14 @@ class Run:
         (loss, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y)
         return carry._replace(loss=loss, gradients=gradients._replace(shared=shared)), dy
 
-    def backward_op(self, carry: Carry, tick: Tick, arrived, dy: Stream) -> tuple[Carry, Stream]:
-        """(carry, dx). dy: that of the last virtual stage, from the head."""
+    def backward_op(
+        self, carry: Carry, tick: Tick, arrived, dy: Stream, ahead: Tree = None
+    ) -> tuple[Carry, Stream]:
+        """(carry, dx). dy: that of the last virtual stage, from the head; ahead: see `Stage`."""
         op, stash, gradients = tick.backward, carry.stash, carry.gradients
         rings = self.deliver(carry.messages.gradient_receives, arrived, tick.gradient_receives)
 
-        def compute(op, weights, layers, caches, kept):
+        def compute(op, weights, layers, caches, kept, ahead):
             is_output = self.holds_last & (op.chunk == self.last_chunk)
             d = where(is_output, dy, self.take(rings, arrived, tick.gradient_receives))
             d = self.nothing_where_idle(op, d)
@@ -317,9 +321,9 @@ class Run:
                 x, ring = read(layers, op.slot), self.stage.stash(1)
                 _, layers, _ = self.stage.forward(one, weights, x, ring, caches, extend=False)
                 op = one
-            return self.stage.backward(op, weights, d, layers, caches, kept)
+            return self.stage.backward(op, weights, d, layers, caches, kept, ahead)
 
-        def idle(op, weights, layers, caches, kept):
+        def idle(op, weights, layers, caches, kept, ahead):
             return self.zeros(), kept
 
         weights = self.weights.all_gather(carry.weights[1], tick.gather_back, op.chunk)
@@ -332,6 +336,7 @@ class Run:
             stash.layers,
             stash.caches,
             Kept(gradients.of_b, stash.deferred, stash.dcaches),
+            ahead,
         )
         of_b, reduced = self.weights.reduce_scatter(
             kept.gradients, gradients.reduced, tick.scatter[0], op.chunk

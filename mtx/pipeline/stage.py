@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.pipeline.model import PipelineModel
+from mtx.pipeline.model import PipelineModel, Stream
+from mtx.pipeline.offload import Parts, cut, join, to_device, to_host
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
@@ -29,7 +30,7 @@ from mtx.schedules.partition import Placement
 from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import kept_slots
-from mtx.vjp import LayerVJP
+from mtx.vjp import Arrays, LayerVJP
 
 Tree = Any
 
@@ -51,6 +52,7 @@ class Stage:
     slices: int
     split: bool  # W is an op of its own
     shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
+    offload: float = 0.0  # the fraction of residuals that waits in the host's memory
 
     @cached_property
     def vjps(self) -> dict[str, LayerVJP]:
@@ -70,8 +72,31 @@ class Stage:
     # -- what is kept -----------------------------------------------------------------------------
 
     def stash(self, slots: int) -> Tree:
-        """{kind: leaves [R, N, ...]} for the residuals of each layer."""
-        return self._rings(slots, lambda kind: self.vjps[kind].residuals)
+        """{kind: leaves [R, N, ...]} for the residuals of each layer; with offload, their parts."""
+        if not self.offload:
+            return self._rings(slots, lambda kind: self.vjps[kind].residuals)
+        rings = self._rings(slots, lambda kind: jax.eval_shape(self._cut, self.vjps[kind].residuals))
+        return {kind: ring._replace(host=to_host(ring.host)) for kind, ring in rings.items()}
+
+    def _cut(self, residuals: Arrays) -> Parts:
+        return cut(residuals, self.offload)
+
+    def ahead(self, op: Op, rings) -> Tree:
+        """{kind: what of the residuals of its last layer in the op's chunk is on the host}, on its
+        way back; None without offload."""
+        if not self.offload:
+            return None
+
+        def last(kind: str):
+            if self.placement.period is None:
+                return read(self.tables["count"], op.chunk) - 1
+            return self.placement.slots_of(kind).shape[-1] - 1
+
+        return {kind: self._fetch(ring, op, last(kind)) for kind, ring in rings.items()}
+
+    def _fetch(self, ring: Parts, op: Op, index) -> tuple:
+        """The host's part of a layer's residuals, on the device."""
+        return to_device(read(ring.host, op.slot, index))
 
     def weight_stash(self, slots: int) -> Tree:
         """{kind: leaves [R, N, ...]} for what waits between B and W; None where they are one."""
@@ -105,6 +130,9 @@ class Stage:
         def layer(own: Own, stream):
             layer_params, given = self._given(op, params, own, caches is not None)
             stream, residuals = self.vjps[own.kind].forward(layer_params, stream, *given)
+            if self.offload:
+                parts = self._cut(residuals)
+                residuals = parts._replace(host=to_host(parts.host))
             own.write("ring", residuals)
             if caches is not None:
                 stream, part = stream
@@ -170,14 +198,19 @@ class Stage:
         stream, kept = self._layers(op, layer, stream, {"past": (past, op.chunk)})
         return stream, kept["past"]
 
-    def backward(self, op: Op, params, dstream, rings, caches, kept: Kept) -> tuple[Tree, Kept]:
+    def backward(
+        self, op: Op, params, dstream, rings, caches, kept: Kept, ahead: Tree = None
+    ) -> tuple[Tree, Kept]:
         """(dstream, `kept` with this op's part): gradients added at [held, n] or, where W is split,
-        what those of the weights need written at [deferred, n]."""
+        what those of the weights need written at [deferred, n]. ahead: of `ahead`."""
 
         def layer(own: Own, dstream):
             vjp = self.vjps[own.kind]
             layer_params, given = self._given(op, params, own, caches is not None, caches)
-            residuals = read(rings[own.kind], op.slot, own.index)
+            if self.offload:
+                dstream, residuals = self._residuals(own, op, rings[own.kind], dstream)
+            else:
+                residuals = read(rings[own.kind], op.slot, own.index)
             if caches is not None:
                 dstream = dstream, self._later(own, op)
             if self.split:
@@ -192,8 +225,20 @@ class Stage:
 
         places = op.held, op.deferred, op.cache_gradient
         trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
+        if ahead is not None:
+            trees["ahead"] = ahead, None
         dstream, trees = self._layers(op, layer, dstream, trees, backward=True)
+        trees.pop("ahead", None)
         return dstream, Kept(**trees)
+
+    def _residuals(self, own: Own, op: Op, ring: Parts, dstream: Stream) -> tuple[Stream, Arrays]:
+        """(dstream, this layer's residuals). The host's part of those of the layer that is next is
+        asked for: tied to dstream, so that the copy begins before this layer does."""
+        vjp, host = self.vjps[own.kind], own.trees["ahead"]
+        index, dstream = lax.optimization_barrier((jnp.maximum(own.index - 1, 0), dstream))
+        own.trees["ahead"] = self._fetch(ring, op, index)
+        parts = Parts(read(ring.device, op.slot, own.index), host)
+        return dstream, join(parts, self.offload, vjp.residuals)
 
     def weight(self, op: Op, deferred, gradients):
         """The gradients, with those of the weights that have waited added at [held, n]."""
