@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.pipeline.model import PipelineModel, Stream
-from mtx.pipeline.offload import Parts, cut, join, to_device, to_host
+from mtx.pipeline.model import PipelineModel
+from mtx.pipeline.offload import Left, Offload
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
@@ -30,7 +30,7 @@ from mtx.schedules.partition import Placement
 from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import kept_slots
-from mtx.vjp import Arrays, LayerVJP
+from mtx.vjp import LayerVJP
 
 Tree = Any
 
@@ -52,7 +52,7 @@ class Stage:
     slices: int
     split: bool  # W is an op of its own
     shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
-    offload: float = 0.0  # the fraction of residuals that waits in the host's memory
+    offload_fraction: float = 0.0  # of residuals, what waits in the host's memory
 
     @cached_property
     def vjps(self) -> dict[str, LayerVJP]:
@@ -73,30 +73,23 @@ class Stage:
 
     def stash(self, slots: int) -> Tree:
         """{kind: leaves [R, N, ...]} for the residuals of each layer; with offload, their parts."""
-        if not self.offload:
-            return self._rings(slots, lambda kind: self.vjps[kind].residuals)
-        rings = self._rings(slots, lambda kind: jax.eval_shape(self._cut, self.vjps[kind].residuals))
-        return {kind: ring._replace(host=to_host(ring.host)) for kind, ring in rings.items()}
+        if self.offload:
+            return self.offload.rings(partial(self._rings, slots))
+        return self._rings(slots, lambda kind: self.vjps[kind].residuals)
 
-    def _cut(self, residuals: Arrays) -> Parts:
-        return cut(residuals, self.offload)
-
-    def ahead(self, op: Op, rings) -> Tree:
-        """{kind: what of the residuals of its last layer in the op's chunk is on the host}, on its
-        way back; None without offload."""
-        if not self.offload:
+    @cached_property
+    def offload(self) -> Offload | None:
+        """Of residuals to the host's memory."""
+        if not self.offload_fraction:
             return None
+        residuals = {kind: vjp.residuals for kind, vjp in self.vjps.items()}
+        return Offload(fraction=self.offload_fraction, residuals=residuals, last=self._last)
 
-        def last(kind: str):
-            if self.placement.period is None:
-                return read(self.tables["count"], op.chunk) - 1
-            return self.placement.slots_of(kind).shape[-1] - 1
-
-        return {kind: self._fetch(ring, op, last(kind)) for kind, ring in rings.items()}
-
-    def _fetch(self, ring: Parts, op: Op, index) -> tuple:
-        """The host's part of a layer's residuals, on the device."""
-        return to_device(read(ring.host, op.slot, index))
+    def _last(self, chunk, kind: str):
+        """The index of a chunk's last layer of a kind."""
+        if self.placement.period is None:  # then of this kind are all
+            return read(self.tables["count"], chunk) - 1
+        return self.placement.slots_of(kind).shape[-1] - 1
 
     def weight_stash(self, slots: int) -> Tree:
         """{kind: leaves [R, N, ...]} for what waits between B and W; None where they are one."""
@@ -124,16 +117,18 @@ class Stage:
 
     # -- ops --------------------------------------------------------------------------------------
 
-    def forward(self, op: Op, params, stream, rings, caches, *, extend: bool = True):
-        """(stream, rings with the residuals of each layer at [slot, n], caches)"""
+    def forward(self, op: Op, params, stream, rings, caches, left=None, *, extend: bool = True):
+        """(stream, rings with the residuals of each layer at [slot, n], caches, left)"""
 
         def layer(own: Own, stream):
             layer_params, given = self._given(op, params, own, caches is not None)
+            if self.offload:
+                stream = self.offload.copy_out(own, op, left, stream)
             stream, residuals = self.vjps[own.kind].forward(layer_params, stream, *given)
             if self.offload:
-                parts = self._cut(residuals)
-                residuals = parts._replace(host=to_host(parts.host))
-            own.write("ring", residuals)
+                stream = self.offload.leave(own, residuals, stream)
+            else:
+                own.write("ring", residuals)
             if caches is not None:
                 stream, part = stream
                 if extend:
@@ -141,8 +136,10 @@ class Stage:
             return stream
 
         kept = {"ring": (rings, op.slot), "cache": (caches, op.cache)}
+        kept["left"] = left and left.parts, None
         stream, kept = self._layers(op, layer, stream, kept)
-        return stream, kept["ring"], kept["cache"]
+        left = left and Left(kept["left"], op.slot, op.chunk)
+        return stream, kept["ring"], kept["cache"], left
 
     def forward_only(self, op: Op, params, stream, caches=None):
         """(stream, caches); keeps no residuals."""
@@ -199,16 +196,19 @@ class Stage:
         return stream, kept["past"]
 
     def backward(
-        self, op: Op, params, dstream, rings, caches, kept: Kept, ahead: Tree = None
-    ) -> tuple[Tree, Kept]:
+        self, op: Op, params, dstream, rings, caches, kept: Kept, left: Left | None = None,
+        coming: Op | None = None,
+    ) -> tuple[Tree, Kept]:  # fmt: skip
         """(dstream, `kept` with this op's part): gradients added at [held, n] or, where W is split,
-        what those of the weights need written at [deferred, n]. ahead: of `ahead`."""
+        what those of the weights need written at [deferred, n]. coming: the B of the next tick."""
 
         def layer(own: Own, dstream):
             vjp = self.vjps[own.kind]
             layer_params, given = self._given(op, params, own, caches is not None, caches)
             if self.offload:
-                dstream, residuals = self._residuals(own, op, rings[own.kind], dstream)
+                dstream, residuals, fetched = self.offload.copy_back(
+                    own, op, coming, rings[own.kind], dstream
+                )
             else:
                 residuals = read(rings[own.kind], op.slot, own.index)
             if caches is not None:
@@ -221,24 +221,14 @@ class Stage:
             own.add("gradients", dparams)
             if caches is not None:
                 self._add_to_cache(own, others[-1], op)
+            if self.offload:
+                others[0] = self.offload.keep(own, coming, left, fetched, others[0])
             return others[0]
 
-        places = op.held, op.deferred, op.cache_gradient
+        places = op.held, op.deferred, op.cache_gradient, None
         trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
-        if ahead is not None:
-            trees["ahead"] = ahead, None
         dstream, trees = self._layers(op, layer, dstream, trees, backward=True)
-        trees.pop("ahead", None)
         return dstream, Kept(**trees)
-
-    def _residuals(self, own: Own, op: Op, ring: Parts, dstream: Stream) -> tuple[Stream, Arrays]:
-        """(dstream, this layer's residuals). The host's part of those of the layer that is next is
-        asked for: tied to dstream, so that the copy begins before this layer does."""
-        vjp, host = self.vjps[own.kind], own.trees["ahead"]
-        index, dstream = lax.optimization_barrier((jnp.maximum(own.index - 1, 0), dstream))
-        own.trees["ahead"] = self._fetch(ring, op, index)
-        parts = Parts(read(ring.device, op.slot, own.index), host)
-        return dstream, join(parts, self.offload, vjp.residuals)
 
     def weight(self, op: Op, deferred, gradients):
         """The gradients, with those of the weights that have waited added at [held, n]."""
@@ -422,6 +412,7 @@ class Kept(NamedTuple):
     gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
     deferred: Tree  # [R, N, ...]; None where W is not split
     dcaches: Tree  # [R, N, B, S, ...]; None without slices
+    ahead: Tree  # the host's part of the residuals of the next layer of a kind; None without offload
 
 
 def loop(count: int, body: Callable, start: Tree) -> Tree:
