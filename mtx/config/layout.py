@@ -49,6 +49,8 @@ class Layout:
     # within a block, at stash="residuals"; "around_attention": all but attention, whose output and
     # log-sum-exp are kept
     recompute: Recompute = "none"
+    # of what waits between F and B, the fraction of each array's tokens that is in host memory
+    offload: float = 0.0
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     # over `context`: keys and values gathered or sent round, or heads in place of positions
     context_attention: ContextAttention = "auto"

@@ -32,6 +32,8 @@ class Stash(NamedTuple):
     deferred: Tree  # [R, N, ...] what waits for W
     caches: Tree  # [R, N, B, S, ...] keys and values of slices, and their gradients
     dcaches: Tree
+    left: Tree = None  # of residuals that go to the host's memory: what F has not yet copied out
+    ahead: Tree = None  # and {kind: what has come back for the next B}
 
 
 class Gradients(NamedTuple):

@@ -60,7 +60,7 @@ class Run:
             model=self.model, layer_params=self.weights.layer, placement=placement,
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
-            split=self.schedule.split,
+            split=self.schedule.split, offload_fraction=self.layout.offload,
             shards=layers and {
                 kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
             },
@@ -109,6 +109,7 @@ class Run:
         schedule, stage = self.schedule, self.stage
         by_inputs = self.layout.stash == "inputs"
         made_by_w, held = stage.made_by_w(), self.weights.start()
+        left = stage.offload.nothing_left() if stage.offload else None
         waits, cache, dcache = schedule.weight_stash, schedule.cache, schedule.gradient_cache
 
         def zeros(by_w: bool):
@@ -131,6 +132,8 @@ class Run:
                 deferred=stage.weight_stash(waits.slots + self.zero_slot if waits else 0),
                 caches=stage.caches(cache.slots) if cache else None,
                 dcaches=stage.caches(dcache.slots) if dcache else None,
+                left=left,
+                ahead=left and left.parts,
             ),
             weights=(held, held),
             gradients=Gradients(
@@ -154,7 +157,10 @@ class Run:
 
     def ticks(self) -> Tick:
         one_chunk = self.weights.shards is not None
-        return ticks_of(self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk)
+        return ticks_of(
+            self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk,
+            ahead=self.layout.offload > 0,
+        )  # fmt: skip
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
         """The ticks of a phase."""
@@ -172,6 +178,10 @@ class Run:
             carry, y = self.forward_half(carry, op)
         if phase.backward:
             carry = self.backward_half(carry, op, y)
+        elif self.stage.offload:
+            stash = carry.stash
+            ahead = self.stage.offload.fetch(op.coming, stash.layers, stash.left)
+            carry = carry._replace(stash=stash._replace(ahead=ahead))
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
         return carry, None
@@ -184,15 +194,15 @@ class Run:
             receives = self.deliver(messages.receives, messages.x, op.receives)
             entered = self.embed(op)
 
-            def compute(forward, weights, layers, caches):
+            def compute(forward, weights, layers, caches, left):
                 x = self.input(op, entered, receives, messages.x)
                 if self.layout.stash == "inputs":
                     layers = write(layers, x, forward.slot)
                     y, caches = self.stage.forward_only(forward, weights, x, caches)
-                    return y, layers, caches
-                return self.stage.forward(forward, weights, x, layers, caches)
+                    return y, layers, caches, None
+                return self.stage.forward(forward, weights, x, layers, caches, left)
 
-            y, layers, caches = self.unless_idle(
+            y, layers, caches, left = self.unless_idle(
                 op.forward,
                 compute,
                 lambda forward, weights, *kept: (self.zeros(), *kept),
@@ -200,13 +210,14 @@ class Run:
                 self.weights.gathered(weights),
                 stash.layers,
                 stash.caches,
+                stash.left,
             )
         with jax.named_scope("send_x"):
             messages = messages._replace(x=self.send(y, self.schedule.receives), receives=receives)
         if self.schedule.outputs.slots:
             messages = messages._replace(outputs=write(messages.outputs, y, op.output))
         carry = carry._replace(
-            messages=messages, stash=stash._replace(layers=layers, caches=caches),
+            messages=messages, stash=stash._replace(layers=layers, caches=caches, left=left),
             weights=(weights, carry.weights[1]),
         )  # fmt: skip
         return carry, y
@@ -314,21 +325,26 @@ class Run:
         op, stash, gradients = tick.backward, carry.stash, carry.gradients
         rings = self.deliver(carry.messages.gradient_receives, arrived, tick.gradient_receives)
 
-        def compute(op, weights, layers, caches, kept):
+        def compute(op, weights, layers, caches, kept, left):
             is_output = self.holds_last & (op.chunk == self.last_chunk)
             d = where(is_output, dy, self.take(rings, arrived, tick.gradient_receives))
             d = self.nothing_where_idle(op, d)
             if self.layout.stash == "inputs":
                 one = op._replace(slot=jnp.zeros((), jnp.int32))
                 x, ring = read(layers, op.slot), self.stage.stash(1)
-                _, layers, _ = self.stage.forward(one, weights, x, ring, caches, extend=False)
+                _, layers, *_ = self.stage.forward(one, weights, x, ring, caches, extend=False)
                 op = one
-            return self.stage.backward(op, weights, d, layers, caches, kept)
+            return self.stage.backward(op, weights, d, layers, caches, kept, left, tick.coming)
 
-        def idle(op, weights, layers, caches, kept):
+        def idle(op, weights, layers, caches, kept, left):
+            if left is not None:
+                kept = kept._replace(ahead=self.stage.offload.fetch(tick.coming, layers, left))
             return self.zeros(), kept
 
         weights = self.weights.all_gather(carry.weights[1], tick.gather_back, op.chunk)
+        ahead = stash.ahead
+        if self.stage.offload:
+            ahead = self.stage.offload.just_left(op, stash.left, ahead)
         dx, kept = self.unless_idle(
             op,
             compute,
@@ -337,14 +353,17 @@ class Run:
             self.weights.gathered(weights),
             stash.layers,
             stash.caches,
-            Kept(gradients.of_b, stash.deferred, stash.dcaches),
+            Kept(gradients.of_b, stash.deferred, stash.dcaches, ahead),
+            stash.left,
         )
         of_b, reduced = self.weights.reduce_scatter(
             kept.gradients, gradients.reduced, tick.scatter[0], op.chunk
         )
         carry = carry._replace(
             messages=carry.messages._replace(dx=dx, gradient_receives=rings),
-            stash=stash._replace(deferred=kept.deferred, dcaches=kept.dcaches),
+            stash=stash._replace(
+                deferred=kept.deferred, dcaches=kept.dcaches, ahead=kept.ahead
+            ),
             weights=(carry.weights[0], weights),
             gradients=gradients._replace(of_b=of_b, reduced=reduced),
         )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.model import PipelineModel
+from mtx.pipeline.offload import Left, Offload
 from mtx.pipeline.past import Past
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Op
@@ -51,6 +52,7 @@ class Stage:
     slices: int
     split: bool  # W is an op of its own
     shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
+    offload_fraction: float = 0.0  # of residuals, what waits in the host's memory
 
     @cached_property
     def vjps(self) -> dict[str, LayerVJP]:
@@ -70,8 +72,24 @@ class Stage:
     # -- what is kept -----------------------------------------------------------------------------
 
     def stash(self, slots: int) -> Tree:
-        """{kind: leaves [R, N, ...]} for the residuals of each layer."""
+        """{kind: leaves [R, N, ...]} for the residuals of each layer; with offload, their parts."""
+        if self.offload:
+            return self.offload.rings(partial(self._rings, slots))
         return self._rings(slots, lambda kind: self.vjps[kind].residuals)
+
+    @cached_property
+    def offload(self) -> Offload | None:
+        """Of residuals to the host's memory."""
+        if not self.offload_fraction:
+            return None
+        residuals = {kind: vjp.residuals for kind, vjp in self.vjps.items()}
+        return Offload(fraction=self.offload_fraction, residuals=residuals, last=self._last)
+
+    def _last(self, chunk, kind: str):
+        """The index of a chunk's last layer of a kind."""
+        if self.placement.period is None:  # then of this kind are all
+            return read(self.tables["count"], chunk) - 1
+        return self.placement.slots_of(kind).shape[-1] - 1
 
     def weight_stash(self, slots: int) -> Tree:
         """{kind: leaves [R, N, ...]} for what waits between B and W; None where they are one."""
@@ -99,13 +117,18 @@ class Stage:
 
     # -- ops --------------------------------------------------------------------------------------
 
-    def forward(self, op: Op, params, stream, rings, caches, *, extend: bool = True):
-        """(stream, rings with the residuals of each layer at [slot, n], caches)"""
+    def forward(self, op: Op, params, stream, rings, caches, left=None, *, extend: bool = True):
+        """(stream, rings with the residuals of each layer at [slot, n], caches, left)"""
 
         def layer(own: Own, stream):
             layer_params, given = self._given(op, params, own, caches is not None)
+            if self.offload:
+                stream = self.offload.copy_out(own, op, left, stream)
             stream, residuals = self.vjps[own.kind].forward(layer_params, stream, *given)
-            own.write("ring", residuals)
+            if self.offload:
+                stream = self.offload.leave(own, residuals, stream)
+            else:
+                own.write("ring", residuals)
             if caches is not None:
                 stream, part = stream
                 if extend:
@@ -113,8 +136,10 @@ class Stage:
             return stream
 
         kept = {"ring": (rings, op.slot), "cache": (caches, op.cache)}
+        kept["left"] = left and left.parts, None
         stream, kept = self._layers(op, layer, stream, kept)
-        return stream, kept["ring"], kept["cache"]
+        left = left and Left(kept["left"], op.slot, op.chunk)
+        return stream, kept["ring"], kept["cache"], left
 
     def forward_only(self, op: Op, params, stream, caches=None):
         """(stream, caches); keeps no residuals."""
@@ -156,14 +181,22 @@ class Stage:
         stream, kept = self._layers(op, layer, stream, {"past": (past, op.chunk)})
         return stream, kept["past"]
 
-    def backward(self, op: Op, params, dstream, rings, caches, kept: Kept) -> tuple[Tree, Kept]:
+    def backward(
+        self, op: Op, params, dstream, rings, caches, kept: Kept, left: Left | None = None,
+        coming: Op | None = None,
+    ) -> tuple[Tree, Kept]:  # fmt: skip
         """(dstream, `kept` with this op's part): gradients added at [held, n] or, where W is split,
-        what those of the weights need written at [deferred, n]."""
+        what those of the weights need written at [deferred, n]. coming: the B of the next tick."""
 
         def layer(own: Own, dstream):
             vjp = self.vjps[own.kind]
             layer_params, given = self._given(op, params, own, caches is not None, caches)
-            residuals = read(rings[own.kind], op.slot, own.index)
+            if self.offload:
+                dstream, residuals, fetched = self.offload.copy_back(
+                    own, op, coming, rings[own.kind], dstream
+                )
+            else:
+                residuals = read(rings[own.kind], op.slot, own.index)
             if caches is not None:
                 dstream = dstream, self._later(own, op)
             if self.split:
@@ -174,9 +207,11 @@ class Stage:
             own.add("gradients", dparams)
             if caches is not None:
                 self._add_to_cache(own, others[-1], op)
+            if self.offload:
+                others[0] = self.offload.keep(own, coming, left, fetched, others[0])
             return others[0]
 
-        places = op.held, op.deferred, op.cache_gradient
+        places = op.held, op.deferred, op.cache_gradient, None
         trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
         dstream, trees = self._layers(op, layer, dstream, trees, backward=True)
         return dstream, Kept(**trees)
@@ -368,6 +403,7 @@ class Kept(NamedTuple):
     gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
     deferred: Tree  # [R, N, ...]; None where W is not split
     dcaches: Tree  # [R, N, B, S, ...]; None without slices
+    ahead: Tree  # the host's part of the residuals of the next layer of a kind; None without offload
 
 
 def loop(count: int, body: Callable, start: Tree) -> Tree:

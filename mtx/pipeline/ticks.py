@@ -55,13 +55,16 @@ class Tick(NamedTuple):
     embed: jax.Array  # items, or IDLE, the same on every stage
     head: jax.Array
     embed_backward: jax.Array
+    coming: Op | None  # the B of the next tick, where it is prepared for
 
 
-def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> Tick:
+def ticks_of(
+    schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool, ahead: bool = False
+) -> Tick:
     """The columns of stage number `stage`, int32 []; leaves [T].
 
     zero_slot: an idle W reads the slot after the last. one_chunk: parameters and gradients of one
-    chunk at a time are gathered.
+    chunk at a time are gathered. ahead: a tick prepares for the next one.
     """
 
     def column(table: np.ndarray) -> jax.Array:
@@ -97,4 +100,11 @@ def ticks_of(schedule: Schedule, stage, *, zero_slot: bool, one_chunk: bool) -> 
         embed=jnp.asarray(schedule.embed),
         head=jnp.asarray(schedule.head),
         embed_backward=jnp.asarray(schedule.embed_backward),
+        coming=op(_next(schedule.backward)) if ahead else None,
     )
+
+
+def _next(half: Half) -> Half:
+    """In each tick what the next one does; in the last, what the first does."""
+    columns = {"item": half.item, "chunk": half.chunk, "slot": half.slot}
+    return Half(**{name: np.roll(each, -1, axis=0) for name, each in columns.items()})

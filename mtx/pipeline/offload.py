@@ -1,0 +1,163 @@
+"""Residuals that wait between F and B in two parts: one on the device, one in the host's memory.
+
+Of each array a fraction of its tokens, the first ones, goes (Zhao et al. 2024, MEMO). Copies lie
+beside computation: F copies a layer's part out beside the next layer, of its last layer beside the
+first of the next F; B copies a layer's part back beside the layer that it runs before, that of the
+last layer beside the last of the B before. So each layer is copied once either way, and what waits
+for its copy on the device is a layer's part in each direction.
+
+Copies are `device_put` to another memory space of the same device. XLA:GPU makes the host's rings of
+pinned memory and the copies asynchronous; XLA:CPU has one memory and leaves them out.
+
+Legend: N layers of a kind in a chunk · R ring slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtx.pipeline.slots import read, write
+from mtx.pipeline.ticks import Op
+from mtx.vjp import Arrays, offloaded
+
+if TYPE_CHECKING:
+    from mtx.pipeline.stage import Own
+
+Tree = Any
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class Parts(NamedTuple):
+    """Arrays, each cut in two; None for a part without elements."""
+
+    device: tuple
+    host: tuple
+
+
+class Left(NamedTuple):
+    """What the last F has left on the device, of what goes to the host."""
+
+    parts: Tree  # {kind: of its last layer in the chunk}
+    slot: jax.Array  # where it goes, int32 []
+    chunk: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """The rules by which layers' residuals go to the host and come back."""
+
+    fraction: float
+    residuals: dict[str, Arrays]  # {kind: of one layer}; shapes and dtypes
+    last: Callable  # (chunk, kind) -> the index of its last layer of the kind
+
+    def rings(self, zeros: Callable[[Callable[[str], Tree]], Tree]) -> Tree:
+        """{kind: parts of leaves [R, N, ...]}, by a function that makes zeros for each layer."""
+        rings = zeros(self._shapes)
+        return {
+            kind: ring._replace(host=jax.device_put(ring.host, HOST))
+            for kind, ring in rings.items()
+        }
+
+    def nothing_left(self) -> Left:
+        zeros = lambda a: jnp.zeros(a.shape, a.dtype)  # noqa: E731
+        parts = {kind: jax.tree.map(zeros, self._shapes(kind).host) for kind in self.residuals}
+        return Left(parts, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+    def _shapes(self, kind: str) -> Parts:
+        return jax.eval_shape(self._cut, self.residuals[kind])
+
+    # -- F ----------------------------------------------------------------------------------------
+
+    def copy_out(self, own: Own, op: Op, left: Left, stream: Tree) -> Tree:
+        """The stream. What is left of the layer before, or of the last F, goes to the host."""
+        is_first = own.index == 0
+        slot = jnp.where(is_first, left.slot, op.slot)
+        index = jnp.where(is_first, self.last(left.chunk, own.kind), own.index - 1)
+        # Tied to what the layer begins with, copies begin before it.
+        slot, index, stream = lax.optimization_barrier((slot, index, stream))
+        ring, part = own.trees["ring"], jax.device_put(own.trees["left"], HOST)
+        own.trees["ring"] = ring._replace(host=write(ring.host, part, slot, index))
+        return stream
+
+    def leave(self, own: Own, residuals: Arrays, stream: Tree) -> Tree:
+        """The stream. What stays on the device goes into the ring, the rest waits."""
+        (device, host), ring = self._cut(residuals), own.trees["ring"]
+        host, stream = lax.optimization_barrier((host, stream))
+        own.trees["ring"] = ring._replace(device=write(ring.device, device, *own.at["ring"]))
+        # Always so. Without it XLA lets the layer write where the layer before still waits, after
+        # that is copied.
+        own.trees["left"] = _where(own.index >= 0, host, own.trees["left"])
+        return stream
+
+    # -- B ----------------------------------------------------------------------------------------
+
+    def fetch(self, op: Op, rings: Tree, left: Left) -> Tree:
+        """{kind: the host's part of the last layer in the op's chunk}, for its B."""
+        return {
+            kind: _where(
+                op.slot == left.slot, left.parts[kind],
+                _back(ring, op.slot, self.last(op.chunk, kind)),
+            )
+            for kind, ring in rings.items()
+        }  # fmt: skip
+
+    def just_left(self, op: Op, left: Left, ahead: Tree) -> Tree:
+        """`ahead`, or what is left where the F of this tick is that of the op."""
+        return _where(op.slot == left.slot, left.parts, ahead)
+
+    def copy_back(
+        self, own: Own, op: Op, coming: Op, ring: Parts, dstream: Tree
+    ) -> tuple[Tree, Arrays, tuple]:
+        """(dstream, the layer's residuals, what comes back beside it): the host's part of the layer
+        that B runs next, or of the last one of the next tick's B, `coming`."""
+        is_first = own.index == 0
+        slot = jnp.where(is_first, coming.slot, op.slot)
+        index = jnp.where(is_first, self.last(coming.chunk, own.kind), own.index - 1)
+        slot, index, dstream = lax.optimization_barrier((slot, index, dstream))
+        fetched = _back(ring, slot, index)
+        parts = Parts(read(ring.device, op.slot, own.index), own.trees["ahead"])
+        return dstream, self._join(parts, self.residuals[own.kind]), fetched
+
+    def keep(self, own: Own, coming: Op, left: Left, fetched: tuple, dstream: Tree) -> Tree:
+        """The layer's dstream. What has come back beside it is ahead."""
+        fetched, dstream = lax.optimization_barrier((fetched, dstream))
+        still_here = (own.index == 0) & (coming.slot == left.slot)
+        own.trees["ahead"] = _where(still_here, left.parts[own.kind], fetched)
+        return dstream
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _cut(self, arrays: Arrays) -> Parts:
+        """In two, both still on the device."""
+        device, host = [], []
+        for array in arrays:
+            dim, first = offloaded(array.shape, self.fraction)
+            whole = array.shape[dim] if first else 0
+            host.append(lax.slice_in_dim(array, 0, first, axis=dim) if first else None)
+            rest = lax.slice_in_dim(array, first, whole, axis=dim) if first < whole else None
+            device.append(rest if first else array)
+        return Parts(tuple(device), tuple(host))
+
+    def _join(self, parts: Parts, like: Arrays) -> Arrays:
+        """What was cut, of arrays like these."""
+        joined = []
+        for device, host, array in zip(*parts, like, strict=True):
+            both = [part for part in (host, device) if part is not None]
+            dim, _ = offloaded(array.shape, self.fraction)
+            joined.append(both[0] if len(both) == 1 else jnp.concatenate(both, dim))
+        return tuple(joined)
+
+
+def _back(ring: Parts, slot, index) -> tuple:
+    """The host's part of a layer's residuals, on the device."""
+    return jax.device_put(read(ring.host, slot, index), DEVICE)
+
+
+def _where(condition, these: Tree, others: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), these, others)
