@@ -14,7 +14,8 @@ cannot win (tests/test_plan_search.py enumerates it all, and finds nothing bette
   - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
 Schedules that have to be simulated, as zero bubble's, are priced on the settings that are best with
-1F1B, and of those the leaders' only: they are not enumerated.
+1F1B, and of those the leaders' only: they are not enumerated. Nor are the ways of attention over
+`context`: those of each mesh's best are compared.
 """
 
 from __future__ import annotations
@@ -139,7 +140,23 @@ def _looped(question: Question, top: int) -> Found:
             heapq.heappush(waiting, each)
     if not found:
         raise _nothing_fits(question, meshes)
-    return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
+    ranked = _by_time(_best_way(question, one) for one in found.values())
+    return Found(ranked=ranked, meshes=len(meshes), priced=priced, measured=measured)
+
+
+def _best_way(question: Question, one: Candidate) -> Candidate:
+    """The candidate with the fastest attention over `context` that fits."""
+    best = one
+    for way in question.attentions(one.layout):
+        layout = replace(one.layout, context_attention=way)
+        if not question.allows(layout):
+            continue
+        time, memory = question.time(layout, one.zero), question.memory(layout, one.zero)
+        named = best.layout.context_attention != "auto"
+        slower = time.step_s >= best.time.step_s if named else time.step_s > best.time.step_s
+        if not slower and question.holds(memory.total_bytes):
+            best = Candidate(layout=layout, zero=one.zero, time=time, memory=memory)
+    return best
 
 
 def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
