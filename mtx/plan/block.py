@@ -1,9 +1,9 @@
 """Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
-A layer is its matmuls (`mtx.plan.gemm`), its attention, what its other kernels read and write, and
-its collectives over `tensor` and `context`: all of them read off its trace (`mtx.costs`). What other software
-does besides is counted in passes over an array: a pass is one read or one write of all its
-elements.
+A layer is its matmuls (`mtx.plan.gemm`), its attention (`mtx.plan.scores`), what its other kernels
+read and write, and its collectives over `tensor` and `context`: all of them read off its trace
+(`mtx.costs`). What other software does besides is counted in passes over an array: a pass is one
+read or one write of all its elements.
 
 Letters: b microbatch · s sequence · h hidden · t tensor
 """
@@ -20,12 +20,12 @@ from mtx.config import ModelConfig, Recompute
 from mtx.config.layout import ContextAttention
 from mtx.costs.ask import layer_cost, shared_cost
 from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, Matmul, Pass, module_of, total
-from mtx.plan.attention import kernel_of
 from mtx.plan.calibration import Calibration
 from mtx.plan.context import exposed_s
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, gather_s
+from mtx.plan.scores import attention_s
 
 
 class Work(NamedTuple):
@@ -149,7 +149,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     weights = [
         (*each.shape(shard.microbatch), "float8" if each.float8 else "") for each in cost.weights
     ]
-    attention_forward_s, attention_backward_s = _attention_s(shard, cost)
+    attention_forward_s, attention_backward_s = attention_s(shard, cost)
     forward = Work(
         matmul_s=sum(shard.product_s(m, n, k, b, dtype=t) for b, m, n, k, t in weights),
         attention_s=attention_forward_s,
@@ -185,7 +185,9 @@ def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work
     if recompute == "none":
         return Work()
     if shard.context > 1:
-        plain, more = (_traced_backward(shard, shard.cost(kind, way)) for way in ("none", recompute))
+        plain, more = (
+            _traced_backward(shard, shard.cost(kind, way)) for way in ("none", recompute)
+        )
         again = Work(*(max(0.0, b - a) for a, b in zip(plain, more)))
         return again._replace(tensor_comm_s=forward.tensor_comm_s * (recompute != "selective"))
     if recompute == "selective":
@@ -202,20 +204,18 @@ def _traced_backward(shard: Shard, cost: Cost) -> Work:
             for each in products
             for b, m, n, k in (each.shape(shard.microbatch),)
         ),
-        attention_s=_attention_s(shard, cost)[1],
+        attention_s=attention_s(shard, cost)[1],
         elementwise_s=_elementwise_s(shard, cost, "B"),
     )
 
 
-def _context_backward_s(
-    shard: Shard, kind: str, recompute: Recompute, weights_s: float
-) -> float:
+def _context_backward_s(shard: Shard, kind: str, recompute: Recompute, weights_s: float) -> float:
     """What a layer's backward pass sends over `context`, and neither its attention hides nor, as
     far as they last, the weights' gradients, for which nothing waits."""
     if shard.context == 1:
         return 0.0
     cost = shard.cost(kind, recompute)
-    sent_s = exposed_s(shard, cost, "BW", _attention_s(shard, cost)[1])
+    sent_s = exposed_s(shard, cost, "BW", attention_s(shard, cost)[1])
     return max(0.0, sent_s - weights_s * shard.calibration.software.overlaps_tensor)
 
 
@@ -273,72 +273,6 @@ def _hidden_s(shard: Shard, under_s: list[float], *, weights: bool = False) -> f
         return 0.0
     longest_s = shard.gather_s() if shard.sequence_parallel else shard.all_reduce_s()
     return sum(min(longest_s, seconds) for seconds in under_s)
-
-
-def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
-    """(F, B) of the products of activations, as those of queries and keys of b a / t heads.
-
-    unfused: q k^T, softmax with scale and mask (`_softmax_passes`), dropout and the product with v,
-    each through memory; all of the square. fused: no score leaves the kernel, which skips what the
-    mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
-    (`mtx.plan.attention`). Over `context` there are several such products, as often as they run.
-    """
-    model, rows = shard.model, shard.microbatch
-    kernel = kernel_of(model, shard.hardware.backend)
-    fused = shard.calibration.software.attention == "fused" and kernel == "cudnn"
-    rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
-    forward_s = backward_s = 0.0
-    apart = [each for each in cost.matmuls if not each.weight and not (fused and each.fused)]
-    for each in cost.matmuls:
-        if fused and each.fused:
-            product_s = each.seen * each.flops(rows) / rate
-            forward_s += product_s * (each.during == "F")
-            backward_s += product_s * (each.during == "B")
-    runs = {pass_: sum(each.times for each in cost.matmuls if each.fused and each.during == pass_)
-            for pass_ in ("F", "B")}  # fmt: skip
-    if fused:  # a kernel of two products forward, two kernels of five backward
-        forward_s += runs["F"] / 2 * shard.calibration.kernel_s
-        backward_s += 2 * runs["B"] / 5 * shard.calibration.kernel_s
-    for each in apart:
-        if not each.fused:
-            batch, m, n, k = each.shape(rows)
-            product_s = each.times * shard.product_s(m, n, k, batch)
-            forward_s += product_s * (each.during == "F")
-            backward_s += product_s * (each.during == "B")
-    for scores in [each for each in apart if each.fused and each.during == "F"][::2]:
-        unfused_s = _unfused_s(shard, *scores.shape(rows))
-        forward_s += scores.times * unfused_s[0]
-        backward_s += scores.times * unfused_s[1]
-    return forward_s, backward_s
-
-
-def _unfused_s(shard: Shard, batch: int, queries: int, keys: int, size: int) -> tuple[float, float]:
-    scores_s = shard.product_s(queries, keys, size, batch)
-    values_s = shard.product_s(queries, size, keys, batch)
-    square_bytes = batch * queries * keys * shard.item_bytes
-    mask = 1 / shard.item_bytes  # a byte
-    drops = shard.model.attention_dropout > 0 or shard.calibration.software.dropout
-    drop = 2 + mask if drops else 0.0
-    forward, backward = _softmax_passes(shard)
-    return (
-        scores_s + values_s + shard.memory_s((forward + drop) * square_bytes, 2),
-        scores_s + 3 * values_s + shard.memory_s((backward + drop) * square_bytes, 2),
-    )
-
-
-def _softmax_passes(shard: Shard) -> tuple[float, float]:
-    """(F, B) of softmax with its scale and mask, in passes over the scores in the compute type.
-
-    In one kernel F reads and writes, B reads two and writes. By torch, one after the other: in F
-    the mask, in place, and softmax 2 each, in B softmax's gradient 3 and the mask's 2; and where
-    softmax has a wider type, casts there and back 2, and the scale 2, both ways.
-    """
-    software = shard.calibration.software
-    if software.operators == "fused":
-        return 2.0, 3.0
-    wide = software.softmax_bytes / shard.item_bytes
-    around = 2 * (1 + wide) + 2 * wide if wide > 1 else 0.0
-    return 4 * wide + around, 5 * wide + around
 
 
 def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:

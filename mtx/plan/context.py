@@ -25,8 +25,8 @@ def context_group(shard: Shard) -> Group:
 
 
 def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> float:
-    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides, beside
-    so many of its attention."""
+    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides,
+    beside so many of its attention."""
     spent = {"ppermute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
     devices = shard.context
     for each in cost.collectives:

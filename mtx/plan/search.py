@@ -1,8 +1,9 @@
 """The fastest layouts that fit, by predicted time and memory.
 
 Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, of
-long sequences as data x pipe x context x tensor, every microbatch, number of chunks, sharding of sequences and optimizer, and way to keep or recompute
-activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
+long sequences as data x pipe x context x tensor, every microbatch, number of chunks, sharding of
+sequences and optimizer, and way to keep or recompute activations is a candidate, and only
+`mtx.plan.time` and `mtx.plan.memory` decide.
 
 Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
 due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
@@ -89,8 +90,9 @@ def search(
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
-    A mesh is data x pipe x context x tensor = gpus; layers lie in equal parts on the stages. schedule="auto"
-    is an open one. Raises UserError where the sizes allow no layout at all, and where none fits.
+    A mesh is data x pipe x context x tensor = gpus; layers lie in equal parts on the stages.
+    schedule="auto" is an open one. Raises UserError where the sizes allow no layout at all, and
+    where none fits.
     """
     question = Question(
         model=model, gpus=checked("gpus", gpus, Devices),

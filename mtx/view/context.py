@@ -1,9 +1,9 @@
-"""Sequences cut over `context`, as a picture: who holds which positions, and whom queries meet when.
+"""Sequences cut over `context`, as a picture: who holds which positions, and who meets whom when.
 
 Of 2c chunks device r has the r-th and the r-th from the end (`mtx.sharding.sequence`). In step i of
-a ring its queries meet the keys of device r - i (`mtx.layers.over_context`); gathered keys are met in
-the same order, and with heads in place of positions a ring goes from group to group. Of a window a
-device is sent the chunks that it sees, at once.
+a ring its queries meet the keys of device r - i (`mtx.layers.over_context`); gathered keys are met
+in the same order, and with heads in place of positions a ring goes from group to group. Of a window
+a device is sent the chunks that it sees, at once.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Cut:
         return np.stack([first, 2 * members - 1 - first], axis=1)
 
     def seen(self) -> np.ndarray:
-        """int [members, steps, 2, 2]: of each, by step, what its chunks of queries see of the chunks
-        of keys that are there: 0 nothing, 1 a part, 2 all."""
+        """int [members, steps, 2, 2]: of each, by step, what its chunks of queries see of the
+        chunks of keys that are there: 0 nothing, 1 a part, 2 all."""
         r = self.members
         numbers, size = self.chunks(r), self.sequence // (2 * r)
         keys = numbers[(np.arange(r)[:, None] - np.arange(r)) % r]  # [members, steps, 2]
@@ -88,8 +88,8 @@ class Cut:
                          seen)  # fmt: skip
 
     def steps(self) -> np.ndarray:
-        """float [2 members, 2 members]: the step in which a chunk of queries meets one of keys, of a
-        window how far back that is, in the order of positions; nan where it sees nothing."""
+        """float [2 members, 2 members]: the step in which a chunk of queries meets one of keys, of
+        a window how far back that is, in the order of positions; nan where it sees nothing."""
         r, seen = self.members, self.seen()
         found, numbers = np.full((2 * r, 2 * r), np.nan), self.chunks(r)
         for member, step, a, b in np.argwhere(seen > 0):
@@ -99,8 +99,8 @@ class Cut:
 
 
 def draw_context(layout: Layout, model: ModelConfig, path: str | Path | None = None) -> Figure:
-    """Who holds which positions, and the steps in which queries meet keys, saved to `path` if given;
-    errors as of `draw_plan`."""
+    """Who holds which positions, and the steps in which queries meet keys, saved to `path` if
+    given; errors as of `draw_plan`."""
     figure = picture.new_figure(11.5, 7.0, path)
     fill_context(figure, layout, model)
     return picture.save_figure(figure, path)
@@ -140,8 +140,9 @@ def _draw_positions(axes: Axes, cut: Cut) -> None:
         for chunk in own
     ]
     axes.add_collection(
-        PatchCollection([box for box, _ in boxes], facecolors=[c for _, c in boxes],
-                        edgecolors="none")  # fmt: skip
+        PatchCollection(
+            [box for box, _ in boxes], facecolors=[c for _, c in boxes], edgecolors="none"
+        )  # fmt: skip
     )
     shard = 2 * size / cut.shards
     narrow = cut.devices * cut.shards > 64
