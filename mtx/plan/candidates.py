@@ -155,8 +155,8 @@ class Question:
         if layout.context == 1:
             return ()
         own = context_attention(layout, self.model)
-        others = tuple(way for way in CONTEXT_WAYS if way != own)
-        return choices(self.fixed.context_attention, (own, *others))
+        ways: list[ContextAttention] = [own, *(way for way in CONTEXT_WAYS if way != own)]
+        return choices(self.fixed.context_attention, tuple(ways))
 
     def contexts(self) -> tuple[int, ...]:
         """The parts of a sequence to try: where it is long, and the software priced is ours."""

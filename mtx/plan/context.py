@@ -9,13 +9,9 @@ all-to-alls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mtx.costs.cost import Collective, Cost
 from mtx.plan.network import Group, all_to_all_s, gather_s, message_s
-
-if TYPE_CHECKING:
-    from mtx.plan.block import Shard
+from mtx.plan.shard import Shard
 
 _SUM_BYTES = 4  # of an element of the gradients of keys and values that go round
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mtx.costs.cost import Cost
 from mtx.plan.attention import kernel_of
-
-if TYPE_CHECKING:
-    from mtx.plan.block import Shard
+from mtx.plan.shard import Shard
 
 
 def attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
