@@ -284,7 +284,7 @@ MISTAKES = {
     "gpt-1t --hidden 3": "--hidden | --model.hidden",
     "gpt-1t --layers 3": "--layers | --model.layers",
     "gpt-1t --schedule zb_v": "--schedule | --layout.schedule",
-    "gpt-1t --zero 3": "--zero | --layout.zero",
+    "gpt-1t --recompute full": "--recompute | --layout.recompute",
     "gpt-1t --precision float16": "--precision | --model.compute-dtype",
     "gpt-1t --pipe 32 --layout.pipe 16": "--pipe 32 | --layout.pipe 16 | leave one out",
 }

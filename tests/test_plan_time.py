@@ -26,12 +26,13 @@ from published_runs import (
 
 from mtx.config import Layout, ModelConfig
 from mtx.errors import UserError
-from mtx.plan.block import Shard, layer_work
+from mtx.plan.block import layer_work
 from mtx.plan.calibration import FITTED, SOFTWARE, calibration_of
 from mtx.plan.flops import model_flops
 from mtx.plan.hardware import HARDWARE, hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.network import Group, all_reduce_s, data_group, gather_s, pipe_group, ring_bytes_s
+from mtx.plan.shard import Shard
 from mtx.plan.time import StepTime, predict_step
 from mtx.schedules.makers import MAKERS
 

@@ -64,7 +64,7 @@ class Kernels:
         return array
 
     def _part(self, var):
-        """What is read of the array that this is a view of: all, or what is cut out at an offset."""
+        """What is read of the array that this is a view of: all, or what an offset cuts out."""
         for view in self._views(var):
             made = self.made_by.get(view)
             if made is not None and made.primitive.name == "dynamic_slice":

@@ -1,9 +1,9 @@
 """Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
-A layer is its matmuls (`mtx.plan.gemm`), its attention, what its other kernels read and write, and
-its collectives over `tensor`, `context` and `expert`: all of them read off its trace (`mtx.costs`).
-What other software does besides is counted in passes over an array: a pass is one read or one write of all its
-elements.
+A layer is its matmuls (`mtx.plan.gemm`), its attention (`mtx.plan.scores`), what its other kernels
+read and write, and its collectives over `tensor`, `context` and `expert`: all of them read off its
+trace (`mtx.costs`). What other software does besides is counted in passes over an array: a pass is one
+read or one write of all its elements.
 
 Letters: b microbatch · s sequence · h hidden · t tensor
 """
@@ -11,22 +11,18 @@ Letters: b microbatch · s sequence · h hidden · t tensor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
-from mtx.config import ModelConfig, Recompute
-from mtx.config.layout import ContextAttention
-from mtx.costs.ask import layer_cost, shared_cost
-from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, Matmul, Pass, module_of, total
-from mtx.plan.attention import kernel_of
-from mtx.plan.calibration import Calibration
+from mtx.config import Recompute
+from mtx.costs.ask import shared_cost
+from mtx.costs.cost import HEAD, Cost, Matmul, Pass, module_of, total
 from mtx.plan.context import exposed_s
 from mtx.plan.experts import to_experts_s
-from mtx.plan.gemm import matmul_s
-from mtx.plan.hardware import Hardware
-from mtx.plan.network import Group, all_reduce_s, gather_s
+from mtx.plan.network import all_reduce_s, gather_s
+from mtx.plan.scores import attention_s
+from mtx.plan.shard import Shard
 
 
 class Work(NamedTuple):
@@ -77,79 +73,6 @@ class Passes(NamedTuple):
         return Passes(*(part * times for part in self))
 
 
-class Machine(TypedDict):
-    """What collectives and matmuls are timed on."""
-
-    hardware: Hardware
-    calibration: Calibration
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """What decides the work of one device on one microbatch; hashable, for the caches."""
-
-    model: ModelConfig
-    microbatch: int
-    tensor: int
-    sequence_parallel: bool
-    hardware: Hardware
-    calibration: Calibration
-    context: int = 1
-    context_attention: ContextAttention = "gather"
-    experts: ExpertShards | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.microbatch * self.model.sequence // self.context
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.model.compute_dtype]
-
-    @property
-    def hidden_bytes(self) -> int:
-        """b s h: a microbatch between two layers, whole."""
-        return self.tokens * self.model.hidden * self.item_bytes
-
-    @property
-    def machine(self) -> Machine:
-        return {"hardware": self.hardware, "calibration": self.calibration}
-
-    @property
-    def group(self) -> Group:
-        return Group(size=self.tensor, stride=1)
-
-    def product_s(self, m: int, n: int, k: int, batch: int = 1, *, dtype: str = "") -> float:
-        """`batch` products [m, k] x [k, n], by `mtx.plan.gemm.matmul_s`; dtype: of the operands, by
-        default the compute type."""
-        return matmul_s(
-            m, n, k, batch=batch, dtype=dtype or self.model.compute_dtype,
-            item_bytes=self.item_bytes, **self.machine,
-        )  # fmt: skip
-
-    def memory_s(self, moved_bytes: float, kernels: int = 0) -> float:
-        """Reading and writing so many bytes in so many kernels."""
-        rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
-        return moved_bytes / rate + kernels * self.calibration.kernel_s
-
-    def cost(self, kind: str, recompute: Recompute = "none") -> Cost:
-        """Of one layer. Its probabilities have no dropout here, which is priced with them."""
-        dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
-        return layer_cost(
-            replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
-            tensor=self.tensor, sequence_parallel=self.sequence_parallel, recompute=recompute,
-            kernel="cudnn", context=self.context, context_attention=self.context_attention,
-            experts=self.experts,
-        )  # fmt: skip
-
-    def all_reduce_s(self) -> float:
-        """Of b s h over `tensor`; a gather and a scatter with sequence parallelism take as long."""
-        return all_reduce_s(self.hidden_bytes, self.group, **self.machine)
-
-    def gather_s(self) -> float:
-        return gather_s(self.hidden_bytes, self.group, **self.machine)
-
-
 @lru_cache(maxsize=16384)
 def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     """One layer. recompute: "selective" is the attention's scores again, "around_attention" all
@@ -158,7 +81,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     weights = [
         (*each.shape(shard.microbatch), "float8" if each.float8 else "") for each in cost.weights
     ]
-    attention_forward_s, attention_backward_s = _attention_s(shard, cost)
+    attention_forward_s, attention_backward_s = attention_s(shard, cost)
     forward = Work(
         matmul_s=sum(shard.product_s(m, n, k, b, dtype=t) for b, m, n, k, t in weights),
         attention_s=attention_forward_s,
@@ -216,7 +139,7 @@ def _traced_backward(shard: Shard, cost: Cost) -> Work:
             for each in products
             for b, m, n, k in (each.shape(shard.microbatch),)
         ),
-        attention_s=_attention_s(shard, cost)[1],
+        attention_s=attention_s(shard, cost)[1],
         elementwise_s=_elementwise_s(shard, cost, "B"),
     )
 
@@ -227,7 +150,7 @@ def _context_backward_s(shard: Shard, kind: str, recompute: Recompute, weights_s
     if shard.context == 1:
         return 0.0
     cost = shard.cost(kind, recompute)
-    sent_s = exposed_s(shard, cost, "BW", _attention_s(shard, cost)[1])
+    sent_s = exposed_s(shard, cost, "BW", attention_s(shard, cost)[1])
     return max(0.0, sent_s - weights_s * shard.calibration.software.overlaps_tensor)
 
 
@@ -285,72 +208,6 @@ def _hidden_s(shard: Shard, under_s: list[float], *, weights: bool = False) -> f
         return 0.0
     longest_s = shard.gather_s() if shard.sequence_parallel else shard.all_reduce_s()
     return sum(min(longest_s, seconds) for seconds in under_s)
-
-
-def _attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
-    """(F, B) of the products of activations, as those of queries and keys of b a / t heads.
-
-    unfused: q k^T, softmax with scale and mask (`_softmax_passes`), dropout and the product with v,
-    each through memory; all of the square. fused: no score leaves the kernel, which skips what the
-    mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
-    (`mtx.plan.attention`). Over `context` there are several such products, as often as they run.
-    """
-    model, rows = shard.model, shard.microbatch
-    kernel = kernel_of(model, shard.hardware.backend)
-    fused = shard.calibration.software.attention == "fused" and kernel == "cudnn"
-    rate = shard.hardware.peak_flops(model.compute_dtype) * shard.calibration.attention_share
-    forward_s = backward_s = 0.0
-    apart = [each for each in cost.matmuls if not each.weight and not (fused and each.fused)]
-    for each in cost.matmuls:
-        if fused and each.fused:
-            product_s = each.seen * each.flops(rows) / rate
-            forward_s += product_s * (each.during == "F")
-            backward_s += product_s * (each.during == "B")
-    runs = {pass_: sum(each.times for each in cost.matmuls if each.fused and each.during == pass_)
-            for pass_ in ("F", "B")}  # fmt: skip
-    if fused:  # a kernel of two products forward, two kernels of five backward
-        forward_s += runs["F"] / 2 * shard.calibration.kernel_s
-        backward_s += 2 * runs["B"] / 5 * shard.calibration.kernel_s
-    for each in apart:
-        if not each.fused:
-            batch, m, n, k = each.shape(rows)
-            product_s = each.times * shard.product_s(m, n, k, batch)
-            forward_s += product_s * (each.during == "F")
-            backward_s += product_s * (each.during == "B")
-    for scores in [each for each in apart if each.fused and each.during == "F"][::2]:
-        unfused_s = _unfused_s(shard, *scores.shape(rows))
-        forward_s += scores.times * unfused_s[0]
-        backward_s += scores.times * unfused_s[1]
-    return forward_s, backward_s
-
-
-def _unfused_s(shard: Shard, batch: int, queries: int, keys: int, size: int) -> tuple[float, float]:
-    scores_s = shard.product_s(queries, keys, size, batch)
-    values_s = shard.product_s(queries, size, keys, batch)
-    square_bytes = batch * queries * keys * shard.item_bytes
-    mask = 1 / shard.item_bytes  # a byte
-    drops = shard.model.attention_dropout > 0 or shard.calibration.software.dropout
-    drop = 2 + mask if drops else 0.0
-    forward, backward = _softmax_passes(shard)
-    return (
-        scores_s + values_s + shard.memory_s((forward + drop) * square_bytes, 2),
-        scores_s + 3 * values_s + shard.memory_s((backward + drop) * square_bytes, 2),
-    )
-
-
-def _softmax_passes(shard: Shard) -> tuple[float, float]:
-    """(F, B) of softmax with its scale and mask, in passes over the scores in the compute type.
-
-    In one kernel F reads and writes, B reads two and writes. By torch, one after the other: in F
-    the mask, in place, and softmax 2 each, in B softmax's gradient 3 and the mask's 2; and where
-    softmax has a wider type, casts there and back 2, and the scale 2, both ways.
-    """
-    software = shard.calibration.software
-    if software.operators == "fused":
-        return 2.0, 3.0
-    wide = software.softmax_bytes / shard.item_bytes
-    around = 2 * (1 + wide) + 2 * wide if wide > 1 else 0.0
-    return 4 * wide + around, 5 * wide + around
 
 
 def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:

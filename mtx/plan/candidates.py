@@ -12,6 +12,7 @@ from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
+from mtx.plan.choose import context_attention
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
@@ -148,6 +149,14 @@ class Question:
         """Whether to weave: where collectives can hide, and the software priced is ours."""
         hides = self._is_ours(mesh) and mesh.tensor > 1
         return choices(self.fixed.weave, ("off", "on") if hides else ("off",))
+
+    def attentions(self, layout: Layout) -> tuple[ContextAttention, ...]:
+        """The ways over `context` to try, that which is chosen by itself first."""
+        if layout.context == 1:
+            return ()
+        own = context_attention(layout, self.model)
+        ways: list[ContextAttention] = [own, *(way for way in CONTEXT_WAYS if way != own)]
+        return choices(self.fixed.context_attention, tuple(ways))
 
     def contexts(self) -> tuple[int, ...]:
         """The parts of a sequence to try: where it is long, and the software priced is ours."""

@@ -126,13 +126,13 @@ def changes(
         "virtual": set(question.virtuals(mesh)),
         "sequence_parallel": {layout.sequence_parallel for layout in settings},
         "weave": {layout.weave for layout in settings},
-        "context_attention": set(CONTEXT_WAYS) if mesh.context > 1 else {mesh.context_attention},
     }
     for name, found in tried.items():
         values = sorted(found | {getattr(mesh, name)})
         place = values.index(getattr(mesh, name))
         asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
     asked += [("recompute", way) for way in RECOMPUTE]
+    asked += [("context_attention", way) for way in CONTEXT_WAYS if mesh.context > 1]
     asked += [("schedule", name) for name in ("gpipe", LOOPED[0]) if mesh.pipe > 1]
     asked += [("zero", zero) for zero in (0, 1, 3) if mesh.token_shards > 1]
     listed = []

@@ -9,13 +9,9 @@ all-to-alls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mtx.costs.cost import Collective, Cost
 from mtx.plan.network import Group, all_to_all_s, gather_s, message_s
-
-if TYPE_CHECKING:
-    from mtx.plan.block import Shard
+from mtx.plan.shard import Shard
 
 _SUM_BYTES = 4  # of an element of the gradients of keys and values that go round
 
@@ -25,8 +21,8 @@ def context_group(shard: Shard) -> Group:
 
 
 def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> float:
-    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides, beside
-    so many of its attention."""
+    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides,
+    beside so many of its attention."""
     spent = {"ppermute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
     devices = shard.context
     for each in cost.collectives:

@@ -12,7 +12,7 @@ from mtx.costs.cost import Collective, Cost
 from mtx.plan.network import Group, all_reduce_s, all_to_all_s, gather_s
 
 if TYPE_CHECKING:
-    from mtx.plan.block import Shard
+    from mtx.plan.shard import Shard
 
 _SECONDS = {"all_to_all": all_to_all_s, "all_gather": gather_s, "reduce_scatter": gather_s}
 

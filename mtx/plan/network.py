@@ -1,8 +1,8 @@
 """Seconds of a collective: latency and bandwidth on the links that its groups really cross.
 
-Devices are numbered row-major over the mesh (`mtx.sharding.axes`), and so fill nodes: tensor shards
-are neighbours, parts of a sequence come next, stages are far apart. A ring through a node enters and
-leaves it once, on the network cards of all the group's members there together.
+Devices are numbered row-major over the mesh (`mtx.sharding.axes`), and so fill nodes: tensor
+shards are neighbours, parts of a sequence come next, stages are far apart. A ring through a node
+enters and leaves it once, on the network cards of all the group's members there together.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -53,7 +53,7 @@ def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int 
     cut = any(one.layout.context > 1 for one in found.ranked)
     axes = ("data", "pipe", *(("context",) if cut else ()), "tensor")
     names = (axis[0] for axis in axes) if cut else axes  # a column more leaves no room for words
-    sizes, ways = ("", *names, "b", "v"), ("schedule", "recompute")
+    sizes, ways = ("", *names, "b", "v"), ("schedule", "recompute", *(["over c"] if cut else []))
     for name in (*sizes, *ways, "zero", "s a step", "GiB"):
         table.add_column(name, justify="left" if name in ways else "right", no_wrap=True)
     if not all(one.runs for one in found.ranked):
@@ -67,7 +67,7 @@ def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int 
     return [*render(table, width=width), *why]
 
 
-def _settings(one: Candidate, axes: Iterable[str]) -> list[str]:
+def _settings(one: Candidate, axes: Collection[str]) -> list[str]:
     layout = one.layout
     recompute = layout.recompute
     if layout.tensor > 1 and not layout.sequence_parallel:
@@ -77,6 +77,7 @@ def _settings(one: Candidate, axes: Iterable[str]) -> list[str]:
         *map(str, numbers),
         layout.schedule + (", woven" if layout.weave == "on" else ""),
         recompute,
+        *([layout.context_attention if layout.context > 1 else ""] if "context" in axes else []),
         str(one.zero),
         f"{one.time.step_s:,.2f}",
         f"{one.memory.total_bytes / GIB:.1f}",

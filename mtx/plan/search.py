@@ -1,8 +1,9 @@
 """The fastest layouts that fit, by predicted time and memory.
 
 Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, of
-long sequences as data x pipe x context x tensor, every microbatch, number of chunks, sharding of sequences and optimizer, and way to keep or recompute
-activations is a candidate, and only `mtx.plan.time` and `mtx.plan.memory` decide.
+long sequences as data x pipe x context x tensor, every microbatch, number of chunks, sharding of
+sequences and optimizer, and way to keep or recompute activations is a candidate, and only
+`mtx.plan.time` and `mtx.plan.memory` decide.
 
 Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
 due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
@@ -14,7 +15,8 @@ cannot win (tests/test_plan_search.py enumerates it all, and finds nothing bette
   - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
 Schedules that have to be simulated, as zero bubble's, are priced on the settings that are best with
-1F1B, and of those the leaders' only: they are not enumerated.
+1F1B, and of those the leaders' only: they are not enumerated. Nor are the ways of attention over
+`context`: those of each mesh's best are compared.
 """
 
 from __future__ import annotations
@@ -88,8 +90,9 @@ def search(
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
-    A mesh is data x pipe x context x tensor = gpus; layers lie in equal parts on the stages. schedule="auto"
-    is an open one. Raises UserError where the sizes allow no layout at all, and where none fits.
+    A mesh is data x pipe x context x tensor = gpus; layers lie in equal parts on the stages.
+    schedule="auto" is an open one. Raises UserError where the sizes allow no layout at all, and
+    where none fits.
     """
     question = Question(
         model=model, gpus=checked("gpus", gpus, Devices),
@@ -139,7 +142,23 @@ def _looped(question: Question, top: int) -> Found:
             heapq.heappush(waiting, each)
     if not found:
         raise _nothing_fits(question, meshes)
-    return Found(ranked=tuple(found.values()), meshes=len(meshes), priced=priced, measured=measured)
+    ranked = _by_time(_best_way(question, one) for one in found.values())
+    return Found(ranked=ranked, meshes=len(meshes), priced=priced, measured=measured)
+
+
+def _best_way(question: Question, one: Candidate) -> Candidate:
+    """The candidate with the fastest attention over `context` that fits."""
+    best = one
+    for way in question.attentions(one.layout):
+        layout = replace(one.layout, context_attention=way)
+        if not question.allows(layout):
+            continue
+        time, memory = question.time(layout, one.zero), question.memory(layout, one.zero)
+        named = best.layout.context_attention != "auto"
+        slower = time.step_s >= best.time.step_s if named else time.step_s > best.time.step_s
+        if not slower and question.holds(memory.total_bytes):
+            best = Candidate(layout=layout, zero=one.zero, time=time, memory=memory)
+    return best
 
 
 def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:

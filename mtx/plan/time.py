@@ -22,7 +22,7 @@ from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
 from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
-from mtx.plan.block import Passes, Shard, Work, embedding_work, head_work, layer_work
+from mtx.plan.block import Passes, Work, embedding_work, head_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
 from mtx.plan.choose import context_attention, zero_unit
 from mtx.plan.hardware import Hardware
@@ -37,6 +37,7 @@ from mtx.plan.network import (
     pipe_group,
     send_s,
 )
+from mtx.plan.shard import Shard
 from mtx.schedules.partition import place_layers
 from mtx.sizes import StageLayers
 

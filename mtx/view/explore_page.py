@@ -45,6 +45,7 @@ _DOTS = {
     "tensor": (COMMUNICATION, 1.5, 1.6),
     "data": (COMMUNICATION_LIGHT, 8.5, 1.6),
     "pipe": (LIMIT, 8.5, 4.0),
+    "context": ("#0f8b8d", 1.5, 4.0),
 }
 _STYLE = (
     """

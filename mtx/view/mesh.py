@@ -1,7 +1,7 @@
 """A device mesh as text, and its devices: who holds what, and which axes cross from node to node.
 
-Devices stand in the order of the mesh's axes, the last innermost: rank = (stage * replicas +
-replica) * tensor + shard.
+Devices stand in the order of the mesh's axes, the last innermost: rank = ((stage * replicas +
+replica) * context + part) * tensor + shard.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _SENT = {  # over an axis, by what it splits
     "layers": "activations, once a microbatch and chunk",
     "batch": "gradients and parameters, once a step",
+    "sequence": "keys and values, or heads, every layer",
     "weights": "activations, several times a layer",
 }
 _MOST_NODES = 8  # above, the first ones and the last are shown
@@ -175,7 +176,7 @@ def _node_rows(layout: Layout, node: int, node_size: int) -> list[str]:
     ranks = range(node * node_size, min((node + 1) * node_size, layout.devices))
     rows = []
     for stage, own in groupby(ranks, lambda rank: rank * layout.pipe // layout.devices):
-        held = [(group % layout.replicas, list(here))
+        held = [(group % layout.token_shards, list(here))
                 for group, here in groupby(own, lambda rank: rank // layout.tensor)]  # fmt: skip
         rows.append(f"stage {stage}: {_replicas(layout, held)}")
     return rows
@@ -186,16 +187,25 @@ def _replicas(layout: Layout, held: list[tuple[int, list[int]]]) -> str:
     if len(held) > _MOST_GROUPS and whole:
         (first, start), (last, stop) = held[0], held[-1]
         each = f", {layout.tensor} each" if layout.tensor > 1 else ""
-        return f"replicas {first}-{last} [{_span(range(start[0], stop[-1] + 1))}{each}]"
+        named = f"replicas {first}-{last}"
+        if layout.context > 1:
+            named = f"{_replica(layout, first)} to {_replica(layout, last)}"
+        return f"{named} [{_span(range(start[0], stop[-1] + 1))}{each}]"
     texts = []
-    for replica, here in held:
-        text = f"replica {replica} [{_span(here)}]"
+    for group, here in held:
+        text = f"{_replica(layout, group)} [{_span(here)}]"
         if len(here) < layout.tensor:
             shard = here[0] % layout.tensor
             noun = "shard" if len(here) == 1 else "shards"
             text += f" {noun} {_span(range(shard, shard + len(here)))} of {layout.tensor}"
         texts.append(text)
     return "  ".join(texts)
+
+
+def _replica(layout: Layout, group: int) -> str:
+    """A tensor group of a stage: whose replica it is, and of which part of its sequences."""
+    replica, part = divmod(group, layout.context)
+    return f"replica {replica}" + (f" part {part}" if layout.context > 1 else "")
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtx.config import Layout
-from mtx.view.picture import COMMUNICATION, COMMUNICATION_LIGHT, FAINT, INK, ink, stage_colours
+from mtx.view.picture import (
+    COMMUNICATION,
+    COMMUNICATION_LIGHT,
+    FAINT,
+    INK,
+    LIMIT,
+    ink,
+    stage_colours,
+)
 from mtx.view.spans import count
 
 if TYPE_CHECKING:
@@ -151,10 +159,10 @@ def _draw_cells(
     boxes = [Rectangle((x + 0.03, y + 0.03), 0.94, 0.94) for x, y in corners.values()]
     axes.add_collection(PatchCollection(boxes, facecolors=colours, edgecolors="none"))
     for (rank, (x, y)), colour in zip(corners.items(), colours) if unit == 1 else ():
-        group, shard = divmod(rank, layout.tensor)
-        stage, replica = divmod(group, layout.replicas)
+        places = np.unravel_index(rank, tuple(layout.shown.values()))
+        label = "\n".join(f"{axis[0]}{place}" for axis, place in zip(layout.shown, places))
         axes.text(
-            x + 0.5, y + 0.5, f"p{stage}\nd{replica}\nt{shard}", ha="center", va="center",
+            x + 0.5, y + 0.5, label, ha="center", va="center",
             fontsize=7 if len(corners) <= 48 else 5.5, color=ink(colour),
         )  # fmt: skip
 
@@ -178,7 +186,8 @@ def _draw_map(axes: Axes, layout: Layout, grid: MeshMap, node_size: int) -> None
         axes.text(x, y, f"p{stage}", fontsize=6, color=FAINT, ha=align, clip_on=False)
     for axis, stride, marker, size, area, colour, order in (
         ("pipe", grid.stage_devices, "o", layout.pipe, 18, COMMUNICATION, 4),
-        ("data", layout.tensor, "s", layout.replicas, 34, COMMUNICATION_LIGHT, 3),
+        ("data", layout.context * layout.tensor, "s", layout.replicas, 34, COMMUNICATION_LIGHT, 3),
+        ("context", layout.tensor, "D", layout.context, 14, LIMIT, 5),
     ):
         if size > 1 and grid.unit > 1:
             x, y = np.array(sorted({grid.corner(i * stride) for i in range(size)})).T
@@ -194,10 +203,11 @@ def _draw_map(axes: Axes, layout: Layout, grid: MeshMap, node_size: int) -> None
     axes.set_axis_off()
     text = f"colour: stage p0 to p{layout.pipe - 1}; a cell: {grid.cell_text(node_size)}"
     if grid.unit == 1:
-        text = "p: stage, d: replica, t: tensor shard"
+        part = ", c: part of sequences" if layout.context > 1 else ""
+        text = f"p: stage, d: replica{part}, t: tensor shard"
     axes.set_title(text, loc="left", fontsize=8, color=FAINT, pad=2)
     if axes.collections[1:]:
         axes.legend(
-            loc="upper right", bbox_to_anchor=(1, -0.01), ncols=2, fontsize=7.5, frameon=False,
+            loc="upper right", bbox_to_anchor=(1, -0.01), ncols=3, fontsize=7.5, frameon=False,
             borderaxespad=0,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from mtx.plan.time import stage_times
 from mtx.schedules.shape import Times
 from mtx.schedules.simulate import bubble_text, simulate
 from mtx.view import picture
+from mtx.view.context import fill_context
 from mtx.view.memory import fill_bars
 from mtx.view.mesh import fill_mesh
 from mtx.view.picture import COMMUNICATION, FAINT, FORWARD, IDLE, INK, SHADES
@@ -40,12 +41,14 @@ _DOUBLINGS = 5  # of the replicas, below and above the plan's
 
 
 def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
-    """Mesh, memory, time of a step, timeline and scaling of one plan, saved to `path` if given.
+    """Mesh, memory, time of a step, timeline and scaling of one plan, and where sequences are cut
+    who has which of their positions (`mtx.view.context`), saved to `path` if given.
     UserError where matplotlib is missing, or `path` ends otherwise than .svg, .png or .pdf, or
     cannot be written."""
-    figure = picture.new_figure(13.0, 11.0, path)
+    cut = plan.run.layout.context > 1
+    figure = picture.new_figure(13.0, 18.0 if cut else 11.0, path)
     picture.figure_title(figure, title(plan), 13)
-    above, runs = picture.split_figure(figure, 7.2, 3.8)
+    above, runs, *below = picture.split_figure(figure, 7.2, 3.8, *([7.0] if cut else []))
     columns: Any = above.subfigures(1, 2, width_ratios=(1.7, 1))
     left, right = columns
     mesh, memory = picture.split_figure(left, 4.4, 2.6)
@@ -55,6 +58,8 @@ def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
     fill_time(time.add_subplot(), plan)
     fill_throughput(throughput.add_subplot(), plan)
     fill_schedule(runs.add_subplot(), plan, (11.8, 3.0))  # less labels and legend
+    for part in below:
+        fill_context(part, plan.run.layout, plan.run.model)
     return picture.save_figure(figure, path)
 
 
