@@ -1,6 +1,6 @@
-"""The oracle of mixtures of experts: every token through every expert, plain jnp, unsharded, from the
-papers' formulas and nothing of `mtx`. Attention is the Llama oracle's. Parameters are in canonical
-form."""
+"""The oracle of mixtures of experts: every token through every expert, plain jnp, unsharded, from
+the papers' formulas and nothing of `mtx`. Attention is the Llama oracle's. Parameters are in
+canonical form."""
 
 from typing import NamedTuple
 
@@ -90,7 +90,9 @@ def losses(params, batch, frequency, rules):
         counted = jax.nn.one_hot(chosen, gates.shape[-1]) * (weights > 0)[..., None, None]
         return x, ((aux * weights).sum(), counted.sum((0, 1, 2)))
 
-    x, (aux, counts) = jax.lax.scan(layer, embed["tokens"][batch["tokens"]], params["layers"]["block"])
+    x, (aux, counts) = jax.lax.scan(
+        layer, embed["tokens"][batch["tokens"]], params["layers"]["block"]
+    )
     logits = _norm(x, head["norm"]["scale"]) @ head.get("output", embed["tokens"]).T
     picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
     loss = ((jax.nn.logsumexp(logits, axis=-1) - picked) * weights).sum() / weights.sum()

@@ -79,7 +79,9 @@ def params_of(model):
 def made(model, pack=False):
     batch = reference.random_batch(model, 8)
     batch = packed(batch) if pack else batch
-    of_reference = jax.jit(functools.partial(reference_experts.loss_and_gradients, rules=RULES[model]))
+    of_reference = jax.jit(
+        functools.partial(reference_experts.loss_and_gradients, rules=RULES[model])
+    )
     return batch, jax.device_get(of_reference(params_of(model), batch, FREQUENCY))
 
 
@@ -131,9 +133,7 @@ def test_all_layouts_train_alike():
     """Loss, auxiliary loss, norm, parameters and states of 20 steps; the rules of the states."""
     batches = [reference.random_batch(GROUPED, 8, seed) for seed in range(20)]
     want, params = train(GROUPED, Layout(microbatch=4), 20, batches)
-    got, same = train(
-        GROUPED, Layout(expert=2, pipe=2, tensor=2, virtual=2, zero=3), 20, batches
-    )
+    got, same = train(GROUPED, Layout(expert=2, pipe=2, tensor=2, virtual=2, zero=3), 20, batches)
     for a, b in zip(got, want):
         assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-6)
         assert float(a.aux_loss) == pytest.approx(float(b.aux_loss), rel=1e-5)
@@ -156,7 +156,9 @@ def test_nothing_is_dropped_where_all_choose_one_expert(way):
     batch, _ = made(MIXTRAL)
     layout = Layout(expert=4, data=2, expert_room=0.5, expert_dispatch=way)
     got = mtx.loss_and_gradients(MIXTRAL, layout, batch, params=params)
-    of_reference = jax.jit(functools.partial(reference_experts.loss_and_gradients, rules=OF_MIXTRAL))
+    of_reference = jax.jit(
+        functools.partial(reference_experts.loss_and_gradients, rules=OF_MIXTRAL)
+    )
     want = jax.device_get(of_reference(params, batch, FREQUENCY))
     reference.assert_same(got, want)
     load = got[1]["layers"]["block"]["mlp"]["router"]["load"]

@@ -208,7 +208,7 @@ def _answer_for(target: str) -> None:
     def check(capability: str) -> bool:
         return GPU_TARGETS[target].capability >= int(capability.partition(".")[0])
 
-    setattr(fused_attention_stablehlo, "check_compute_capability", check)
+    fused_attention_stablehlo.check_compute_capability = check
 
 
 def _mesh(run: RunConfig, target: str, compiler: Compiler) -> Mesh:

@@ -67,9 +67,7 @@ def model_parameters(
 ) -> Parameters:
     """Every parameter of the model; of layers, those of one."""
     split = experts and ExpertShards(expert_tensor=experts.expert_tensor)
-    return _answer(
-        Question(model=model, part=PARAMETERS, tensor=tensor, experts=split), Parameters
-    )
+    return _answer(Question(model=model, part=PARAMETERS, tensor=tensor, experts=split), Parameters)
 
 
 @lru_cache(maxsize=8192)

@@ -1,8 +1,8 @@
 """The sublayer of a mixture of experts: a router, E MLPs of which each token goes through k, and an
 MLP that all tokens go through, where there is one (DeepSeekMoE's shared experts).
 
-Legend: B rows · S sequence (s: shard) · D hidden · F an expert's feed-forward (f: shard) · E experts
-(e: of a device) · m tokens at an expert · k choices of a token · n = 2 for gate, up
+Legend: B rows · S sequence (s: shard) · D hidden · F an expert's feed-forward (f: shard) ·
+E experts (e: of a device) · m tokens at an expert · k choices of a token · n = 2 for gate, up
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mtx.layers.mlp import MLP, Activation, activate, gated
 from mtx.layers.router import Router
 from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import (
+    all_gather_sequence,
     copy_to,
     gather_sequence,
-    all_gather_sequence,
     reduce_from,
     scatter_sequence,
 )
@@ -134,9 +134,10 @@ class ExpertsModule(nnx.Module):
 
     def _routed(self, x_BSD, gates_BSk, ids_BSk):
         router, shape = self.config.router, x_BSD.shape
+        compute = Compute(self.config.activation, self.config.gated)
         way = Way.of(
-            Compute(self.config.activation, self.config.gated), experts=router.experts, tokens=shape[0] * shape[1],
-            choices=router.choices, rows=shape[0], axes=self.axes,
+            compute, experts=router.experts, tokens=shape[0] * shape[1], choices=router.choices,
+            rows=shape[0], axes=self.axes,
         )  # fmt: skip
         y_nD = through_experts(
             x_BSD.reshape(-1, shape[-1]), gates_BSk.reshape(-1, router.choices),

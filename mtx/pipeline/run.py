@@ -361,9 +361,7 @@ class Run:
         )
         carry = carry._replace(
             messages=carry.messages._replace(dx=dx, gradient_receives=rings),
-            stash=stash._replace(
-                deferred=kept.deferred, dcaches=kept.dcaches, ahead=kept.ahead
-            ),
+            stash=stash._replace(deferred=kept.deferred, dcaches=kept.dcaches, ahead=kept.ahead),
             weights=(carry.weights[0], weights),
             gradients=gradients._replace(of_b=of_b, reduced=reduced),
         )

@@ -403,7 +403,9 @@ class Kept(NamedTuple):
     gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
     deferred: Tree  # [R, N, ...]; None where W is not split
     dcaches: Tree  # [R, N, B, S, ...]; None without slices
-    ahead: Tree  # the host's part of the residuals of the next layer of a kind; None without offload
+    ahead: (
+        Tree  # the host's part of the residuals of the next layer of a kind; None without offload
+    )
 
 
 def loop(count: int, body: Callable, start: Tree) -> Tree:

@@ -2,8 +2,8 @@
 
 A layer is its matmuls (`mtx.plan.gemm`), its attention (`mtx.plan.scores`), what its other kernels
 read and write, and its collectives over `tensor`, `context` and `expert`: all of them read off its
-trace (`mtx.costs`). What other software does besides is counted in passes over an array: a pass is one
-read or one write of all its elements.
+trace (`mtx.costs`). What other software does besides is counted in passes over an array: a pass is
+one read or one write of all its elements.
 
 Letters: b microbatch · s sequence · h hidden · t tensor
 """

@@ -32,7 +32,8 @@ def to_experts_s(shard: Shard, cost: Cost, during: str) -> float:
         return 0.0
     group = expert_group(shard)
     return sum(
-        each.times * _SECONDS.get(each.kind, all_reduce_s)(
+        each.times
+        * _SECONDS.get(each.kind, all_reduce_s)(
             each.bytes.at(shard.microbatch), group, **shard.machine
         )
         for each in cost.collectives

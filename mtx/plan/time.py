@@ -67,7 +67,9 @@ class StepTime:
         """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
         microbatches with their collectives and messages. The rest of the step has no part in it."""
         ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.embedding_and_head_s
-        sent_s = self.tensor_comm_s + self.context_comm_s + self.expert_comm_s + self.pipeline_comm_s
+        sent_s = (
+            self.tensor_comm_s + self.context_comm_s + self.expert_comm_s + self.pipeline_comm_s
+        )
         return self.bubble_s / (ideal_s + sent_s)
 
 
@@ -241,8 +243,8 @@ def _on_stages(
 
 def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
     """With what ticks hide in which F and B are woven: of the collectives over `tensor`, and of
-    those to experts and back, all but a tick's first gather, as far as F and B compute so long; of messages, as much as the weight
-    gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
+    those to experts and back, all but a tick's first gather, as far as F and B compute so long; of
+    messages, as much as the weight gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
     """
     each = on.layers * (1 / layout.pipe)
     whole_s = collectives.all.sent_s
@@ -250,8 +252,7 @@ def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
     hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
     left = 1 - hidden_s / whole_s if whole_s else 1.0
     forward_s, backward_s, weight_s = (
-        own.sent_s - left * all_of.sent_s
-        for own, all_of in zip(each, collectives, strict=True)
+        own.sent_s - left * all_of.sent_s for own, all_of in zip(each, collectives, strict=True)
     )
     last_s = on.layers.weight.matmul_s / on.shard.model.layers
     return replace(
@@ -318,7 +319,7 @@ def _parameters_held(
 ) -> Held:  # fmt: skip
     """Of the device that has most: matrices of so many layers, and its part of a token table."""
     each = _matrices_held(model, layout)
-    stages: list[Counter] = []
+    stages: list[Any] = []  # Counters of floats
     for stage in counts:
         stages.append(Counter())
         for kind, layers in stage.items():

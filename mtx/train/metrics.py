@@ -43,7 +43,7 @@ def loads_of(counted: Any) -> dict[str, np.ndarray]:
         kind: [a for path, a in leaves.items() if path.endswith("router.load")]
         for kind, leaves in (counted or {}).items()
     }
-    return {kind: sum(map(np.asarray, loads)) for kind, loads in found.items() if loads}
+    return {kind: np.sum(loads, axis=0) for kind, loads in found.items() if loads}
 
 
 def shares_of(loads: dict[str, np.ndarray], placement: Placement) -> dict[str, list]:

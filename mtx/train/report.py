@@ -96,9 +96,11 @@ class _Bar(Progress):
 def step_text(record: StepRecord) -> str:
     """A step's numbers; TFLOP/s are those of one device."""
     mfu = "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
-    experts = "" if record.imbalance is None else f"  fullest expert {record.imbalance:.2f}"
+    loss = f"loss {record.loss:.4f}"
+    if record.imbalance is not None:
+        loss += f"  fullest expert {record.imbalance:.2f}"
     return (
-        f"loss {record.loss:.4f}{experts}  lr {record.learning_rate:.2e}  norm {record.gradient_norm:.3f}  "
+        f"{loss}  lr {record.learning_rate:.2e}  norm {record.gradient_norm:.3f}  "
         f"{record.step_s:.3f} s  {record.tokens_per_s:,.0f} tokens/s  TFLOP/s a device: "
         f"{_significant(record.tflops_model)} model, {_significant(record.tflops_sc21)} SC'21{mfu}"
     )

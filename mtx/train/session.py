@@ -222,7 +222,9 @@ class Session:
         self.log.write("step", asdict(record))
         if loads := loads_of(metrics.counted):
             if step % max(1, self.trainer.run.steps // _EXPERT_LINES) == 0:
-                self.log.write("experts", {"step": step, **shares_of(loads, self.trainer.placement)})
+                self.log.write(
+                    "experts", {"step": step, **shares_of(loads, self.trainer.placement)}
+                )
         self.report.step(record)
         if self.startup.end("first step"):
             self.report.line(f"started    {self.startup.describe()}")
