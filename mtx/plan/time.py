@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import add, mul
+from typing import Any
 
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
@@ -244,7 +245,8 @@ def _on_stages(
 def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
     """With what ticks hide in which F and B are woven: of the collectives over `tensor`, and of
     those to experts and back, all but a tick's first gather, as far as F and B compute so long; of
-    messages, as much as the weight gradients of a layer last. collectives: the work of a stage's microbatch, with all of them.
+    messages, as much as the weight gradients of a layer last. collectives: the work of a stage's
+    microbatch, with all of them.
     """
     each = on.layers * (1 / layout.pipe)
     whole_s = collectives.all.sent_s
