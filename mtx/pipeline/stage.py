@@ -221,9 +221,10 @@ class Stage:
             own.add("gradients", dparams)
             if caches is not None:
                 self._add_to_cache(own, others[-1], op)
+            dstream = others[0]
             if self.offload:
-                others[0] = self.offload.keep(own, coming, left, fetched, others[0])
-            return others[0]
+                dstream = self.offload.keep(own, coming, left, fetched, dstream)
+            return dstream
 
         places = op.held, op.deferred, op.cache_gradient, None
         trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}

@@ -33,7 +33,7 @@ GPU = (
         "the autotuner may take a Triton kernel, which wants a copy of the weight",
     ),
     Option(
-        "xla_disable_hlo_passes", "collective-permute-motion,rematerialization", (0, 10),
+        "xla_disable_hlo_passes", "collective-permute-motion", (0, 10),
         "the pass moves the send of a tick's F to the start of the next tick, where it is needed",
     ),
     Option(
