@@ -88,7 +88,6 @@ class Offload:
     def leave(self, own: Own, residuals: Arrays, stream: Tree) -> Tree:
         """The stream. What stays on the device goes into the ring, the rest waits."""
         (device, host), ring = self._cut(residuals), own.trees["ring"]
-        host, stream = lax.optimization_barrier((host, stream))
         own.trees["ring"] = ring._replace(device=write(ring.device, device, *own.at["ring"]))
         # Always so. Without it XLA lets the layer write where the layer before still waits, after
         # that is copied.

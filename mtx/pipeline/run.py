@@ -60,7 +60,7 @@ class Run:
             model=self.model, layer_params=self.weights.layer, placement=placement,
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
-            split=self.schedule.split, offload_fraction=self.layout.offload,
+            split=self.schedule.split, offload_fraction=self.layout.offload_fraction,
             shards=layers and {
                 kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
             },
@@ -153,7 +153,7 @@ class Run:
         one_chunk = self.weights.shards is not None
         return ticks_of(
             self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk,
-            ahead=self.layout.offload > 0,
+            ahead=self.stage.offload is not None,
         )  # fmt: skip
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:

@@ -69,7 +69,9 @@ def predict_memory(
     device = _Device(model, layout, backend)
     held = device.parameters
     working, head = device.working_bytes(), device.head_bytes()
-    stash = slots.stash * device.stash_slot_bytes() + slots.caches * device.cache_bytes()
+    offload = layout.offload_fraction
+    stash = slots.stash * (device.stash_slot_bytes() - device.offloaded_slot_bytes(offload))
+    stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
     if layout.idle == "skip" and conditionals_copy():
         layers = 4 * layout.virtual * held.chunk
@@ -90,7 +92,7 @@ def predict_memory(
         optimizer_bytes=-(-_optimizer_bytes(held, optimizer) // shards),
         stash_bytes=stash + waiting,
         transfer_bytes=(2 + (layout.weave == "on") + slots.rings) * device.stream_bytes(),
-        activations_bytes=working,
+        activations_bytes=working + device.underway_bytes(offload),
         logits_bytes=max(0, head - working),
     )
 
@@ -106,6 +108,17 @@ def _as_replicas(
     parts = layout.context
     part = replace(model, sequence=model.sequence // parts)
     return part, replace(layout, data=layout.data * parts, context=1), global_batch * parts
+
+
+def predict_host_bytes(
+    model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
+) -> int:
+    """Residuals that wait in the host's memory, of one device."""
+    if layout.context > 1:
+        model, layout, global_batch = _as_replicas(model, layout, global_batch)
+    slots = _slots(layout, layout.microbatches(global_batch)).stash
+    device = _Device(model, layout, backend)
+    return slots * device.offloaded_slot_bytes(layout.offload_fraction)
 
 
 def conditionals_copy() -> bool:
@@ -251,6 +264,22 @@ class _Device:
     def stash_slot_bytes(self) -> int:
         """From F to B: residuals of each layer, or the chunk's input."""
         return self.stream_bytes() if self.layout.stash == "inputs" else self._of_chunk("kept")
+
+    def offloaded_slot_bytes(self, fraction: float) -> int:
+        """Of the residuals of a chunk's layers, what goes to the host's memory."""
+        rows = self.layout.microbatch
+        return sum(
+            places * sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts)
+            for kind, places in self.places.items()
+        )
+
+    def underway_bytes(self, fraction: float) -> int:
+        """Of one layer of each kind: what F has not yet copied to the host, what has come back for
+        the next B, and what a layer leaves or fetches beside them."""
+        rows = self.layout.microbatch
+        return 3 * sum(
+            sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts) for kind in self.places
+        )
 
     def cache_bytes(self) -> int:
         """Keys and values of one microbatch, its slices together, or their gradients."""
