@@ -121,6 +121,13 @@ def predict_host_bytes(
     return slots * device.offloaded_slot_bytes(layout.offload_fraction)
 
 
+def offloaded_layers(
+    model: ModelConfig, layout: Layout, *, backend: Backend = "cuda"
+) -> dict[str, tuple[int, int]]:
+    """{kind: (layers of a chunk, bytes of one that go to the host)}"""
+    return _Device(model, layout, backend).offloaded_layers(layout.offload_fraction)
+
+
 def conditionals_copy() -> bool:
     """Whether the compiler of the installed JAX keeps what a conditional changes twice.
 
@@ -267,19 +274,26 @@ class _Device:
 
     def offloaded_slot_bytes(self, fraction: float) -> int:
         """Of the residuals of a chunk's layers, what goes to the host's memory."""
+        return sum(places * each for places, each in self.offloaded_layers(fraction).values())
+
+    def offloaded_layers(self, fraction: float) -> dict[str, tuple[int, int]]:
+        """{kind: (layers of a chunk, bytes of one that go to the host)}"""
         rows = self.layout.microbatch
-        return sum(
-            places * sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts)
+        return {
+            kind: (places, sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts))
             for kind, places in self.places.items()
-        )
+        }
 
     def underway_bytes(self, fraction: float) -> int:
         """Of one layer of each kind: what F has not yet copied to the host, what has come back for
-        the next B, and what a layer leaves or fetches beside them."""
-        rows = self.layout.microbatch
-        return 3 * sum(
-            sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts) for kind in self.places
-        )
+        the next B, and what a layer leaves or fetches beside them; and a whole sequence, which XLA's
+        scheduler gathers earlier where it hides copies."""
+        if not fraction:
+            return 0
+        layout, kind = self.layout, next(iter(self.places))
+        shards = layout.tensor if layout.sequence_parallel else 1
+        whole = shards * total(self.cost(kind).stream, layout.microbatch)
+        return whole + 3 * sum(layer for _, layer in self.offloaded_layers(fraction).values())
 
     def cache_bytes(self) -> int:
         """Keys and values of one microbatch, its slices together, or their gradients."""
