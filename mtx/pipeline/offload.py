@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtx.pipeline.own import Own
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
 from mtx.vjp import Arrays, offloaded
-
-if TYPE_CHECKING:
-    from mtx.pipeline.stage import Own
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -17,9 +17,10 @@ from jax import lax
 from mtx.pipeline.carry import Carry, Gradients, Messages, Stash
 from mtx.pipeline.head import add_gradients
 from mtx.pipeline.model import Stream
+from mtx.pipeline.own import Kept
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import read, write
-from mtx.pipeline.stage import Kept, Stage, tables_of
+from mtx.pipeline.stage import Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.trees import add_up, float_zeros, where
 from mtx.pipeline.weights import LayerShards, Weights
@@ -355,9 +356,7 @@ class Run:
         )
         carry = carry._replace(
             messages=carry.messages._replace(dx=dx, gradient_receives=rings),
-            stash=stash._replace(
-                deferred=kept.deferred, dcaches=kept.dcaches, ahead=kept.ahead
-            ),
+            stash=stash._replace(deferred=kept.deferred, dcaches=kept.dcaches, ahead=kept.ahead),
             weights=(carry.weights[0], weights),
             gradients=gradients._replace(of_b=of_b, reduced=reduced),
         )

@@ -286,8 +286,8 @@ class _Device:
 
     def underway_bytes(self, fraction: float) -> int:
         """Of one layer of each kind: what F has not yet copied to the host, what has come back for
-        the next B, and what a layer leaves or fetches beside them; and a whole sequence, which XLA's
-        scheduler gathers earlier where it hides copies."""
+        the next B, and what a layer leaves or fetches beside them; and a whole sequence, which is
+        gathered earlier where XLA's scheduler hides copies."""
         if not fraction:
             return 0
         layout, kind = self.layout, next(iter(self.places))

@@ -33,8 +33,8 @@ class Copies:
         """For people."""
         gib = 2**30
         return (
-            f"{self.host_bytes / gib:,.2f} GiB wait there; {self.moved_bytes / gib:,.1f} GiB a step "
-            f"out, as many back, in {self.seconds:.3g} s, {self.exposed_s:.3g} s of it exposed"
+            f"{self.host_bytes / gib:,.2f} GiB wait there; {self.moved_bytes / gib:,.1f} GiB a "
+            f"step out, as many back, in {self.seconds:.3g} s, {self.exposed_s:.3g} s of it exposed"
         )
 
 
