@@ -6,8 +6,8 @@ first of the next F; B copies a layer's part back beside the layer that it runs 
 last layer beside the last of the B before. So each layer is copied once either way, and what waits
 for its copy on the device is a layer's part in each direction.
 
-Copies are `device_put` to another memory space of the same device. XLA:GPU makes the host's rings of
-pinned memory and the copies asynchronous; XLA:CPU has one memory and leaves them out.
+Copies are `device_put` to another memory space of the same device. XLA:GPU makes the host's rings
+of pinned memory and the copies asynchronous; XLA:CPU has one memory and leaves them out.
 
 Legend: N layers of a kind in a chunk · R ring slots
 """

@@ -114,7 +114,8 @@ _ROWS = (
     ),
     _row(
         "gb200", "NVIDIA GB200", b16=2500, fp32=80, fp8=5000, memory=(186, 8000),
-        node=(72, 900, 50), cores=152, host_gb_s=225, source="NVIDIA GB200 NVL72 data sheet, per GPU",
+        node=(72, 900, 50), cores=152, host_gb_s=225,
+        source="NVIDIA GB200 NVL72 data sheet, per GPU",
     ),
     _row(
         "mi300x", "AMD Instinct MI300X", "AMD Instinct MI300X OAM", b16=1307.4, fp32=163.4,
