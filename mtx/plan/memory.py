@@ -113,10 +113,11 @@ def _as_replicas(
 def predict_host_bytes(
     model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
 ) -> int:
-    """Residuals that wait in the host's memory, of one device."""
+    """Residuals that wait in the host's memory, of one device; twice where conditionals copy."""
     if layout.context > 1:
         model, layout, global_batch = _as_replicas(model, layout, global_batch)
     slots = _slots(layout, layout.microbatches(global_batch)).stash
+    slots *= 2 if layout.idle == "skip" and conditionals_copy() else 1
     device = _Device(model, layout, backend)
     return slots * device.offloaded_slot_bytes(layout.offload_fraction)
 
