@@ -87,7 +87,8 @@ class Stage:
         if self.placement.period is None and len(self.placement.kinds) > 1:
             raise UserError(
                 f"offload={self.offload_fraction} is not made for uneven stages of several kinds "
-                f"of layers, {', '.join(self.placement.kinds)}; use stage_layers='even', or offload=0"
+                f"of layers, {', '.join(self.placement.kinds)}; use stage_layers='even' or "
+                "offload=0"
             )
         residuals = {kind: vjp.residuals for kind, vjp in self.vjps.items()}
         return Offload(fraction=self.offload_fraction, residuals=residuals, last=self._last)
