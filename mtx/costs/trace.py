@@ -155,9 +155,9 @@ class _Traced:
             return _read_vjp(
                 lambda shared, _, batch, context: model.embed(shared, batch, context),
                 shared, stream, batch, context,
-            )  # fmt: skip
+            ) | {"cuts": ()}  # fmt: skip
         if part == HEAD:
-            return _read_vjp(model.loss, shared, stream, batch)
+            return _read_vjp(model.loss, shared, stream, batch) | {"cuts": ()}
         cache = ()
         if self.question.slices > 1:
             cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
