@@ -71,7 +71,8 @@ def _resolved_types(kind: Any) -> list[type]:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         found = [_resolved_types(part) for part in parts]
-        return sum(found, []) if all(found) else []
+        bounded = sum(_bounds(part) is not None for part in parts)
+        return sum(found, []) if all(found) and bounded < 2 else []
     if origin is Annotated:
         return _resolved_types(parts[0])
     if origin is Literal:

@@ -29,4 +29,5 @@ Seed = Annotated[int, Between(0, 2**31 - 1)]
 DataSeed = Annotated[int, Between(0, 2**32 - 1)]
 Seconds = Annotated[float, Between(0, 10.0**7)]  # four months
 Patience = Annotated[float, Between(1, 10.0**7)]  # in seconds
+Fraction = Annotated[float, Between(0, 1)]
 NotNegative = Annotated[float, Between(0, 2.0**127)]

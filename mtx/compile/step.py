@@ -190,6 +190,7 @@ def _compile(
         outputs_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=temp,
+        host_bytes=stats.host_temp_size_in_bytes,
         largest=_largest(dump, program, trainer),
         collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),
         timeline=times,

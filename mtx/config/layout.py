@@ -14,7 +14,7 @@ from mtx.schedules.formats import SUFFIXES
 from mtx.schedules.makers import check_virtual
 from mtx.schedules.partition import place_layers
 from mtx.sharding.axes import AXES, BATCH, RARE, TOKENS
-from mtx.sizes import Devices, Layers, Sequences, Slices, StageLayers, Stages
+from mtx.sizes import Devices, Fraction, Layers, Sequences, Slices, StageLayers, Stages
 
 Idle = Literal["skip", "phases"]
 Stash = Literal["residuals", "inputs"]
@@ -50,7 +50,8 @@ class Layout:
     # log-sum-exp are kept
     recompute: Recompute = "none"
     # of what waits between F and B, the fraction of each array's tokens that is in host memory
-    offload: float = 0.0
+    # ("auto": by `mtx plan`, the least that fits a device)
+    offload: Fraction | Literal["auto"] = 0.0
     attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
     # over `context`: keys and values gathered or sent round, or heads in place of positions
     context_attention: ContextAttention = "auto"
@@ -85,6 +86,13 @@ class Layout:
                     raise UserError(
                         f"weave='on' is not made for {name}={value!r}; use {name}={wanted!r} with "
                         "it, or weave='off'"
+                    )
+        if self.offload:
+            for name, wanted in (("stash", "residuals"), ("weave", "off")):
+                if (value := getattr(self, name)) != wanted:
+                    raise UserError(
+                        f"offload={self.offload} is not made for {name}={value!r}; use {name}="
+                        f"{wanted!r} with it, or offload=0"
                     )
         checked("*".join(AXES), self.devices, Devices)
         checked("pipe*virtual", self.pipe * self.virtual, Layers)
@@ -135,6 +143,16 @@ class Layout:
         several = self.virtual > 1 and self.token_shards > 1
         alike = model.fp8 == "off" and not model.routed_experts
         return self.weave == "on" and self.zero == 1 and several and alike
+
+    @property
+    def offload_fraction(self) -> float:
+        """UserError where it is still to be chosen."""
+        if self.offload == "auto":
+            raise UserError(
+                "offload='auto' is chosen for a target; use `mtx plan --save FILE` and train that "
+                "file, or a fraction as offload=0.5"
+            )
+        return self.offload
 
     @property
     def vocab_shards(self) -> int:

@@ -95,6 +95,16 @@ class Parameters(NamedTuple):
     layers: dict[str, tuple[Parameter, ...]]  # by kind, of one layer
 
 
+class Cut(NamedTuple):
+    """Bytes of what is kept from F to B, of arrays of which a part can go to the host."""
+
+    length: int  # of the dim that is cut
+    bytes: Size
+
+    def of(self, fraction: float, rows: int) -> int:
+        return self.bytes.at(rows) // self.length * int(self.length * fraction)
+
+
 class Cost(NamedTuple):
     """Of one layer, or of the embedding or the head, on one device, for one microbatch."""
 
@@ -105,6 +115,7 @@ class Cost(NamedTuple):
     deferred: tuple[Size, ...]  # bytes, from B to W where they are split
     stream: tuple[Size, ...]  # bytes of what goes from layer to layer
     cache: tuple[Size, ...]  # bytes of a sequence's keys and values, where it is cut into slices
+    cuts: tuple[Cut, ...]  # `kept` again, by how it can be cut
     scores: Size  # elements of the largest product of activations that stands in memory
 
     def flops(self, during: str, rows: int, vocab: int = 0) -> float:

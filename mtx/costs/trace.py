@@ -27,6 +27,7 @@ from mtx.costs.cost import (
     HEAD,
     PARAMETERS,
     Cost,
+    Cut,
     ExpertShards,
     Parameter,
     Parameters,
@@ -39,7 +40,7 @@ from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.fp8 import is_quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import QUANTISED
-from mtx.vjp import LayerVJP
+from mtx.vjp import LayerVJP, offloaded
 
 _PIPE = 2  # the vocabulary is sharded over stages too; on how many, nothing else depends
 Tree = Any
@@ -151,9 +152,9 @@ class _Traced:
             return _read_vjp(
                 lambda shared, _, batch, context: model.embed(shared, batch, context),
                 shared, stream, batch, context,
-            )  # fmt: skip
+            ) | {"cuts": ()}  # fmt: skip
         if part == HEAD:
-            return _read_vjp(model.loss, shared, stream, batch)
+            return _read_vjp(model.loss, shared, stream, batch) | {"cuts": ()}
         cache = ()
         if self.question.slices > 1:
             cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
@@ -187,11 +188,21 @@ def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
     read.add("B", *of_b, tags)
     read.add("W", *of_w, tags, made=both.made(names))
     residuals = zip(vjp.residuals, kept[first:], strict=True)
+    waiting_arrays = [a for a, is_kept in residuals if is_kept and a.ndim]
     return read.found | {
         "stream": _bytes(stream), "cache": (), "deferred": _bytes([var.aval for var in deferred]),
         # A number alone is a constant of the program, which nobody keeps.
-        "kept": _bytes([a for a, is_kept in residuals if is_kept and a.ndim]),
+        "kept": _bytes(waiting_arrays), "cuts": _cuts(waiting_arrays),
     }  # fmt: skip
+
+
+def _cuts(arrays: list) -> tuple[Cut, ...]:
+    lengths = [offloaded(a.shape, 1.0)[1] for a in arrays]
+    return tuple(
+        Cut(length, size)
+        for length in sorted(set(lengths) - {0})
+        for size in bytes_of(a for a, own in zip(arrays, lengths, strict=True) if own == length)
+    )
 
 
 def _bytes(arrays: Tree) -> tuple[Size, ...]:

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtx.pipeline.own import Own
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
 from mtx.vjp import Arrays, offloaded
-
-if TYPE_CHECKING:
-    from mtx.pipeline.stage import Own
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -88,7 +86,6 @@ class Offload:
     def leave(self, own: Own, residuals: Arrays, stream: Tree) -> Tree:
         """The stream. What stays on the device goes into the ring, the rest waits."""
         (device, host), ring = self._cut(residuals), own.trees["ring"]
-        host, stream = lax.optimization_barrier((host, stream))
         own.trees["ring"] = ring._replace(device=write(ring.device, device, *own.at["ring"]))
         # Always so. Without it XLA lets the layer write where the layer before still waits, after
         # that is copied.

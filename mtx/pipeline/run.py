@@ -17,9 +17,10 @@ from jax import lax
 from mtx.pipeline.carry import Carry, Gradients, Messages, Stash
 from mtx.pipeline.head import add_gradients
 from mtx.pipeline.model import Stream
+from mtx.pipeline.own import Kept
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import read, write
-from mtx.pipeline.stage import Kept, Stage, tables_of
+from mtx.pipeline.stage import Stage, tables_of
 from mtx.pipeline.ticks import Op, Receive, Tick, ticks_of
 from mtx.pipeline.trees import add_up, float_zeros, where
 from mtx.pipeline.weights import LayerShards, Weights
@@ -60,7 +61,7 @@ class Run:
             model=self.model, layer_params=self.weights.layer, placement=placement,
             tables=tables_of(placement, self.index),
             context=self.context, stream=self.stream, slices=self.schedule.slices,
-            split=self.schedule.split, offload_fraction=self.layout.offload,
+            split=self.schedule.split, offload_fraction=self.layout.offload_fraction,
             shards=layers and {
                 kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
             },
@@ -159,7 +160,7 @@ class Run:
         one_chunk = self.weights.shards is not None
         return ticks_of(
             self.schedule, self.index, zero_slot=self.zero_slot, one_chunk=one_chunk,
-            ahead=self.layout.offload > 0,
+            ahead=self.stage.offload is not None,
         )  # fmt: skip
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
@@ -178,7 +179,7 @@ class Run:
             carry, y = self.forward_half(carry, op)
         if phase.backward:
             carry = self.backward_half(carry, op, y)
-        elif self.stage.offload:
+        elif self.stage.offload and op.coming is not None:
             stash = carry.stash
             ahead = self.stage.offload.fetch(op.coming, stash.layers, stash.left)
             carry = carry._replace(stash=stash._replace(ahead=ahead))
@@ -337,8 +338,8 @@ class Run:
             return self.stage.backward(op, weights, d, layers, caches, kept, left, tick.coming)
 
         def idle(op, weights, layers, caches, kept, left):
-            if left is not None:
-                kept = kept._replace(ahead=self.stage.offload.fetch(tick.coming, layers, left))
+            if (offload := self.stage.offload) and tick.coming is not None:
+                kept = kept._replace(ahead=offload.fetch(tick.coming, layers, left))
             return self.zeros(), kept
 
         weights = self.weights.all_gather(carry.weights[1], tick.gather_back, op.chunk)

@@ -15,22 +15,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtx.errors import UserError
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.offload import Left, Offload
+from mtx.pipeline.own import Kept, Own, entry_of
 from mtx.pipeline.past import Past
-from mtx.pipeline.slots import add, read, write
+from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
-from mtx.vjp import LayerVJP
+from mtx.vjp import Arrays, LayerVJP
 
 Tree = Any
 
@@ -82,6 +84,12 @@ class Stage:
         """Of residuals to the host's memory."""
         if not self.offload_fraction:
             return None
+        if self.placement.period is None and len(self.placement.kinds) > 1:
+            raise UserError(
+                f"offload={self.offload_fraction} is not made for uneven stages of several kinds "
+                f"of layers, {', '.join(self.placement.kinds)}; use stage_layers='even' or "
+                "offload=0"
+            )
         residuals = {kind: vjp.residuals for kind, vjp in self.vjps.items()}
         return Offload(fraction=self.offload_fraction, residuals=residuals, last=self._last)
 
@@ -122,7 +130,7 @@ class Stage:
 
         def layer(own: Own, stream):
             layer_params, given = self._given(op, params, own, caches is not None)
-            if self.offload:
+            if self.offload and left is not None:
                 stream = self.offload.copy_out(own, op, left, stream)
             stream, residuals = self.vjps[own.kind].forward(layer_params, stream, *given)
             if self.offload:
@@ -191,7 +199,8 @@ class Stage:
         def layer(own: Own, dstream):
             vjp = self.vjps[own.kind]
             layer_params, given = self._given(op, params, own, caches is not None, caches)
-            if self.offload:
+            fetched: Arrays = ()
+            if self.offload and coming is not None:
                 dstream, residuals, fetched = self.offload.copy_back(
                     own, op, coming, rings[own.kind], dstream
                 )
@@ -207,9 +216,10 @@ class Stage:
             own.add("gradients", dparams)
             if caches is not None:
                 self._add_to_cache(own, others[-1], op)
-            if self.offload:
-                others[0] = self.offload.keep(own, coming, left, fetched, others[0])
-            return others[0]
+            dstream = others[0]
+            if self.offload and coming is not None and left is not None:
+                dstream = self.offload.keep(own, coming, left, fetched, dstream)
+            return dstream
 
         places = op.held, op.deferred, op.cache_gradient, None
         trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
@@ -287,7 +297,7 @@ class Stage:
             index = read(self.tables["index"], op.chunk, n)
             places = {k: jnp.where(number == j, index, 0) for j, k in enumerate(kinds)}
             entries = {
-                name: tree and {k: _entry(tree[k], first[name], places[k]) for k in kinds}
+                name: tree and {k: entry_of(tree[k], first[name], places[k]) for k in kinds}
                 for name, tree in trees.items()
             }
 
@@ -352,60 +362,10 @@ class Stage:
         own.write("dcaches", jax.tree.map(total, own.read("dcaches"), gradient))
 
 
-@dataclass(eq=False)
-class Own:
-    """A layer of a chunk, and its entries in what is kept of its kind's layers."""
-
-    kind: str
-    n: Any  # among the chunk's layers
-    index: Any  # among those of its kind
-    trees: dict[str, Tree]  # leaves [.., N, ...]
-    at: dict[str, tuple]  # the first two indices of its entries
-
-    @classmethod
-    def of(cls, kind: str, n, index, trees: dict, first: dict, *, entry=None) -> Own:
-        """`entry`: its index in the trees, where that is another one."""
-        entry = index if entry is None else entry
-        own = {name: tree[kind] for name, tree in trees.items() if tree is not None}
-        return cls(kind, n, index, own, {name: (first[name], entry) for name in own})
-
-    def put_into(self, trees: dict) -> dict:
-        """The trees with this kind's as they are now."""
-        return {
-            name: tree if tree is None else tree | {self.kind: self.trees[name]}
-            for name, tree in trees.items()
-        }
-
-    def read(self, name: str) -> Tree:
-        return read(self.trees[name], *self.at[name])
-
-    def write(self, name: str, value: Tree) -> None:
-        self.trees[name] = write(self.trees[name], value, *self.at[name])
-
-    def add(self, name: str, value: Tree) -> None:
-        self.trees[name] = add(self.trees[name], value, *self.at[name])
-
-
-def _entry(tree: Tree, *index) -> Tree:
-    """[1, 1, ...] of each leaf."""
-    return jax.tree.map(lambda a: a[None, None], read(tree, *index))
-
-
 def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
     """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
     names = ("layer",) if placement.period else ("layer", "count", "kind", "index")
     return {name: read(jnp.asarray(getattr(placement, name)), stage) for name in names}
-
-
-class Kept(NamedTuple):
-    """What B changes beside its output; {kind: ...} each."""
-
-    gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
-    deferred: Tree  # [R, N, ...]; None where W is not split
-    dcaches: Tree  # [R, N, B, S, ...]; None without slices
-    ahead: (
-        Tree  # the host's part of the residuals of the next layer of a kind; None without offload
-    )
 
 
 def loop(count: int, body: Callable, start: Tree) -> Tree:

@@ -110,6 +110,7 @@ class Compiled:
     formula_flops: float  # `hardware_matmul_flops` of the same program
     compile_s: float  # tracing, lowering and compiling
     compiler_peak_bytes: int  # the compiling process's largest memory
+    host_bytes: int = 0  # in the host's memory, beside those of the device
 
     @property
     def total_bytes(self) -> int:

@@ -39,6 +39,7 @@ class Hardware:
     network_gb_s: Rate  # one device's share of the node's network
     source: str
     cores: Count = 1  # that compute a tile of a matrix product each; 1: the whole chip does
+    host_gb_s: Rate = 32  # one device to its host's memory, one direction: PCIe 4 x16
     tile: tuple[Count, Count] = (128, 128)  # rows and columns of the product that a core computes
 
     def peak_flops(self, dtype: str) -> float:
@@ -83,7 +84,7 @@ def _row(
     )  # fmt: skip
 
 
-_HOPPER: dict[str, Any] = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132)
+_HOPPER: dict[str, Any] = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132, host_gb_s=64)
 _HOPPER_NODE = (8, 450, 50)  # NVLink 4; 400 Gb/s NDR InfiniBand a GPU
 _AMPERE: dict[str, Any] = dict(b16=312, fp32=19.5, cores=108)
 _AMPERE_NODE = (8, 300, 25)  # NVLink 3; 200 Gb/s HDR InfiniBand a GPU, as in SC'21
@@ -109,15 +110,16 @@ _ROWS = (
     ),
     _row(
         "b200", "NVIDIA B200", b16=2250, fp32=80, fp8=4500, memory=(180, 8000), node=(8, 900, 50),
-        cores=148, source="NVIDIA Blackwell technical brief, HGX B200",
+        cores=148, host_gb_s=64, source="NVIDIA Blackwell technical brief, HGX B200",
     ),
     _row(
         "gb200", "NVIDIA GB200", b16=2500, fp32=80, fp8=5000, memory=(186, 8000),
-        node=(72, 900, 50), cores=152, source="NVIDIA GB200 NVL72 data sheet, per GPU",
+        node=(72, 900, 50), cores=152, host_gb_s=225,
+        source="NVIDIA GB200 NVL72 data sheet, per GPU",
     ),
     _row(
         "mi300x", "AMD Instinct MI300X", "AMD Instinct MI300X OAM", b16=1307.4, fp32=163.4,
-        fp8=2614.9, memory=(192, 5300), node=(8, 448, 50), cores=304, tile=(256, 256),
+        fp8=2614.9, memory=(192, 5300), node=(8, 448, 50), cores=304, host_gb_s=64, tile=(256, 256),
         source="AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s",
     ),
     _row(

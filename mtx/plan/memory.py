@@ -71,7 +71,9 @@ def predict_memory(
     device = _Device(model, layout, backend)
     held = device.parameters
     working, head = device.working_bytes(), device.head_bytes()
-    stash = slots.stash * device.stash_slot_bytes() + slots.caches * device.cache_bytes()
+    offload = layout.offload_fraction
+    stash = slots.stash * (device.stash_slot_bytes() - device.offloaded_slot_bytes(offload))
+    stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
     if layout.idle == "skip" and conditionals_copy():
         layers = 4 * layout.virtual * held.chunk
@@ -91,9 +93,26 @@ def predict_memory(
         optimizer_bytes=_optimizer_bytes(held, optimizer, sharded=zero != 0),
         stash_bytes=stash + waiting,
         transfer_bytes=(2 + (layout.weave == "on") + slots.rings) * device.stream_bytes(),
-        activations_bytes=working,
+        activations_bytes=working + device.underway_bytes(offload),
         logits_bytes=max(0, head - working),
     )
+
+
+def predict_host_bytes(
+    model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
+) -> int:
+    """Residuals that wait in the host's memory, of one device; twice where conditionals copy."""
+    slots = _slots(layout, layout.microbatches(global_batch)).stash
+    slots *= 2 if layout.idle == "skip" and conditionals_copy() else 1
+    device = _Device(model, layout, backend)
+    return slots * device.offloaded_slot_bytes(layout.offload_fraction)
+
+
+def offloaded_layers(
+    model: ModelConfig, layout: Layout, *, backend: Backend = "cuda"
+) -> dict[str, tuple[int, int]]:
+    """{kind: (layers of a chunk, bytes of one that go to the host)}"""
+    return _Device(model, layout, backend).offloaded_layers(layout.offload_fraction)
 
 
 def conditionals_copy() -> bool:
@@ -258,6 +277,29 @@ class _Device:
     def stash_slot_bytes(self) -> int:
         """From F to B: residuals of each layer, or the chunk's input."""
         return self.stream_bytes() if self.layout.stash == "inputs" else self._of_chunk("kept")
+
+    def offloaded_slot_bytes(self, fraction: float) -> int:
+        """Of the residuals of a chunk's layers, what goes to the host's memory."""
+        return sum(places * each for places, each in self.offloaded_layers(fraction).values())
+
+    def offloaded_layers(self, fraction: float) -> dict[str, tuple[int, int]]:
+        """{kind: (layers of a chunk, bytes of one that go to the host)}"""
+        rows = self.layout.microbatch
+        return {
+            kind: (places, sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts))
+            for kind, places in self.places.items()
+        }
+
+    def underway_bytes(self, fraction: float) -> int:
+        """Of one layer of each kind: what F has not yet copied to the host, what has come back for
+        the next B, and what a layer leaves or fetches beside them; and a whole sequence, which is
+        gathered earlier where XLA's scheduler hides copies."""
+        if not fraction:
+            return 0
+        layout, kind = self.layout, next(iter(self.places))
+        shards = layout.tensor if layout.sequence_parallel else 1
+        whole = shards * total(self.cost(kind).stream, layout.microbatch)
+        return whole + 3 * sum(layer for _, layer in self.offloaded_layers(fraction).values())
 
     def cache_bytes(self) -> int:
         """Keys and values of one microbatch, its slices together, or their gradients."""

@@ -25,6 +25,7 @@ from mtx.plan.compiled import Compiled
 from mtx.plan.differences import differences
 from mtx.plan.hardware import Hardware, load_hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
+from mtx.plan.offload import resolve_offload
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
@@ -90,6 +91,9 @@ def make_plan(
     name = target if isinstance(target, str) else target.name
     device.check(run.model)  # where there is no such unit, say so first
     layout, why = resolve(with_zero(run.layout, zero), run.model, run.global_batch)
+    layout, how_much = resolve_offload(
+        layout, run.model, run.global_batch, device, zero=zero, optimizer=run.optimizer
+    )
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(
@@ -100,7 +104,7 @@ def make_plan(
         memory=predict_memory(
             model, layout, batch, backend=device.backend, zero=zero, optimizer=run.optimizer
         ),
-        chosen=(*chosen, *([why] if why else [])), compiled=compiled,
+        chosen=(*chosen, *filter(None, (why, how_much))), compiled=compiled,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from mtx.plan.compiled import Compiled
 from mtx.plan.differences import Difference, differences
 from mtx.plan.hardware import hardware
 from mtx.plan.makespan import LOOPED
+from mtx.plan.offload import predict_copies
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, bubble, published_throughput, published_training_time
 from mtx.schedules.simulate import bubble_text
@@ -174,6 +175,11 @@ def _memory(plan: PricedRun) -> list[Row]:
         if (value := getattr(plan.memory, field.name))
     ]
     rows.append(Row(section, "in all", _fit(plan.memory.total_bytes, plan), "predicted"))
+    if fraction := plan.run.layout.offload_fraction:
+        run = plan.run
+        copies = predict_copies(run.model, run.layout, run.global_batch, plan.hardware)
+        name = f"{fraction:.4g} of residuals in host memory"
+        rows.append(Row(section, name, copies.text(), "predicted"))
     if better := plan.better_recompute:
         way, time, memory = better
         faster = f"{_fit(memory.total_bytes, plan)}; a step in {seconds(time.step_s)}, not "
@@ -267,6 +273,8 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
     took = f"{compiled.compile_s:.1f} s, {_size(compiled.compiler_peak_bytes)}"
     predicted = _size(plan.memory.total_bytes)
     ratio = compiled.matmul_flops / compiled.formula_flops
+    host = [(section, "in the host's memory", _size(compiled.host_bytes))]
+    host = host if compiled.host_bytes else []
     rows = [
         (section, "what", compiled.label + nearer),
         (section, "jax, time and memory it took", f"{compiled.jax_version}, {took}"),
@@ -274,6 +282,7 @@ def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
         (section, "by the closed form", f"{predicted}"),
         (section, "arguments, temporary", f"{_size(compiled.arguments_bytes)}, "
                                           f"{_size(compiled.temp_bytes)}"),
+        *host,
         (section, "matmul FLOPs", f"{compiled.matmul_flops:.4e}, {ratio:.4f} of the formula's"),
     ]  # fmt: skip
     if times := compiled.timeline:

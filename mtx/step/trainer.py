@@ -204,7 +204,7 @@ class Trainer:
         """(state, batch) -> (state, metrics), compiled at the first call; the state is donated."""
         specs = self.states.specs
         step = self.of_batch(self.step, specs, (specs, P()))
-        options = xla.options(self.platform) or None
+        options = xla.options(self.platform, offload=self.run.layout.offload_fraction > 0) or None
         return jax.jit(step, donate_argnums=0, compiler_options=options)
 
     def of_batch(self, f, specs, out_specs):

@@ -33,12 +33,27 @@ GPU = (
         "the autotuner may take a Triton kernel, which wants a copy of the weight",
     ),
     Option(
-        "xla_disable_hlo_passes", "collective-permute-motion,rematerialization", (0, 10),
+        "xla_disable_hlo_passes", "collective-permute-motion", (0, 10),
         "the pass moves the send of a tick's F to the start of the next tick, where it is needed",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit", 4, (0, 10),
         "a send may be in flight while the layers beside it gather and scatter",
+    ),
+)  # fmt: skip
+
+OFFLOAD = (
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler", True, (0, 10),
+        "else the copies to the host's memory and back stand one after the other, beside nothing",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_async_compute_limit", 64, (0, 12),
+        "copies of all arrays of a layer may be under way together",
+    ),
+    Option(
+        "xla_gpu_memory_limit_slop_factor", 400, (0, 10),
+        "in percent: XLA takes the host's rings for device memory, and would recompute for them",
     ),
 )  # fmt: skip
 
@@ -48,11 +63,13 @@ def version() -> tuple[int, ...]:
     return tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
-def options(platform: str) -> dict[str, bool | int | str]:
-    """The options of a step that is compiled for "gpu"; for others there are none."""
+def options(platform: str, *, offload: bool = False) -> dict[str, bool | int | str]:
+    """The options of a step that is compiled for "gpu", with residuals on the host or without; for
+    others there are none."""
     given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
+    wanted = GPU + (OFFLOAD if offload else ())
     return {
         option.name: option.value
-        for option in (GPU if platform == "gpu" else ())
+        for option in (wanted if platform == "gpu" else ())
         if version() >= option.since and option.name not in given
     }

@@ -151,7 +151,10 @@ class Session:
         if is_new and training:
             compile_s = self.clock.seconds["compile"]
             self.report.line(f"compiled   in {compile_s:.1f} s")
-            options = xla.options(self.programs.trainer.platform)
+            options = xla.options(
+                self.programs.trainer.platform,
+                offload=self.programs.trainer.run.layout.offload_fraction > 0,
+            )
             self.log.write(
                 "compile", {"step": self.step, "seconds": compile_s, "xla_options": options}
             )
