@@ -72,11 +72,13 @@ def is_part(config: object) -> bool:
 
 def with_family(run: Any, name: str) -> Any:
     """`run` with its model in the family `name`: fields that both families have keep their values,
-    the others are the new family's own. run: a RunConfig, or options that have a `model`."""
+    but for None, and the others are the new family's own. run: a RunConfig, or options that have a
+    `model`."""
     before, config = run.model, family_module(name).CONFIG
     family = part(config) if is_part(before) else config
     both = _names(before) & _names(family) - {"family"}
-    model = family(**{field: getattr(before, field) for field in both})
+    values = {field: getattr(before, field) for field in both}
+    model = family(**{field: value for field, value in values.items() if value is not None})
     return dataclasses.replace(run, model=model)
 
 

@@ -34,17 +34,17 @@ class DeepseekV3(Mixtral):
     # "yarn": scores are multiplied by (0.1 rotary_scores ln(rotary_factor) + 1)^2
     rotary_scores: NotNegative = 0.0
     dense_layers: Annotated[int, Between(0, 2**14)] = 3  # the first, with an MLP of `ffn`
-    experts: Width = 256
-    choices: Width = 8
-    expert_ffn: Ffn = 2048
+    experts: Width = 256  # E, of a layer
+    choices: Width = 8  # k, experts of a token
+    expert_ffn: Ffn = 2048  # F of an expert
     shared_experts: Annotated[int, Between(0, 2**10)] = 1  # one MLP of so many times expert_ffn
-    groups_of_experts: Width = 8
+    groups_of_experts: Width = 8  # as many experts in each
     top_groups: Width = 4  # a token's experts are of so many groups
     normalised: bool = True  # what a token's experts count adds up to gate_scale
-    gate_scale: float = 2.5
+    gate_scale: float = 2.5  # of what experts count
     balance_rate: NotNegative = 0.001  # by how much a step moves the balance bias of each expert
-    aux: AuxLoss = "sequence"
-    aux_weight: float = 0.0001
+    aux: AuxLoss = "sequence"  # keeps experts evenly loaded: see `mtx.layers.router`
+    aux_weight: float = 0.0001  # of that loss
     second_token: bool = False  # trained on the token after the next, too
     second_weight: Annotated[float, Between(0, 1)] = 0.3  # of that loss
 

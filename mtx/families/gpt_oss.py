@@ -18,9 +18,9 @@ class GptOss(Mixtral):
     """gpt-oss."""
 
     family: str = "gpt_oss"
-    head_dim: Width = 64
-    experts: Width = 32
-    choices: Width = 4
+    head_dim: Width = 64  # K
+    experts: Width = 32  # E, of a layer
+    choices: Width = 4  # k, experts of a token
     window: Tokens = 128  # of every other layer, the first included: what a position sees
 
     def router(self, **others: Any):

@@ -23,7 +23,7 @@ class Mixtral(Llama):
     choices: Width = 2  # k, experts of a token
     expert_ffn: Ffn | None = None  # F of an expert; None: that of the model
     aux: AuxLoss = "batch"  # keeps experts evenly loaded: see `mtx.layers.router`
-    aux_weight: float = 0.001
+    aux_weight: float = 0.001  # of that loss
     z_weight: float = 0.0  # of the square of the logits' log-sum-exp
     # None: no choice is dropped; else of a sequence those beyond this times an expert's even share
     capacity: Annotated[float, Between(0.01, 1000)] | None = None

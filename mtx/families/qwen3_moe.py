@@ -17,8 +17,8 @@ class Qwen3Moe(Mixtral):
     """Qwen3, mixtures."""
 
     family: str = "qwen3_moe"
-    experts: Width = 128
-    choices: Width = 8
+    experts: Width = 128  # E, of a layer
+    choices: Width = 8  # k, experts of a token
     normalised: bool = True  # what a token's experts count adds up to 1
 
     def router(self, **others: Any):
