@@ -25,7 +25,9 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _WHERE_GIVEN: dict[str, Any] = {
     "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8,
-    "ssm_heads": HEADS, "ssm_head_dim": 8, "ssm_state": 6, "ssm_chunk": 5,
+    "experts": 8, "choices": 3, "expert_ffn": 16, "groups_of_experts": 4, "top_groups": 2,
+    "dense_layers": 1, "latent": 10, "query_latent": 14, "plain_size": 6, "turned_size": 4,
+    "value_dim": 8, "ssm_heads": HEADS, "ssm_head_dim": 8, "ssm_state": 6, "ssm_chunk": 5,
 }  # fmt: skip
 
 
@@ -36,7 +38,8 @@ def has(model: ModelConfig, field: str) -> bool:
 def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
     """changes: fields that take other values than the model's; those it has not are left out."""
     sizes = dict(_SIZES, layers=LAYERS[0])
-    sizes |= {name: size for name, size in _WHERE_GIVEN.items() if getattr(model, name, None)}
+    given = (name for name in _WHERE_GIVEN if has(model, name) and getattr(model, name))
+    sizes |= {name: _WHERE_GIVEN[name] for name in given}
     if getattr(model, "kv_heads", None):
         sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
     if pattern := getattr(model, "pattern", None):

@@ -81,6 +81,10 @@ GPU_TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
             description="NVIDIA H100 80GB HBM3", memory_bytes=84942979072,
             memory_bytes_per_s=3352320000000,
         ),
+        "h800": _HOPPER(
+            description="NVIDIA H800", memory_bytes=84942979072,
+            memory_bytes_per_s=3352320000000,
+        ),
         "h200": _HOPPER(
             description="NVIDIA H200 141GB HBM3e", memory_bytes=151397597184,
             memory_bytes_per_s=4800000000000,

@@ -104,6 +104,10 @@ _ROWS = (
         "h100", "NVIDIA H100 80GB HBM3", **_HOPPER, memory=(80, 3352), node=_HOPPER_NODE,
         source="NVIDIA H100 data sheet, SXM",
     ),
+    _row(  # the H100 with fewer links; eight cards a node, as DeepSeek-V3's cluster has
+        "h800", "NVIDIA H800", **_HOPPER, memory=(80, 3352), node=(8, 200, 50),
+        source="DeepSeek-V3 (arXiv 2412.19437), section 3.1; NVLink of 400 GB/s both ways",
+    ),
     _row(
         "h200", "NVIDIA H200", **_HOPPER, memory=(141, 4800), node=_HOPPER_NODE,
         source="NVIDIA H200 data sheet, SXM",
