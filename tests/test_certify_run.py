@@ -55,7 +55,7 @@ def test_the_runs_own_layout_is_the_first_case():
     first, *others = cases(run, 6, seed=4)
     layout = first.run.layout
     assert first.why == "the run's own" and not any(each.why for each in others)
-    assert layout.sizes == dict.fromkeys(layout.sizes, 2) | {"context": 1}
+    assert layout.sizes == dict.fromkeys(layout.sizes, 2) | {"context": 1, "expert": 1}
     for name in ("virtual", "idle", "recompute", "schedule", "microbatch"):
         assert getattr(layout, name) == getattr(run.layout, name)
     assert cases(run, 6, seed=4) == [first, *others]
@@ -234,7 +234,7 @@ cases = list(islice(cases_of(run, seed=0, devices=8), 40))
 assert any(case.run.layout.replica > 1 for case in cases[1:])
 found = compare(cases[0])
 assert cases[0].run.layout.sizes == {
-    "pipe": 1, "replica": 2, "data": 2, "context": 1, "tensor": 2
+    "pipe": 1, "replica": 2, "data": 2, "expert": 1, "context": 1, "tensor": 2
 }
 assert found.holds, found.said
 print("the same")

@@ -124,11 +124,9 @@ def random_run(
 
 def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, devices: int) -> Layout:
     """Another one in all that a layout says; UserError where it cannot be."""
-    sizes, schedule = _random_sizes(rng, devices), rng.choice(list(MAKERS))
+    sizes, schedule = _random_sizes(rng, devices, model), rng.choice(list(MAKERS))
     known = maker(schedule)
     virtual = known.virtual or rng.choice([known.default_virtual, 1, 2, 3])
-    if not model.routed_experts:
-        sizes["expert"] = 1
     stages = sizes["pipe"] * virtual
     stage_layers: Any = rng.choice(["even", "even", "balanced", "uneven"]) if stages > 1 else "even"
     if stage_layers == "uneven":
@@ -138,6 +136,10 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
         few["zero_unit"] = "auto"
     if sizes["context"] == 1:
         few["context_attention"] = "auto"
+    if model.routed_experts:
+        few |= {"expert_tensor": rng.random() < 0.7, "expert_room": rng.choice([0.3, 1.2])}
+    else:
+        few["expert_dispatch"] = "alltoall"
     return replace(
         layout, **sizes, **few, virtual=virtual, schedule=schedule, attention="blocked",
         slices=rng.choice([1, 2, 4]) if known.sliced else 1, microbatch=rng.choice([1, 1, 2, 3]),
@@ -145,11 +147,12 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
     )  # fmt: skip
 
 
-def _random_sizes(rng: random.Random, devices: int) -> dict[str, int]:
+def _random_sizes(rng: random.Random, devices: int, model: ModelConfig) -> dict[str, int]:
     """Axes whose product is at most the devices, and more than one."""
+    axes = [axis for axis in MESH if axis.name != "expert" or model.routed_experts]
     while True:
         sizes, room = {}, devices if rng.random() < 0.8 else max(2, devices // 2)
-        for axis in rng.sample(MESH, len(MESH)):
+        for axis in rng.sample(axes, len(axes)):
             sizes[axis.name] = rng.choice([n for n in (1, 2, 2, 3, 4, 8) if n <= room])
             room //= sizes[axis.name]
         if any(size > 1 for size in sizes.values()):

@@ -82,4 +82,9 @@ def unseen(runs: list[RunConfig]) -> list[str]:
     if runs and runs[0].model.objective == "next token":
         wanted["tied"] = lambda run: run.model.tied
         wanted["tied=False"] = lambda run: not run.model.tied
+    if runs and not runs[0].model.routed_experts:
+        wanted = {name: had for name, had in wanted.items() if not name.startswith("expert")}
+    elif runs:
+        wanted["expert_tensor=False"] = lambda run: not run.layout.expert_tensor
+        wanted["expert_room"] = lambda run: run.layout.expert_room < 1
     return [name for name, had in wanted.items() if not any(map(had, runs))]
