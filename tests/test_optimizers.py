@@ -132,7 +132,8 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
 @pytest.mark.parametrize("family", NAMES)
 def test_every_parameter_has_a_role(family):
     tied = family != "llama"
-    model = Model(ModelConfig(family=family, tied=tied, **SIZES))
+    own = {"pattern": "M-*-"} if family == "nemotron_h" else {}
+    model = Model(ModelConfig(family=family, tied=tied, **SIZES, **own))
     roles = {
         ".".join(key.key for key in path): role
         for path, role in jax.tree.leaves_with_path(model.roles)
@@ -143,10 +144,11 @@ def test_every_parameter_has_a_role(family):
     )
     # What is not decayed was once told by its name.
     for name, role in roles.items():
-        undecayed = name.endswith((".b", "bias", ".scale"))
-        assert undecayed == (role in ("norm", "bias")), name
+        undecayed = name.endswith((".b", "bias", ".scale", ".sinks"))
+        assert undecayed == (role in ("norm", "bias")) or role == "recurrence", name
     assert roles["embed.tokens"] == "embedding"
-    downs = [role for name, role in roles.items() if name.endswith(".mlp.down.w")]
+    outputs = (".mlp.down.w", ".mlp.down", ".out.w", ".mixer.down.w")
+    downs = [role for name, role in roles.items() if name.endswith(outputs)]
     assert set(downs) == {"matrix"}
     if not tied:
         assert roles["head.output"] == "head"
