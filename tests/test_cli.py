@@ -231,7 +231,7 @@ MISTAKES = {
     "data run": "action 'run': known are | build",
     "train miniture": "preset | miniture | did you mean 'miniature' | bench-s",
     "plan gpt-2t": "gpt-2t | did you mean",
-    "plan llama_3_8B": "llama_3_8B | did you mean 'llama-3-8b'",
+    "plan llama_4_8B": "llama_4_8B | did you mean 'llama-3-8b'",
     "plan llama-9-900b": "'llama-9-900b': known are",
     "plan bert": "did you mean 'bert-1.3b' or 'bert-3.9b' or 'bert-336m'",
     "plan gpt-3-175b": "gpt-3-175b | did you mean 'gpt-175b'",

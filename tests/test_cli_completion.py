@@ -32,7 +32,7 @@ TYPED = {
     "mtx train --layout.recompute=f\t": "train --layout.recompute=full",
     "mtx train --data.path book.txt no\t--model.ti\t": "train --data.path book.txt notes.md "
     "--model.tied",
-    "mtx train --layout.no\t": "train --layout.no-sequence-parallel",
+    "mtx train --layout.no-s\t": "train --layout.no-sequence-parallel",
     "mtx plan --target h2\t--js\t": "plan --target h200 --json",
     "mtx plan gpt-2\t--draw 'a pi\t": "plan gpt-2-345m --draw a picture.svg",
     "mtx data build bo\t--lev\ts\t": "data build book.txt --level sentence",

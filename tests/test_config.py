@@ -315,9 +315,9 @@ def test_other_presets():
 
 
 def test_only_table_1_recomputes_every_block():
-    """As it was published; the others fit with less."""
+    """As it was published; the others fit with less, but for the largest mixture."""
     full = [name for name in NAMES if preset(name).layout.recompute == "full"]
-    assert full == list(TABLE1)
+    assert [name for name in full if name != "deepseek-v3"] == list(TABLE1)
 
 
 def test_an_unknown_preset_names_the_nearest():

@@ -217,16 +217,26 @@ def test_what_was_begun_here_leaves_as_well(tmp_path):
     np.testing.assert_array_equal(found["lm_head.weight"][1], params["head"]["output"])
 
 
+_SIZES: dict = {"hidden": 32, "heads": 4, "sequence": 16, "vocab": 61}
+MIXERS = {
+    "mamba2": ModelConfig(family="mamba2", layers=2, **_SIZES),
+    "bamba": ModelConfig(family="bamba", layers=4, **_SIZES),
+    "nemotron_h": ModelConfig(family="nemotron_h", layers=4, pattern="M-*-", **_SIZES),
+}
+
 # -- the tables ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_every_array_has_its_tensors_and_comes_back(model_type):
-    config, shapes = MODELS[model_type]
-    table, model = KINDS[model_type].names, read_config(config, "config")[0]
+    table, model = KINDS[model_type].names, MIXERS.get(model_type)
+    if model is None:
+        config, shapes = MODELS[model_type]
+        model = read_config(config, "config")[0]
     arrays, pattern = canonical_shapes(model), model.stack().pattern
     tensors = table.tensors(arrays, pattern)
-    assert {table.full(name): shape for name, shape in tensors.items()} == shapes
+    if model_type in MODELS:  # of the others tests/peers asks transformers
+        assert {table.full(name): shape for name, shape in tensors.items()} == shapes
     stream = np.random.default_rng(0)
     for path, weight, _ in table.arrays(arrays, pattern):
         shape = arrays[path][1:] if is_of_layers(path) else arrays[path]

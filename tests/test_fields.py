@@ -155,7 +155,7 @@ def test_every_number_of_things_has_a_bound_of_its_own(kind):
         (lambda: ModelConfig(vocab=10**5000), "vocab=a number of thousands of digits must be at"),
         (
             lambda: Layout(data=2**20, tensor=2),
-            r"pipe\*data\*context\*tensor=2097152 must be at most",
+            r"pipe\*data\*expert\*context\*tensor=2097152 must be at most",
         ),
         (lambda: Layout(stage_layers=(10**9,)), "stage_layers=1000000000 must be at most"),
         (lambda: RunConfig(global_batch=10**12), "global_batch=1000000000000 must be at most"),

@@ -51,7 +51,7 @@ def test_the_paper_s_model_fits_its_cluster_and_no_smaller_one(monkeypatch):
         "a model of 1,008,038,758,400 parameters needs at least "
         f"{held_gib(run) * 3072:,.1f} GiB over 3,072 devices for parameters, gradients and "
         "optimizer state, and the 8 devices have 72.0 GiB each; the largest preset that fits 8 "
-        "devices is gpt-18b"
+        "devices is gpt-oss-20b"
     )
 
 

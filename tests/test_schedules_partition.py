@@ -161,8 +161,8 @@ def test_every_preset_can_be_placed(name):
         virtual=run.layout.virtual,
         stage_layers=run.layout.stage_layers,
     )
-    # Llama 3's largest has a layer less at each end, for the embedding and the head.
-    assert placement.even == (name != "llama-3-405b")
+    # Some have fewer layers than would divide: Llama 3's largest a layer less at each end.
+    assert placement.even == (name not in ("llama-3-405b", "deepseek-v3", "qwen3-235b-a22b"))
 
 
 def message(layers: int, pipe: int, virtual: int, stage_layers) -> str:

@@ -39,14 +39,14 @@ class AutodiffPipeline:
     chunk_shards = None  # the step gathers all parameters, and scatters all gradients
 
     def gradients(self, params: Tree, batch: Tree, samples_MB, key, loss_weight):
-        """(sum of losses, gradients), as `Pipeline.gradients`."""
+        """(sums of losses by name, gradients), as `Pipeline.gradients`."""
 
         def scaled(params):
             loss = self._loss(params, batch, samples_MB, key)
             return loss * loss_weight, loss
 
         gradients, loss = jax.grad(scaled, has_aux=True)(params)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        return {"loss": loss}, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
     def _loss(self, params, batch, samples_MB, key):
         pipe = self.axes.pipe

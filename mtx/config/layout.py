@@ -168,9 +168,10 @@ class Layout:
         """m, the microbatches of one replica in one step."""
         unit = self.replicas * self.microbatch
         if global_batch < 1 or global_batch % unit:
-            parts = "*".join(str(self.sizes[axis]) for axis in BATCH)
+            axes = [axis for axis in BATCH if axis in self.shown]
+            parts = "*".join(str(self.sizes[axis]) for axis in axes)
             raise UserError(
-                f"global_batch={global_batch} cannot be divided into {'*'.join(BATCH)}*microbatch="
+                f"global_batch={global_batch} cannot be divided into {'*'.join(axes)}*microbatch="
                 f"{parts}*{self.microbatch}; use global_batch="
                 f"{nearest_multiples(global_batch, unit)}"
             )
