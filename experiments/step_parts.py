@@ -191,7 +191,7 @@ class Ops:
         return repeat
 
     def _forward(self, params, op: Op, held: Held) -> Held:
-        stream, ring, cache = self._stage(params, split=False).forward(
+        stream, ring, cache, _ = self._stage(params, split=False).forward(
             op, params["layers"], {"x": held.x_BsD}, held.ring, held.cache
         )
         return held._replace(x_BsD=stream["x"], ring=ring, cache=cache)
@@ -199,16 +199,16 @@ class Ops:
     def _both(self, params, op: Op, held: Held) -> Held:
         stream, kept = self._stage(params, split=False).backward(
             op, params["layers"], {"x": held.x_BsD}, held.ring, held.cache,
-            Kept(held.gradients, None, held.dcache),
+            Kept(held.gradients, None, held.dcache, None),
         )  # fmt: skip
         return held._replace(x_BsD=stream["x"], gradients=kept.gradients, dcache=kept.dcaches)
 
     def _backward(self, params, op: Op, held: Held) -> Held:
         stream, kept = self._stage(params, split=True).backward(
             op, params["layers"], {"x": held.x_BsD}, held.ring, held.cache,
-            Kept(held.b_gradients, held.deferred, held.dcache),
+            Kept(held.b_gradients, held.deferred, held.dcache, None),
         )  # fmt: skip
-        gradients, deferred, dcache = kept
+        gradients, deferred, dcache, _ = kept
         return held._replace(
             x_BsD=stream["x"], b_gradients=gradients, deferred=deferred, dcache=dcache
         )

@@ -80,7 +80,7 @@ def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(checked):
     for leaf, device in ((0, 5), (3, 2)):
         damaged = flip_bit(copied(state), leaf, device)
         _, metrics = trainer.train_step(damaged, batch)
-        want = np.zeros((2, 2, 1, 2))
+        want = np.zeros(tuple(LAYOUT.sizes.values()))
         want.reshape(-1)[device] = 1
         np.testing.assert_array_equal(metrics.corrupt, want)
     with pytest.raises(RollBack) as error:
