@@ -177,10 +177,12 @@ def test_nothing_is_dropped_where_all_choose_one_expert(way):
     ],
 )
 def test_layouts_that_do_not_divide_experts_are_refused(layout, values):
-    with pytest.raises(UserError, check=lambda error: names(error, *values)):
+    with pytest.raises(UserError) as error:
         Layout(**layout).check(MIXTRAL)
+    assert names(error, *values)
 
 
 def test_a_dense_model_has_no_axis_of_experts():
-    with pytest.raises(UserError, match=names("expert=2", "data=4")):
+    with pytest.raises(UserError) as error:
         Layout(expert=2, data=2).check(MIXTRAL.of_family("llama"))
+    assert names(error, "expert=2", "data=4")

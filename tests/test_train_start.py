@@ -153,7 +153,7 @@ def test_a_model_goes_on_from_what_it_knows(folder, capsys):
     )  # fmt: skip
     assert run.data.tokenizer == "runs/llama/huggingface" and run.optimizer.min_lr == 2e-6
 
-    theirs, rows = HuggingFaceModel(Path("llama")), slice(0, 5)
+    theirs, rows = HuggingFaceModel(Path("llama")), (slice(0, 5),)
     with Checkpoints("runs/llama").open(0) as store:
         ours = SavedParameters(store)
         theirs.expect(ours.shapes)
