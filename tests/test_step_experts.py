@@ -16,6 +16,8 @@ from test_step_families import packed
 
 import mtx
 from mtx.config import Layout, ModelConfig
+from mtx.costs.ask import layer_cost
+from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
 from mtx.families.mixtral import Mixtral
 
@@ -163,6 +165,23 @@ def test_nothing_is_dropped_where_all_choose_one_expert(way):
     reference.assert_same(got, want)
     load = got[1]["layers"]["block"]["mlp"]["router"]["load"]
     assert (load[:, 3:] == 0).all() and (load[:, :3] == (batch["weights"] > 0).sum()).all()
+
+
+def test_what_is_sent_and_computed_is_the_closed_form():
+    """Of each token's k choices, times room: to the experts and back, D elements each and a gate;
+    and no more matmuls than that."""
+    model, room = replace(MIXTRAL, sequence=640), 1.2
+    how = ExpertShards(expert=4, expert_room=room)
+    cost = layer_cost(model, kind="block", experts=how)
+    slots = room * 640 * model.choices
+    for during, ways in (("F", 2), ("B", 2)):
+        sent = [c for c in cost.collectives if (c.kind, c.during) == ("all_to_all", during)]
+        assert all(c.axes == ("expert",) for c in sent)
+        assert sum(c.bytes.at(1) for c in sent) == 4 * slots * (ways * model.hidden + 1)
+    of_experts = [m for m in cost.weights if m.weight.endswith(("mlp.up", "mlp.down"))]
+    assert sum(m.flops(1) for m in of_experts) == 2 * slots * 3 * model.hidden * model.ffn
+    (least,) = {c.bytes.at(1) for c in cost.collectives if c.kind == "pmax"}
+    assert least == 4  # how many rounds the fullest needs
 
 
 @pytest.mark.parametrize(
