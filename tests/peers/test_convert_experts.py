@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import jax
 import pytest
-from safetensors.torch import load_file
-from test_convert_transformers import (
+
+pytest.importorskip("torch", reason="torch is absent: conversions are not compared with it")
+from safetensors.torch import load_file  # noqa: E402
+from test_convert_transformers import (  # noqa: E402
     YARN,
     S,
     differences,
@@ -18,14 +20,14 @@ from test_convert_transformers import (
     without_states,
 )
 
-from mtx.checkpoint.checkpoints import Checkpoints
-from mtx.config import Layout
-from mtx.conversion.checkpoint import canonical_shapes
-from mtx.conversion.convert import to_checkpoint, to_huggingface
-from mtx.evaluation.generate import Generator
-from mtx.evaluation.sampling import Sampling
-from mtx.presets import preset
-from mtx.step.trainer import Trainer
+from mtx.checkpoint.checkpoints import Checkpoints  # noqa: E402
+from mtx.config import Layout  # noqa: E402
+from mtx.conversion.checkpoint import canonical_shapes  # noqa: E402
+from mtx.conversion.convert import to_checkpoint, to_huggingface  # noqa: E402
+from mtx.evaluation.generate import Generator  # noqa: E402
+from mtx.evaluation.sampling import Sampling  # noqa: E402
+from mtx.presets import preset  # noqa: E402
+from mtx.step.trainer import Trainer  # noqa: E402
 
 SIZES = dict(
     vocab_size=97, hidden_size=36, num_hidden_layers=4, num_attention_heads=6,
