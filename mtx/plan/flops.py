@@ -178,7 +178,7 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
         parts[_part(each, every.shared)] += each.elements.at(1, model.vocab)
     for kind, count in Counter(every.pattern).items():
         for each in every.layers[kind]:
-            if not each.path.endswith(".load"):  # what routers have counted is no parameter
+            if each.role != "state":  # moved by a rule, not trained: a buffer elsewhere
                 parts[_part(each, every.layers[kind])] += count * each.elements.number
     parts["norms"] = parts.pop("norms")  # behind the others
     return dict(parts)

@@ -139,13 +139,15 @@ class Held(NamedTuple):
 
 
 def parameters_held(model: ModelConfig, layout: Layout) -> Held:
-    """Padding of vocabulary and of uneven stages included."""
+    """Padding of vocabulary and of uneven stages included; states of routers are none."""
     parameters = _parameters(model, layout)
 
     def count(these: tuple[Parameter, ...]) -> np.ndarray:
         """(all, matrices), whole and sharded over replicas"""
         held = np.zeros((2, 2))
         for each in these:
+            if each.role == "state":
+                continue
             n, replicas = _held(each, model, layout), _replicas(each, layout)
             held += np.outer((1, each.role == "matrix"), (n, n / replicas))
         return held
