@@ -112,6 +112,7 @@ class Weight:
     float32: bool = False  # its tensors are, whatever the others are
     # Paths, this one's too, of the arrays of ours whose tensors are rows of one, after one another.
     joined: tuple[str, ...] = ()
+    kinds: tuple[str, ...] | None = None  # of layers, the kinds that it is of; None: all
 
     @property
     def in_parts(self) -> bool:
@@ -213,6 +214,8 @@ class Names:
     spellings: Mapping[str, str] = field(default_factory=dict)  # older endings of names
     ignored: str = r"(?!)"  # tensors that are no parameters, as a regular expression
     optional: tuple[str, ...] = ()  # paths of parts that a model may be without
+    # What stands there for some kinds instead, whose layers have numbers of their own: an encoder's
+    stacks: Mapping[str, str] = field(default_factory=dict)
 
     def short(self, name: str) -> str:
         """A tensor's name without the prefix, in its newest spelling."""
@@ -236,11 +239,16 @@ class Names:
         nothing for shared ones, one text a layer for others. pattern: the kind of each layer."""
         starts: dict[str, tuple[str, ...]] = {}
         known: dict[str, tuple[Weight, tuple[str, ...]]]
-        for layer, kind in enumerate(pattern):
-            starts[kind] = (*starts.get(kind, ()), self.layer.format(layer))
+        counts: dict[str, int] = {}
+        for kind in pattern:
+            start = self.stacks.get(kind, self.layer)
+            starts[kind] = (*starts.get(kind, ()), start.format(counts.setdefault(start, 0)))
+            counts[start] += 1
         known = {weight.leaf: (weight, ("",)) for weight in self.shared}
         for kind, names in starts.items():
             for weight in self.layers:
+                if weight.kinds is not None and kind not in weight.kinds:
+                    continue
                 before = names if weight.of_layer else ("",) * len(names)
                 known[f"layers.{kind}.{weight.leaf}"] = weight, before
         for path in shapes:

@@ -223,14 +223,15 @@ class Layout:
                 f"{self.slices}; use attention_dropout=0 or slices=1"
             )
         shards = self.slices * self.context * self.tensor
-        if self.sequence_parallel and model.sequence % shards:
-            raise UserError(
-                f"sequence={model.sequence} cannot be divided over tensor={self.tensor}"
-                f"{f' in slices={self.slices}' if self.slices > 1 else ''}"
-                f"{f' and context={self.context}' if self.context > 1 else ''} for sequence "
-                f"parallelism; use sequence={nearest_multiples(model.sequence, shards)} "
-                "or sequence_parallel=False"
-            )
+        for name, length in model.sequences.items() if self.sequence_parallel else ():
+            if length % shards:
+                raise UserError(
+                    f"{name}={length} cannot be divided over tensor={self.tensor}"
+                    f"{f' in slices={self.slices}' if self.slices > 1 else ''}"
+                    f"{f' and context={self.context}' if self.context > 1 else ''} for sequence "
+                    f"parallelism; use {name}={nearest_multiples(length, shards)} "
+                    "or sequence_parallel=False"
+                )
 
     def _check_experts(self, model: ModelConfig) -> None:
         experts = model.routed_experts
@@ -255,6 +256,11 @@ class Layout:
 
     def _check_context(self, model: ModelConfig) -> None:
         """A device of `context` has two equal chunks of a sequence (`mtx.sharding.sequence`)."""
+        if len(model.sequences) > 1:
+            raise UserError(
+                f"context={self.context} cuts one sequence, and family={model.family!r} has "
+                f"{' and '.join(model.sequences)}; use context=1"
+            )
         if model.sequence % (2 * self.context):
             raise UserError(
                 f"sequence={model.sequence} cannot be cut into the 2*context={2 * self.context} "

@@ -119,6 +119,8 @@ def our_outputs(
 
     shared = {"embed": read("embed."), "head": read("head.")}
     batch = {"tokens": tokens_BS, "positions": positions_BS, "types": np.zeros_like(tokens_BS)}
+    if config.objective == "spans":
+        batch["inputs"] = tokens_BS
     stream, context = model.embed(shared, batch), model.context(0, batch, None, None)
     for place, kind in enumerate(model.pattern):
         layer = model.pattern[:place].count(kind)
@@ -201,7 +203,9 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
         ).eval()
         with torch.no_grad():
             ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
-            out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            spans = theirs.model.objective == "spans"
+            out = model(**given, **({"decoder_input_ids": ids} if spans else {"position_ids": places}))
     except Exception as error:  # whatever it makes of a config.json
         raise UserError(
             f"transformers cannot run {theirs.directory}: {reason(error)}; use check='ours'"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Fp8 = Literal["off", "hybrid", "e4m3"]  # as Megatron-LM's --fp8-format
-Objective = Literal["next token", "masked tokens"]
+Objective = Literal["next token", "masked tokens", "spans"]
 
 
 def family_module(name: str) -> ModuleType:
@@ -151,6 +151,11 @@ class ModelConfig:
     def longest(self) -> int:
         """The longest sequence that the same parameters are said to be for."""
         return self.sequence
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """The lengths in tokens of what a sample has, by their names."""
+        return {"sequence": self.sequence}
 
     @property
     def split_widths(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ from mtx.sharding.linear import ColumnLinear, RowLinear
 # gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly. relu2: the square of
 # ReLU (So et al. 2021). clamped: gpt-oss's, of gated ones: gate sigmoid(1.702 gate) (up + 1), of
 # both within 7
-Activation = Literal["gelu_tanh", "gelu", "silu", "relu2", "clamped"]
+Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "relu2", "clamped"]
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -67,6 +67,8 @@ class MLPModule(nnx.Module):
 def _value(x, activation: Activation):
     if activation == "silu":
         return jax.nn.silu(x)
+    if activation == "relu":
+        return jax.nn.relu(x)
     if activation == "relu2":
         return jnp.square(jax.nn.relu(x))
     if activation == "clamped":
@@ -77,6 +79,8 @@ def _value(x, activation: Activation):
 
 def _slope(x, activation: Activation):
     """The derivative, in x's type."""
+    if activation == "relu":
+        return (x > 0).astype(x.dtype)
     if activation == "relu2":
         return 2 * jax.nn.relu(x)
     if activation == "silu":

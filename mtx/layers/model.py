@@ -155,6 +155,8 @@ class Model:
         int32 [B, S]. Expects the same gradient on every stage."""
         embedding = nnx.merge(self._graphs["embed"], shared["embed"])
         stream = {"x": embedding(batch, context)}
+        if hasattr(embedding, "leaves"):
+            stream |= embedding.leaves(batch, context)
         if self._has_aux:
             stream["aux"] = jnp.zeros(stream["x"].shape[:2], jnp.float32)
         if predicts_second(batch):
