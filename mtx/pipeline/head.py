@@ -35,7 +35,7 @@ class _Parts:
 
     @classmethod
     def of(cls, model: PipelineModel, shared: Tree, stream: Stream) -> _Parts:
-        positions = jax.tree.leaves(stream)[0].shape[1]
+        positions = stream["x"].shape[1]
         size = model.head_positions(shared, stream)
         others = -(-positions // size) - 1
         first = positions - others * size
@@ -46,13 +46,22 @@ class _Parts:
         return self.first + number * self.size
 
     def of_stream(self, stream: Stream, start, size: int) -> Stream:
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, axis=1), stream)
+        """Of the leaves that have these positions; others, which no head reads, are whole."""
+
+        def cut(a):
+            whole = a.shape[1] != self.positions
+            return a if whole else lax.dynamic_slice_in_dim(a, start, size, axis=1)
+
+        return jax.tree.map(cut, stream)
 
     def of_batch(self, batch: Tree, start, size: int) -> Tree:
         """Of what is [B, S] the same positions of each shard. What a row has beside them comes with
-        the first part alone."""
+        the first part alone; arrays of other positions are whole."""
+        shape = batch["targets"].shape
 
         def cut(a):
+            if a.shape != shape:
+                return a
             by_shard = a.reshape(a.shape[0], -1, self.positions)
             part = lax.dynamic_slice_in_dim(by_shard, start, size, axis=2)
             return part.reshape(a.shape[0], -1)

@@ -120,7 +120,7 @@ class Stage:
     def _empty_cache(self, kind: str) -> tuple:
         if self.slices == 1:
             return ()
-        rows = jax.tree.leaves(self.stream)[0].shape[0]
+        rows = self.stream["x"].shape[0]
         return (jax.eval_shape(lambda: self.model.empty_cache(kind, rows)),)
 
     # -- ops --------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Stage:
         positions, and then of these: of one at positions_B of each row, int32; where that is None,
         of the first t. A `State` has leaves [C, N, n, M*B, h, ...].
         """
-        rows = jax.tree.leaves(stream)[0].shape[0]
+        rows = stream["x"].shape[0]
 
         def layer(own: Own, stream):
             layer_params, (context,) = self._given(op, params, own, False)

@@ -1,0 +1,47 @@
+"""T5 on every kind of layout: losses and gradients of an unsharded reference."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+import reference
+import reference_t5
+
+import mtx
+from mtx.config import Layout, ModelConfig
+
+T5 = ModelConfig(
+    family="t5", layers=8, hidden=32, heads=4, head_dim=10, ffn=48, sequence=12,
+    encoder_sequence=20, buckets=8, farthest=10, vocab=101, compute_dtype="float32",
+    vocab_multiple=8, init_std=0.1,
+)  # fmt: skip
+# A decoder that begins within a stage, and is the longer side
+GATED = dataclasses.replace(
+    T5, feed_forward="gated-gelu", tied=False, encoder_layers=3, sequence=64, encoder_sequence=28
+)
+
+params_of = functools.cache(mtx.init_params)
+
+
+@functools.cache
+def made(model):
+    batch = reference_t5.batch_of_spans(model, 4)
+    return batch, jax.device_get(reference_t5.loss_and_gradients(params_of(model), batch, model))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (T5, Layout(microbatch=2)),
+        (GATED, Layout(microbatch=4, recompute="selective")),
+        (T5, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (GATED, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3)),
+        (GATED, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
+    ],
+)
+def test_t5_equals_the_reference(model, layout):
+    batch, want = made(model)
+    reference.assert_same(
+        mtx.loss_and_gradients(model, layout, batch, params=params_of(model)), want
+    )
