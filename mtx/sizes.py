@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from mtx.fields import Between
 
 MOST_VIRTUAL = 8192  # devices: 4,096 take JAX ten seconds to make, twice as many four times that
+MOST_TOKENS = 2**27
 
 Layers = Annotated[int, Between(1, 2**14)]
 Width = Annotated[int, Between(1, 2**20)]  # of the hidden state; also the heads
 Ffn = Annotated[int, Between(1, 2**24)]
-Tokens = Annotated[int, Between(1, 2**27)]  # of a sequence
+Tokens = Annotated[int, Between(1, MOST_TOKENS)]  # of a sequence
 Vocab = Annotated[int, Between(1, 2**24)]
 TrainedVocab = Annotated[int, Between(64, 2**20)]  # of a WordPiece
 TrainedBytes = Annotated[int, Between(257, 2**20)]  # 256 bytes and the end of a document, at least

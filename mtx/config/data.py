@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from mtx.errors import UserError
-from mtx.fields import resolve_types
+from mtx.fields import Between, resolve_types
 from mtx.paths import check_path
 from mtx.sizes import DataSeed, TrainedBytes, Width
 
 Order = Literal["sop", "nsp", "none"]
 SplitBy = Literal["auto", "documents", "tokens"]
-OF_MASKED_TOKENS = "order", "mask_fraction", "mask_run", "short_fraction"
+# Fields that are for models of one objective, or of some.
+OF_OBJECTIVES = {
+    "order": ("masked tokens",), "mask_fraction": ("masked tokens", "spans"),
+    "mask_run": ("masked tokens",), "mean_span": ("spans",), "short_fraction": ("masked tokens",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,9 @@ class DataConfig:
     cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
     seed: DataSeed = 0  # order of documents and samples
     order: Order = "sop"  # BERT's second text: swapped with the first, of another document, or none
-    mask_fraction: float = 0.15  # BERT: share of the tokens that are to be predicted
+    mask_fraction: float = 0.15  # BERT, T5: share of the tokens that are to be predicted
     mask_run: Width = 3  # BERT: whole words that are masked together, at most
+    mean_span: Annotated[float, Between(1, 1000)] = 3.0  # T5: tokens that are left out together
     short_fraction: float = 0.1  # BERT: share of samples that are made shorter than a sequence
 
     def __post_init__(self):
@@ -53,5 +58,7 @@ class DataConfig:
             raise UserError(
                 "data tokenizer='' must be bytes, bpe, wordpiece, or the path of a tokenizer"
             )
+        if not 0.0 < self.mask_fraction < 1.0:
+            raise UserError(f"mask_fraction={self.mask_fraction} must lie between 0 and 1")
         if not 0.0 < self.eval_fraction < 1.0:
             raise UserError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1")

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from mtx.config.data import OF_MASKED_TOKENS, DataConfig
+from mtx.config.data import OF_OBJECTIVES, DataConfig
 from mtx.config.layout import Layout
 from mtx.config.optimizer import OptimizerConfig
 from mtx.errors import UserError, shown, unknown_name
@@ -80,21 +80,20 @@ class RunConfig:
         self._check_data()
 
     def _check_data(self) -> None:
-        data, family = self.data, self.model.family
-        if self.model.objective == "masked tokens":
-            if data.packed:
-                raise UserError(f"data packed=True is not for family={family!r}, of pairs")
-            return
-        if data.tokenizer == "wordpiece":
+        data, family, objective = self.data, self.model.family, self.model.objective
+        if data.packed and objective != "next token":
+            what = "pairs" if objective == "masked tokens" else objective
+            raise UserError(f"data packed=True is not for family={family!r}, of {what}")
+        if data.tokenizer == "wordpiece" and objective != "masked tokens":
             raise UserError(
                 f"data tokenizer='wordpiece' is not for family={family!r}; use bytes or bpe"
             )
         for each in dataclasses.fields(DataConfig):
-            value = getattr(data, each.name)
-            if each.name in OF_MASKED_TOKENS and value != each.default:
+            value, objectives = getattr(data, each.name), OF_OBJECTIVES.get(each.name, ())
+            if objectives and objective not in objectives and value != each.default:
                 raise UserError(
-                    f"data {each.name}={value} is for models of masked tokens, not for family="
-                    f"{family!r}; leave it out"
+                    f"data {each.name}={value} is for models of {' or '.join(objectives)}, not for "
+                    f"family={family!r}; leave it out"
                 )
 
     @property

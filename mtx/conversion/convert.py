@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
@@ -32,7 +33,8 @@ from mtx.conversion.huggingface import (
 )
 from mtx.conversion.safetensors import DTYPES, SHORT_NAMES, DtypeName
 from mtx.conversion.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
-from mtx.data import Tokenizer
+from mtx.data import Tokenizer, tokenizer_from_dict
+from mtx.data.spans import find_span_vocab
 from mtx.errors import UserError
 from mtx.paths import user_path
 
@@ -185,10 +187,9 @@ def to_huggingface(
         ours = SavedParameters(store)
         ours.expect(canonical_shapes(run.model))
         _copy_companions(companions, place)
-        end = write_tokenizer(place, checkpoints.document("tokenizer", step))
-        if not base and run.model.causal:
-            kind = kind_of_model(run.model).model_type
-            base = {"bos_token_id": end, "eos_token_id": end, "model_type": kind}
+        tokenizer = checkpoints.document("tokenizer", step)
+        end = write_tokenizer(place, tokenizer)
+        base = base or _tokens_of(run.model, end, tokenizer)
         write_model(
             place, run.model, ours, form=form, base=base, report=report,
             most_file_bytes=int(most_file_gb * 1e9),
@@ -204,6 +205,17 @@ def to_huggingface(
         source=source, target=target, model=run.model, parameters=_count(ours.shapes),
         comparison=comparison, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _tokens_of(model: ModelConfig, end: int | None, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of tokens that begin and end texts."""
+    if model.objective == "masked tokens" or (not model.causal and tokenizer == NONE):
+        return {}
+    base = {"model_type": kind_of_model(model).model_type}
+    if model.causal:
+        return base | {"bos_token_id": end, "eos_token_id": end}
+    pad = find_span_vocab(tokenizer_from_dict(dict(tokenizer))).pad
+    return base | {"eos_token_id": end, "pad_token_id": pad, "decoder_start_token_id": pad}
 
 
 # --- parts of it ----------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def own_tokenizer(
 def _load(name: str, theirs: HuggingFaceModel) -> tuple[Tokenizer, str]:
     eos = theirs.config.get("eos_token_id")
     numbers = [n for n in (eos if isinstance(eos, list) else [eos]) if type(n) is int]
-    for eod in ("auto", *map(str, numbers)) if theirs.model.causal else ():
+    ends = theirs.model.objective != "masked tokens"
+    for eod in ("auto", *map(str, numbers)) if ends else ():
         with contextlib.suppress(UserError):
             return load_tokenizer(name, eod=eod), eod
     return load_tokenizer(name, eod="none"), "none"

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from mtx.data.gpt import divide_tokens, open_part
 from mtx.data.indexed import IndexedDataset, is_dataset, strip_suffix, token_type
 from mtx.data.pairs import SentenceList
 from mtx.data.samples import Samples
+from mtx.data.spans import SpanSamples, find_span_vocab, make_span_batch, sample_lengths
 from mtx.data.special_tokens import find_bert_vocab, find_special_tokens
 from mtx.data.tokenizer import WORDPIECE, ByteTokenizer, Tokenizer, train_bpe, train_wordpiece
 from mtx.data.tokenizer_base import Eod, TokenizerIdentity
@@ -42,12 +44,32 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     if prefixes:
         samples = run.steps * run.global_batch if samples is None else samples
         wanted = {"train": samples, "valid": run.eval_batches * run.global_batch}
-        return _open_datasets(run, prefixes, weights, wanted)
+        return _of_spans(_open_datasets(run, prefixes, weights, wanted), run)
     # A dataset that is not there is no text either.
-    corpus = load_text(config, sequence=run.model.sequence, bert=run.model.family == "bert")
+    corpus = load_text(config, sequence=_length(run), bert=run.model.family == "bert")
     only = ("split", "split_by", "cache")
     _refuse(config, only, "is for datasets; text is held out by eval_fraction")
-    return corpus
+    return _of_spans(corpus, run)
+
+
+def _length(run: RunConfig) -> int:
+    """The tokens of a sample, but for the last."""
+    if run.model.objective != "spans":
+        return run.model.sequence
+    return sample_lengths(run.model, run.data).text - 1
+
+
+def _of_spans(corpus: Corpus, run: RunConfig) -> Corpus:
+    """The corpus of a model that is trained on spans of its texts; of others as it is."""
+    if run.model.objective != "spans":
+        return corpus
+    vocab = find_span_vocab(corpus.tokenizer)
+    train, held_out = (
+        SpanSamples(source, vocab, model=run.model, config=run.data)
+        for source in (corpus.train, corpus.held_out)
+    )
+    make = functools.partial(make_span_batch, vocab=vocab)
+    return replace(corpus, train=train, held_out=held_out, make=make)
 
 
 def check_data(run: RunConfig) -> None:
@@ -56,7 +78,7 @@ def check_data(run: RunConfig) -> None:
     prefixes, _ = _datasets_of(run.data)
     if not prefixes:
         sizes = [os.path.getsize(file) for file in text_files(run.data.path)]
-        if sizes and sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * run.model.sequence:
+        if sizes and sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * _length(run):
             load_data(run)
         return
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
@@ -65,7 +87,7 @@ def check_data(run: RunConfig) -> None:
     check_vocab(_tokenizer_of(run, datasets), run.model)
     for part, dataset in itertools.product(("train", "valid"), datasets):
         divide_tokens(
-            dataset, part, split=run.data.split, by=run.data.split_by, sequence=run.model.sequence
+            dataset, part, split=run.data.split, by=run.data.split_by, sequence=_length(run)
         )
 
 
@@ -76,10 +98,12 @@ def run_tokenizer(run: RunConfig) -> Tokenizer:
 
 def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
     """UserError for a tokenizer of more tokens than the model has."""
-    if tokenizer.vocab > model.vocab:
+    spans = model.objective == "spans"
+    tokens = find_span_vocab(tokenizer).size if spans else tokenizer.vocab
+    if tokens > model.vocab:
         raise UserError(
-            f"the {tokenizer.name} tokenizer has {tokenizer.vocab:,} tokens, more than model.vocab="
-            f"{model.vocab:,}; set model.vocab to {tokenizer.vocab} or more"
+            f"the {tokenizer.name} tokenizer has {tokens:,} tokens{', sentinels included' * spans}, "
+            f"more than model.vocab={model.vocab:,}; set model.vocab to {tokens} or more"
         )
 
 
@@ -105,7 +129,7 @@ def _open_datasets(
         )
     vocab = find_bert_vocab(tokenizer) if run.model.family == "bert" else None
     open_one = functools.partial(
-        open_part, datasets, weights, sequence=run.model.sequence, split=config.split,
+        open_part, datasets, weights, sequence=_length(run), split=config.split,
         split_by=config.split_by, seed=config.seed, vocab=tokenizer.vocab, eod=tokenizer.eod,
     )  # fmt: skip
     if vocab is not None:

@@ -32,6 +32,7 @@ from mtx.sharding.axes import BATCH, SEQUENCE
 from mtx.sharding.candidates import candidates
 from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import is_state
+from mtx.sizes import MOST_TOKENS
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
@@ -64,21 +65,27 @@ class Decoder:
     def __init__(self, trainer: Trainer, state: TrainState, *, vocab: int):
         model = trainer.run.model
         check_generates(model)
-        self.sequence = model.sequence
+        # An encoder's decoder has no positions of its own that could come to an end.
+        self.sequence = model.sequence if model.causal else MOST_TOKENS
         self._vocab = np.int32(min(vocab, model.vocab))
+        self.encoder_sequence = model.sequences.get("encoder_sequence", 0)
         self._programs = programs_of(trainer)
         self._params = self._programs.gather(state.params)
         self._past = None
 
     # -- what one asks ----------------------------------------------------------------------------
 
-    def begin(self, texts: Sequence[Sequence[int]], room: int, *, count: int = 0) -> list[Choices]:
+    def begin(
+        self, texts: Sequence[Sequence[int]], room: int, *, count: int = 0,
+        inputs: Sequence[Sequence[int]] = (),
+    ) -> list[Choices]:  # fmt: skip
         """What may follow each text, of which the model sees the last `sequence` tokens; keeps
-        their keys and values, with room for texts of `room` tokens."""
+        their keys and values, with room for texts of `room` tokens. inputs: what an encoder reads
+        for each, where there is one."""
         self.forget()  # it makes way for the next
         windows = [text[-self.sequence :] for text in texts]
         kept = self._size(max(room, *map(len, windows)))
-        batch = self._padded(windows)
+        batch = self._placed(self._padded(windows) | self._encoded(inputs))
         chosen, self._past = self._programs.begin(count, kept, self._params, batch, self._vocab)
         return self._choices(chosen, len(texts))
 
@@ -100,7 +107,8 @@ class Decoder:
     def read(self, texts: Sequence[Sequence[int]], *, count: int = 0) -> list[Choices]:
         """As `begin`, but nothing is kept, and what is kept stays."""
         windows = [text[-self.sequence :] for text in texts]
-        chosen = self._programs.read(count, self._params, self._padded(windows), self._vocab)
+        batch = self._placed(self._padded(windows))
+        chosen = self._programs.read(count, self._params, batch, self._vocab)
         return self._choices(chosen, len(texts))
 
     def forget(self) -> None:
@@ -120,13 +128,23 @@ class Decoder:
         size, shards = max(_FEWEST, _power_of_two_from(positions)), self._programs.shards
         return min(self.sequence, -(-size // shards) * shards)
 
-    def _padded(self, windows: Sequence[Sequence[int]]) -> Tree:
+    def _padded(self, windows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
         """{"tokens": [G, T], "last": [G], the place of each text's last token}"""
         tokens_GT = np.zeros((len(windows), self._size(max(map(len, windows)))), np.int32)
         for row, window in enumerate(windows):
             tokens_GT[row, : len(window)] = window
         last_G = np.array([len(window) - 1 for window in windows], np.int32)
-        return self._placed({"tokens": tokens_GT, "last": last_G})
+        return {"tokens": tokens_GT, "last": last_G}
+
+    def _encoded(self, inputs: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+        """{"inputs": [G, E], "segments": [G, E], 1 for text and 0 for padding}; {} without any"""
+        if not inputs:
+            return {}
+        shape = len(inputs), self.encoder_sequence
+        found = {name: np.zeros(shape, np.int32) for name in ("inputs", "segments")}
+        for row, text in enumerate(inputs):
+            found["inputs"][row, : len(text)], found["segments"][row, : len(text)] = text, 1
+        return found
 
     def _placed(self, batch: dict[str, np.ndarray]) -> Tree:
         """On the devices; as many rows on each replica, a power of two: the first ones again."""
@@ -147,7 +165,7 @@ class Decoder:
 
 def check_generates(model: ModelConfig) -> None:
     """Raises UserError for a model that does not predict the next token."""
-    if not model.causal:
+    if model.objective == "masked tokens":
         raise UserError(
             f"family={model.family!r} does not predict the next token of a text, so it cannot "
             "generate; use a model that does, as of family='gpt' or 'llama'"

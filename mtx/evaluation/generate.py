@@ -13,6 +13,7 @@ import numpy as np
 
 from mtx.config import ModelConfig
 from mtx.data import Tokenizer
+from mtx.data.spans import SpanTokenizer
 from mtx.errors import UserError
 from mtx.evaluation.decoder import Choices, Decoder, check_generates
 from mtx.evaluation.sampling import Sampling
@@ -43,7 +44,7 @@ Report = Callable[[Progress], None]
 class Completion:
     """How one prompt goes on."""
 
-    prompt: str  # as the model has read it: of its tokens
+    prompt: str  # as the model has read it: of its tokens; an encoder's on a line of its own
     text: str  # what comes after it, without the stop that ended it
     tokens: list[int]  # what has been drawn, an end-of-document token and a string's included
     ended: Ended  # by end-of-document, by a stop, or because there are as many tokens as asked for
@@ -60,6 +61,8 @@ class Generator:
         self, trainer: Trainer, state: TrainState, tokenizer: Tokenizer, *, batch: int = 64
     ):
         check_asked(trainer.run.model, batch=batch)
+        if trainer.run.model.objective == "spans":
+            tokenizer = SpanTokenizer(tokenizer)
         self._decoder = Decoder(trainer, state, vocab=tokenizer.vocab)
         self._model, self._tokenizer, self._batch = trainer.run.model, tokenizer, batch
 
@@ -101,7 +104,16 @@ class Generator:
                 f"prompt {i + 1} has the token {max(ids)}, and the model's vocabulary is {vocab}; "
                 "use the tokenizer that it was trained with"
             )
-        return _Text(prompt=ids, stream=np.random.default_rng((seed, i)))
+        stream = np.random.default_rng((seed, i))
+        if not isinstance(tokenizer, SpanTokenizer):
+            return _Text(prompt=ids, stream=stream)
+        ids, longest = [*ids, tokenizer.special.end], self._decoder.encoder_sequence
+        if len(ids) > longest:
+            raise UserError(
+                f"prompt {i + 1} has {len(ids)} tokens with its end, and encoder_sequence={longest}"
+                "; use a shorter one"
+            )
+        return _Text(prompt=[tokenizer.special.pad], stream=stream, inputs=ids)
 
 
 def check_asked(model: ModelConfig, *, tokens: int = 1, seed: int = 0, batch: int = 1) -> None:
@@ -157,6 +169,7 @@ class _Text:
 
     prompt: list[int]
     stream: np.random.Generator
+    inputs: list[int] = field(default_factory=list)  # what an encoder reads
     drawn: list[int] = field(default_factory=list)
     ended: Ended | None = None
 
@@ -187,7 +200,9 @@ class _Job:
     def write(self, texts: Sequence[_Text]) -> Iterator[None]:
         """Draws until each text of this batch has ended; comes back after each round."""
         room = min(self.decoder.sequence, max(map(len, texts)) + self.tokens)
-        choices = self.decoder.begin([text.ids for text in texts], room, count=self.count)
+        inputs = [text.inputs for text in texts if text.inputs]
+        ids = [text.ids for text in texts]
+        choices = self.decoder.begin(ids, room, count=self.count, inputs=inputs)
         while True:
             for text, choice in zip(texts, choices, strict=True):
                 if text.ended is None:
@@ -235,6 +250,7 @@ class _Job:
 
     def completion(self, text: _Text) -> Completion:
         prompt, after, _ = self._cut(text)
+        prompt = self.tokenizer.decode(text.inputs) + "\n" if text.inputs else prompt
         assert text.ended is not None  # `write` goes on until it has
         return Completion(prompt=prompt, text=after, tokens=text.drawn, ended=text.ended)
 
