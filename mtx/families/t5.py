@@ -244,3 +244,26 @@ HUGGING_FACE = (
         to_model=_to_model, to_config=_to_config, names=_names(),
     ),
 )  # fmt: skip
+
+# -- presets ---------------------------------------------------------------------------------------
+
+# Sizes from Raffel et al. 2020 (arXiv 1910.10683, table 14 and section 3.7) and, of 1.1, from the
+# config.json of huggingface.co/google/t5-v1_1-*; their 128 texts of 512 tokens a step. Targets take
+# 114 places of 128. Layouts and rates (of AdamW; theirs are Adafactor's) are ours.
+_SIZES = {  # name: layers of each side, hidden, heads, K, F, tensor
+    "t5-small": (6, 512, 8, 64, 2048, 1), "t5-base": (12, 768, 12, 64, 3072, 1),
+    "t5-large": (24, 1024, 16, 64, 4096, 1), "t5-3b": (24, 1024, 32, 128, 16384, 4),
+    "t5-11b": (24, 1024, 128, 128, 65536, 8),
+    "t5-1.1-small": (8, 512, 6, 64, 1024, 1), "t5-1.1-base": (12, 768, 12, 64, 2048, 1),
+    "t5-1.1-large": (24, 1024, 16, 64, 2816, 1), "t5-1.1-xl": (24, 2048, 32, 64, 5120, 4),
+    "t5-1.1-xxl": (24, 4096, 64, 64, 10240, 8),
+}  # fmt: skip
+PRESETS = {
+    name: preset(
+        {"layers": 2 * layers, "hidden": hidden, "heads": heads, "head_dim": size, "ffn": ffn,
+         "vocab": 32128, "sequence": 128, "encoder_sequence": 512}
+        | ({"feed_forward": "gated-gelu", "tied": False} if "1.1" in name else {}),
+        lr=1e-4, global_batch=128, data=8, pipe=1, tensor=tensor, virtual=1, microbatch=4,
+    )
+    for name, (layers, hidden, heads, size, ffn, tensor) in _SIZES.items()
+}  # fmt: skip
