@@ -203,9 +203,9 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
         ).eval()
         with torch.no_grad():
             ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
-            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             spans = theirs.model.objective == "spans"
-            out = model(**given, **({"decoder_input_ids": ids} if spans else {"position_ids": places}))
+            further = {"decoder_input_ids": ids} if spans else {"position_ids": places}
+            out = model(input_ids=ids, attention_mask=torch.ones_like(ids), **further)
     except Exception as error:  # whatever it makes of a config.json
         raise UserError(
             f"transformers cannot run {theirs.directory}: {reason(error)}; use check='ours'"

@@ -102,8 +102,9 @@ def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
     tokens = find_span_vocab(tokenizer).size if spans else tokenizer.vocab
     if tokens > model.vocab:
         raise UserError(
-            f"the {tokenizer.name} tokenizer has {tokens:,} tokens{', sentinels included' * spans}, "
-            f"more than model.vocab={model.vocab:,}; set model.vocab to {tokens} or more"
+            f"the {tokenizer.name} tokenizer has {tokens:,} tokens"
+            f"{' with sentinels' if spans else ''}, more than model.vocab={model.vocab:,}; set "
+            f"model.vocab to {tokens} or more"
         )
 
 

@@ -183,7 +183,9 @@ class SpanSamples:
         )  # fmt: skip
 
 
-def corrupt(tokens: np.ndarray, vocab: SpanVocab, left_out: int, spans: int, rng: Rng) -> SpanSample:
+def corrupt(
+    tokens: np.ndarray, vocab: SpanVocab, left_out: int, spans: int, rng: Rng
+) -> SpanSample:
     """The tokens without `spans` spans, of so many tokens together; the first token stays."""
     stay, leave = _cut(len(tokens) - left_out, spans, rng), _cut(left_out, spans, rng)
     inputs, targets, place = [], [], 0

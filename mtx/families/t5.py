@@ -139,9 +139,10 @@ _FEED_FORWARD = {"relu": "relu", "gated-gelu": "gated-gelu"}
 def _to_model(fields: Fields) -> Json:
     encoders = fields.whole("num_layers")
     decoders = fields.whole("num_decoder_layers") if "num_decoder_layers" in fields else encoders
-    tied = bool(fields.get("tie_word_embeddings")) and fields.get("scale_decoder_outputs") is not False
+    # transformers 5 says by the scale alone that a model is not tied.
+    tied = fields.get("tie_word_embeddings") and fields.get("scale_decoder_outputs") is not False
     return {
-        **ffn_field(fields, "d_ff", "d_model"), "tied": tied,
+        **ffn_field(fields, "d_ff", "d_model"), "tied": bool(tied),
         "layers": encoders + decoders, "encoder_layers": encoders, "sequence": 128,
         "encoder_sequence": fields.whole("n_positions"),
         "attention_dropout": fields.number("dropout_rate"),
@@ -187,6 +188,7 @@ def _mlp_names(number: int, kinds: tuple[str, ...]) -> tuple[Weight, ...]:
 
 def _names() -> Names:
     own, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+    qkv = tuple(f"{own}.{each}.weight" for each in "qkv")
     bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return Names(
         prefix="", layer="decoder.block.{}.", heads=("lm_head.",),
@@ -199,9 +201,7 @@ def _names() -> Names:
             Weight("head.output", ("lm_head.weight",), "table"),
         ),
         layers=(
-            Weight(
-                "attention.qkv.w", tuple(f"{own}.{each}.weight" for each in "qkv"), "linear", stack=1
-            ),
+            Weight("attention.qkv.w", qkv, "linear", stack=1),
             *_attention_names("attention", own),
             Weight("cross.q.w", (f"{cross}.q.weight",), "linear", kinds=_DECODER),
             Weight(

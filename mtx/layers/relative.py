@@ -63,9 +63,11 @@ class Relative:
         each, they are the same row again and again. So neither this nor its gradient gathers."""
         distances = np.arange(queries + keys - 1) - (queries - 1) - first
         one_hot_ON = jnp.asarray(np.eye(self.buckets, dtype=np.float32)[self.bucket_of(distances)])
-        row_hO = jnp.pad(jnp.einsum("ON,Nh->hO", one_hot_ON, bias_Nh, precision="highest"), ((0, 0), (0, 1)))
+        row_hO = jnp.einsum("ON,Nh->hO", one_hot_ON, bias_Nh, precision="highest")
         width = queries + keys - 1
-        rows = jnp.tile(row_hO, (1, queries))[:, queries - 1 :][:, : queries * width]
+        rows = jnp.tile(jnp.pad(row_hO, ((0, 0), (0, 1))), (1, queries))[:, queries - 1 :][
+            :, : queries * width
+        ]
         return rows.reshape(-1, queries, width)[..., :keys]
 
 
@@ -163,7 +165,8 @@ def with_dropout(
     q_BhSK, k_BhTK, v_BhTK = _heads_first(q_BShK, k_BThK, v_BThK)
     p_BhST = jax.nn.softmax(scores_of_block(q_BhSK, k_BhTK, bias_Nh, seen_BT, rules, 0), axis=-1)
     p_BhST = dropout_heads(p_BhST, rate, key, samples_B, first_head, jnp.arange(p_BhST.shape[2]))
-    return jnp.swapaxes(product("BhST,BhTK->BhSK", p_BhST.astype(v_BhTK.dtype), v_BhTK), 1, 2).astype(v_BThK.dtype)
+    o_BhSK = product("BhST,BhTK->BhSK", p_BhST.astype(v_BhTK.dtype), v_BhTK)
+    return jnp.swapaxes(o_BhSK, 1, 2).astype(v_BThK.dtype)
 
 
 def attention_of_text(q_BthK, held_nBhTK, bias_BhtT, seen_B1tT):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import jax
 
 Tree = Any
-# Floating point, [B, s, ...] each; {"x": x_BsD} as a rule, which the head reads. Leaves that it does
-# not read may have other positions than x, such as an encoder's.
+# Floating point, [B, s, ...] each; {"x": x_BsD} as a rule. The head reads x and what has its
+# positions; leaves may have others, such as an encoder's.
 Stream = dict[str, jax.Array]
 # Takes {name: leaves [n, B, h, t, K]} of the next positions, to be kept; gives all that is kept
 # under those names, [n, B, h, S, K], these included, or None: there is nothing of earlier ones. A
