@@ -95,7 +95,7 @@ def score_rows(
     if not trainer.run.model.causal:
         raise UserError(
             f"family={trainer.run.model.family!r} does not predict the next token of a text; "
-            "evaluate it with the task mlm"
+            "evaluate a model that does, or a 'bert' with the task mlm"
         )
     for first in range(0, len(rows), trainer.run.global_batch):
         some = rows[first : first + trainer.run.global_batch]

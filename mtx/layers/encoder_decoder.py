@@ -90,7 +90,8 @@ class RelativeAttentionModule(nnx.Module):
 
     def of_itself(self, x_BsD, bias_Nh, context: Context | None, seen_BS=None):
         """What is added, of a sequence that sees itself."""
-        return self._attended(*_parts(self.qkv(x_BsD)), bias_Nh, seen_BS, context)
+        q_BShK, keys, values = _parts(self.qkv(x_BsD))
+        return self._attended(q_BShK, keys, values, bias_Nh, seen_BS, context)
 
     def of_encoder(self, x_BsD, encoder_BeD, context: Context | None, seen_BE):
         """What is added, of a sequence that sees the encoder's."""
@@ -116,7 +117,8 @@ class RelativeAttentionModule(nnx.Module):
         qkv_BtnhK = self.qkv(x_BtD)
         held_nBhSK = keep(jnp.transpose(qkv_BtnhK[:, :, 1:], (2, 0, 3, 1, 4)))
         if held_nBhSK is None:
-            return self._attended(*_parts(qkv_BtnhK), bias_Nh, None, context)
+            q_BthK, keys, values = _parts(qkv_BtnhK)
+            return self._attended(q_BthK, keys, values, bias_Nh, None, context)
         places_Bt, size = positions_of(context, x_BtD.shape[1]), held_nBhSK.shape[3]
         bias_BhtS = self.config.rules.bias_of_places(bias_Nh, places_Bt, size)
         seen_B1tS = (jnp.arange(size) <= places_Bt[..., None])[:, None]
@@ -134,7 +136,8 @@ class RelativeAttentionModule(nnx.Module):
             (len(kv_BEnhK), kv_BEnhK.shape[3], kv_BEnhK.shape[1]),
         )
         keep(State({"kv": jnp.transpose(kv_BEnhK, (2, 0, 3, 1, 4)), "seen": seen_BhE[None]}))
-        return self._attended(self.q(x_BtD), *_parts(kv_BEnhK), None, seen_BE, context)
+        keys, values = _parts(kv_BEnhK)
+        return self._attended(self.q(x_BtD), keys, values, None, seen_BE, context)
 
 
 def _parts(a_BSnhK):
@@ -292,6 +295,10 @@ class DecoderHead(NextToken):
 class DecoderHeadModule(NextTokenHead):
     """norm, and output [V, D] where it is not tied"""
 
+    def __init__(self, config: DecoderHead, build: Build, rows: int, rngs: nnx.Rngs):
+        super().__init__(config, build, rows, rngs)
+        self.scale = config.scale
+
     def _normed(self, x_BsD):
-        x_BsD, scale = super()._normed(x_BsD), self.config.scale
-        return x_BsD if scale is None else x_BsD * jnp.asarray(scale, x_BsD.dtype)
+        x_BsD = super()._normed(x_BsD)
+        return x_BsD if self.scale is None else x_BsD * jnp.asarray(self.scale, x_BsD.dtype)

@@ -62,7 +62,7 @@ class Relative:
         A row is the one before it, shifted by one distance: laid end to end with one number more
         each, they are the same row again and again. So neither this nor its gradient gathers."""
         distances = np.arange(queries + keys - 1) - (queries - 1) - first
-        one_hot_ON = jnp.asarray(np.eye(self.buckets, dtype=np.float32)[self.bucket_of(distances)])
+        one_hot_ON = jnp.asarray(np.eye(len(bias_Nh), dtype=np.float32)[self.bucket_of(distances)])
         row_hO = jnp.einsum("ON,Nh->hO", one_hot_ON, bias_Nh, precision="highest")
         width = queries + keys - 1
         rows = jnp.tile(jnp.pad(row_hO, ((0, 0), (0, 1))), (1, queries))[:, queries - 1 :][
