@@ -147,6 +147,11 @@ class ModelConfig:
         role: of `mtx.sharding.parameter`."""
         return not self.lora_rank or role == "adapter"
 
+    def merged(self) -> ModelConfig:
+        """The model without adapters, which their weights can be added to."""
+        names = ("lora_rank", "lora_alpha", "lora_on")
+        return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
+
     @property
     def head_size(self) -> int:
         """K"""
