@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import reference
 import reference_llama
-from errors import names
 
 import mtx
 from mtx.config import Layout, ModelConfig
-from mtx.errors import UserError
-from mtx.sharding.parameter import chosen
 
 GPT = ModelConfig(
     layers=4, hidden=32, heads=4, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8,
@@ -76,7 +73,9 @@ def llama_loss(model, params, batch):
 
 
 def only_adapters(tree):
-    found = {k: only_adapters(v) for k, v in tree.items() if isinstance(v, dict) and k[-5:] != "_lora"}
+    found = {
+        k: only_adapters(v) for k, v in tree.items() if isinstance(v, dict) and k[-5:] != "_lora"
+    }
     return found | {k: v for k, v in tree.items() if k.endswith("_lora")}
 
 

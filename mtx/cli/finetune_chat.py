@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtx.cli.finetune import by_epochs, make_folder, out_of
+from mtx.cli.finetuning import FinetuneOptions, by_epochs, make_folder, out_of
 from mtx.cli.options import Line
 from mtx.cli.output import say, write_text
 from mtx.cli.process import start_devices
@@ -17,7 +17,6 @@ from mtx.config import RunConfig, to_dict
 
 if TYPE_CHECKING:
     from mtx.checkpoint.checkpoints import Checkpoints
-    from mtx.cli.finetune import FinetuneOptions
     from mtx.data import Tokenizer
     from mtx.data.chat import ChatRows, Template
 
@@ -59,9 +58,7 @@ def finetune_chat(line: Line[FinetuneOptions]) -> None:
     def batch_of(number: int):
         return train.training_batch(number, run.global_batch)
 
-    steps = partial(
-        run_steps, trainer, state, batch_of, epoch_steps=len(train) / run.global_batch
-    )
+    steps = partial(run_steps, trainer, state, batch_of, epoch_steps=len(train) / run.global_batch)
     before = judge(trainer, state, valid)
     del state  # which the first step donates
     with out:
@@ -89,9 +86,7 @@ def _rows(
     else:
         train, valid = hold_out(train, options.held_out, options.seed)
     made = [
-        make_rows(
-            some, tokenizer, template, pretrained.model, seed=options.seed, long=options.long
-        )
+        make_rows(some, tokenizer, template, pretrained.model, seed=options.seed, long=options.long)
         for some in (train, valid)
     ]
     (rows, skipped), (held, skipped_held) = made
@@ -113,9 +108,7 @@ def _run(line: Line[FinetuneOptions], pretrained: RunConfig, rows: int) -> RunCo
 
     options = line.options
     model = replace(pretrained.model, **line.changes("model"))
-    layout = replace(
-        fit_layout(pretrained.layout, jax.device_count()), **line.changes("layout")
-    )
+    layout = replace(fit_layout(pretrained.layout, jax.device_count()), **line.changes("layout"))
     given = line.changes("optimizer")
     if model.lora_rank:
         given = {"lr": _LR_OF_ADAPTERS} | given

@@ -55,7 +55,8 @@ def generate_command(line: Line[GenerateOptions]) -> None:
     RUN_DIR is the --out of a training run. Its newest checkpoint is read on the layout that
     --layout... says, whatever the run's was; what is not given of it is the run's own, or a part of
     that where there are fewer devices. With --chat the model answers, as mtx finetune --task chat
-    has taught it, or by the template that came with it. On a terminal, it says at the end how fast it was.
+    has taught it, or by the template that came with it. On a terminal, it says at the end how fast
+    it was.
     """
     options, step = line.options, line.options.step
     from mtx.evaluation.sampling import Sampling

@@ -172,7 +172,8 @@ def to_huggingface(
 
     step: of the checkpoint; the newest by default. dtype: of the tensors; by default float32, and
     for what was converted and not trained since what it was before. Tensors go into files of
-    `most_file_gb` at most; adapters are merged into the weights. Raises UserError as `to_checkpoint` does.
+    `most_file_gb` at most; adapters are merged into the weights. Raises UserError as
+    `to_checkpoint` does.
     """
     source, target = user_path(source, "source"), user_path(target, "target")
     checkpoints = Checkpoints(source)

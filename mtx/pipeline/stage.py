@@ -40,8 +40,8 @@ Tree = Any
 class Stage:
     """The layers of this stage and the rules by which their ops run.
 
-    Parameters and gradients (of those that are trained) are {kind: leaves [C, N, ...]}, or [1, N, ...] where a stage has one
-    chunk of them gathered at a time.
+    Parameters, and gradients of those that are trained, are {kind: leaves [C, N, ...]}, or
+    [1, N, ...] where a stage has one chunk of them gathered at a time.
     """
 
     model: PipelineModel

@@ -1,4 +1,5 @@
-"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021): x W + scale x A B, scale = alpha / r.
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021): x W + scale x A B with
+scale = alpha / r.
 
 A begins normal, B zero, so that the first step's model is the frozen one. What is one matrix here
 has one adapter: keys and values together, gate and up together.
@@ -47,9 +48,7 @@ class Adapter(nnx.Module):
     ):  # fmt: skip
         """shape, spec: of the weight, which has so many dims of inputs."""
         std = 1 / math.sqrt(math.prod(shape[:inputs]))
-        a = std * jax.random.normal(
-            rngs.adapter(), (*shape[:inputs], adapters.rank), jnp.float32
-        )
+        a = std * jax.random.normal(rngs.adapter(), (*shape[:inputs], adapters.rank), jnp.float32)
         self.a = parameter(a, spec=P(*spec[:inputs], None), role="adapter", inputs=inputs)
         b = jnp.zeros((adapters.rank, *shape[inputs:]), jnp.float32)
         self.b = parameter(b, spec=P(None, *spec[inputs:]), role="adapter")

@@ -302,9 +302,7 @@ class RowLinear(nnx.Module):
         self.w = parameter(w, spec=spec, role="matrix", inputs=len(inputs))
         self.adapted = adapters is not None
         if adapters is not None:
-            self.w_lora = Adapter(
-                shape, spec, adapters, inputs=len(inputs), axes=axes, rngs=rngs
-            )
+            self.w_lora = Adapter(shape, spec, adapters, inputs=len(inputs), axes=axes, rngs=rngs)
         if bias:
             self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
         self.bias = bias

@@ -229,6 +229,4 @@ def judge(trainer: Trainer, state: TrainState, rows: ChatRows) -> Heard:
         batch = rows.batch(range(first, min(first + count, len(rows))), count)
         loss, tokens = trainer.evaluate(state, trainer.place(batch))
         total, weight = total + float(loss), weight + float(tokens)
-    return Heard(
-        conversations=len(rows.conversations), tokens=rows.learned, loss=total / weight
-    )
+    return Heard(conversations=len(rows.conversations), tokens=rows.learned, loss=total / weight)
