@@ -2,6 +2,7 @@
 weights are W + scale A B, and nothing is computed or kept of what is frozen."""
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -20,6 +21,8 @@ from mtx.conversion.checkpoint import SavedParameters, canonical_shapes
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
 from mtx.layers.model import Model
+from mtx.plan.memory import predict_memory
+from mtx.sharding.axes import axes_of
 from mtx.step.optimizer import state_arrays
 
 GPT = ModelConfig(
@@ -131,6 +134,22 @@ def test_a_step_moves_adapters_alone():
         assert a.dtype == ("float32" if is_adapter else "bfloat16")
         assert ("data" in str(spec)) == is_adapter  # what is frozen is not gathered in each step
     assert {path.split(".")[-2][-5:] for path in state_arrays(state.moments)} == {"_lora"}
+
+
+def test_the_planners_bytes_are_the_arrays_own():
+    trainer, *_ = stepped(Layout(data=2, pipe=2, tensor=2))
+    states, sizes, held = trainer.states, trainer.run.layout.sizes, {}
+    for name in ("params", "moments"):
+        leaves = jax.tree.leaves(getattr(states.shapes, name))
+        for a, spec in zip(leaves, jax.tree.leaves(getattr(states.specs, name))):
+            shards = math.prod(sizes[axis] for axis in axes_of(spec))
+            key = name, a.dtype.name if a.ndim else "count"
+            held[key] = held.get(key, 0) + a.size // shards * a.dtype.itemsize
+    adapters = 2 * held["params", "float32"] // 4  # over both replicas
+    memory = predict_memory(BF16, trainer.run.layout, ROWS)
+    assert memory.parameters_bytes == held["params", "bfloat16"] + 2 * adapters
+    assert memory.optimizer_bytes == held["params", "float32"] + held["moments", "float32"]
+    assert memory.gradients_bytes == 4 * adapters
 
 
 def test_the_first_step_is_the_frozen_models():
