@@ -52,18 +52,31 @@ class LayerVJP:
         self._layer, self.params, self.stream = layer, params, stream
         self._gather, self._reduce_scatter, self._trained = gather, reduce_scatter, trained
         self._examples = params, stream, *given
-        self._structure, self._unread = None, ()  # of residuals, those that B does not read
+        self._structure: Any = None
+        self._unread: tuple = ()  # of all residuals, the shapes of those that B does not read
         self._trace()
         if trained is not None and not all(jax.tree.leaves(trained)):
             backward = Strand.of(self._backward, *self._of_backward)
-            read = needed_by(backward)
-            residuals = zip(backward.invars, self.residuals)
+            read, residuals = needed_by(backward), zip(backward.invars, self.residuals)
             self._unread = tuple(None if var in read else shape for var, shape in residuals)
             self._trace()
 
     def _trace(self) -> None:
-        traced = jax.make_jaxpr(self.forward, return_shape=True)(*self._examples)
-        self.traced, (self.output, self.residuals) = traced
+        def trace(*args):
+            y, (leaves, self._structure) = self._vjp(*args)
+            return y, self._read(leaves)
+
+        traced = jax.make_jaxpr(trace, return_shape=True)(*self._examples)
+        self.traced, (self.output, self.residuals) = traced  # as `forward`
+
+    def _vjp(self, params, *args):
+        y, vjp = jax.vjp(self._layer, self._gather(params), *args)
+        return y, jax.tree.flatten(_without_given(vjp))
+
+    def _read(self, residuals: Sequence) -> Arrays:
+        """Without those that B does not read."""
+        unread = self._unread or (None,) * len(residuals)
+        return tuple(a for a, shape in zip(residuals, unread, strict=True) if shape is None)
 
     @property
     def gradients(self) -> Tree:
@@ -75,10 +88,8 @@ class LayerVJP:
 
     def forward(self, params, stream, *given) -> tuple[Tree, Arrays]:
         """(what the layer returns, residuals)"""
-        y, vjp = jax.vjp(self._layer, self._gather(params), stream, *given)
-        leaves, self._structure = jax.tree.flatten(_without_given(vjp))
-        unread = self._unread or (None,) * len(leaves)
-        return y, tuple(a for a, shape in zip(leaves, unread, strict=True) if shape is None)
+        y, (leaves, _) = self._vjp(params, stream, *given)
+        return y, self._read(leaves)
 
     def backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
         """The gradients of (params, stream, *given), one array a trained parameter; float0 or None

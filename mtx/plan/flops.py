@@ -179,6 +179,18 @@ def parameters(model: ModelConfig) -> int:
     return sum(parameters_by_part(model).values())
 
 
+def trained_parameters(model: ModelConfig) -> int:
+    """How many of these are not frozen."""
+    every = model_parameters(model)
+    shared = sum(each.elements.at(1, model.vocab) for each in every.shared if each.trained)
+    return shared + sum(
+        count * each.elements.number
+        for kind, count in Counter(every.pattern).items()
+        for each in every.layers[kind]
+        if each.trained and each.role != "state"
+    )
+
+
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     """The exact numbers of parameters, without the padding of the vocabulary; a tied head has no
     table of its own."""
