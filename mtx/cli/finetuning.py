@@ -34,9 +34,8 @@ class FinetuneOptions:
     warmup_fraction: float = 0.06  # of the steps; then the rate falls linearly to 0
     seed: Seed = 0  # of the head, the order of the examples, and dropout
     held_out: float = 0.05  # chat: of the conversations, to judge by where valid is not given
-    template: Literal["auto", "chatml"] = (
-        "auto"  # chat: the model's own where it has one, or ChatML
-    )
+    # chat: the model's own, where it came with one, or ChatML
+    template: Literal["auto", "chatml"] = "auto"
     long: Literal["refuse", "skip"] = "refuse"  # chat: conversations that no row can hold
     step: Interval | None = None  # of the pre-trained checkpoint; the newest where not given
     virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs

@@ -131,7 +131,7 @@ class Jinja:
                 "use --template chatml"
             ) from None
 
-    @functools.cached_property
+    @property
     def end(self) -> str:
         asked, answered = Message("user", "Why?"), Message("assistant", "Because.")
         *_, last = (part for part in self.parts([asked, answered]) if part.learned)

@@ -269,7 +269,7 @@ class ColumnLinear(nnx.Module):
             weights += (used_by_heads(self.w_lora.a[...], self.axes),)
         y, *h = column_products(x, weights, (None,) * len(weights), self.axes)
         if self.adapted:
-            y += adapter_product(*h, self.w_lora.b.get_value(), self.w_lora)
+            y += adapter_product(h[0], self.w_lora.b.get_value(), self.w_lora)
         return checkpoint_name(
             add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
         )
