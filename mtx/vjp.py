@@ -5,6 +5,8 @@
 back before it is called; what is left are the activations that the model's own recomputation policy
 keeps.
 
+Frozen parameters have no gradients: what would make them is left out, and so is what it would read.
+
 Where B and W are split, the backward pass is traced once and cut in two (`LayerVJP.cut`): no layer
 needs to be written for it, and no FLOP is added.
 """
@@ -18,9 +20,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from mtx.sharding.fp8 import SCALED_DOT, arrays_of
+from mtx.sharding.parameter import chosen
 
 Arrays = tuple[jax.Array, ...]
 Tree = Any
@@ -40,38 +44,69 @@ class LayerVJP:
 
     def __init__(
         self, layer: Callable, params, stream, *given,
-        gather: Callable = _same, reduce_scatter: Callable = _same,
+        gather: Callable = _same, reduce_scatter: Callable = _same, trained: Tree | None = None,
     ):  # fmt: skip
         """params, stream, given: examples, only their shapes and dtypes count. gather: parameters
-        from what is given of them; reduce_scatter: the same of gradients, back."""
+        from what is given of them; reduce_scatter: the same of gradients, back. trained: which of
+        the parameters are, bool; None: all."""
         self._layer, self.params, self.stream = layer, params, stream
-        self._gather, self._reduce_scatter = gather, reduce_scatter
+        self._gather, self._reduce_scatter, self._trained = gather, reduce_scatter, trained
         self._examples = params, stream, *given
         self._structure: Any = None
+        self._unread: tuple = ()  # of all residuals, the shapes of those that B does not read
+        self._trace()
+        if trained is not None and not all(jax.tree.leaves(trained)):
+            backward = Strand.of(self._backward, *self._of_backward)
+            read, residuals = needed_by(backward), zip(backward.invars, self.residuals)
+            self._unread = tuple(None if var in read else shape for var, shape in residuals)
+            self._trace()
 
-        def trace(params, *args):
-            y, vjp = jax.vjp(layer, gather(params), *args)
-            leaves, self._structure = jax.tree.flatten(_without_given(vjp))
-            return y, tuple(leaves)
+    def _trace(self) -> None:
+        def trace(*args):
+            y, (leaves, self._structure) = self._vjp(*args)
+            return y, self._read(leaves)
 
         traced = jax.make_jaxpr(trace, return_shape=True)(*self._examples)
         self.traced, (self.output, self.residuals) = traced  # as `forward`
 
+    def _vjp(self, params, *args):
+        y, vjp = jax.vjp(self._layer, self._gather(params), *args)
+        return y, jax.tree.flatten(_without_given(vjp))
+
+    def _read(self, residuals: Sequence) -> Arrays:
+        """Without those that B does not read."""
+        unread = self._unread or (None,) * len(residuals)
+        return tuple(a for a, shape in zip(residuals, unread, strict=True) if shape is None)
+
+    @property
+    def gradients(self) -> Tree:
+        """A tree like the gradients of parameters, which frozen ones are left out of."""
+        return self._of_trained(arrays_of(self.params))
+
+    def _of_trained(self, tree: Tree) -> Tree:
+        return tree if self._trained is None else chosen(tree, self._trained)
+
     def forward(self, params, stream, *given) -> tuple[Tree, Arrays]:
         """(what the layer returns, residuals)"""
-        y, vjp = jax.vjp(self._layer, self._gather(params), stream, *given)
-        return y, tuple(jax.tree.leaves(_without_given(vjp)))
+        y, (leaves, _) = self._vjp(params, stream, *given)
+        return y, self._read(leaves)
 
     def backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
-        """The gradients of (params, stream, *given), one array a parameter; float0 or None where
-        there is none."""
+        """The gradients of (params, stream, *given), one array a trained parameter; float0 or None
+        where there is none."""
+        if self._unread:
+            read = iter(residuals)
+            residuals = tuple(
+                next(read) if shape is None else jnp.zeros(shape.shape, shape.dtype)
+                for shape in self._unread
+            )
         vjp = jax.tree.unflatten(self._structure, residuals)
         arguments = self._gather(params), None, *given
         for position, value in enumerate(arguments):
             if position != _STREAM:
                 vjp.args_res[position] = value
         dparams, *others = vjp(dy)
-        return self._reduce_scatter(arrays_of(dparams)), *others
+        return self._reduce_scatter(self._of_trained(arrays_of(dparams))), *others
 
     def _backward(self, residuals: Arrays, params, given: tuple, dy: Tree):
         """(the gradients of params, those of stream and cache)"""
@@ -111,7 +146,7 @@ class Cut:
     """
 
     deferred: tuple[jax.ShapeDtypeStruct, ...]  # of what waits
-    made_by_w: Tree  # bool, like the parameters: which gradients W makes
+    made_by_w: Tree  # bool, like the gradients of parameters: which W makes
     b: Strand  # leaves of (residuals, params, given, dy) -> what `of_b` takes apart
     w: Strand  # what waits -> the gradients that W makes
     others: Any  # the structure of the gradients of what is no parameter
@@ -313,6 +348,13 @@ def needed_of(eqns, outvars) -> set[int]:
             found.add(i)
             live.update(variables_of(eqns[i].invars))
     return found
+
+
+def needed_by(strand: Strand) -> set:
+    """The variables that its outputs are made of."""
+    needed = needed_of(strand.eqns, strand.outvars)
+    read = [strand.outvars, *(strand.eqns[i].invars for i in needed)]
+    return {var for atoms in read for var in variables_of(atoms)}
 
 
 def variables_of(atoms) -> list:

@@ -10,6 +10,8 @@ import pytest
 
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.costs.ask import layer_cost
+from mtx.costs.cost import total
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.memory import layer_residual_bytes
 from mtx.step.trainer import Trainer
@@ -71,6 +73,11 @@ CASES = {  # changes of the model, and the layout
     "context, ulysses and a ring, split": (
         LLAMA,
         dict(pipe=2, context=4, context_attention="usp", schedule="zb_h1"),
+    ),
+    "adapters": (LLAMA | {"lora_rank": 4}, dict(data=2, pipe=2, tensor=2, virtual=2)),
+    "adapters of attention, split": (
+        LLAMA | {"lora_rank": 4, "lora_on": "attention"},
+        dict(pipe=2, tensor=2, schedule="zb_h1", recompute="selective"),
     ),
     "bert, blocked attention": (
         BERT | {"sequence": 64},
@@ -148,6 +155,10 @@ def deferred_bytes(run: RunConfig) -> int:
     inputs of column layers are shards of the sequence, if it is sharded; the gradients of row
     layers' outputs are whole; of all else a device has its part of the width."""
     model, layout = run.model, run.layout
+    if model.lora_rank:  # of the adapters' matmuls alone, as they are traced
+        parts = {"tensor": layout.tensor, "sequence_parallel": layout.sequence_parallel}
+        cost = layer_cost(model, kind="block", recompute=layout.recompute, **parts)
+        return total(cost.deferred, layout.microbatch)
     hidden, gated = model.hidden, model.family == "llama"
     projected = 3 * hidden
     if gated:  # a device has one head of keys and values, if not more

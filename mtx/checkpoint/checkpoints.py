@@ -40,7 +40,7 @@ from mtx.step.trainer import Trainer
 
 _SHAPE_FIELDS = (
     "family", "layers", "hidden", "heads", "groups", "sequence", "vocab", "ffn_hidden", "tied",
-    "norm_placement",
+    "norm_placement", "lora_rank", "lora_alpha", "lora_on",
 )  # fmt: skip
 _DAMAGED, _UNREADABLE = "damaged:", "unreadable:"
 _TEMPORARY = "*.orbax-checkpoint-tmp*"

@@ -97,7 +97,7 @@ class Folder:
         documents = {
             name: read_document(self._path(manifest.step), manifest, name) for name in _DOCUMENTS
         }
-        if odd := without_moments(manifest.catalog, documents["run"].get("optimizer")):
+        if odd := without_moments(manifest.catalog, documents["run"]):
             what = f"{MANIFEST}: {odd} has not the arrays that the run's optimizer keeps"
             raise Damaged(self._path(manifest.step), what)
         Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()

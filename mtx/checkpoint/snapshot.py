@@ -55,14 +55,15 @@ def odd_one_out(catalog: Catalog) -> str | None:
     return next((name for name in NUMBERS if name not in catalog), None)
 
 
-def without_moments(catalog: Catalog, optimizer: dict | None) -> str | None:
+def without_moments(catalog: Catalog, run: dict) -> str | None:
     """The name of a parameter of which there are not as many arrays of the optimizer's as the
-    run's config says. None where all is well. Runs of before there were several had AdamW."""
-    said = optimizer or {}
+    run's config says: none of what is frozen beside adapters. None where all is well. Runs of
+    before there were several had AdamW."""
+    said, has_frozen = run.get("optimizer") or {}, (run.get("model") or {}).get("lora_rank")
     names = said.get("name", "adamw"), said.get("rest") or said.get("name", "adamw")
     if not set(names) <= set(NAMES):  # of an optimizer that is not here: restoring says so
         return None
-    states = {optimizer_module(name).STATES for name in names}
+    states = {optimizer_module(name).STATES for name in names} | ({0} if has_frozen else set())
     paths = [name.partition(".")[2] for name in catalog if name not in NUMBERS]
     counts = Counter(paths)  # with the parameter itself
     return min((path for path, count in counts.items() if count - 1 not in states), default=None)

@@ -58,6 +58,11 @@ def certify_command(arguments: list[str]) -> int:
     usage = "mtx certify [PRESET | PLAN]"
     options = read_line(arguments, CertifyOptions(**parts), usage, certify_command).options
     run = replace(run, seed=options.seed, **{name: getattr(options, name) for name in parts})
+    if run.model.lora_rank:
+        raise UserError(
+            f"lora_rank={run.model.lora_rank}: certify compares training of all parameters, not of "
+            "adapters; use lora_rank=0"
+        )
     if run.model.routed_experts:
         raise UserError(
             f"family={run.model.family!r} has experts, whose choices and all-to-alls certify does "

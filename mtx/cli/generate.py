@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import add
 from typing import TYPE_CHECKING
 
 from mtx.cli.opened import AnyLayout, ComputedIn, changed
@@ -21,6 +22,8 @@ from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
 
 if TYPE_CHECKING:
+    from mtx.checkpoint.checkpoints import Checkpoints
+    from mtx.data import Tokenizer
     from mtx.evaluation.generate import Progress
 
 
@@ -32,6 +35,7 @@ class GenerateOptions:
     temperature: float = 0.8  # 0: always the most likely token
     top_k: Interval = 0  # of so many of the most likely tokens; 0: of all
     top_p: float = 1.0  # of as few of the most likely as have this probability together
+    chat: Flag = False  # a prompt is what a user says, and the text the assistant's answer
     stop: tuple[str, ...] = ()  # a text ends before any of these strings
     stop_token: tuple[int, ...] = ()  # or before any of these tokens
     seed: Seed = 0  # of what is drawn
@@ -50,7 +54,9 @@ def generate_command(line: Line[GenerateOptions]) -> None:
 
     RUN_DIR is the --out of a training run. Its newest checkpoint is read on the layout that
     --layout... says, whatever the run's was; what is not given of it is the run's own, or a part of
-    that where there are fewer devices. On a terminal, it says at the end how fast it was.
+    that where there are fewer devices. With --chat the model answers, as mtx finetune --task chat
+    has taught it, or by the template that came with it. On a terminal, it says at the end how fast
+    it was.
     """
     options, step = line.options, line.options.step
     from mtx.evaluation.sampling import Sampling
@@ -72,10 +78,15 @@ def generate_command(line: Line[GenerateOptions]) -> None:
     state, tokenizer = checkpoints.restore(trainer, step), checkpoints.tokenizer(step)
     generator = Generator(trainer, state, tokenizer, batch=options.batch)
     del state  # the generator has what it needs
+    stop: tuple[str | int, ...] = *options.stop, *options.stop_token
+    given: Sequence[str | Sequence[int]] = prompts
+    if options.chat:
+        given, ends = _asked(prompts, checkpoints, tokenizer, step)
+        stop += ends
     with _progress(silent=jax.process_index() != 0) as report:
         completions = generator.complete(
-            prompts, tokens=options.tokens, sampling=sampling, seed=options.seed, report=report,
-            stop=(*options.stop, *options.stop_token),
+            given, tokens=options.tokens, sampling=sampling, seed=options.seed, report=report,
+            stop=stop,
         )  # fmt: skip
     if jax.process_index() == 0:
         lines = "".join(json.dumps(asdict(each)) + "\n" for each in completions)
@@ -84,7 +95,20 @@ def generate_command(line: Line[GenerateOptions]) -> None:
         if options.json:
             print(lines, end="")
         elif options.out is None:
-            print("\n\n".join(each.prompt + each.text for each in completions))
+            shown = ("" if options.chat else each.prompt for each in completions)
+            print("\n\n".join(map(add, shown, (each.text for each in completions))))
+
+
+def _asked(
+    prompts: Sequence[str], checkpoints: Checkpoints, tokenizer: Tokenizer, step: int | None
+) -> tuple[list[list[int]], tuple[str | int, ...]]:
+    """(the tokens of each prompt as what a user says, what ends an answer)"""
+    from mtx.data.chat import Message, encode_prompt
+    from mtx.train.chat import find_template
+
+    template = find_template(checkpoints, tokenizer, step=step)
+    asked = [encode_prompt(tokenizer, template, [Message("user", each)]) for each in prompts]
+    return [ids for ids, _ in asked], asked[0][1]
 
 
 def _prompts(options: GenerateOptions) -> Sequence[str]:

@@ -33,6 +33,7 @@ File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 _LAYOUT = "pipe", "tensor", "data", "context", "virtual", "microbatch", "zero", "recompute"
 _MODEL = "layers", "hidden", "heads", "sequence"
 ALIASES = {name: f"layout.{name}" for name in _LAYOUT} | {name: f"model.{name}" for name in _MODEL}
+ALIASES |= {f"lora.{name}": f"model.lora-{name}" for name in ("rank", "alpha", "on")}
 _RETIRED = {  # spellings of earlier versions whose last part has changed
     "stages": "layout.pipe", "precision": "model.compute-dtype", "dtype": "model.compute-dtype",
 }  # fmt: skip

@@ -18,6 +18,7 @@ from mtx.checkpoint.manifest import write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.config import ModelConfig, RunConfig, to_dict
 from mtx.conversion.huggingface import Cut, HuggingFaceModel, Report, cut_shape, parts, silent
+from mtx.conversion.safetensors import DTYPES, SHORT_NAMES
 from mtx.errors import UserError
 from mtx.huggingface import Shape
 from mtx.layers.model import Model
@@ -26,6 +27,7 @@ from mtx.step.trainer import Trainer
 
 _FLOAT32 = np.dtype(np.float32)
 _FILE_BYTES = 1 << 30
+_ADAPTER = "_lora."  # behind the name of the weight that it is beside
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -45,31 +47,62 @@ class SavedParameters:
     """The parameters of a checkpoint, as canonical arrays, as they are in `dtype`. Every block that
     is read is checked."""
 
-    def __init__(self, store: Store, *, dtype: np.dtype = _FLOAT32):
+    def __init__(
+        self, store: Store, model: ModelConfig | None = None, *, dtype: np.dtype = _FLOAT32
+    ):
+        """model: the checkpoint's, where it may have adapters; they are merged, W + scale A B."""
         self._store, self._dtype = store, dtype
+        self._lora = model if model is not None and model.lora_rank else None
         start = "params."
-        self.shapes: Mapping[str, Shape] = {
+        shapes: Mapping[str, Shape] = {
             name.removeprefix(start): info.shape
             for name, info in self._store.catalog.items()
             if name.startswith(start)
         }
+        adapters = {path for path in shapes if _ADAPTER in path} if self._lora else set()
+        self.shapes: Mapping[str, Shape] = {
+            path: shape for path, shape in shapes.items() if path not in adapters
+        }
+        self._adapted = {path.partition(_ADAPTER)[0] for path in adapters}
 
     def expect(self, shapes: Mapping[str, Shape]) -> None:
         """UserError where an array of these is not there, or is another."""
         for path, shape in shapes.items():
             there = self._store.catalog.get(f"params.{path}")
-            if there is None or there.shape != shape or there.dtype != _FLOAT32:
+            if there is None or there.shape != shape or there.dtype not in self._dtypes:
                 what = "none" if there is None else f"{there.dtype} {list(there.shape)}"
                 raise UserError(
                     f"checkpoint {self._store.directory}: params.{path} is {what}, and its model's "
                     f"is float32 {list(shape)}; use another checkpoint"
                 )
 
+    @property
+    def _dtypes(self) -> set[np.dtype]:
+        """Frozen parameters are kept as they are computed with."""
+        if self._lora is None:
+            return {_FLOAT32}
+        return {_FLOAT32, DTYPES[SHORT_NAMES[self._lora.compute_dtype]]}
+
     def read(self, path: str, cut: Cut) -> np.ndarray:
         """Part of an array, float32. Raises Damaged."""
         shape = self.shapes[path]
         array = self._store.read(f"params.{path}", _start(cut, shape), cut_shape(cut, shape))
+        if self._lora is not None and path in self._adapted:
+            array = array.astype(np.float32) + self._product(self._lora, path, cut)
         return array.astype(self._dtype, copy=False).astype(np.float32, copy=False)
+
+    def _product(self, model: ModelConfig, path: str, cut: Cut) -> np.ndarray:
+        """Part of scale A B, of layers."""
+        layers = cut[:1]
+
+        def read(name: str) -> np.ndarray:
+            shape = self._store.catalog[name].shape
+            return self._store.read(name, _start(layers, shape), cut_shape(layers, shape))
+
+        a, b = (read(f"params.{path}{_ADAPTER}{name}") for name in "ab")
+        scale = np.float32(model.lora_alpha / model.lora_rank)
+        products = [np.tensordot(*pair, 1) for pair in zip(a, b, strict=True)]
+        return scale * np.stack(products)[(slice(None), *cut[1:])]
 
 
 def _start(cut: Cut, shape: Shape) -> Shape:

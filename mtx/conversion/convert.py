@@ -122,7 +122,7 @@ def to_checkpoint(
         _copy_companions(source, place / COMPANIONS)
         write_json(place / "run.json", to_dict(run))
         with Checkpoints(place).open(0) as store:
-            comparison = _compared(model, SavedParameters(store), theirs, check, target)
+            comparison = _compared(model, SavedParameters(store, model), theirs, check, target)
     return Converted(
         source=source, target=target, model=model, parameters=_count(theirs.shapes),
         comparison=comparison, notes=tuple(notes),
@@ -174,7 +174,8 @@ def to_huggingface(
 
     step: of the checkpoint; the newest by default. dtype: of the tensors; by default float32, and
     for what was converted and not trained since what it was before. Tensors go into files of
-    `most_file_gb` at most. Raises UserError as `to_checkpoint` does.
+    `most_file_gb` at most; adapters are merged into the weights. Raises UserError as
+    `to_checkpoint` does.
     """
     source, target = user_path(source, "source"), user_path(target, "target")
     checkpoints = Checkpoints(source)
@@ -184,25 +185,27 @@ def to_huggingface(
     companions = checkpoints.directory.parent / COMPANIONS
     base = read_json(companions / CONFIG) if (companions / CONFIG).is_file() else {}
     with checkpoints.open(step) as store, new_directory(target) as place:
-        ours = SavedParameters(store)
-        ours.expect(canonical_shapes(run.model))
+        ours, model = SavedParameters(store, run.model), run.model.merged()
+        ours.expect(canonical_shapes(model))
         _copy_companions(companions, place)
         tokenizer = checkpoints.document("tokenizer", step)
         end = write_tokenizer(place, tokenizer)
-        base = base or _tokens_of(run.model, end, tokenizer)
+        base = base or _tokens_of(model, end, tokenizer)
         write_model(
-            place, run.model, ours, form=form, base=base, report=report,
+            place, model, ours, form=form, base=base, report=report,
             most_file_bytes=int(most_file_gb * 1e9),
         )  # fmt: skip
         theirs = HuggingFaceModel(place)
         theirs.expect(ours.shapes)
-        rounded = SavedParameters(store, dtype=DTYPES[form.dtype])
-        comparison = _compared(run.model, rounded, theirs, check, target)
+        rounded = SavedParameters(store, run.model, dtype=DTYPES[form.dtype])
+        comparison = _compared(model, rounded, theirs, check, target)
     notes = [f"tensors are {DTYPES[form.dtype].name}"]
+    if run.model.lora_rank:
+        notes.append(f"adapters of rank {run.model.lora_rank} are merged into the weights")
     if not has_tokenizer(target):
         notes.append(f"{target} has no tokenizer: copy its files there")
     return Converted(
-        source=source, target=target, model=run.model, parameters=_count(ours.shapes),
+        source=source, target=target, model=model, parameters=_count(ours.shapes),
         comparison=comparison, notes=tuple(notes),
     )  # fmt: skip
 

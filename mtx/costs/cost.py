@@ -87,6 +87,12 @@ class Parameter(NamedTuple):
     role: str
     elements: Size
     axes: tuple[str, ...]  # that shard it
+    trained: bool  # else it is frozen
+
+    @property
+    def is_matrix(self) -> bool:
+        """To an optimizer: see `MATRICES` of `mtx.sharding.parameter`."""
+        return self.role in ("matrix", "adapter")
 
 
 class Parameters(NamedTuple):
@@ -126,6 +132,11 @@ class Cost(NamedTuple):
     def weights(self) -> tuple[Matmul, ...]:
         """The products of F that read a parameter."""
         return tuple(each for each in self.matmuls if each.during == "F" and each.weight)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The parameters that W has a product for."""
+        return frozenset(each.weight for each in self.matmuls if each.during == "W")
 
 
 def module_of(path: str) -> str:

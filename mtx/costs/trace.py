@@ -99,16 +99,17 @@ class _Traced:
         return of["layers"][names[1]] if names[0] == "layers" else {n: of[n] for n in names}
 
     def _parameters(self, *names: str) -> tuple[Parameter, ...]:
-        shapes, specs, roles = (
+        model = self.model
+        shapes, *others = (
             self._tree(tree, *names)
-            for tree in (self.model.shapes, self.model.specs, self.model.roles)
+            for tree in (model.shapes, model.specs, model.roles, model.trained)
         )
-        leaves = zip(tree_leaves_with_path(shapes), _leaves(specs), _leaves(roles), strict=True)
+        leaves = zip(tree_leaves_with_path(shapes), *map(_leaves, others), strict=True)
         found = []
-        for (path, leaf), spec, role in leaves:
+        for (path, leaf), spec, role, trained in leaves:
             number, rows, vocab = size_of(leaf.size)
             elements = Size(number // self.shards**vocab, rows, vocab)
-            found.append(Parameter(_name(path), role, elements, axes_of(spec)))
+            found.append(Parameter(_name(path), role, elements, axes_of(spec), trained))
         return tuple(found)
 
     def _local(self, *names: str) -> Tree:
@@ -148,26 +149,29 @@ class _Traced:
         context = jax.eval_shape(partial(model.context, 0), batch, samples, key)
         shared = self._local("embed", "head")
         stream = jax.eval_shape(model.embed, shared, batch, context)
+        trained = self._tree(model.trained, "embed", "head")
         if part == EMBED:
             return _read_vjp(
                 lambda shared, _, batch, context: model.embed(shared, batch, context),
-                shared, stream, batch, context,
+                trained, shared, stream, batch, context,
             ) | {"cuts": ()}  # fmt: skip
         if part == HEAD:
-            return _read_vjp(model.loss, shared, stream, batch) | {"cuts": ()}
+            return _read_vjp(model.loss, trained, shared, stream, batch) | {"cuts": ()}
         cache = ()
         if self.question.slices > 1:
             cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
-        layer = partial(model.layer, part)
-        found = _read_vjp(layer, self._local("layers", part), stream, context, *cache)
+        layer, trained = partial(model.layer, part), self._tree(model.trained, "layers", part)
+        found = _read_vjp(layer, trained, self._local("layers", part), stream, context, *cache)
         return found | {"cache": _bytes(cache)}
 
 
-def _read_vjp(function, params: Tree, stream: Tree, *given) -> dict[str, Any]:
-    """Fields of a cost: of `function(params, stream, *given)` and of its backward pass."""
-    vjp = LayerVJP(function, params, stream, *given)
+def _read_vjp(function, trained: Tree, params: Tree, stream: Tree, *given) -> dict[str, Any]:
+    """Fields of a cost: of `function(params, stream, *given)` and of its backward pass, with
+    gradients of the parameters that are trained."""
+    vjp = LayerVJP(function, params, stream, *given, trained=trained)
     parameters = tree_leaves_with_path(params, is_leaf=is_quantised)
-    names = {at: _name(path) for at, (path, _) in enumerate(parameters)}  # of the gradients
+    gradients = tree_leaves_with_path(vjp.gradients)
+    names = {at: _name(path) for at, (path, _) in enumerate(gradients)}
     read_as = dict(enumerate(_name(path) for path, w in parameters for _ in jax.tree.leaves(w)))
 
     def backward(residuals, params, given, dy):

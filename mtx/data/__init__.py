@@ -3,8 +3,8 @@
 Reading order: `batches` (samples to batches, a pure function of the number consumed before, read
 ahead), `documents` (text files in memory), `indexed`, `indices` and `gpt` (Megatron-LM's datasets
 and their samples), `pairs`, `masked` and `bert` (what a BERT trains on), `spans` (and a T5),
-`corpus` (any of these, by one config); of tokenizers, `tokenizer_base`, `tokenizer`, `subwords`,
-`sentencepiece` and `tokenizer_files`.
+`chat` (conversations), `corpus` (any of these but the last, by one config); of tokenizers,
+`tokenizer_base`, `tokenizer`, `subwords`, `sentencepiece` and `tokenizer_files`.
 """
 
 from mtx.data.batches import Corpus, read_ahead

@@ -54,6 +54,10 @@ class SentencePieceTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return self._vocabulary
 
+    def special_tokens(self) -> dict[str, int]:
+        is_control = self._processor.is_control
+        return {piece: n for piece, n in self._vocabulary.items() if is_control(n)}
+
     def to_dict(self) -> dict:
         return super().to_dict() | {"file": base64.b64encode(self._data).decode()}
 

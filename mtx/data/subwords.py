@@ -74,6 +74,10 @@ class SubwordTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return self._model.get_vocab(with_added_tokens=True)
 
+    def special_tokens(self) -> dict[str, int]:
+        added = self.described.get("added_tokens") or ()
+        return {each["content"]: each["id"] for each in added if each.get("special")}
+
     def to_dict(self) -> dict:
         return super().to_dict() | {"model": self.described}
 

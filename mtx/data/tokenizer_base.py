@@ -84,6 +84,10 @@ class Tokenizer:
         """Ids by their spelling; empty where tokens have none, as bytes."""
         return {}
 
+    def special_tokens(self) -> dict[str, int]:
+        """Those of the vocabulary that no text is encoded to, but for a template's marks."""
+        return {}
+
     def to_dict(self) -> dict:
         """Plain values for JSON, from which `tokenizer_from_dict` makes the same tokenizer."""
         one = self.identity

@@ -68,7 +68,7 @@ class Generator:
 
     def complete(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Sequence[int]],
         *,
         tokens: int = 200,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
@@ -76,7 +76,8 @@ class Generator:
         seed: int = 0,
         report: Report | None = None,
     ) -> list[Completion]:
-        """Each prompt with at most `tokens` tokens after it, as `generate` describes."""
+        """Each prompt, a text or its tokens, with at most `tokens` tokens after it, as `generate`
+        describes."""
         check_asked(self._model, tokens=tokens, seed=seed)
         stops = Stops.of(stop, self._tokenizer)
         job = _Job(self._decoder, self._tokenizer, tokens, sampling, stops)
@@ -89,9 +90,9 @@ class Generator:
         self._decoder.forget()
         return [job.completion(text) for text in texts]
 
-    def _text(self, i: int, prompt: str, seed: int) -> _Text:
+    def _text(self, i: int, prompt: str | Sequence[int], seed: int) -> _Text:
         tokenizer, vocab = self._tokenizer, self._model.vocab
-        ids = tokenizer.encode(prompt).tolist()
+        ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else list(prompt)
         if not ids:
             if tokenizer.eod is None:
                 raise UserError(

@@ -76,6 +76,10 @@ class ModelConfig:
     compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
     # matmuls of layers' weights in float8: e4m3, "hybrid" with output gradients in e5m2
     fp8: Fp8 = "off"
+    # r of adapters beside weights that are then frozen, as is all else (LoRA); 0: there are none
+    lora_rank: Annotated[int, Between(0, 2**14)] = 0
+    lora_alpha: float = 16.0  # what they add is scaled by lora_alpha / lora_rank
+    lora_on: tuple[str, ...] = ("attention", "mlp")  # the sublayers whose matrices have them
 
     def __new__(cls, **values: Any) -> ModelConfig:
         if cls is ModelConfig:
@@ -101,7 +105,23 @@ class ModelConfig:
                 f"fp8={self.fp8!r} is not for compute_dtype='float16', in which products of float8 "
                 "overflow; use compute_dtype='bfloat16' or fp8='off'"
             )
+        self._check_lora()
         self.check()
+
+    def _check_lora(self) -> None:
+        require_above(self, 0, "lora_alpha")
+        if self.lora_rank and not self.lora_on:
+            raise UserError(f"lora_rank={self.lora_rank} needs a sublayer; use lora_on=attention")
+        if self.lora_rank and self.fp8 != "off":
+            raise UserError(
+                f"lora_rank={self.lora_rank} is not made for fp8={self.fp8!r}; use fp8='off'"
+            )
+        for name in () if self.lora_rank else ("lora_alpha", "lora_on"):
+            if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                raise UserError(
+                    f"{name}={shown(value)} is of adapters, and lora_rank=0 has none; use a "
+                    "lora_rank, or leave it out"
+                )
 
     def check(self) -> None:
         """Raises UserError for values that do not go together."""
@@ -121,6 +141,16 @@ class ModelConfig:
     def objective(self) -> Objective:
         """What the model is trained to predict."""
         return "next token"
+
+    def trains(self, path: str, role: str) -> bool:
+        """Whether a parameter is trained, or frozen. path: as in a checkpoint, without "params.";
+        role: of `mtx.sharding.parameter`."""
+        return not self.lora_rank or role == "adapter"
+
+    def merged(self) -> ModelConfig:
+        """The model without adapters, which their weights can be added to."""
+        names = ("lora_rank", "lora_alpha", "lora_on")
+        return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
 
     @property
     def head_size(self) -> int:

@@ -10,6 +10,7 @@ Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden · H 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,12 @@ from mtx.layers.over_context import attention_over_context
 from mtx.layers.projected import Projected, keys_and_values, separate, sinks_of
 from mtx.layers.rotary import Rotary, rotate
 from mtx.layers.sublayer import Build, Keep
+from mtx.sharding.adapter import Adapter
 from mtx.sharding.linear import (
     MATMUL_OUTPUT,
     ColumnLinear,
     RowLinear,
+    adapter_product,
     add_bias,
     column_products,
     used_by_heads,
@@ -54,6 +57,7 @@ class Attention:
     sinks: bool = False  # a number for each head in the sum of its softmax: `mtx.layers.sinks`
     dropout: float = 0.0  # on the probabilities
     looks_around = True
+    adapts = True
 
     @property
     def in_parts(self) -> bool:
@@ -89,6 +93,11 @@ class GroupedProjection(nnx.Module):
         self.q = parameter(q, spec=P(None, *q_spec), role="matrix")
         kv = weight(2, groups, config.size)
         self.kv = parameter(kv, spec=P(None, *kv_spec), role="matrix")
+        self.adapted = build.adapters is not None
+        if build.adapters is not None:
+            common: Any = {"adapters": build.adapters, "axes": build.axes, "rngs": rngs}
+            self.q_lora = Adapter(q.shape, P(None, *q_spec), **common)
+            self.kv_lora = Adapter(kv.shape, P(None, *kv_spec), **common)
         self.bias = config.bias
         if config.bias:
             self.q_bias = parameter(jnp.zeros(q.shape[1:]), spec=P(*q_spec), role="bias")
@@ -102,13 +111,28 @@ class GroupedProjection(nnx.Module):
         """(q_BShK, kv_BSngK)"""
         repeats = None, 2 if self._repeated else None
         weights = self.q.get_value(), self.kv.get_value()
-        projected = column_products(x_BsD, weights, repeats, self.axes)
+        if self.adapted:
+            projected = self._with_adapters(x_BsD, weights, repeats)
+        else:
+            projected = column_products(x_BsD, weights, repeats, self.axes)
         if self.bias:
             projected = (
                 add_bias(projected[0], self.q_bias[...], self.axes),
                 self._with_bias(projected[1]),
             )
         return tuple(checkpoint_name(y, MATMUL_OUTPUT) for y in projected)
+
+    def _with_adapters(self, x_BsD, weights: tuple, repeats: tuple):
+        adapters = self.q_lora, self.kv_lora
+        read = tuple(used_by_heads(each.a[...], self.axes) for each in adapters)
+        q_BShK, kv_BSngK, *parts = column_products(
+            x_BsD, (*weights, *read), (*repeats, None, None), self.axes
+        )
+        more = (
+            adapter_product(h_BSr, each.b.get_value(), each, repeat)
+            for h_BSr, each, repeat in zip(parts, adapters, repeats)
+        )
+        return tuple(map(jnp.add, (q_BShK, kv_BSngK), more))
 
     def _with_bias(self, kv_BSngK):
         bias_ngK = self.kv_bias[...]
@@ -128,13 +152,13 @@ class AttentionModule(nnx.Module):
         if config.groups is None:
             self.qkv = ColumnLinear(
                 build.hidden, (3, heads, size), split=1, std=build.init_std, axes=build.axes,
-                rngs=rngs, bias=config.bias,
+                rngs=rngs, bias=config.bias, adapters=build.adapters,
             )  # fmt: skip
         else:
             self.qkv = GroupedProjection(config, config.groups, build, rngs)
         self.out = RowLinear(
             (heads, size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
-            bias=config.output_bias,
+            bias=config.output_bias, adapters=build.adapters,
         )  # fmt: skip
         if config.norm is not None:
             self.q_norm, self.k_norm = config.norm.rms(size), config.norm.rms(size)

@@ -12,9 +12,11 @@ from typing import Any, Literal, cast
 import jax
 from flax import nnx
 
+from mtx.errors import UserError
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
-from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer, has_aux
+from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer, adapts, has_aux
+from mtx.sharding.adapter import Adapters
 from mtx.sharding.linear import enter_jointly, leave_jointly
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
@@ -88,7 +90,8 @@ class Layer(nnx.Module):
             if not kind.parallel:
                 setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
             site = len(kind.sublayers) + number
-            setattr(self, name, sublayer.module(replace(build, site=site), rngs))
+            own = replace(build, site=site, adapters=_adapters_of(name, sublayer, build))
+            setattr(self, name, sublayer.module(own, rngs))
             if kind.norm_placement == "both":
                 setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
 
@@ -148,6 +151,18 @@ class Layer(nnx.Module):
         site = (context.layer, 0) if context is not None else ()
         x_BsD = x_BsD + dropout(y_BsD, self.kind.dropout, self.axes, context, *site)
         return stream | {"x": x_BsD}
+
+
+def _adapters_of(name: str, sublayer: Sublayer, build: Build) -> Adapters | None:
+    if build.adapters is None or name not in build.adapters.on:
+        return None
+    if not adapts(sublayer):
+        others = [each for each in build.adapters.on if each != name]
+        raise UserError(
+            f"lora_on={name}: its sublayer, {type(sublayer).__name__}, takes no adapters; use "
+            f"lora_on={' '.join(others) or 'another sublayer'}"
+        )
+    return build.adapters
 
 
 def _is_not_gathered(primitive, *_, **__) -> bool:

@@ -39,6 +39,7 @@ class MLP:
     gated: bool = False
     bias: bool = True
     looks_around = False
+    adapts = True
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return MLPModule(self, build, rngs)
@@ -51,11 +52,11 @@ class MLPModule(nnx.Module):
         outputs = (2, config.ffn) if config.gated else (config.ffn,)
         self.up = ColumnLinear(
             build.hidden, outputs, split=len(outputs) - 1, std=build.init_std, axes=build.axes,
-            rngs=rngs, bias=config.bias,
+            rngs=rngs, bias=config.bias, adapters=build.adapters,
         )  # fmt: skip
         self.down = RowLinear(
             (config.ffn,), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
-            bias=config.bias,
+            bias=config.bias, adapters=build.adapters,
         )  # fmt: skip
         self.config = config
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import keystr
 
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 from mtx.layers import fused
 from mtx.layers.attend import ATTENTION_OUTPUT
 from mtx.layers.context import Context
@@ -26,6 +27,7 @@ from mtx.layers.layer import Stack
 from mtx.layers.multi_token import NEXT, of_next, of_second, predicts_second, with_second
 from mtx.layers.over_context import in_parts
 from mtx.layers.sublayer import Build
+from mtx.sharding.adapter import Adapters
 from mtx.sharding.collectives import reduce_from, shard_of_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
 from mtx.sharding.mesh import Axes
@@ -68,11 +70,11 @@ class Model:
         self._build = Build(
             hidden=config.hidden, init_std=config.init_std, axes=axes, kernel=kernel, site=0,
             output_std=output_std(config.init_std, config.layers), dtype=config.compute_dtype,
-            slices=slices,
+            slices=slices, adapters=self._adapters(),
         )  # fmt: skip
-        shared = nnx.eval_shape(lambda: self._make_shared(nnx.Rngs(params=0)))
+        shared = nnx.eval_shape(lambda: self._make_shared(_rngs_of(0)))
         layers = {
-            kind: nnx.eval_shape(lambda kind=kind: self._make_layer(kind, nnx.Rngs(params=0)))
+            kind: nnx.eval_shape(lambda kind=kind: self._make_layer(kind, _rngs_of(0)))
             for kind in self.kinds
         }
         self._graphs: dict[str, Any] = {
@@ -86,9 +88,24 @@ class Model:
         self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
         self.rules = _metadata(states, "rule")  # of states, how a step moves them; None: of others
+        self.trained = jax.tree.map_with_path(
+            lambda path, role: config.trains(keystr(path, simple=True, separator="."), role),
+            self.roles,
+        )
         self._has_aux = any(kind.has_aux for kind in self.kinds.values())
 
     # -- parameters -------------------------------------------------------------------------------
+
+    def _adapters(self) -> Adapters | None:
+        """UserError for a name that is no sublayer's."""
+        config = self.config
+        if not config.lora_rank:
+            return None
+        names = dict.fromkeys(n for kind in self.kinds.values() for n, _ in kind.sublayers)
+        for name in config.lora_on:
+            if name not in names:
+                raise unknown_name("lora_on", name, names)
+        return Adapters(rank=config.lora_rank, alpha=config.lora_alpha, on=config.lora_on)
 
     def _make_shared(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         rows = self.vocab_rows
@@ -100,12 +117,12 @@ class Model:
 
     def init_shared(self, seed: int) -> Tree:
         """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
-        modules = self._make_shared(nnx.Rngs(params=_init_key(seed, -1)))
+        modules = self._make_shared(_rngs_of(_init_key(seed, -1)))
         return {name: _plain(module) for name, module in modules.items()}
 
     def init_layer(self, kind: str, seed: int, layer) -> Tree:
         """Float32 parameters of a layer, global shapes."""
-        return _plain(self._make_layer(kind, nnx.Rngs(params=_init_key(seed, layer))))
+        return _plain(self._make_layer(kind, _rngs_of(_init_key(seed, layer))))
 
     # -- batches ----------------------------------------------------------------------------------
 
@@ -258,6 +275,13 @@ _POLICIES = {  # what is kept of a layer, beside its input
 def _init_key(seed: int, layer):
     key = fold(key_data(seed), layer + 1)
     return jax.random.wrap_key_data(key, impl="threefry2x32")
+
+
+def _rngs_of(key) -> nnx.Rngs:
+    """Adapters have a stream of their own: beside them, parameters begin as they do without."""
+    if isinstance(key, int):
+        key = jax.random.key(key)
+    return nnx.Rngs(params=key, adapter=jax.random.fold_in(key, 1))
 
 
 def _plain(module: nnx.Module) -> Tree:

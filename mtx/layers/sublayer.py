@@ -19,6 +19,7 @@ from flax import nnx
 
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
+from mtx.sharding.adapter import Adapters
 from mtx.sharding.mesh import Axes
 
 Tree = Any
@@ -40,6 +41,7 @@ class Build:
     kernel: AttentionKernel
     site: int  # a number of its own among the layer's places that draw random numbers
     slices: int = 1  # of each sequence
+    adapters: Adapters | None = None  # of its linears; a sublayer that `adapts` is given them
 
 
 class Module(Protocol):
@@ -83,6 +85,11 @@ class Sublayer(Protocol):
     def module(self, build: Build, rngs: nnx.Rngs) -> Module | Balanced:
         """With parameters of global shapes; applied to local shards."""
         ...
+
+
+def adapts(sublayer: Sublayer) -> bool:
+    """Whether all matrices of a sublayer's module may have adapters."""
+    return getattr(sublayer, "adapts", False)
 
 
 def has_aux(sublayer: Sublayer) -> bool:

@@ -20,6 +20,7 @@ from jax import lax
 
 from mtx.pipeline.model import PipelineModel, Stream
 from mtx.pipeline.trees import add_up
+from mtx.sharding.parameter import chosen, with_chosen
 
 Tree = Any
 
@@ -85,9 +86,13 @@ def add_gradients(
     """(sums, dy): sums of the losses, by name, and of their gradients of `shared`, those of this
     microbatch added, of which each is `weight` times that of the losses."""
 
+    trained = chosen(shared, {part: model.trained[part] for part in shared})
+
     def add(sums, y, batch):
         losses, total = sums
-        values, vjp = jax.vjp(lambda shared, y: model.losses(shared, y, batch), shared, y)
+        values, vjp = jax.vjp(
+            lambda trained, y: model.losses(with_chosen(shared, trained), y, batch), trained, y
+        )
         dshared, dy = vjp({name: jnp.asarray(weight, a.dtype) for name, a in values.items()})
         losses = {name: losses[name] + value for name, value in values.items()}
         return (losses, add_up(total, dshared)), dy

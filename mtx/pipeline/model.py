@@ -59,6 +59,11 @@ class PipelineModel(Protocol):
         ...
 
     @property
+    def trained(self) -> Tree:
+        """Which parameters are, bool; the others are frozen. A tree like `specs`."""
+        ...
+
+    @property
     def inputs(self) -> Tree:
         """How many of a matrix's first dims are inputs; a tree like `specs`."""
         ...

@@ -32,6 +32,7 @@ from mtx.sharding.collectives import (
     shift,
 )
 from mtx.sharding.fp8 import arrays_of
+from mtx.sharding.parameter import chosen, with_chosen
 
 Tree = Any
 
@@ -46,7 +47,11 @@ class Run:
         shards, unit = pipeline.data_shards, self.layout.zero_unit
         chunks, layers = (shards if unit == wanted else None for wanted in ("chunk", "layer"))
         inputs = self.model.inputs["layers"]
-        self.weights = Weights(layers=params["layers"], inputs=inputs, shards=chunks)
+        self.trained = self.model.trained
+        of_layers = self.trained["layers"]
+        self.weights = Weights(
+            layers=params["layers"], inputs=inputs, shards=chunks, trained=of_layers
+        )
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement
@@ -63,7 +68,8 @@ class Run:
             context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split, offload_fraction=self.layout.offload_fraction,
             shards=layers and {
-                kind: LayerShards(own, inputs[kind]) for kind, own in layers.items()
+                kind: LayerShards(own, inputs[kind], of_layers[kind])
+                for kind, own in layers.items()
             },
         )  # fmt: skip
 
@@ -116,7 +122,7 @@ class Run:
         def zeros(by_w: bool):
             return jax.tree.map(
                 lambda a, is_by_w: float_zeros(a) if is_by_w == by_w else None,
-                arrays_of(self.weights.gathered(held)),
+                chosen(arrays_of(self.weights.gathered(held)), self.trained["layers"]),
                 made_by_w,
             )
 
@@ -141,10 +147,14 @@ class Run:
                 of_b=zeros(by_w=False),
                 of_w=zeros(by_w=True),
                 reduced=self.weights.sums(),
-                shared=jax.tree.map(float_zeros, self.shared),
+                shared=jax.tree.map(float_zeros, self.of_trained(self.shared)),
             ),
             losses=self.no_losses(),
         )
+
+    def of_trained(self, shared: Tree) -> Tree:
+        """Of embedding and head, those that are trained."""
+        return chosen(shared, {part: self.trained[part] for part in shared})
 
     def no_losses(self) -> dict[str, jax.Array]:
         """Zeros, float32 [] each."""
@@ -386,9 +396,15 @@ class Run:
             dx = dx if sent else self.dx_of_first(dx)
             item = op.embed_backward
             batch, context = self.batch_of(item), self.context(item, IDLE)
-            _, vjp = jax.vjp(lambda shared: self.model.embed(shared, batch, context), self.shared)
+
+            def embed(trained):
+                return self.model.embed(with_chosen(self.shared, trained), batch, context)
+
+            _, vjp = jax.vjp(embed, self.of_trained(self.shared))
             return add_up(total, vjp(dx)[0])
 
+        if not jax.tree.leaves(self.trained["embed"]).count(True):
+            return total
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
     def unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):

@@ -30,7 +30,6 @@ from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
-from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.mesh import Axes
 from mtx.vjp import Arrays, LayerVJP
 
@@ -41,8 +40,8 @@ Tree = Any
 class Stage:
     """The layers of this stage and the rules by which their ops run.
 
-    Parameters and gradients are {kind: leaves [C, N, ...]}, or [1, N, ...] where a stage has one
-    chunk of them gathered at a time.
+    Parameters, and gradients of those that are trained, are {kind: leaves [C, N, ...]}, or
+    [1, N, ...] where a stage has one chunk of them gathered at a time.
     """
 
     model: PipelineModel
@@ -63,11 +62,14 @@ class Stage:
 
         def of(kind: str, params: Tree) -> LayerVJP:
             arguments = params, self.stream, context, *self._empty_cache(kind)
-            layer = partial(self.model.layer, kind)
+            layer, trained = partial(self.model.layer, kind), self.model.trained["layers"][kind]
             if self.shards is None:
-                return LayerVJP(layer, *arguments)
+                return LayerVJP(layer, *arguments, trained=trained)
             own = self.shards[kind]
-            return LayerVJP(layer, *arguments, gather=own.gather, reduce_scatter=own.reduce_scatter)
+            return LayerVJP(
+                layer, *arguments, gather=own.gather, reduce_scatter=own.reduce_scatter,
+                trained=trained,
+            )  # fmt: skip
 
         return {kind: of(kind, params) for kind, params in self.layer_params.items()}
 
@@ -237,9 +239,9 @@ class Stage:
         return kept["gradients"]
 
     def made_by_w(self) -> Tree:
-        """Which gradients W makes; B makes the others. bool, like the parameters."""
+        """Which gradients W makes; B makes the others. bool, like the gradients."""
         if not self.split:
-            return jax.tree.map(lambda _: False, arrays_of(self.layer_params))
+            return {k: jax.tree.map(lambda _: False, v.gradients) for k, v in self.vjps.items()}
         return {kind: vjp.cut.made_by_w for kind, vjp in self.vjps.items()}
 
     # -- layers -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from jax import lax
 
 from mtx.pipeline import slots
 from mtx.sharding.fp8 import arrays_of, is_quantised
+from mtx.sharding.parameter import chosen
 
 Tree = Any
 
@@ -31,6 +32,7 @@ class LayerShards:
 
     shards: Tree
     inputs: Tree  # how many of a matrix's first dims are
+    trained: Tree
 
     def gather(self, params: Tree) -> Tree:
         gather = partial(_gathered, stacked=0)
@@ -46,7 +48,7 @@ class LayerShards:
             return shard.reduce_scatter(gradient.astype(jnp.float32), stacked=False)
 
         with jax.named_scope("reduce_scatter"):
-            return jax.tree.map(scatter, gradients, self.shards)
+            return jax.tree.map(scatter, gradients, chosen(self.shards, self.trained))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Weights:
     layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
     inputs: Tree  # how many of a matrix's first dims are
     shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: no chunk is gathered
+    trained: Tree  # which of them are; the others have no gradients
 
     @property
     def layer(self) -> Tree:
@@ -88,8 +91,10 @@ class Weights:
         return jax.tree.map(gather, self.layers, self.shards, self.inputs, is_leaf=is_quantised)
 
     def sums(self) -> Tree:
-        """Float32 zeros like the parameters' shards; None where gradients are summed later."""
-        return None if self.shards is None else _zeros(arrays_of(self.layers), jnp.float32)
+        """Float32 zeros like the gradients' shards; None where gradients are summed later."""
+        if self.shards is None:
+            return None
+        return _zeros(chosen(arrays_of(self.layers), self.trained), jnp.float32)
 
     def reduce_scatter(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
         """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over
@@ -104,7 +109,8 @@ class Weights:
                 return slots.add(total, shard.reduce_scatter(gradient[0]), chunk)
 
             is_none = lambda a: a is None  # noqa: E731
-            added = jax.tree.map(add, gradients, sums, self.shards, is_leaf=is_none)
+            shards = chosen(self.shards, self.trained)
+            added = jax.tree.map(add, gradients, sums, shards, is_leaf=is_none)
             return jax.tree.map(jnp.zeros_like, gradients), added
 
         with jax.named_scope("reduce_scatter"):

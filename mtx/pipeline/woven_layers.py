@@ -27,7 +27,6 @@ from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
 from mtx.schedules.partition import Placement
-from mtx.sharding.fp8 import arrays_of
 from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
 
 Tree = Any
@@ -291,7 +290,7 @@ class KindStrands:
     @property
     def gradients(self) -> int:
         """How many B gives, of parameters."""
-        return len(jax.tree.leaves(arrays_of(self.vjp.params)))
+        return len(jax.tree.leaves(self.vjp.gradients))
 
     @property
     def outputs(self) -> Any:
@@ -376,6 +375,6 @@ class KindStrands:
         if cut or self.split:
             dparams, others, waits = self.cut.of_b(values)
             return dparams, others[0], waits
-        structure = jax.tree.structure((arrays_of(self.vjp.params), (self.vjp.stream,)))
+        structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
         return dparams, dstream, ()

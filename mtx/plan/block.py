@@ -94,7 +94,11 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
     stashed = Work(elementwise_s=shard.memory_s(copies * kept_bytes))
     inputs_s = [shard.product_s(m, k, n, b, dtype=t) for b, m, n, k, t in weights]
-    weights_s = [shard.product_s(k, n, m, b, dtype=t) for b, m, n, k, t in weights]
+    trained = [each.weight in cost.trained for each in cost.weights]
+    weights_s = [
+        shard.product_s(k, n, m, b, dtype=t) if has_w else 0.0
+        for has_w, (b, m, n, k, t) in zip(trained, weights)
+    ]
     backward = Work(
         matmul_s=sum(inputs_s),
         attention_s=attention_backward_s,
@@ -104,10 +108,10 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         expert_comm_s=to_experts_s(shard, shard.cost(kind, recompute), "BW"),
     )
     backward += _again(shard, kind, recompute, forward)
-    size = sum(batch * k * n for batch, _, n, k, _ in weights)
+    size = sum(b * k * n for has_w, (b, _, n, k, _) in zip(trained, weights) if has_w)
     weight = Work(
         matmul_s=sum(weights_s),
-        elementwise_s=_accumulate_s(shard, size, len(weights)),
+        elementwise_s=_accumulate_s(shard, size, sum(trained)),
         tensor_comm_s=-_hidden_s(shard, _columns_s(cost, weights_s), weights=True),
     )
     return Passes(forward=forward + stashed, backward=backward, weight=weight)
@@ -233,15 +237,17 @@ def embedding_work(shard: Shard, shards: int) -> Passes:
     table's dense gradient."""
     rows = shard.model.padded_vocab(shards) // shards
     table = rows * shard.model.hidden
+    weight = Work(
+        elementwise_s=shard.memory_s(4 * shard.hidden_bytes + table * shard.item_bytes, 6)
+        + _accumulate_s(shard, table)
+    )
+    trained = shard.model.trains("embed.tokens", "embedding")
     return Passes(
         forward=Work(
             elementwise_s=shard.memory_s(6 * shard.hidden_bytes, 6),
             tensor_comm_s=shard.all_reduce_s(),
         ),
-        weight=Work(
-            elementwise_s=shard.memory_s(4 * shard.hidden_bytes + table * shard.item_bytes, 6)
-            + _accumulate_s(shard, table)
-        ),
+        weight=weight if trained else Work(),
     )
 
 
@@ -259,9 +265,10 @@ def head_work(shard: Shard, shards: int) -> Passes:
         model, HEAD, tensor=shard.tensor, sequence_parallel=shard.sequence_parallel,
         context=shard.context,
     )  # fmt: skip
-    products = [  # (tokens, outputs, inputs), but of those on a sequence's first token alone
-        each.shape(shard.microbatch, columns)[1:] for each in cost.weights if each.m.number > 1
-    ]
+    by_tokens = [each for each in cost.weights if each.m.number > 1]  # not of a first one alone
+    # (tokens, outputs, inputs)
+    products = [each.shape(shard.microbatch, columns)[1:] for each in by_tokens]
+    trained = [p for p, each in zip(products, by_tokens) if each.weight in cost.trained]
     loss_bytes = shard.calibration.software.loss_bytes * shard.tokens * columns
     loss_s = shard.memory_s(loss_bytes, 10)
     norm_s = shard.memory_s(shard.hidden_bytes) * len(products)
@@ -277,7 +284,7 @@ def head_work(shard: Shard, shards: int) -> Passes:
             tensor_comm_s=shard.all_reduce_s(),
         ),
         weight=Work(
-            matmul_s=sum(shard.product_s(k, n, m) for m, n, k in products),
-            elementwise_s=_accumulate_s(shard, sum(n * k for _, n, k in products)),
+            matmul_s=sum(shard.product_s(k, n, m) for m, n, k in trained),
+            elementwise_s=_accumulate_s(shard, sum(n * k for _, n, k in trained)),
         ),
     )

@@ -34,6 +34,7 @@ class ForwardFlops:
     # "attention" (q, k, v and the output) and 4 f B s h^2 in "mlp"
     scores: float  # products of activations; 4 B s^2 h a layer, q k^T and that with v
     head: float  # 2 B s h V, and the layers before the logits
+    frozen: float  # of all these, products whose weight has no gradient
 
     @property
     def blocks(self) -> float:
@@ -53,16 +54,24 @@ def forward_flops(model: ModelConfig, batch: int, *, causal: bool) -> ForwardFlo
     """One forward pass of `batch` sequences. causal: scores that the mask hides are not counted."""
     model = replace(model, dropout=0.0, attention_dropout=0.0)  # which is no matmul
     layers: dict[str, float] = defaultdict(float)
-    scores = 0.0
+    scores = frozen = 0.0
     for kind, count in Counter(pattern_of(model)).items():
-        for matmul in layer_cost(model, kind=kind, kernel="cudnn").matmuls:
+        cost = layer_cost(model, kind=kind, kernel="cudnn")
+        for matmul in cost.matmuls:
             flops = count * matmul.flops(batch) if matmul.during == "F" else 0.0
             if matmul.weight:
                 layers[module_of(matmul.weight)] += flops
+                frozen += flops if matmul.weight not in cost.trained else 0.0
             else:
                 scores += flops * (matmul.seen if causal else 1)
-    head = shared_cost(model, HEAD).flops("F", batch, model.vocab)
-    return ForwardFlops(layers=dict(layers), scores=scores, head=head)
+    of_head = shared_cost(model, HEAD)
+    head = of_head.flops("F", batch, model.vocab)
+    frozen += sum(
+        each.flops(batch, model.vocab)
+        for each in of_head.weights
+        if each.weight not in of_head.trained
+    )
+    return ForwardFlops(layers=dict(layers), scores=scores, head=head, frozen=frozen)
 
 
 def sc21_flops(model: ModelConfig, batch: int) -> float:
@@ -73,16 +82,17 @@ def sc21_flops(model: ModelConfig, batch: int) -> float:
     another family's matmuls it is the same count.
     """
     forward = forward_flops(model, batch, causal=False)
-    return 4 * forward.blocks + 3 * forward.head
+    return 4 * forward.blocks + 3 * forward.head - forward.frozen
 
 
 def model_flops(model: ModelConfig, batch: int) -> float:
     """FLOPs a step as MFU counts them: 72 B s l h^2 (1 + s/(12h) + V/(12 l h)) where f = 4.
 
-    Forward and backward (3 forwards), attention halved where it is causal, nothing for
-    recomputation.
+    Forward and backward (3 forwards, 2 of products with frozen weights), attention halved where it
+    is causal, nothing for recomputation.
     """
-    return 3 * forward_flops(model, batch, causal=True).total
+    forward = forward_flops(model, batch, causal=True)
+    return 3 * forward.total - forward.frozen
 
 
 def hardware_matmul_flops(
@@ -167,6 +177,18 @@ def parameters(model: ModelConfig) -> int:
     formula lacks.
     """
     return sum(parameters_by_part(model).values())
+
+
+def trained_parameters(model: ModelConfig) -> int:
+    """How many of these are not frozen."""
+    every = model_parameters(model)
+    shared = sum(each.elements.at(1, model.vocab) for each in every.shared if each.trained)
+    return shared + sum(
+        count * each.elements.number
+        for kind, count in Counter(every.pattern).items()
+        for each in every.layers[kind]
+        if each.trained and each.role != "state"
+    )
 
 
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:

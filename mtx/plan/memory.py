@@ -69,17 +69,17 @@ def predict_memory(
     zero = layout.zero if zero is None else zero
     slots = _slots(layout, layout.microbatches(global_batch))
     device = _Device(model, layout, backend)
-    held = device.parameters
+    held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
     working, head = device.working_bytes(), device.head_bytes()
     offload = layout.offload_fraction
     stash = slots.stash * (device.stash_slot_bytes() - device.offloaded_slot_bytes(offload))
     stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
     if layout.idle == "skip" and conditionals_copy():
-        layers = 4 * layout.virtual * held.chunk
+        layers = 4 * layout.virtual * trained.chunk
         forward = stash if layout.stash == "residuals" else 0
         working = max(working + (waiting or layers), forward, layers)
-    parameters, gradients, gathered = _weights_bytes(model, layout, held, zero)
+    parameters, gradients, gathered = _weights_bytes(model, layout, held, trained, zero)
     if zero == 3 and zero_unit(layout, model, global_batch) == "layer":
         working += device.gathered_layer_bytes()
     else:
@@ -90,7 +90,7 @@ def predict_memory(
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=_optimizer_bytes(held, optimizer, sharded=zero != 0),
+        optimizer_bytes=_optimizer_bytes(trained, optimizer, sharded=zero != 0),
         stash_bytes=stash + waiting,
         transfer_bytes=(2 + (layout.weave == "on") + slots.rings) * device.stream_bytes(),
         activations_bytes=working + device.underway_bytes(offload),
@@ -132,24 +132,25 @@ class Held(NamedTuple):
 
     total: int
     chunk: int  # of the layers of one chunk, with the padding of uneven stages
-    matrices: int  # of all, those that the optimizer takes for matrices
-    shard: int  # of all, what is left of each where it is sharded over its replicas (ZeRO)
+    matrices: int  # of these, those that an optimizer takes for matrices
+    shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
     matrices_shard: int
     chunk_shard: int
 
 
-def parameters_held(model: ModelConfig, layout: Layout) -> Held:
-    """Padding of vocabulary and of uneven stages included; states of routers are none."""
+def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
+    """Padding of vocabulary and of uneven stages included; states of routers are none. trained: of
+    these alone."""
     parameters = _parameters(model, layout)
 
     def count(these: tuple[Parameter, ...]) -> np.ndarray:
         """(all, matrices), whole and sharded over replicas"""
         held = np.zeros((2, 2))
         for each in these:
-            if each.role == "state":
+            if each.role == "state" or (trained and not each.trained):
                 continue
             n, replicas = _held(each, model, layout), _replicas(each, layout)
-            held += np.outer((1, each.role == "matrix"), (n, n / replicas))
+            held += np.outer((1, each.is_matrix), (n, n / replicas))
         return held
 
     places = _places(model, layout).items()
@@ -186,21 +187,22 @@ def _held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
 
 
 def _weights_bytes(
-    model: ModelConfig, layout: Layout, held: Held, zero: Zero
+    model: ModelConfig, layout: Layout, held: Held, trained: Held, zero: Zero
 ) -> tuple[int, int, tuple[int, int]]:
     """(parameters in the compute type, gradients in float32, both of what zero=3 gathers beside
-    them where that is a chunk)"""
+    them where that is a chunk). Frozen parameters have no other master than these."""
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
-        layers = layout.virtual * held.chunk
-        shared, shard = held.total - layers, layout.virtual * held.chunk_shard
+        of_shared, of_trained = (n.total - layout.virtual * n.chunk for n in (held, trained))
+        shard = layout.virtual * trained.chunk_shard
         # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
-        parameters = item * shared + (0 if item == 4 else item * shard)
-        return parameters, 4 * (shared + shard), (2 * item * held.chunk, 4 * held.chunk)
+        parameters = item * of_shared + (0 if item == 4 else item * shard)
+        parameters += item * (held.shard - trained.shard)
+        return parameters, 4 * (of_trained + shard), (2 * item * held.chunk, 4 * trained.chunk)
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.token_shards == 1 or zero == 0)
-    return 0 if same else item * held.total, 4 * held.total, (0, 0)
+    return item * (held.total - same * trained.total), 4 * trained.total, (0, 0)
 
 
 def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None, *, sharded: bool) -> int:
@@ -252,11 +254,14 @@ class _Device:
         """Parameters of F's layer and of B's, and gradients of one, not yet scattered: of the kind
         that has most."""
         layers = _parameters(self.model, self.layout).layers
-        most = max(
-            sum(_held(each, self.model, self.layout) for each in layers[kind])
+        item = ITEM_BYTES[self.model.compute_dtype]
+        return max(
+            sum(
+                (2 * item + 4 * each.trained) * _held(each, self.model, self.layout)
+                for each in layers[kind]
+            )
             for kind in self.places
         )
-        return (2 * ITEM_BYTES[self.model.compute_dtype] + 4) * most
 
     def cost(self, kind: str, recompute: Recompute | None = None) -> Cost:
         model, layout = self.model, self.layout
@@ -335,8 +340,8 @@ class _Device:
             matrices = [
                 _held(each, self.model, layout)
                 for each in parameters[kind]
-                if each.role == "matrix"
-            ]
+                if each.is_matrix and each.trained
+            ] or [0]
             working = item * max(matrices) + 4 * (sum if alone else max)(matrices)
             working += 4 * shards * total(self.cost(kind).stream, rows)
             working += (2 * 4 + item) * self.cost(kind).scores.at(rows)

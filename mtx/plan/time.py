@@ -116,7 +116,7 @@ def predict_step(
     blocks = on.layers.all * (microbatches / layout.pipe)
     blocks += on.communication(lone_s - sum(on.hidden) * microbatches)
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
-    held = _parameters_held(model, layout, on.counts, calibration)
+    held = _parameters_held(model, layout, on.counts, calibration, frozen=zero == 3)
     if zero == 3:
         computed_s = blocks.total_s + outside.total_s
         data_comm_s = _zero3_s(shard, layout, held, computed_s, global_batch)
@@ -317,10 +317,11 @@ Held = Mapping[Group, float]  # parameters of a device, by the group that has th
 
 def _parameters_held(
     model: ModelConfig, layout: Layout, counts: Sequence[Mapping[str, int]],
-    calibration: Calibration,
+    calibration: Calibration, *, frozen: bool,
 ) -> Held:  # fmt: skip
-    """Of the device that has most: matrices of so many layers, and its part of a token table."""
-    each = _matrices_held(model, layout)
+    """Of the device that has most: matrices of so many layers, and its part of a token table.
+    frozen: with what is not trained, which zero=3 gathers as well."""
+    each = _matrices_held(model, layout, frozen)
     stages: list[Any] = []  # Counters of floats
     for stage in counts:
         stages.append(Counter())
@@ -330,12 +331,13 @@ def _parameters_held(
     everywhere = calibration.software.head == "all stages"
     shards = layout.vocab_shards if everywhere else layout.tensor
     tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
-    held[data_group(layout)] += tables * model.padded_vocab(shards) / shards * model.hidden
+    if frozen or model.trains("embed.tokens", "embedding"):
+        held[data_group(layout)] += tables * model.padded_vocab(shards) / shards * model.hidden
     return held
 
 
 @lru_cache(maxsize=4096)
-def _matrices_held(model: ModelConfig, layout: Layout) -> dict[str, Counter]:
+def _matrices_held(model: ModelConfig, layout: Layout, frozen: bool) -> dict[str, Counter]:
     """Of one layer of each kind."""
     experts = ExpertShards.of(layout, model)
     found: dict[str, Counter] = {}
@@ -343,7 +345,7 @@ def _matrices_held(model: ModelConfig, layout: Layout) -> dict[str, Counter]:
     for kind, of_layer in parameters.layers.items():
         found[kind] = Counter()
         for each in of_layer:
-            if each.role == "matrix":
+            if each.is_matrix and (each.trained or frozen):
                 split = math.prod(layout.sizes[axis] for axis in each.axes)
                 found[kind][data_group(layout, each.axes)] += each.elements.number // split
     return found

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mtx.sharding import fp8
+from mtx.sharding.adapter import Adapter, Adapters
 from mtx.sharding.collectives import (
     all_gather_sequence,
     copy_to,
@@ -237,13 +238,25 @@ def used_by_heads(w, axes: Axes):
     return w if axes.sequence_parallel else copy_to(w, axes.tensor)
 
 
+def adapter_product(h_BSr, b, adapter: Adapter, repeat: int | None = None):
+    """scale * h B of h = x A; b: the local shard of B; repeat: as in `column_products`."""
+    h_BSr = adapter.scale * checkpoint_name(h_BSr, MATMUL_OUTPUT)
+    return column_products(h_BSr, (b,), (repeat,), adapter.axes)[0]
+
+
 class ColumnLinear(nnx.Module):
     """y = x W + b with W [inputs, *outputs], split over `tensor` along the output dim `split`."""
 
-    def __init__(self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs, bias=True):
+    def __init__(
+        self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs, bias=True,
+        adapters: Adapters | None = None,
+    ):  # fmt: skip
         names = ["tensor" if dim == split else None for dim in range(len(outputs))]
         w = std * jax.random.normal(rngs.params(), (inputs, *outputs), jnp.float32)
         self.w = parameter(w, spec=P(None, *names), role="matrix")
+        self.adapted = adapters is not None
+        if adapters is not None:
+            self.w_lora = Adapter(w.shape, P(None, *names), adapters, axes=axes, rngs=rngs)
         if bias:
             self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(*names), role="bias")
         self.bias = bias
@@ -251,7 +264,12 @@ class ColumnLinear(nnx.Module):
 
     def __call__(self, x):
         """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs]"""
-        (y,) = column_products(x, (self.w.get_value(),), (None,), self.axes)
+        weights = (self.w.get_value(),)
+        if self.adapted:
+            weights += (used_by_heads(self.w_lora.a[...], self.axes),)
+        y, *h = column_products(x, weights, (None,) * len(weights), self.axes)
+        if self.adapted:
+            y += adapter_product(h[0], self.w_lora.b.get_value(), self.w_lora)
         return checkpoint_name(
             add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
         )
@@ -275,12 +293,16 @@ class WholeLinear(nnx.Module):
 class RowLinear(nnx.Module):
     """y = x W + b with W [*inputs, outputs], split over `tensor` along the first input dim."""
 
-    def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True):
-        shape = (*inputs, outputs)
+    def __init__(
+        self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True,
+        adapters: Adapters | None = None,
+    ):  # fmt: skip
+        shape, spec = (*inputs, outputs), P("tensor", *(None for _ in inputs))
         w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.w = parameter(
-            w, spec=P("tensor", *(None for _ in shape[1:])), role="matrix", inputs=len(inputs)
-        )
+        self.w = parameter(w, spec=spec, role="matrix", inputs=len(inputs))
+        self.adapted = adapters is not None
+        if adapters is not None:
+            self.w_lora = Adapter(shape, spec, adapters, inputs=len(inputs), axes=axes, rngs=rngs)
         if bias:
             self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
         self.bias = bias
@@ -289,11 +311,19 @@ class RowLinear(nnx.Module):
     def __call__(self, x):
         """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
         w = self.w.get_value()
-        y = matmul(x, w, w.ndim - 1, self.axes)
+        y = self._with_adapter(x) if self.adapted else matmul(x, w, w.ndim - 1, self.axes)
         if self.bias:
             once = self.axes.joint and self.axes.tensor
             y = (_add_bias_once if once else add_bias)(y, self.b[...], self.axes)
         return checkpoint_name(y, MATMUL_OUTPUT)
+
+    def _with_adapter(self, x):
+        """Both are parts of one sum over `tensor`."""
+        w, adapter = self.w.get_value(), self.w_lora
+        h = matmul(x, adapter.a.get_value(), w.ndim - 1, adapter.axes)
+        b = used_by_heads(adapter.b[...], self.axes)  # whole, as its part of x A is not
+        partial_BSD = matmul(x, w, w.ndim - 1, adapter.axes) + adapter_product(h, b, adapter)
+        return partial_BSD if self.axes.joint else leave_jointly(partial_BSD, self.axes)
 
 
 def output_std(init_std: float, layers: int) -> float:

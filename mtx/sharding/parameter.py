@@ -1,6 +1,10 @@
 """What every parameter says about itself: how it is sharded, and what it is for.
 
 Weight decay, the choice of an optimizer and conversion ask for the role, never for a name.
+
+Which parameters are trained says the config (`ModelConfig.trains`), as a tree of bool like the
+parameters. The others are frozen: they have no gradients, no moments and no float32 master. Trees
+of what only trained ones have are the same nested dicts without the leaves of others (`chosen`).
 """
 
 from __future__ import annotations
@@ -11,17 +15,21 @@ from typing import Any, Literal, get_args
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-# recurrence: of a state-space model, how its states move on. filter: a convolution's.
+# recurrence: of a state-space model, how its states move on. filter: a convolution's. adapter: of
+# a frozen matrix (`mtx.sharding.adapter`).
 Role = Literal[
-    "matrix", "embedding", "head", "norm", "bias", "router", "state", "recurrence", "filter"
-]
+    "matrix", "embedding", "head", "norm", "bias", "router", "state", "recurrence", "filter",
+    "adapter",
+]  # fmt: skip
 ROLES: tuple[Role, ...] = get_args(Role)
+MATRICES: frozenset[Role] = frozenset({"matrix", "adapter"})  # to an optimizer
 QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
 DECAYED: frozenset[Role] = frozenset(  # as in Megatron-LM
-    {"matrix", "embedding", "head", "router", "filter"}
+    {"matrix", "embedding", "head", "router", "filter", "adapter"}
 )
 # computed with as they are kept
 FLOAT32: frozenset[Role] = frozenset({"router", "state", "recurrence"})
+Tree = Any
 Rule = Callable[[Any, Any], Any]  # (a state, what the microbatches have summed) -> the next state
 
 
@@ -35,3 +43,22 @@ def parameter(
     step the rule makes the next state of the sum, for the dims of `value`; others may be in front.
     """
     return nnx.Param(value, spec=spec, role=role, inputs=inputs, rule=rule)
+
+
+def chosen(tree: Tree, which: Tree) -> Tree:
+    """Nested dicts with only those leaves for which `which`, a tree of bool like it, says so."""
+    return {
+        key: chosen(value, which[key]) if isinstance(which[key], dict) else value
+        for key, value in tree.items()
+        if which[key] is not False
+    }
+
+
+def with_chosen(tree: Tree, part: Tree) -> Tree:
+    """The nested dicts with those leaves that `part` has as they are there."""
+    return {
+        key: with_chosen(value, part[key])
+        if isinstance(value, dict) and key in part
+        else part.get(key, value)
+        for key, value in tree.items()
+    }

@@ -18,7 +18,7 @@ from jax.tree_util import DictKey, GetAttrKey
 from mtx.config import OptimizerConfig
 from mtx.errors import UserError
 from mtx.optimizers import optimizer_module
-from mtx.sharding.parameter import DECAYED
+from mtx.sharding.parameter import DECAYED, MATRICES
 
 Tree = Any
 Path = tuple[Any, ...]  # of a leaf, as jax.tree_util has it
@@ -74,7 +74,7 @@ def make_optimizer(
         return of_matrices
     rest_lr = config.rest_lr or config.lr
     rate = replace(config, lr=rest_lr, min_lr=config.min_lr * rest_lr / config.lr)
-    labels = jax.tree.map(lambda role: "matrix" if role == "matrix" else "rest", roles)
+    labels = jax.tree.map(lambda role: "matrix" if role in MATRICES else "rest", roles)
     rest = make(config.rest, learning_rate(rate, steps))
     return optax.partition({"matrix": of_matrices, "rest": rest}, labels)
 

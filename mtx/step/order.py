@@ -20,8 +20,9 @@ Tree = Any
 
 
 def to_canonical(tree: Tree, states: States) -> Tree:
-    """A tree like the masters (gradients, moments) -> layers [L, ...], no padding."""
-    tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, states.shards)
+    """A tree like the parameters, or like the trained ones (gradients, moments) -> layers
+    [L, ...], no padding."""
+    tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, _like(tree, states.shards))
     vocab = states.run.model.vocab
 
     def unstack(kind: str, leaves: Tree) -> Tree:
@@ -45,13 +46,18 @@ def from_canonical(tree: Tree, states: States) -> Tree:
 
     layers = {kind: stack(kind, leaves) for kind, leaves in tree["layers"].items()}
     tree = _shared(pad_vocab, tree, states) | {"layers": layers}
-    return jax.tree.map(lambda a, shard: shard.pad(a), tree, states.shards)
+    return jax.tree.map(lambda a, shard: shard.pad(a), tree, _like(tree, states.shards))
+
+
+def _like(tree: Tree, whole: Tree) -> Tree:
+    """Of nested dicts the leaves that `tree` has as well."""
+    return {k: _like(v, whole[k]) if isinstance(v, dict) else whole[k] for k, v in tree.items()}
 
 
 def _shared(change: Callable, tree: Tree, states: States) -> Tree:
     """{"embed": ..., "head": ...} with change(a, spec) for each leaf."""
-    specs = states.param_specs
-    return {part: jax.tree.map(change, tree[part], specs[part]) for part in ("embed", "head")}
+    shared = {part: tree[part] for part in ("embed", "head")}
+    return jax.tree.map(change, shared, _like(shared, states.param_specs))
 
 
 def _is_vocab(spec: P) -> bool:

@@ -20,13 +20,15 @@ from mtx.pipeline.model import PipelineModel
 from mtx.schedules.partition import EMPTY, Placement
 from mtx.sharding.axes import AXES
 from mtx.sharding.optimizer import WHOLE, shard_over_replicas
+from mtx.sharding.parameter import FLOAT32, chosen
 from mtx.step.optimizer import LossScale, make_optimizer, state_specs
 
 Tree = Any
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. Masters and moments are float32, sharded over replicas as well."""
+    """All that a step changes, and what is frozen. Masters and moments are float32, sharded over
+    replicas as well; frozen parameters are of the compute type."""
 
     step: jax.Array  # int32 []
     params: Tree  # the masters: {"embed", "head", "layers": {kind: leaves [P, C, N, ...]}}
@@ -65,7 +67,11 @@ class States:
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        return make_optimizer(self.run.optimizer, self.run.steps, self.model.roles)
+        return make_optimizer(self.run.optimizer, self.run.steps, self.of_trained(self.model.roles))
+
+    def of_trained(self, tree: Tree) -> Tree:
+        """Of a tree like the parameters: what has gradients and moments, and is updated."""
+        return chosen(tree, self.model.trained)
 
     @cached_property
     def param_specs(self) -> Tree:
@@ -76,14 +82,25 @@ class States:
 
     @cached_property
     def param_shapes(self) -> Tree:
-        """The global shape of every parameter, layers stacked; float32."""
+        """The global shape of every parameter, layers stacked; float32, or as `kept`."""
 
         def of_kind(kind: str) -> Tree:
             slots = self.placement.slots_of(kind).shape
             return jax.tree.map(lambda a: a.update(shape=slots + a.shape), shapes["layers"][kind])
 
         shapes = self.model.shapes
-        return shapes | {"layers": {kind: of_kind(kind) for kind in self.placement.kinds}}
+        layers = {kind: of_kind(kind) for kind in self.placement.kinds}
+        return jax.eval_shape(self.kept, shapes | {"layers": layers})
+
+    def kept(self, params: Tree) -> Tree:
+        """Parameters as a state has them: float32 masters and, of what is frozen, only what is
+        computed with, which no update could be lost in."""
+        dtype = self.run.model.compute_dtype
+
+        def cast(a, trained, role):
+            return a if trained or role in FLOAT32 else a.astype(dtype)
+
+        return jax.tree.map(cast, params, self.model.trained, self.model.roles)
 
     @cached_property
     def by_pipeline(self) -> Tree:
@@ -103,14 +120,16 @@ class States:
         where the pipeline gathers one at a time."""
         windows, sizes = self.run.layout.by_windows(self.run.model), self.run.layout.sizes
 
-        def shard(path, a, spec, by_pipeline, role):
+        def shard(path, a, spec, by_pipeline, role, trained):
             stacked = 3 if by_pipeline else 2 if windows and is_of_layers(path) else 0
-            whole = role == "state"  # a rule looks at all of it
+            # A rule looks at all of a state. What is frozen is gathered once, but with zero=3.
+            whole = role == "state" or (not trained and self.run.layout.zero == 1)
             return shard_over_replicas(a.shape, spec, sizes=sizes, stacked=stacked, whole=whole)
 
         return jax.tree.map_with_path(
-            shard, self.param_shapes, self.param_specs, self.by_pipeline, self.model.roles
-        )
+            shard, self.param_shapes, self.param_specs, self.by_pipeline, self.model.roles,
+            self.model.trained,
+        )  # fmt: skip
 
     @cached_property
     def pipeline_shards(self) -> Tree:
@@ -153,7 +172,7 @@ class States:
 
     def _padded(self, params: Tree) -> TrainState:
         """The first state with these parameters."""
-        return self.of(jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards))
+        return self.of(self.kept(jax.tree.map(lambda a, shard: shard.pad(a), params, self.shards)))
 
     def of(self, masters: Tree) -> TrainState:
         """The first state with these masters."""
@@ -161,7 +180,7 @@ class States:
         checksums = None
         if self.run.guard.checksums:
             checksums = jnp.zeros(tuple(self.run.layout.sizes.values()), jnp.uint32)
-        moments = self.optimizer.init(masters)
+        moments = self.optimizer.init(self.of_trained(masters))
         return TrainState(jnp.int32(0), masters, moments, start, jnp.int32(0), checksums)
 
     def _params(self, seed) -> Tree:

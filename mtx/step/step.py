@@ -34,7 +34,7 @@ from mtx.sharding.checksum import checksum, on_each_device
 from mtx.sharding.fp8 import Quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.optimizer import global_norm
-from mtx.sharding.parameter import FLOAT32, QUANTISED
+from mtx.sharding.parameter import FLOAT32, QUANTISED, with_chosen
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
@@ -61,19 +61,22 @@ class Step:
         with jax.named_scope("clip"):
             gradients, counted = self._apart(gradients)
             gradients = jax.tree.map(lambda g: g / scale, gradients)
-            norm = global_norm(gradients, states.specs.params, self.run.layout.sizes)
+            specs = states.of_trained(states.specs.params)
+            norm = global_norm(gradients, specs, self.run.layout.sizes)
             finite = jnp.isfinite(norm)
             factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
             gradients = jax.tree.map(lambda g: g * factor, gradients)
 
         with jax.named_scope("update"):
-            updates, moments = states.optimizer.update(gradients, state.moments, state.params)
-            params = self._with_states(optax.apply_updates(state.params, updates), state, counted)
+            masters = states.of_trained(state.params)
+            updates, moments = states.optimizer.update(gradients, state.moments, masters)
+            params = self._with_states(optax.apply_updates(masters, updates), masters, counted)
             params, moments = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (params, moments),
-                (state.params, state.moments),
+                (masters, state.moments),
             )
+            params = with_chosen(state.params, params)
         loss_scale = state.loss_scale.after(finite, config, dtype)
         rate = learning_rate(config, self.run.steps)(state.step - state.skipped)
         finite = finite.astype(jnp.float32)
@@ -86,8 +89,8 @@ class Step:
         return self.with_checksums(new), metrics
 
     def losses_and_gradients(self, masters: Tree, batch: Tree, step, scale):
-        """(mean losses by name, gradients of scale * their sum), shards like the masters, summed;
-        of states, what was counted."""
+        """(mean losses by name, gradients of scale * their sum), shards like the masters that are
+        trained, summed; of states, what was counted."""
         with jax.named_scope("gather_params"):
             params = self.gather(masters, whole=self.pipeline.chunk_shards is None)
         with jax.named_scope("pipeline"):
@@ -102,24 +105,27 @@ class Step:
             states, summed = self.states, self.states.by_pipeline
             if self.pipeline.chunk_shards is not None:
                 summed = summed | {"layers": jax.tree.map(lambda _: True, summed["layers"])}
-            gradients = jax.tree.map(
-                self._reduce, gradients, states.param_specs, states.shards, summed
-            )
+            trees = states.param_specs, states.shards, summed
+            gradients = jax.tree.map(self._reduce, gradients, *map(states.of_trained, trees))
         return jax.tree.map(lambda sum: sum_over_tokens(sum) / tokens, losses), gradients
 
     # -- states, which no optimizer moves ---------------------------------------------------------
 
     def _apart(self, gradients: Tree) -> tuple[Tree, Tree]:
         """(gradients, with zeros for states; what was counted for these, None for all others)"""
-        rules = self.states.model.rules
+        rules = self._rules
         zeroed = by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
         return zeroed, by_rule(lambda rule, g: g if rule else None, rules, gradients)
 
-    def _with_states(self, params: Tree, state: TrainState, counted: Tree) -> Tree:
+    def _with_states(self, params: Tree, masters: Tree, counted: Tree) -> Tree:
         def moved(rule, new, old, sums):
             return rule(old, sums) if rule else new
 
-        return by_rule(moved, self.states.model.rules, params, state.params, counted)
+        return by_rule(moved, self._rules, params, masters, counted)
+
+    @property
+    def _rules(self) -> Tree:
+        return self.states.of_trained(self.states.model.rules)
 
     def _of_all_stages(self, counted: Tree) -> Tree:
         """{kind: {path: [P, C, N, ...]}} on every device; None where there are no states."""

@@ -183,7 +183,7 @@ class Trainer:
         """The first state with these parameters, float32 in canonical form."""
 
         def start(params):
-            return self.states.of(self.from_canonical(params))
+            return self.states.of(self.states.kept(self.from_canonical(params)))
 
         start = jax.jit(start, out_shardings=self.shardings(self.states.specs))
         return self.with_checksums(start(params))
@@ -261,7 +261,7 @@ class Trainer:
 
     def loss_and_gradients(self, state: TrainState, batch: Tree):
         """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays.
-        Gradients are those of all losses; of states, what was counted."""
+        Gradients are those of all losses, of what is trained; of states, what was counted."""
         return jax.device_get(self._loss_and_gradients(state, self.place(batch)))
 
     @cached_property
@@ -273,7 +273,7 @@ class Trainer:
             losses, gradients = self.step.losses_and_gradients(masters, batch, step, jnp.float32(1))
             return losses["loss"], gradients
 
-        mapped = self.of_batch(compute, (specs, P()), (P(), specs))
+        mapped = self.of_batch(compute, (specs, P()), (P(), self.states.of_trained(specs)))
 
         def run(state, batch):
             loss, gradients = mapped((state.params, state.step), batch)

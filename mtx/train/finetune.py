@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data import Tokenizer
+from mtx.data.batches import Batch
 from mtx.data.special_tokens import find_special_tokens
 from mtx.errors import UserError
 from mtx.evaluation.score import Report, to_host
 from mtx.fields import resolve_types
 from mtx.layers.bert import Classes
+from mtx.sharding.parameter import with_chosen
 from mtx.sizes import Seed, Sequences, Step
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -47,6 +49,12 @@ class Finetuning:
 
     def steps(self, examples: int) -> int:
         return math.ceil(self.epochs * examples / self.batch)
+
+    def optimizer(self, steps: int) -> OptimizerConfig:
+        return OptimizerConfig(
+            lr=self.lr, min_lr=0.0, rate="linear", warmup_steps=round(self.warmup_fraction * steps),
+            b2=0.999, weight_decay=self.weight_decay,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,20 +134,16 @@ def finetune_run(
     """The run of a fine-tuning on so many examples."""
     steps = how.steps(examples)
     model = replace(pretrained.model, dropout=how.dropout, attention_dropout=how.dropout)
-    optimizer = OptimizerConfig(
-        lr=how.lr, min_lr=0.0, rate="linear", warmup_steps=round(how.warmup_fraction * steps),
-        b2=0.999, weight_decay=how.weight_decay,
-    )  # fmt: skip
     return replace(
-        pretrained, model=model, layout=layout, optimizer=optimizer, seed=how.seed, steps=steps,
+        pretrained, model=model, layout=layout, optimizer=how.optimizer(steps), seed=how.seed,
+        steps=steps,
         global_batch=how.batch * task.options,
     )  # fmt: skip
 
 
-def start_from(
-    trainer: FinetuneTrainer, checkpoints: Checkpoints, step: int | None = None
-) -> TrainState:
-    """The first state: a checkpoint's parameters and a new head, nothing of its optimizer."""
+def start_from(trainer: Trainer, checkpoints: Checkpoints, step: int | None = None) -> TrainState:
+    """The first state: a checkpoint's parameters, new ones where it has none, such as of a head or
+    of adapters, and nothing of its optimizer."""
     run = replace(
         checkpoints.run(step), layout=trainer.run.layout, global_batch=trainer.run.global_batch
     )
@@ -147,17 +151,13 @@ def start_from(
     return with_pretrained(trainer, before, checkpoints.restore(before, step).params)
 
 
-def with_pretrained(trainer: FinetuneTrainer, before: Trainer, params) -> TrainState:
+def with_pretrained(trainer: Trainer, before: Trainer, params) -> TrainState:
     """The first state of `trainer` with the parameters of `before`, a trainer of the same model on
     the same mesh, wherever both have them."""
 
     def joined(new, old):
-        new, old = trainer.to_canonical(new), before.to_canonical(old)
-        shared = {
-            part: {name: old[part].get(name, value) for name, value in new[part].items()}
-            for part in ("embed", "head")
-        }
-        return trainer.from_canonical(shared | {"layers": old["layers"]})
+        both = with_chosen(trainer.to_canonical(new), before.to_canonical(old))
+        return trainer.states.kept(trainer.from_canonical(both))
 
     state = trainer.init()
     shardings = trainer.shardings(trainer.states.specs.params)
@@ -203,10 +203,32 @@ def finetune(
     `on_step` gets (steps done, loss) and `on_epoch` (epochs done, state), the last one at the end.
     Raises UserError where a step's gradients are not finite three times in a row.
     """
+
+    def batch_of(step: int) -> Batch:
+        return training_batch(
+            trainer.task, train, step=step, count=trainer.batch, seed=trainer.run.seed
+        )
+
+    return run_steps(
+        trainer, state, batch_of, epoch_steps=len(train) / trainer.batch, on_step=on_step,
+        on_epoch=on_epoch,
+    )  # fmt: skip
+
+
+def run_steps(
+    trainer: Trainer,
+    state: TrainState,
+    batch_of: Callable[[int], Batch],
+    *,
+    epoch_steps: float,
+    on_step: Callable[[int, float], None] | None = None,
+    on_epoch: Callable[[int, TrainState], None] | None = None,
+) -> TrainState:
+    """The state after all steps of the trainer's run, as `finetune`. batch_of: of each step, from
+    0 on; epoch_steps: of an epoch."""
     run, epoch, wrong = trainer.run, 0, 0
     for step in range(run.steps):
-        batch = training_batch(trainer.task, train, step=step, count=trainer.batch, seed=run.seed)
-        state, metrics = trainer.train_step(state, trainer.place(batch))
+        state, metrics = trainer.train_step(state, trainer.place(batch_of(step)))
         wrong = 0 if float(metrics.finite) else wrong + 1
         if wrong == 3:
             raise UserError(
@@ -215,7 +237,7 @@ def finetune(
             )
         if on_step is not None:
             on_step(step + 1, float(metrics.loss))
-        done = (step + 1) * trainer.batch // len(train)
+        done = math.floor((step + 1) / epoch_steps)
         if on_epoch is not None and done > epoch:
             on_epoch(done, state)
         epoch = done
