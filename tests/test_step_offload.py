@@ -14,7 +14,8 @@ from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_host_bytes, predict_memory
-from mtx.plan.offload import predict_copies, resolve_offload
+from mtx.plan.mix import Mixer, resolve_offload
+from mtx.plan.offload import predict_copies
 from mtx.plan.plan import make_plan
 from mtx.step.trainer import Trainer
 
@@ -74,8 +75,9 @@ def test_the_least_fraction_that_fits_is_chosen():
     room, less = 0.9 * device.memory_bytes, Layout(tensor=8, offload=layout.offload - 1 / 64)
     assert predict_memory(model, layout, 1).total_bytes <= room
     assert predict_memory(model, less, 1).total_bytes > room
-    copies = predict_copies(model, replace(layout, idle="phases"), 1, device)
+    copies = predict_copies(model, layout, 1, device, share=0.5)
     assert copies.host_bytes == copies.moved_bytes  # one microbatch, of one stage
+    assert copies.each_way_s == copies.moved_bytes / (0.5 * 32e9)
 
 
 def test_what_it_is_not_made_for():

@@ -43,6 +43,7 @@ class Exposure:
     exposed_s: float  # of them, those that the schedule puts no computation beside
 
 
+HOST = "host"  # in the place of an axis: copies to the host's memory and back
 Kind = Literal["matmul", "attention", "other"]
 
 

@@ -25,7 +25,7 @@ from mtx.plan.compiled import Compiled
 from mtx.plan.differences import differences
 from mtx.plan.hardware import Hardware, load_hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
-from mtx.plan.offload import resolve_offload
+from mtx.plan.mix import resolve_offload
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
@@ -104,7 +104,7 @@ def make_plan(
         memory=predict_memory(
             model, layout, batch, backend=device.backend, zero=zero, optimizer=run.optimizer
         ),
-        chosen=(*chosen, *filter(None, (why, how_much))), compiled=compiled,
+        chosen=(*chosen, *filter(None, (why, *how_much))), compiled=compiled,
     )  # fmt: skip
 
 
