@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Seconds of the collectives over the same mesh axes in one step."""
+    """Seconds of the collectives over the same mesh axes in one step, or of copies ("host",)."""
 
     axes: tuple[str, ...]
     seconds: float  # by the planner's model of the network
