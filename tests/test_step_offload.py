@@ -12,11 +12,13 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan.candidates import RECOMPUTE
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_host_bytes, predict_memory
-from mtx.plan.mix import Mixer, resolve_offload
+from mtx.plan.mix import Room
 from mtx.plan.offload import predict_copies
 from mtx.plan.plan import make_plan
+from mtx.plan.time import predict_step
 from mtx.step.trainer import Trainer
 
 MODEL = ModelConfig(
@@ -59,25 +61,55 @@ def test_the_hosts_bytes_compiled_are_the_planners():
     assert compiled.host_bytes == predict_host_bytes(GPT3, layout, 4) > 0
 
 
-def test_the_least_fraction_that_fits_is_chosen():
-    device, optimizer = hardware("a100-40gb"), OptimizerConfig()
+def test_the_fastest_mix_of_those_that_fit_is_chosen_each_with_the_least_fraction():
+    device = hardware("a100-40gb")
 
-    def chosen(sequence):
+    def mixes(sequence, **memory):
         model = ModelConfig(
             layers=32, hidden=4096, heads=32, sequence=sequence, compute_dtype="bfloat16"
         )
-        layout = Layout(tensor=8, offload="auto")
-        return model, resolve_offload(layout, model, 1, device, zero=1, optimizer=optimizer)[0]
+        room = Room(
+            model=model, global_batch=1, hardware=replace(device, **memory), zero=1,
+            optimizer=OptimizerConfig(),
+        )  # fmt: skip
+        asked = Layout(tensor=8, offload="auto")
+        found = room.mixes(asked)
+        assert room.resolve_offload(asked)[0] == found[0].layout
+        return model, found
 
-    assert chosen(4096)[1].offload == 0
-    model, layout = chosen(65536)
-    assert 0 < layout.offload < 1
-    room, less = 0.9 * device.memory_bytes, Layout(tensor=8, offload=layout.offload - 1 / 64)
-    assert predict_memory(model, layout, 1).total_bytes <= room
-    assert predict_memory(model, less, 1).total_bytes > room
-    copies = predict_copies(model, layout, 1, device, share=0.5)
-    assert copies.host_bytes == copies.moved_bytes  # one microbatch, of one stage
-    assert copies.each_way_s == copies.moved_bytes / (0.5 * 32e9)
+    assert mixes(4096)[1][0].layout == Layout(tensor=8, offload=0.0)
+    model, found = mixes(65536)
+    bound = device.memory_bytes * 0.9
+    assert {mix.layout.recompute for mix in found} == set(RECOMPUTE) and found[0].fits
+    for mix in found:
+        time = predict_step(model, mix.layout, 1, device)
+        assert (mix.step_s, mix.exposed_s) == (time.step_s, time.host_comm_s)
+        assert mix.step_s >= found[0].step_s
+        assert predict_memory(model, mix.layout, 1).total_bytes == mix.device_bytes <= bound
+        if mix.layout.offload:
+            less = replace(mix.layout, offload=mix.layout.offload - 1 / 64)
+            assert predict_memory(model, less, 1).total_bytes > bound
+    none = next(mix for mix in found if mix.layout.recompute == "none")
+    assert 0 < none.layout.offload < 1 and none.host_bytes > 2 * 2**30
+    _, short_of = mixes(65536, host_gib=none.host_bytes / 2**30)
+    assert not next(mix for mix in short_of if mix.layout.recompute == "none").fits
+
+
+def test_a_copy_counts_as_far_as_it_takes_longer_than_the_layer_beside_it():
+    """1 GB/s: all copies but what a layer's F, or its B, lasts; and 1 PB/s, nothing."""
+    model, layout = replace(GPT3, sequence=1024), Layout(offload=1.0)
+    slow, fast = (replace(hardware("h100"), host_gb_s=rate) for rate in (1, 1e6))
+    copies = predict_copies(model, layout, 2, slow, share=0.8)
+    assert copies.host_bytes * 2 == copies.moved_bytes  # two microbatches, of one stage
+    assert copies.each_way_s == copies.moved_bytes / (0.8 * 1e9)
+    without, hidden = (
+        predict_step(model, each, 2, fast) for each in (replace(layout, offload=0.0), layout)
+    )
+    assert hidden == without and hidden.host_comm_s == 0
+    time = predict_step(model, layout, 2, slow)
+    layers_s = time.matmul_s + time.attention_s + time.elementwise_s
+    assert time.host_comm_s == pytest.approx(2 * copies.each_way_s - layers_s)
+    assert time.step_s == pytest.approx(without.step_s + time.host_comm_s)
 
 
 def test_what_it_is_not_made_for():

@@ -148,6 +148,7 @@ _ROWS = (
         source="Google Cloud TPU v6e documentation",
     ),
 )  # fmt: skip
+DEFAULT = "a100-80gb"  # SC'21's, of which a plan is where no target is named
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _ROWS})
 
 

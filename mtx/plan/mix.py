@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig
 from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE
+from mtx.plan.choose import context_ways
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Memory, Zero, layer_residual_bytes, predict_host_bytes, predict_memory
+from mtx.plan.memory import Zero, layer_residual_bytes, predict_host_bytes, predict_memory
 from mtx.plan.offload import HOST_AT_MOST
 from mtx.plan.time import predict_step
 
@@ -47,47 +48,69 @@ class Mix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixer:
-    """The programme: a run, and the memory that there is."""
+class Room:
+    """The memory that a run has, of a device and of its host, and what is chosen by it."""
 
     model: ModelConfig
-    layout: Layout
     global_batch: int
     hardware: Hardware
     zero: Zero
     optimizer: OptimizerConfig
 
-    def mixes(self) -> list[Mix]:
-        """The solution for the layout's way to recompute, and for each that comes behind it; the
-        fastest of those that fit first."""
-        ways = RECOMPUTE[RECOMPUTE.index(self.layout.recompute) :]
-        found = [self._solved(replace(self.layout, recompute=way)) for way in ways]
+    def resolve_offload(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+        """(the layout with offload="auto" chosen, and with it whether more is computed again; why);
+        any other as it is, and ()."""
+        if layout.offload != "auto":
+            return layout, ()
+        best, *others = self.mixes(layout)
+        why = f"activations: {self._parts(best.layout)}. {best.text()}"
+        return best.layout, (why, *(f"not so: {other.text()}" for other in others))
+
+    def mixes(self, layout: Layout) -> list[Mix]:
+        """The programme's solution for the layout's way to recompute, and for each that comes
+        behind it; the fastest of those that fit first."""
+        ways = RECOMPUTE[RECOMPUTE.index(layout.recompute) :]
+        found = [self._solved(replace(layout, recompute=way)) for way in ways]
         return sorted(found, key=lambda mix: (not mix.fits, mix.fits and mix.step_s))
+
+    def fastest_over_context(self, layout: Layout) -> Layout:
+        """With the fastest way of attention over `context` of those that fit, or of all."""
+        if layout.context == 1:
+            return layout
+        auto = replace(layout, context_attention="auto")
+        ways = context_ways(auto, self.model, self.hardware)
+        fraction = 1.0 if layout.offload == "auto" else layout.offload
+        fit = (
+            way
+            for way in ways
+            if self._fits(replace(layout, context_attention=way, offload=fraction))
+        )
+        return replace(layout, context_attention=next(fit, ways[0]))
 
     def _solved(self, layout: Layout) -> Mix:
         """With the least fraction with which the device's memory does; 1 where none does."""
-        for step in range(_STEPS + 1):
-            tried = replace(layout, offload=step / _STEPS)
-            memory = self._memory(tried)
-            if fits := memory.total_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes:
-                break
+        tried = (replace(layout, offload=step / _STEPS) for step in range(_STEPS))
+        layout = next(filter(self._fits, tried), replace(layout, offload=1.0))
         host = predict_host_bytes(
-            self.model, tried, self.global_batch, backend=self.hardware.backend
+            self.model, layout, self.global_batch, backend=self.hardware.backend
         )
-        fits &= host <= HOST_AT_MOST * self.hardware.host_gib * _GIB
-        time = predict_step(self.model, tried, self.global_batch, self.hardware, zero=self.zero)
+        time = predict_step(self.model, layout, self.global_batch, self.hardware, zero=self.zero)
         return Mix(
-            layout=tried, step_s=time.step_s, exposed_s=time.host_comm_s,
-            device_bytes=memory.total_bytes, host_bytes=host, fits=fits,
+            layout=layout, step_s=time.step_s, exposed_s=time.host_comm_s,
+            device_bytes=self._device_bytes(layout), host_bytes=host,
+            fits=self._fits(layout) and host <= HOST_AT_MOST * self.hardware.host_gib * _GIB,
         )  # fmt: skip
 
-    def _memory(self, layout: Layout) -> Memory:
+    def _fits(self, layout: Layout) -> bool:
+        return self._device_bytes(layout) <= MEMORY_AT_MOST * self.hardware.memory_bytes
+
+    def _device_bytes(self, layout: Layout) -> int:
         return predict_memory(
             self.model, layout, self.global_batch, backend=self.hardware.backend, zero=self.zero,
             optimizer=self.optimizer,
-        )  # fmt: skip
+        ).total_bytes  # fmt: skip
 
-    def parts(self, layout: Layout) -> str:
+    def _parts(self, layout: Layout) -> str:
         """Of what one layer would keep of a microbatch with recompute="none"."""
         whole, kept = (
             layer_residual_bytes(self.model, layout, recompute=way, backend=self.hardware.backend)
@@ -98,20 +121,3 @@ class Mixer:
             f"{host:.0%} of {whole / _GIB:.3g} GiB a layer to the host, "
             f"{1 - kept / whole:.0%} computed again, {kept / whole - host:.0%} on the device"
         )
-
-
-def resolve_offload(
-    layout: Layout, model: ModelConfig, global_batch: int, hardware: Hardware, *,
-    zero: Zero, optimizer: OptimizerConfig,
-) -> tuple[Layout, tuple[str, ...]]:  # fmt: skip
-    """(the layout with offload="auto" chosen, and with it whether more is computed again; why); any
-    other as it is, and ()."""
-    if layout.offload != "auto":
-        return layout, ()
-    mixer = Mixer(
-        model=model, layout=layout, global_batch=global_batch, hardware=hardware, zero=zero,
-        optimizer=optimizer,
-    )  # fmt: skip
-    best, *others = mixer.mixes()
-    why = f"activations: {mixer.parts(best.layout)}. {best.text()}"
-    return best.layout, (why, *(f"not so: {other.text()}" for other in others))

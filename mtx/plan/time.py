@@ -222,7 +222,7 @@ def _on_stages(
     shard = Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
-        context=layout.context, context_attention=context_attention(layout, model),
+        context=layout.context, context_attention=context_attention(layout, model, hardware),
         experts=ExpertShards.of(layout, model),
     )  # fmt: skip
     pattern = pattern_of(model)
