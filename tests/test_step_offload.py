@@ -74,7 +74,7 @@ def test_the_fastest_mix_of_those_that_fit_is_chosen_each_with_the_least_fractio
         )  # fmt: skip
         asked = Layout(tensor=8, offload="auto")
         found = room.mixes(asked)
-        assert room.resolve_offload(asked)[0] == found[0].layout
+        assert room.resolve(asked)[0] == found[0].layout
         return model, found
 
     assert mixes(4096)[1][0].layout == Layout(tensor=8, offload=0.0)

@@ -39,12 +39,18 @@ class Mix:
     def text(self) -> str:
         """For people: what goes where."""
         layout = self.layout
+        over = f", {layout.context_attention} over context" if layout.context > 1 else ""
         return (
-            f"offload {layout.offload:g} with recompute={layout.recompute}: a step in "
-            f"{self.step_s:.3g} s, {self.exposed_s:.3g} s of it for copies; "
+            f"offload {layout.offload:g}, recompute {layout.recompute}{over}: a step in "
+            f"{self.step_s:.4g} s, {self.exposed_s:.3g} s of it for copies; "
             f"{self.device_bytes / _GIB:,.1f} GiB of the device, {self.host_bytes / _GIB:,.1f} GiB "
             f"of the host{'' if self.fits else ': does not fit'}"
         )
+
+
+def _fits_and_fast(mix: Mix) -> tuple[bool, float]:
+    """What fits comes first, then what is fast."""
+    return not mix.fits, mix.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +63,13 @@ class Room:
     zero: Zero
     optimizer: OptimizerConfig
 
-    def resolve_offload(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
-        """(the layout with offload="auto" chosen, and with it whether more is computed again; why);
-        any other as it is, and ()."""
+    def resolve(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+        """(the layout with context_attention="auto" chosen, the fastest way that fits, and
+        offload="auto", with it whether more is computed again; why, of offload)"""
         if layout.offload != "auto":
-            return layout, ()
+            ways = self._over_context(layout)
+            fit = filter(self._fits, ways if len(ways) > 1 else ())
+            return next(fit, ways[0]), ()
         best, *others = self.mixes(layout)
         why = f"activations: {self._parts(best.layout)}. {best.text()}"
         return best.layout, (why, *(f"not so: {other.text()}" for other in others))
@@ -70,22 +78,18 @@ class Room:
         """The programme's solution for the layout's way to recompute, and for each that comes
         behind it; the fastest of those that fit first."""
         ways = RECOMPUTE[RECOMPUTE.index(layout.recompute) :]
-        found = [self._solved(replace(layout, recompute=way)) for way in ways]
-        return sorted(found, key=lambda mix: (not mix.fits, mix.fits and mix.step_s))
+        asked = (replace(layout, recompute=way) for way in ways)
+        found = [
+            min(map(self._solved, self._over_context(one)), key=_fits_and_fast) for one in asked
+        ]
+        return sorted(found, key=_fits_and_fast)
 
-    def fastest_over_context(self, layout: Layout) -> Layout:
-        """With the fastest way of attention over `context` of those that fit, or of all."""
-        if layout.context == 1:
-            return layout
-        auto = replace(layout, context_attention="auto")
-        ways = context_ways(auto, self.model, self.hardware)
-        fraction = 1.0 if layout.offload == "auto" else layout.offload
-        fit = (
-            way
-            for way in ways
-            if self._fits(replace(layout, context_attention=way, offload=fraction))
-        )
-        return replace(layout, context_attention=next(fit, ways[0]))
+    def _over_context(self, layout: Layout) -> list[Layout]:
+        """With each way of attention that context_attention leaves open, the fastest first."""
+        if layout.context == 1 or layout.context_attention != "auto":
+            return [layout]
+        ways = context_ways(layout, self.model, self.hardware)
+        return [replace(layout, context_attention=way) for way in ways]
 
     def _solved(self, layout: Layout) -> Mix:
         """With the least fraction with which the device's memory does; 1 where none does."""

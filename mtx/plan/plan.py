@@ -96,9 +96,7 @@ def make_plan(
         model=run.model, global_batch=run.global_batch, hardware=device, zero=zero,
         optimizer=run.optimizer,
     )  # fmt: skip
-    if asked.context_attention == "auto":
-        layout = room.fastest_over_context(layout)
-    layout, how_much = room.resolve_offload(layout)
+    layout, how_much = room.resolve(replace(layout, context_attention=asked.context_attention))
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(
