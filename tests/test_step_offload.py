@@ -3,6 +3,7 @@ bytes that the planner says. CPUs have one memory, in which both parts lie."""
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from errors import names
@@ -12,14 +13,19 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan import memory as plan_memory
+from mtx.plan.calibration import calibration_of
 from mtx.plan.candidates import RECOMPUTE
+from mtx.plan.compiled import HOST
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_host_bytes, predict_memory
 from mtx.plan.mix import Room
 from mtx.plan.offload import predict_copies
 from mtx.plan.plan import make_plan
 from mtx.plan.time import predict_step
+from mtx.presets import preset
 from mtx.step.trainer import Trainer
+from mtx.train.memory import host_memory
 
 MODEL = ModelConfig(
     family="llama", layers=4, hidden=32, heads=4, kv_heads=2, sequence=32, vocab=60,
@@ -59,6 +65,41 @@ def test_the_hosts_bytes_compiled_are_the_planners():
     run = RunConfig(model=GPT3, layout=layout, global_batch=4)
     compiled = compile_plan(run, target="a100-80gb")
     assert compiled.host_bytes == predict_host_bytes(GPT3, layout, 4) > 0
+    assert compiled.timeline
+    (copies,) = (one for one in compiled.timeline.exposures if one.axes == (HOST,))
+    device = hardware("a100-80gb")
+    share = calibration_of(device, "mtx").host_share
+    each_way_s = predict_copies(GPT3, layout, 4, device, share=share).each_way_s
+    # Those of idle ticks as well: 5 for 4 microbatches.
+    assert 2 * each_way_s < copies.seconds < 2 * 2 * each_way_s
+    assert 0 < copies.exposed_s < copies.seconds
+
+
+# Of a device, by XLA for A100s that are not there, jax 0.12.0.1, cuDNN's attention.
+COMPILED_GIB = [
+    (65536, {"tensor": 8, "offload": 0.5}, 34.57),
+    (65536, {"tensor": 8, "offload": 0.25}, 42.27),
+    (65536, {"tensor": 8, "offload": 1.0}, 19.79),
+    (131072, {"tensor": 8, "offload": 0.25}, 70.47),
+    (131072, {"tensor": 8, "offload": 1.0}, 25.50),
+    (65536, {"tensor": 8, "offload": 0.5, "recompute": "around_attention"}, 19.73),
+    (32768, {"pipe": 2, "virtual": 2, "tensor": 4, "offload": 0.5}, 38.25),
+    (2**20, {"context": 8, "zero": 3, "offload": 0.5625, "recompute": "around_attention",
+             "context_attention": "ulysses"}, 70.61),
+    (2**20, {"context": 8, "zero": 3, "offload": 1.0, "recompute": "around_attention",
+             "context_attention": "ulysses"}, 43.27),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence, layout, compiled_gib", COMPILED_GIB)
+def test_a_device_s_memory_is_near_what_the_compiler_assigns(
+    sequence, layout, compiled_gib, monkeypatch
+):
+    monkeypatch.setattr(plan_memory, "conditionals_copy", lambda: False)
+    model = replace(preset("llama-2-7b").model, sequence=sequence)
+    batch = 4 if "pipe" in layout else 1
+    memory = predict_memory(model, Layout(**layout), batch)
+    assert memory.total_bytes / 2**30 == pytest.approx(compiled_gib, rel=0.03)
 
 
 def test_the_fastest_mix_of_those_that_fit_is_chosen_each_with_the_least_fraction():
@@ -110,6 +151,16 @@ def test_a_copy_counts_as_far_as_it_takes_longer_than_the_layer_beside_it():
     layers_s = time.matmul_s + time.attention_s + time.elementwise_s
     assert time.host_comm_s == pytest.approx(2 * copies.each_way_s - layers_s)
     assert time.step_s == pytest.approx(without.step_s + time.host_comm_s)
+
+
+def test_a_machine_says_what_it_must_hold():
+    sizes = SimpleNamespace(host_temp_size_in_bytes=3 * 2**30)
+    said = host_memory(sizes, devices=8, room_bytes=32 * 2**30)
+    assert "24.0 GiB" in said and "32.0 GiB" in said
+    assert "use less offload" in host_memory(sizes, devices=8, room_bytes=16 * 2**30)
+    assert "use less offload" not in said
+    none = SimpleNamespace(host_temp_size_in_bytes=0)
+    assert not host_memory(none, devices=8, room_bytes=0)
 
 
 def test_what_it_is_not_made_for():
