@@ -198,15 +198,6 @@ class Cut:
         return jax.tree.map(lambda w: next(gradients) if w else None, self.made_by_w)
 
 
-def offloaded(shape: Sequence[int], fraction: float) -> tuple[int, int]:
-    """(dim, how much of it) of what goes to the host of a residual: a fraction of its longest dim
-    after the first, which are the tokens where sequences are long; nothing of what has no such."""
-    if len(shape) < 2:
-        return 0, 0
-    dim = max(range(1, len(shape)), key=lambda d: shape[d])
-    return dim, int(shape[dim] * fraction)
-
-
 def _without_given(vjp):
     for position in range(len(vjp.args_res)):
         if position != _STREAM:

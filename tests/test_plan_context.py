@@ -10,8 +10,8 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.costs.ask import layer_cost
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
-from mtx.plan.candidates import CONTEXT_WAYS, Fixed
-from mtx.plan.choose import context_attention
+from mtx.plan.candidates import CONTEXT_WAYS, MEMORY_AT_MOST, Fixed
+from mtx.plan.choose import context_attention, resolve
 from mtx.plan.fit import fit_layout
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
@@ -68,12 +68,41 @@ def test_attention_is_shared_out_evenly_and_only_its_ring_s_sends_may_hide():
 
 def test_the_way_is_that_of_the_step_and_each_is_priced():
     plan = plan_of(data=8, context=8)
-    assert plan.run.layout.context_attention == "ring"
     assert list(plan.context_ways) == list(CONTEXT_WAYS)
-    assert plan.context_ways["ring"] == plan.time
-    short = Layout(context=8)
-    assert context_attention(short, replace(LLAMA, sequence=16384)) == "gather"
+    assert plan.context_ways[plan.run.layout.context_attention] == plan.time
     assert "ulysses" not in plan_of(context=16, data=4).context_ways  # 8 heads of keys
+
+
+@pytest.mark.parametrize("layout", [
+    {"data": 8, "context": 8}, {"context": 16, "data": 4}, {"context": 16, "tensor": 4},
+    {"context": 8, "tensor": 8},
+])  # fmt: skip
+@pytest.mark.parametrize("sequence", [16384, 131072])
+def test_by_itself_attention_goes_the_fastest_way(layout, sequence):
+    model = replace(LLAMA, sequence=sequence)
+    plan = plan_of(model, **layout)
+    times = {way: time.step_s for way, time in plan.context_ways.items()}
+    assert plan.time.step_s == min(times.values())
+    alone = Layout(recompute="around_attention", zero=3, **layout)
+    for_default = make_plan(RunConfig(model=model, layout=alone, global_batch=8))
+    assert resolve(alone, model, 8)[0] == for_default.run.layout  # as training has it
+    assert context_attention(alone, replace(model, attention_dropout=0.1)) == "gather"
+
+
+def test_the_fastest_way_that_does_not_fit_is_not_taken():
+    plan = plan_of(data=8, context=8)
+    fastest, *others = sorted(plan.context_ways, key=lambda way: plan.context_ways[way].step_s)
+    with_way = {
+        way: plan_of(data=8, context=8, context_attention=way).memory.total_bytes
+        for way in plan.context_ways
+    }
+    leaner = next(way for way in others if with_way[way] < with_way[fastest])
+    room = (with_way[leaner] + with_way[fastest]) / 2 / MEMORY_AT_MOST / 2**30
+    run = RunConfig(
+        model=LLAMA, layout=replace(plan.run.layout, context_attention="auto"), global_batch=8
+    )
+    small = make_plan(run, target=replace(H100, memory_gib=room))
+    assert small.run.layout.context_attention == leaner
 
 
 def test_memory_is_what_the_layers_of_a_part_keep():
@@ -87,7 +116,10 @@ def test_memory_is_what_the_layers_of_a_part_keep():
         131072 // 8 * (2 * 4096 * 2 + 32 * 4), rel=1e-3
     )
     sharded, whole = (
-        predict_memory(LLAMA, Layout(data=2, context=n, tensor=2, zero=3), 8) for n in (8, 1)
+        predict_memory(
+            LLAMA, Layout(data=2, context=n, tensor=2, zero=3, context_attention="ring"), 8
+        )
+        for n in (8, 1)
     )
     assert sharded.optimizer_bytes * 8 == pytest.approx(whole.optimizer_bytes, rel=1e-6)
     assert sharded.stash_bytes * 7.9 < whole.stash_bytes

@@ -3,6 +3,7 @@ bytes that the planner says. CPUs have one memory, in which both parts lie."""
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from errors import names
@@ -12,11 +13,19 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError
+from mtx.plan import memory as plan_memory
+from mtx.plan.calibration import calibration_of
+from mtx.plan.candidates import RECOMPUTE
+from mtx.plan.compiled import HOST
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_host_bytes, predict_memory
-from mtx.plan.offload import predict_copies, resolve_offload
+from mtx.plan.mix import Room
+from mtx.plan.offload import predict_copies
 from mtx.plan.plan import make_plan
+from mtx.plan.time import predict_step
+from mtx.presets import preset
 from mtx.step.trainer import Trainer
+from mtx.train.memory import host_memory
 
 MODEL = ModelConfig(
     family="llama", layers=4, hidden=32, heads=4, kv_heads=2, sequence=32, vocab=60,
@@ -56,26 +65,102 @@ def test_the_hosts_bytes_compiled_are_the_planners():
     run = RunConfig(model=GPT3, layout=layout, global_batch=4)
     compiled = compile_plan(run, target="a100-80gb")
     assert compiled.host_bytes == predict_host_bytes(GPT3, layout, 4) > 0
+    assert compiled.timeline
+    (copies,) = (one for one in compiled.timeline.exposures if one.axes == (HOST,))
+    device = hardware("a100-80gb")
+    share = calibration_of(device, "mtx").host_share
+    each_way_s = predict_copies(GPT3, layout, 4, device, share=share).each_way_s
+    # Those of idle ticks as well: 5 for 4 microbatches.
+    assert 2 * each_way_s < copies.seconds < 2 * 2 * each_way_s
+    assert 0 < copies.exposed_s < copies.seconds
 
 
-def test_the_least_fraction_that_fits_is_chosen():
-    device, optimizer = hardware("a100-40gb"), OptimizerConfig()
+# Of a device, by XLA for A100s that are not there, jax 0.12.0.1, cuDNN's attention.
+COMPILED_GIB = [
+    (65536, {"tensor": 8, "offload": 0.5}, 34.57),
+    (65536, {"tensor": 8, "offload": 0.25}, 42.27),
+    (65536, {"tensor": 8, "offload": 1.0}, 19.79),
+    (131072, {"tensor": 8, "offload": 0.25}, 70.47),
+    (131072, {"tensor": 8, "offload": 1.0}, 25.50),
+    (65536, {"tensor": 8, "offload": 0.5, "recompute": "around_attention"}, 19.73),
+    (32768, {"pipe": 2, "virtual": 2, "tensor": 4, "offload": 0.5}, 38.25),
+    (2**20, {"context": 8, "zero": 3, "offload": 0.5625, "recompute": "around_attention",
+             "context_attention": "ulysses"}, 70.61),
+    (2**20, {"context": 8, "zero": 3, "offload": 1.0, "recompute": "around_attention",
+             "context_attention": "ulysses"}, 43.27),
+]  # fmt: skip
 
-    def chosen(sequence):
+
+@pytest.mark.parametrize("sequence, layout, compiled_gib", COMPILED_GIB)
+def test_a_device_s_memory_is_near_what_the_compiler_assigns(
+    sequence, layout, compiled_gib, monkeypatch
+):
+    monkeypatch.setattr(plan_memory, "conditionals_copy", lambda: False)
+    model = replace(preset("llama-2-7b").model, sequence=sequence)
+    batch = 4 if "pipe" in layout else 1
+    memory = predict_memory(model, Layout(**layout), batch)
+    assert memory.total_bytes / 2**30 == pytest.approx(compiled_gib, rel=0.03)
+
+
+def test_the_fastest_mix_of_those_that_fit_is_chosen_each_with_the_least_fraction():
+    device = hardware("a100-40gb")
+
+    def mixes(sequence, **memory):
         model = ModelConfig(
             layers=32, hidden=4096, heads=32, sequence=sequence, compute_dtype="bfloat16"
         )
-        layout = Layout(tensor=8, offload="auto")
-        return model, resolve_offload(layout, model, 1, device, zero=1, optimizer=optimizer)[0]
+        room = Room(
+            model=model, global_batch=1, hardware=replace(device, **memory), zero=1,
+            optimizer=OptimizerConfig(),
+        )  # fmt: skip
+        asked = Layout(tensor=8, offload="auto")
+        found = room.mixes(asked)
+        assert room.resolve(asked)[0] == found[0].layout
+        return model, found
 
-    assert chosen(4096)[1].offload == 0
-    model, layout = chosen(65536)
-    assert 0 < layout.offload < 1
-    room, less = 0.9 * device.memory_bytes, Layout(tensor=8, offload=layout.offload - 1 / 64)
-    assert predict_memory(model, layout, 1).total_bytes <= room
-    assert predict_memory(model, less, 1).total_bytes > room
-    copies = predict_copies(model, replace(layout, idle="phases"), 1, device)
-    assert copies.host_bytes == copies.moved_bytes  # one microbatch, of one stage
+    assert mixes(4096)[1][0].layout == Layout(tensor=8, offload=0.0)
+    model, found = mixes(65536)
+    bound = device.memory_bytes * 0.9
+    assert {mix.layout.recompute for mix in found} == set(RECOMPUTE) and found[0].fits
+    for mix in found:
+        time = predict_step(model, mix.layout, 1, device)
+        assert (mix.step_s, mix.exposed_s) == (time.step_s, time.host_comm_s)
+        assert mix.step_s >= found[0].step_s
+        assert predict_memory(model, mix.layout, 1).total_bytes == mix.device_bytes <= bound
+        if mix.layout.offload:
+            less = replace(mix.layout, offload=mix.layout.offload - 1 / 64)
+            assert predict_memory(model, less, 1).total_bytes > bound
+    none = next(mix for mix in found if mix.layout.recompute == "none")
+    assert 0 < none.layout.offload < 1 and none.host_bytes > 2 * 2**30
+    _, short_of = mixes(65536, host_gib=none.host_bytes / 2**30)
+    assert not next(mix for mix in short_of if mix.layout.recompute == "none").fits
+
+
+def test_a_copy_counts_as_far_as_it_takes_longer_than_the_layer_beside_it():
+    """1 GB/s: all copies but what a layer's F, or its B, lasts; and 1 PB/s, nothing."""
+    model, layout = replace(GPT3, sequence=1024), Layout(offload=1.0)
+    slow, fast = (replace(hardware("h100"), host_gb_s=rate) for rate in (1, 1e6))
+    copies = predict_copies(model, layout, 2, slow, share=0.8)
+    assert copies.host_bytes * 2 == copies.moved_bytes  # two microbatches, of one stage
+    assert copies.each_way_s == copies.moved_bytes / (0.8 * 1e9)
+    without, hidden = (
+        predict_step(model, each, 2, fast) for each in (replace(layout, offload=0.0), layout)
+    )
+    assert hidden == without and hidden.host_comm_s == 0
+    time = predict_step(model, layout, 2, slow)
+    layers_s = time.matmul_s + time.attention_s + time.elementwise_s
+    assert time.host_comm_s == pytest.approx(2 * copies.each_way_s - layers_s)
+    assert time.step_s == pytest.approx(without.step_s + time.host_comm_s)
+
+
+def test_a_machine_says_what_it_must_hold():
+    sizes = SimpleNamespace(host_temp_size_in_bytes=3 * 2**30)
+    said = host_memory(sizes, devices=8, room_bytes=32 * 2**30)
+    assert "24.0 GiB" in said and "32.0 GiB" in said
+    assert "use less offload" in host_memory(sizes, devices=8, room_bytes=16 * 2**30)
+    assert "use less offload" not in said
+    none = SimpleNamespace(host_temp_size_in_bytes=0)
+    assert not host_memory(none, devices=8, room_bytes=0)
 
 
 def test_what_it_is_not_made_for():

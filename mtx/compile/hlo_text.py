@@ -19,6 +19,7 @@ class Shape:
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False  # in the host's memory; XLA:GPU writes it S(5)
 
     @property
     def elements(self) -> int:
@@ -122,7 +123,7 @@ def read_computations(text: str) -> tuple[dict[str, Computation], str, int]:
 
 _HEAD = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .*\{")
 _LINE = re.compile(r"\s+(?:ROOT )?%?(?P<name>\S+) = (?P<rest>.*)")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\bS\(5\)[^{}]*\})?")
 _METADATA = re.compile(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
@@ -157,8 +158,9 @@ def read_shape(text: str) -> Shape:
     return _shape(*_found(_SHAPE, text).groups())
 
 
-def _shape(dtype: str, dims: str) -> Shape:
-    return Shape(dtype=dtype, dims=tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
+def _shape(dtype: str, dims: str, on_host: str | None) -> Shape:
+    sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
+    return Shape(dtype=dtype, dims=sizes, on_host=bool(on_host))
 
 
 def _closing(text: str, start: int) -> int:

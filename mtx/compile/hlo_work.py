@@ -103,6 +103,27 @@ def moved_bytes(
     return read + _written_bytes(computation, instruction)
 
 
+_HOST_COPIES = ("dynamic-slice", "dynamic-update-slice", "copy")
+
+
+def host_copy(
+    computations: Mapping[str, Computation], computation: Computation, instruction: Instruction
+) -> tuple[float, bool] | None:
+    """(bytes, whether they go out) of a copy to the host's memory or back, which may stand in a
+    fusion, an async start or both; None of all else."""
+    while instruction.operation in ("fusion", "async"):
+        computation = computations[instruction.called]
+        *_, instruction = computation.values()
+    if instruction.operation not in _HOST_COPIES:
+        return None
+    out = instruction.shapes[0].on_host
+    if out or operand_shapes(computation, instruction)[0].on_host:
+        first = instruction.shapes[0].bytes  # of a start the result, the operand and a context
+        updated = instruction.opcode in _IN_PLACE
+        return _written_bytes(computation, instruction) if updated else first, out
+    return None
+
+
 def _fusion_bytes(computations: Mapping[str, Computation], inside: Computation) -> float:
     instructions = tuple(inside.values())
     read = sum(

@@ -91,6 +91,10 @@ class Machine:
         takes = _TAKES.get(collective.kind, gather_s)
         return takes(whole, group, hardware=self.hardware, calibration=self.calibration)
 
+    def copy_s(self, moved_bytes: float) -> float:
+        """So many to the host's memory, or back."""
+        return moved_bytes / (self.hardware.host_gb_s * 1e9 * self.calibration.host_share)
+
     def crosses(self, collective: Collective) -> bool:
         """Whether it needs the network: whether some group has members in two nodes."""
         return _Placed.of(collective.groups).crosses(self.hardware)

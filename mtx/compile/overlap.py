@@ -4,7 +4,8 @@ The program is replayed in the order of its schedule. A device computes one inst
 by `mtx.compile.machine`. An asynchronous collective runs from its start on its own, on the links of
 the node or on the network, each of which serves one collective at a time; so an instruction hides a
 collective on each of the two at most. What a done then still waits for is **exposed**, and a
-synchronous collective is wholly.
+synchronous collective is wholly. Copies to the host's memory and back are like collectives, on a
+link of their own for either way.
 
 A loop's first two iterations are replayed, and the second stands for all that follow: so what
 starts at an iteration's end is found by the done in the next one. A conditional takes the mean of
@@ -17,12 +18,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from mtx.compile.hlo import COLLECTIVES, Program, TripCounts, Weights
 from mtx.compile.hlo_text import Computation, Instruction
+from mtx.compile.hlo_work import host_copy
 from mtx.compile.machine import Machine
-from mtx.plan.compiled import Exposure, Span, Spent, Tick, Timeline
+from mtx.plan.compiled import HOST, Exposure, Span, Spent, Tick, Timeline
 
 _SAME_VALUE = ("bitcast", "copy", "opt-barrier", "async-update")
 _NOTHING = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "opt-barrier")
@@ -68,7 +70,7 @@ def timeline(
 
 @dataclass(eq=False)
 class _Flight:
-    """A collective between its start and its done."""
+    """A collective, or a copy, between its start and its done."""
 
     axes: tuple[str, ...]
     part: str
@@ -79,7 +81,8 @@ class _Flight:
 
 
 _Flights = dict[tuple[int, ...], _Flight]  # where in a value, a tuple of tuples, they are carried
-_Measured = tuple[tuple[str, ...], float, bool]  # axes, seconds, and whether it needs the network
+_Links = Literal["node", "network", "to the host", "from the host"]
+_Measured = tuple[tuple[str, ...], float, _Links]  # axes, seconds, and where it runs
 
 
 @dataclass(kw_only=True)
@@ -94,8 +97,8 @@ class _Replay:
     branch: Weights
     trip_counts: TripCounts
     clock: float = 0.0
-    free: dict[bool, float] = field(default_factory=dict)  # when the node's links and the network's
-    last: dict[bool, _Flight] = field(default_factory=dict)  # what was sent last over each of them
+    free: dict[_Links, float] = field(default_factory=dict)  # from when on each is
+    last: dict[_Links, _Flight] = field(default_factory=dict)  # what was sent last over each
     known: dict[Instruction, _Measured] = field(default_factory=dict)
     computed_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by kind and part
     others_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by what is made, part
@@ -156,6 +159,11 @@ class _Replay:
                 }
         elif instruction.operation in COLLECTIVES:
             return self._communicate(computation, instruction, share, opcode.endswith("-start"))
+        if copy := host_copy(self.program.computations, computation, instruction):
+            moved, out = copy
+            links: _Links = "to the host" if out else "from the host"
+            self.known[instruction] = (HOST,), self.machine.copy_s(moved), links
+            return self._communicate(computation, instruction, share, opcode.endswith("-start"))
         if instruction.called and instruction.operation != "fusion":
             return self.run(instruction.called, dict(enumerate(given)), share)
         if opcode.endswith("-done"):
@@ -200,7 +208,8 @@ class _Replay:
     def _measure(self, computation: Computation, instruction: Instruction) -> _Measured:
         collective, machine = self.program.collective(computation, instruction), self.machine
         axes = collective.axes(machine.mesh_shape)
-        return axes, machine.collective_s(collective), machine.crosses(collective)
+        links: _Links = "network" if machine.crosses(collective) else "node"
+        return axes, machine.collective_s(collective), links
 
     def _wait(self, flight: _Flight, share: float) -> None:
         waited_s = max(0.0, flight.until - self.clock)

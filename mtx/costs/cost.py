@@ -6,7 +6,7 @@ Sizes are exact for every number of rows of a microbatch and every size of the v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -102,13 +102,33 @@ class Parameters(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Bytes of what is kept from F to B, of arrays of which a part can go to the host."""
+    """An array that is kept from F to B, and of which a part can go to the host."""
 
     length: int  # of the dim that is cut
     bytes: Size
 
-    def of(self, fraction: float, rows: int) -> int:
-        return self.bytes.at(rows) // self.length * int(self.length * fraction)
+
+def dim_of_tokens(shape: Sequence[int]) -> int | None:
+    """The dim of an array that is cut: its longest after the first, which are the tokens where
+    sequences are long; None where it has no such."""
+    return max(range(1, len(shape)), key=lambda dim: shape[dim]) if len(shape) > 1 else None
+
+
+def on_host(arrays: Sequence[tuple[int, int]], fraction: float) -> tuple[int, ...]:
+    """Of each array, (length, bytes), how much of its length goes to the host: a fraction of the
+    bytes of all. Whole arrays go, the largest first as far as they fit, and of one, the smallest
+    that is left, the first part: what is in two parts must be put together again."""
+    left, gone = int(fraction * sum(size for _, size in arrays)), [0] * len(arrays)
+    ordered = sorted(range(len(arrays)), key=lambda at: -arrays[at][1])
+    for at in ordered:
+        length, size = arrays[at]
+        if size <= left:
+            gone[at], left = length, left - size
+    stay = [at for at in ordered if not gone[at]]
+    if stay:
+        length, size = arrays[stay[-1]]
+        gone[stay[-1]] = left * length // size
+    return tuple(gone)
 
 
 class Cost(NamedTuple):
@@ -121,12 +141,19 @@ class Cost(NamedTuple):
     deferred: tuple[Size, ...]  # bytes, from B to W where they are split
     stream: tuple[Size, ...]  # bytes of what goes from layer to layer
     cache: tuple[Size, ...]  # bytes of a sequence's keys and values, where it is cut into slices
-    cuts: tuple[Cut, ...]  # `kept` again, by how it can be cut
+    cuts: tuple[Cut, ...]  # `kept` again, array by array
     scores: Size  # elements of the largest product of activations that stands in memory
 
     def flops(self, during: str, rows: int, vocab: int = 0) -> float:
         """Of the matmuls of these passes, such as "F" or "BW"."""
         return sum(each.flops(rows, vocab) for each in self.matmuls if each.during in during)
+
+    def on_host(self, fraction: float, rows: int) -> tuple[int, int]:
+        """Bytes of (what goes to the host, the array of which a part does)."""
+        arrays = [(cut.length, cut.bytes.at(rows)) for cut in self.cuts]
+        parts = [(*array, gone) for array, gone in zip(arrays, on_host(arrays, fraction))]
+        joined = (size for length, size, gone in parts if 0 < gone < length)
+        return sum(size // length * gone for length, size, gone in parts), max(joined, default=0)
 
     @property
     def weights(self) -> tuple[Matmul, ...]:

@@ -33,6 +33,7 @@ from mtx.costs.cost import (
     Parameters,
     Question,
     Size,
+    dim_of_tokens,
 )
 from mtx.costs.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
 from mtx.layers.model import Model
@@ -40,7 +41,7 @@ from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.fp8 import is_quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import QUANTISED
-from mtx.vjp import LayerVJP, offloaded
+from mtx.vjp import LayerVJP
 
 _PIPE = 2  # the vocabulary is sharded over stages too; on how many, nothing else depends
 Tree = Any
@@ -201,12 +202,8 @@ def _read_vjp(function, trained: Tree, params: Tree, stream: Tree, *given) -> di
 
 
 def _cuts(arrays: list) -> tuple[Cut, ...]:
-    lengths = [offloaded(a.shape, 1.0)[1] for a in arrays]
-    return tuple(
-        Cut(length, size)
-        for length in sorted(set(lengths) - {0})
-        for size in bytes_of(a for a, own in zip(arrays, lengths, strict=True) if own == length)
-    )
+    dims = [(a, dim_of_tokens(a.shape)) for a in arrays]
+    return tuple(Cut(a.shape[dim], *bytes_of([a])) for a, dim in dims if dim is not None)
 
 
 def _bytes(arrays: Tree) -> tuple[Size, ...]:

@@ -107,6 +107,9 @@ def _forward(projected, segments_Bs, rules, kernel, ring, gathers):
 
 
 def _backward(rules, kernel, ring, gathers, saved, do_BshK):
+    if ring is not None and not gathers:
+        # Else keys are sent, and parts of queries made, while the layer's MLP goes backward.
+        saved, do_BshK = lax.optimization_barrier((saved, do_BshK))
     projected, segments_Bs, o_BshK, logsumexp_Bhs = saved
     q_BshK, k_BsgK, v_BsgK = separate(projected)
     queries, keys = Queries(q_BshK, segments_Bs), Keys(k_BsgK, v_BsgK, segments_Bs)

@@ -1,10 +1,10 @@
 """Residuals that wait between F and B in two parts: one on the device, one in the host's memory.
 
-Of each array a fraction of its tokens, the first ones, goes (Zhao et al. 2024, MEMO). Copies lie
-beside computation: F copies a layer's part out beside the next layer, of its last layer beside the
-first of the next F; B copies a layer's part back beside the layer that it runs before, that of the
-last layer beside the last of the B before. So each layer is copied once either way, and what waits
-for its copy on the device is a layer's part in each direction.
+A fraction of a layer's bytes goes (Zhao et al. 2024, MEMO): whole arrays, and of one the first
+tokens. Copies lie beside computation: F copies a layer's part out beside the next layer, of its
+last layer beside the first of the next F; B copies a layer's part back beside the layer that it
+runs before, that of the last layer beside the last of the B before. So each layer is copied once
+either way, and what waits for its copy on the device is a layer's part in each direction.
 
 Copies are `device_put` to another memory space of the same device. XLA:GPU makes the host's rings
 of pinned memory and the copies asynchronous; XLA:CPU has one memory and leaves them out.
@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtx.costs.cost import dim_of_tokens, on_host
 from mtx.pipeline.own import Own
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
-from mtx.vjp import Arrays, offloaded
+from mtx.vjp import Arrays
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -133,20 +134,26 @@ class Offload:
     def _cut(self, arrays: Arrays) -> Parts:
         """In two, both still on the device."""
         device, host = [], []
-        for array in arrays:
-            dim, first = offloaded(array.shape, self.fraction)
+        for array, (dim, first) in zip(arrays, self._places(arrays), strict=True):
             whole = array.shape[dim] if first else 0
             host.append(lax.slice_in_dim(array, 0, first, axis=dim) if first else None)
             rest = lax.slice_in_dim(array, first, whole, axis=dim) if first < whole else None
             device.append(rest if first else array)
         return Parts(tuple(device), tuple(host))
 
+    def _places(self, arrays: Arrays) -> list[tuple[int, int]]:
+        """Of each array the dim that is cut, and how much of it goes."""
+        dims = [dim_of_tokens(array.shape) for array in arrays]
+        cut = [(dim, a) for dim, a in zip(dims, arrays, strict=True) if dim is not None]
+        gone = on_host([(a.shape[dim], a.size * a.dtype.itemsize) for dim, a in cut], self.fraction)
+        firsts = iter(gone)
+        return [(0, 0) if dim is None else (dim, next(firsts)) for dim in dims]
+
     def _join(self, parts: Parts, like: Arrays) -> Arrays:
         """What was cut, of arrays like these."""
         joined = []
-        for device, host, array in zip(*parts, like, strict=True):
+        for device, host, (dim, _) in zip(*parts, self._places(like), strict=True):
             both = [part for part in (host, device) if part is not None]
-            dim, _ = offloaded(array.shape, self.fraction)
             joined.append(both[0] if len(both) == 1 else jnp.concatenate(both, dim))
         return tuple(joined)
 

@@ -214,6 +214,7 @@ class Run:
                 return self.stage.forward(forward, weights, x, layers, caches, left)
 
             y, layers, caches, left = self.unless_idle(
+                "forward",
                 op.forward,
                 compute,
                 lambda forward, weights, *kept: (self.zeros(), *kept),
@@ -249,6 +250,7 @@ class Run:
     def weight_half(self, carry: Carry, op: Op, scatter: jax.Array) -> Carry:
         with jax.named_scope("W"):
             of_w = self.unless_idle(
+                "weight",
                 op,
                 self.stage.weight,
                 lambda op, deferred, gradients: gradients,
@@ -357,6 +359,7 @@ class Run:
         if self.stage.offload:
             ahead = self.stage.offload.just_left(op, stash.left, ahead)
         dx, kept = self.unless_idle(
+            "backward",
             op,
             compute,
             idle,
@@ -407,9 +410,10 @@ class Run:
             return total
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
-    def unless_idle(self, op: Op, compute: Callable, idle: Callable, *args):
+    def unless_idle(self, half: str, op: Op, compute: Callable, idle: Callable, *args):
+        """Without a conditional where none is idle: XLA may copy what that changes."""
         run = self.by_chunk(compute)
-        if self.layout.idle == "skip":
+        if self.layout.idle == "skip" and not getattr(self.schedule, half).busy.all():
             return lax.cond(op.busy, run, idle, *args)
         return run(*args)
 

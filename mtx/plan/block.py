@@ -34,6 +34,7 @@ class Work(NamedTuple):
     tensor_comm_s: float = 0.0  # collectives over `tensor` that nothing hides
     context_comm_s: float = 0.0  # and over `context`
     expert_comm_s: float = 0.0  # and of tokens on their way to experts and back
+    host_comm_s: float = 0.0  # copies to the host's memory and back that nothing hides
 
     @property
     def total_s(self) -> float:

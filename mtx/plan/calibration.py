@@ -158,6 +158,9 @@ class Calibration:
     send_share: float  # of one device's network, by messages between stages
     # Assumed:
     link_share: float = 0.78  # of the links in a node: NCCL's 230 to 240 of the A100's 300 GB/s
+    # Of host_gb_s, by copies of pinned memory: PCIe 4 x16 is 31.5 GB/s on the wire, and headers and
+    # acknowledgements leave some 26.
+    host_share: float = 0.8
     matmul_depth: float = 64.0  # k that a tile's start and end take as long as
     kernel_s: float = 5e-6  # of starting a kernel
     link_latency_s: float = 3e-6  # of a collective's step inside a node

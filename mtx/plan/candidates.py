@@ -12,7 +12,7 @@ from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
-from mtx.plan.choose import context_attention
+from mtx.plan.choose import CONTEXT_WAYS, context_attention
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.time import StepTime, predict_step
@@ -20,7 +20,6 @@ from mtx.plan.time import StepTime, predict_step
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "around_attention", "full")
-CONTEXT_WAYS: tuple[ContextAttention, ...] = ("gather", "ring", "ulysses", "usp")
 ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
 _PART = 8192  # positions of a device, of a sequence that is cut: shorter ones need not be cut
 T = TypeVar("T")
@@ -154,7 +153,7 @@ class Question:
         """The ways over `context` to try, that which is chosen by itself first."""
         if layout.context == 1:
             return ()
-        own = context_attention(layout, self.model)
+        own = context_attention(layout, self.model, self.hardware)
         ways: list[ContextAttention] = [own, *(way for way in CONTEXT_WAYS if way != own)]
         return choices(self.fixed.context_attention, tuple(ways))
 

@@ -1,4 +1,4 @@
-"""The schedule of a run: a maker's, a file's, or the best that the search finds."""
+"""What a layout leaves to "auto": the schedule, what zero=3 gathers, attention over `context`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 
 from mtx.config import Layout, ModelConfig
 from mtx.config.layout import ContextAttention, ZeroUnit
+from mtx.costs.ask import pattern_of
+from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
+from mtx.plan.block import layer_work
+from mtx.plan.calibration import calibration_for
+from mtx.plan.hardware import DEFAULT, Hardware, hardware
+from mtx.plan.shard import Shard
 from mtx.schedules.formats import read_schedule
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import Schedule
@@ -16,7 +22,7 @@ from mtx.schedules.search import Candidate, choose, search_schedules
 from mtx.schedules.shape import Times
 
 _HIDES = 4096  # tokens of a microbatch whose FLOPs take as long as its layers' collectives
-_COVERED = 24_000  # positions of a device times queries a head of keys: see `context_attention`
+CONTEXT_WAYS: tuple[ContextAttention, ...] = ("gather", "ring", "ulysses", "usp")
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
 
 
@@ -64,8 +70,8 @@ def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
 
 
 def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
-    """(the layout with schedule="auto" and zero_unit="auto" chosen, why that schedule was); any
-    other schedule as it is, and "".
+    """(the layout with schedule="auto", zero_unit="auto" and context_attention="auto" chosen, why
+    that schedule was); any other schedule as it is, and "".
 
     The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
     again, and a send a hundredth of the three. A layout of virtual > 1, or with a tuple of
@@ -104,19 +110,40 @@ def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit
     return "layer" if alone or tokens >= _HIDES else "chunk"
 
 
-def context_attention(layout: Layout, model: ModelConfig) -> ContextAttention:
-    """How attention goes over `context`; of "auto" the way that is chosen, "ring" or "gather".
-
-    A step of a ring is 8 n^2 h K FLOPs forward for 2n positions of a device, beside 8 n g K bytes
-    of keys and values: at some 500 TFLOP/s and 40 GB/s, between nodes, n h/g must be 12,000 for the
-    sends to be covered. With less, all of them are gathered at once, before larger matmuls.
-    """
+def context_attention(
+    layout: Layout, model: ModelConfig, device: Hardware | None = None
+) -> ContextAttention:
+    """How attention goes over `context`; of "auto" the fastest way."""
     if layout.context == 1 or layout.context_attention != "auto":
         return layout.context_attention
+    return context_ways(layout, model, device)[0]
+
+
+def context_ways(
+    layout: Layout, model: ModelConfig, device: Hardware | None = None
+) -> tuple[ContextAttention, ...]:
+    """Those that the layout allows, the fastest first: by the seconds of a layer, as nothing else
+    of a step depends on them. device: None, a plan's by default, which training takes too; a plan's
+    file keeps what was chosen for its target."""
     if model.attention_dropout or not model.causal:
-        return "gather"
-    tokens = model.sequence // layout.context
-    return "ring" if tokens * model.heads // model.groups >= _COVERED else "gather"
+        return ("gather",)
+    heads = max(1, model.groups // layout.tensor)
+    whole = heads % layout.context == 0
+    ways = [way for way in CONTEXT_WAYS if whole or way != "ulysses"]
+    target = device or hardware(DEFAULT)
+    return tuple(sorted(ways, key=lambda way: _layers_s(layout, model, way, target)))
+
+
+def _layers_s(layout: Layout, model: ModelConfig, way: ContextAttention, device: Hardware) -> float:
+    """Seconds of a layer of each kind, for a microbatch."""
+    shard = Shard(
+        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel, hardware=device,
+        calibration=calibration_for(layout, model, device), context=layout.context,
+        context_attention=way, experts=ExpertShards.of(layout, model),
+    )  # fmt: skip
+    recompute = "full" if layout.stash == "inputs" else layout.recompute
+    return sum(layer_work(shard, kind, recompute).all.total_s for kind in set(pattern_of(model)))
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,7 @@ PART_NAMES = {
     "tensor_comm_s": "collectives over tensor",
     "context_comm_s": "collectives over context",
     "expert_comm_s": "tokens to experts and back",
+    "host_comm_s": "copies to host memory and back",
     "pipeline_comm_s": "messages between stages",
     "bubble_s": "idle in the pipeline",
     "data_comm_s": "reductions over data",

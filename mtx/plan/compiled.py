@@ -36,13 +36,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Seconds of the collectives over the same mesh axes in one step."""
+    """Seconds of the collectives over the same mesh axes in one step, or of copies ("host",)."""
 
     axes: tuple[str, ...]
     seconds: float  # by the planner's model of the network
     exposed_s: float  # of them, those that the schedule puts no computation beside
 
 
+HOST = "host"  # in the place of an axis: copies to the host's memory and back
 Kind = Literal["matmul", "attention", "other"]
 
 

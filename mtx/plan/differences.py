@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 from mtx.plan.calibration import calibration_of
-from mtx.plan.compiled import Spent
+from mtx.plan.compiled import HOST, Spent
 from mtx.plan.priced import PricedRun
 from mtx.plan.time import StepTime
 
@@ -29,6 +29,7 @@ _WHY = {
     "tensor_comm_s": "XLA's order of them; in ticks of F or B alone it hides other ones",
     "context_comm_s": "XLA's order of them; where memory is short it sends nothing beside anything",
     "expert_comm_s": "XLA's order of them; in ticks of F or B alone nothing lies beside them",
+    "host_comm_s": "XLA's order of them, and what else a layer has to hide them beside",
     "pipeline_comm_s": "what XLA puts beside the sends; the head's collectives share their links",
     "bubble_s": "ticks last as long as the slowest stage's, with all that XLA leaves in sight",
     "data_comm_s": "what XLA puts beside them",
@@ -86,6 +87,8 @@ def _field(one: Spent) -> str:
     axes = one.what.removeprefix("exposed over ")
     if axes == one.what:
         return _PARTS.get(one.part) or _KINDS[one.what]
+    if axes == HOST:
+        return "host_comm_s"
     if "data" in axes.split(" x "):
         return "data_comm_s"
     outside = _PARTS.get(one.part) == "embedding_and_head_s"

@@ -3,6 +3,13 @@
 Peaks are dense (without structured sparsity). Links count one direction. Memory is the vendor's
 number, read as GiB; the driver keeps some of it. Nothing here was measured by this project. A
 user's own machine is a TOML file: see `load_hardware`.
+
+Host links and memory: NVIDIA's data sheets give PCIe both ways, 64 GB/s of the A100 ("PCIe Gen4"),
+128 GB/s of the H100, H200 and B200 ("PCIe Gen5"), and of GB200 900 GB/s of NVLink-C2C for the two
+GPUs of a Grace. Systems' memory: DGX A100 data sheet, 2 TB, with 40 GB GPUs 1 TB; DGX H100, H200
+and B200, 2 TB; GB200 NVL72, 480 GB a Grace. TPUs: the memory of Google Cloud's machine types
+(ct5p-hightpu-4t 448 GB, ct5lp-hightpu-8t 384 GB, ct6e-standard-8t 1,440 GB). The MI300X's is
+assumed. Cards that share a switch's link to the host have less each: then say so in a TOML file.
 """
 
 from __future__ import annotations
@@ -39,7 +46,8 @@ class Hardware:
     network_gb_s: Rate  # one device's share of the node's network
     source: str
     cores: Count = 1  # that compute a tile of a matrix product each; 1: the whole chip does
-    host_gb_s: Rate = 32  # one device to its host's memory, one direction: PCIe 4 x16
+    host_gb_s: Rate = 32  # one device to its host's memory, one direction, nominal: PCIe 4 x16
+    host_gib: Rate = 256  # of the host's memory, one device's part: 2 TB for eight, as a DGX has
     tile: tuple[Count, Count] = (128, 128)  # rows and columns of the product that a core computes
 
     def peak_flops(self, dtype: str) -> float:
@@ -94,7 +102,7 @@ _TPU_V5: dict[str, Any] = dict(fp16=False, tile=(128, 128))
 _ROWS = (
     _row(
         "a100-40gb", "NVIDIA A100-SXM4-40GB", **_AMPERE, memory=(40, 1555), node=_AMPERE_NODE,
-        source="NVIDIA A100 data sheet, SXM",
+        host_gib=128, source="NVIDIA A100 data sheet, SXM",
     ),
     _row(
         "a100-80gb", "NVIDIA A100-SXM4-80GB", **_AMPERE, memory=(80, 2039), node=_AMPERE_NODE,
@@ -118,7 +126,7 @@ _ROWS = (
     ),
     _row(
         "gb200", "NVIDIA GB200", b16=2500, fp32=80, fp8=5000, memory=(186, 8000),
-        node=(72, 900, 50), cores=152, host_gb_s=225,
+        node=(72, 900, 50), cores=152, host_gb_s=225, host_gib=223,
         source="NVIDIA GB200 NVL72 data sheet, per GPU",
     ),
     _row(
@@ -128,17 +136,19 @@ _ROWS = (
     ),
     _row(
         "tpu-v5p", "TPU v5p", "TPU v5", b16=459, fp8=459, **_TPU_V5, memory=(95, 2765),
-        node=(8960, 600, 6.25), source="Google Cloud TPU v5p documentation",
+        node=(8960, 600, 6.25), host_gib=104, source="Google Cloud TPU v5p documentation",
     ),
     _row(
         "tpu-v5e", "TPU v5e", "TPU v5 lite", b16=197, **_TPU_V5, memory=(16, 819),
-        node=(256, 200, 3.125), source="Google Cloud TPU v5e documentation",
+        node=(256, 200, 3.125), host_gib=45, source="Google Cloud TPU v5e documentation",
     ),
     _row(
         "tpu-v6e", "TPU v6e", "TPU v6 lite", b16=918, fp16=False, tile=(256, 256),
-        memory=(32, 1638), node=(256, 400, 12.5), source="Google Cloud TPU v6e documentation",
+        memory=(32, 1638), node=(256, 400, 12.5), host_gib=168,
+        source="Google Cloud TPU v6e documentation",
     ),
 )  # fmt: skip
+DEFAULT = "a100-80gb"  # SC'21's, of which a plan is where no target is named
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _ROWS})
 
 
@@ -171,6 +181,8 @@ def load_hardware(name_or_path: str) -> Hardware:
         node_devices = 8                # joined by the fast link
         link_gb_s = 450                 # one device to its node, one direction
         network_gb_s = 25               # one device's share of the node's network, one direction
+        host_gb_s = 64                  # one device to its host's memory, one direction
+        host_gib = 256                  # one device's part of that memory
         source = "our data sheet"
         device_kinds = ["NVIDIA H100"]  # as jax.Device.device_kind says them; "NVIDIA": CUDA
         cores = 132                     # GPU: its streaming multiprocessors or compute units

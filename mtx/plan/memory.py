@@ -75,7 +75,7 @@ def predict_memory(
     stash = slots.stash * (device.stash_slot_bytes() - device.offloaded_slot_bytes(offload))
     stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
-    if layout.idle == "skip" and conditionals_copy():
+    if _copies(layout, layout.microbatches(global_batch)):
         layers = 4 * layout.virtual * trained.chunk
         forward = stash if layout.stash == "residuals" else 0
         working = max(working + (waiting or layers), forward, layers)
@@ -102,8 +102,8 @@ def predict_host_bytes(
     model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
 ) -> int:
     """Residuals that wait in the host's memory, of one device; twice where conditionals copy."""
-    slots = _slots(layout, layout.microbatches(global_batch)).stash
-    slots *= 2 if layout.idle == "skip" and conditionals_copy() else 1
+    microbatches = layout.microbatches(global_batch)
+    slots = _slots(layout, microbatches).stash * (1 + _copies(layout, microbatches))
     device = _Device(model, layout, backend)
     return slots * device.offloaded_slot_bytes(layout.offload_fraction)
 
@@ -122,6 +122,14 @@ def conditionals_copy() -> bool:
     0.10 copies those for the time of the op, that of jax 0.12 changes them in place.
     """
     return importlib.metadata.version("jax").startswith("0.10.")
+
+
+def _copies(layout: Layout, microbatches: int) -> bool:
+    """Whether there are such conditionals, which none is around an op that is never idle."""
+    if layout.idle != "skip" or not conditionals_copy():
+        return False
+    alone = layout.pipe == layout.virtual == 1
+    return not (alone and all(h.busy.all() for h in schedule_for(layout, microbatches).halves))
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -293,20 +301,24 @@ class _Device:
         """{kind: (layers of a chunk, bytes of one that go to the host)}"""
         rows = self.layout.microbatch
         return {
-            kind: (places, sum(cut.of(fraction, rows) for cut in self.cost(kind).cuts))
+            kind: (places, self.cost(kind).on_host(fraction, rows)[0])
             for kind, places in self.places.items()
         }
 
     def underway_bytes(self, fraction: float) -> int:
         """Of one layer of each kind: what F has not yet copied to the host, what has come back for
-        the next B, and what a layer leaves or fetches beside them; and a whole sequence, which is
-        gathered earlier where XLA's scheduler hides copies."""
+        the next B, and what a layer leaves or fetches beside them; the array that is put together
+        again; and a whole sequence, which is gathered earlier where XLA's scheduler hides copies.
+        """
         if not fraction:
             return 0
         layout, kind = self.layout, next(iter(self.places))
         shards = layout.tensor if layout.sequence_parallel else 1
-        whole = shards * total(self.cost(kind).stream, layout.microbatch)
-        return whole + 3 * sum(layer for _, layer in self.offloaded_layers(fraction).values())
+        rows = layout.microbatch
+        whole = shards * total(self.cost(kind).stream, rows) * (shards > 1)
+        joined = max(self.cost(kind).on_host(fraction, rows)[1] for kind in self.places)
+        layers = sum(layer for _, layer in self.offloaded_layers(fraction).values())
+        return whole + joined + 3 * layers
 
     def cache_bytes(self) -> int:
         """Keys and values of one microbatch, its slices together, or their gradients."""

@@ -1,23 +1,23 @@
 """What of the residuals goes to the host's memory, and what copying it costs.
 
-MEMO (Zhao et al. 2024) chooses its fraction by a linear programme: as little time as possible, in
-the memory that there is. Here what does not go stays on the device, or is computed again as the
-layout says, so that one variable is left, and the programme's solution is the least fraction with
-which the device's memory suffices: more copies can only take longer.
+A layer's part is copied once either way, out beside the next layer's F and back beside the B of the
+layer that runs before it (`mtx.pipeline.offload`). A PCIe link serves both directions at once, so
+each counts by itself; and what one of them takes longer than the layer beside it, all wait for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from mtx.config import Layout, ModelConfig, OptimizerConfig
-from mtx.plan.block import Shard, layer_work
-from mtx.plan.calibration import calibration_of
-from mtx.plan.candidates import MEMORY_AT_MOST
+from mtx.config import Layout, ModelConfig
+from mtx.plan.block import Passes, Work
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Zero, offloaded_layers, predict_host_bytes, predict_memory
+from mtx.plan.makespan import LOOPED
+from mtx.plan.memory import offloaded_layers, predict_host_bytes
+from mtx.plan.shard import Shard
 
-_STEPS = 64  # of the fraction: with these, most numbers of tokens are cut where memory is aligned
+HOST_AT_MOST = 0.9  # of a host's memory: the rest is the system's, and what reads data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,55 +26,54 @@ class Copies:
 
     host_bytes: int  # that wait in the host's memory at once
     moved_bytes: int  # out, and as many back
-    seconds: float  # of both, by the link's rate
-    exposed_s: float  # of them, those longer than the layers that they are copied beside
+    each_way_s: float  # of them, by the link's rate
+    room_bytes: float  # of the host's memory, the device's part
 
-    def text(self) -> str:
-        """For people."""
+    @property
+    def fits(self) -> bool:
+        return self.host_bytes <= HOST_AT_MOST * self.room_bytes
+
+    def text(self, exposed_s: float) -> str:
+        """For people. exposed_s: of the copies, what nothing hides."""
         gib = 2**30
+        text = f"{self.host_bytes / gib:,.2f} GiB of the device's {self.room_bytes / gib:,.0f} GiB"
+        text += "" if self.fits else f": does not fit (at most {HOST_AT_MOST:.0%} can be had)"
         return (
-            f"{self.host_bytes / gib:,.2f} GiB wait there; {self.moved_bytes / gib:,.1f} GiB a "
-            f"step out, as many back, in {self.seconds:.3g} s, {self.exposed_s:.3g} s of it exposed"
+            f"{text}; {self.moved_bytes / gib:,.1f} GiB a step out, as many back, in "
+            f"{self.each_way_s:.3g} s each, {exposed_s:.3g} s of it exposed"
         )
 
 
 def predict_copies(
-    model: ModelConfig, layout: Layout, global_batch: int, hardware: Hardware
+    model: ModelConfig, layout: Layout, global_batch: int, hardware: Hardware, *, share: float
 ) -> Copies:
-    """A layer's copy lies beside another layer's F or B. At host_gb_s, both ways at once."""
-    shard = Shard(
-        model=model, microbatch=layout.microbatch, tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel, hardware=hardware,
-        calibration=calibration_of(hardware, family=model.family),
-    )  # fmt: skip
-    layers = offloaded_layers(model, layout, backend=hardware.backend)
-    moved, exposed_s, rate = 0, 0.0, hardware.host_gb_s * 1e9
-    chunks = layout.virtual * layout.microbatches(global_batch)
-    for kind, (places, layer_bytes) in layers.items():
-        copy_s, work = layer_bytes / rate, layer_work(shard, kind, layout.recompute)
-        beside = work.forward.total_s, (work.backward + work.weight).total_s
-        moved += chunks * places * layer_bytes
-        exposed_s += chunks * places * sum(max(0.0, copy_s - each_s) for each_s in beside)
+    """share: of host_gb_s, what copies reach."""
     backend = hardware.backend
+    layers = offloaded_layers(model, layout, backend=backend)
+    chunks = layout.virtual * layout.microbatches(global_batch)
+    moved = chunks * sum(places * layer_bytes for places, layer_bytes in layers.values())
     return Copies(
         host_bytes=predict_host_bytes(model, layout, global_batch, backend=backend),
-        moved_bytes=moved, seconds=2 * moved / rate, exposed_s=exposed_s,
+        moved_bytes=moved, each_way_s=moved / (hardware.host_gb_s * 1e9 * share),
+        room_bytes=hardware.host_gib * 2**30,
     )  # fmt: skip
 
 
-def resolve_offload(
-    layout: Layout, model: ModelConfig, global_batch: int, hardware: Hardware, *,
-    zero: Zero, optimizer: OptimizerConfig,
-) -> tuple[Layout, str]:  # fmt: skip
-    """(the layout with offload="auto" chosen, why); any other as it is, and ""."""
-    if layout.offload != "auto":
-        return layout, ""
-    room = MEMORY_AT_MOST * hardware.memory_bytes
-    for step in range(_STEPS + 1):
-        tried = replace(layout, offload=step / _STEPS)
-        memory = predict_memory(
-            model, tried, global_batch, backend=hardware.backend, zero=zero, optimizer=optimizer
-        )
-        if memory.total_bytes <= room:
-            return tried, f"offload {tried.offload:g}: the least with which a device's memory does"
-    return tried, "offload 1: all that can go, and a device's memory still does not do"
+def with_copies(
+    work: Mapping[str, Passes], model: ModelConfig, layout: Layout, shard: Shard
+) -> dict[str, Passes]:
+    """The work of a layer of each kind, with what its copies take longer than itself."""
+    if not layout.offload_fraction:
+        return dict(work)
+    hardware = shard.hardware
+    rate = hardware.host_gb_s * 1e9 * shard.calibration.host_share
+    layers = offloaded_layers(model, layout, backend=hardware.backend)
+    return {kind: _beside(each, layers[kind][1] / rate, layout) for kind, each in work.items()}
+
+
+def _beside(work: Passes, copy_s: float, layout: Layout) -> Passes:
+    forward_s, backward_s, weight_s = work.seconds
+    if layout.schedule in LOOPED:  # elsewhere W may be an op of its own, beside which nothing lies
+        backward_s += weight_s
+    exposed = (Work(host_comm_s=max(0.0, copy_s - each_s)) for each_s in (forward_s, backward_s))
+    return work + Passes(*exposed)

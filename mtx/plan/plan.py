@@ -23,9 +23,9 @@ from mtx.plan import flops
 from mtx.plan.choose import resolve, with_zero
 from mtx.plan.compiled import Compiled
 from mtx.plan.differences import differences
-from mtx.plan.hardware import Hardware, load_hardware
+from mtx.plan.hardware import DEFAULT, Hardware, load_hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
-from mtx.plan.offload import resolve_offload
+from mtx.plan.mix import Room
 from mtx.plan.page import rows_html
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
@@ -75,7 +75,7 @@ class Plan(PricedRun):
 
 
 def make_plan(
-    run: RunConfig, *, target: str | Hardware = "a100-80gb", zero: Zero | None = None,
+    run: RunConfig, *, target: str | Hardware = DEFAULT, zero: Zero | None = None,
     scatter_gather: bool = True,
     chosen: tuple[str, ...] = (), compiled: Compiled | None = None,
 ) -> Plan:  # fmt: skip
@@ -90,10 +90,13 @@ def make_plan(
     device = target if isinstance(target, Hardware) else load_hardware(target)
     name = target if isinstance(target, str) else target.name
     device.check(run.model)  # where there is no such unit, say so first
-    layout, why = resolve(with_zero(run.layout, zero), run.model, run.global_batch)
-    layout, how_much = resolve_offload(
-        layout, run.model, run.global_batch, device, zero=zero, optimizer=run.optimizer
-    )
+    asked = with_zero(run.layout, zero)
+    layout, why = resolve(asked, run.model, run.global_batch)
+    room = Room(
+        model=run.model, global_batch=run.global_batch, hardware=device, zero=zero,
+        optimizer=run.optimizer,
+    )  # fmt: skip
+    layout, how_much = room.resolve(replace(layout, context_attention=asked.context_attention))
     run = replace(run, layout=layout)
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(
@@ -104,7 +107,7 @@ def make_plan(
         memory=predict_memory(
             model, layout, batch, backend=device.backend, zero=zero, optimizer=run.optimizer
         ),
-        chosen=(*chosen, *filter(None, (why, how_much))), compiled=compiled,
+        chosen=(*chosen, *filter(None, (why, *how_much))), compiled=compiled,
     )  # fmt: skip
 
 
@@ -222,7 +225,7 @@ def load_plan(path: str | Path) -> Plan:
     run, options = _read(path)
     try:
         return make_plan(
-            run, target=options.get("target", "a100-80gb"), zero=options.get("zero"),
+            run, target=options.get("target", DEFAULT), zero=options.get("zero"),
             scatter_gather=options.get("scatter_gather", True),
         )  # fmt: skip
     except UserError as error:

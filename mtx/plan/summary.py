@@ -180,9 +180,12 @@ def _memory(plan: PricedRun) -> list[Row]:
     rows.append(Row(section, "in all", _fit(plan.memory.total_bytes, plan), "predicted"))
     if fraction := plan.run.layout.offload_fraction:
         run = plan.run
-        copies = predict_copies(run.model, run.layout, run.global_batch, plan.hardware)
+        copies = predict_copies(
+            run.model, run.layout, run.global_batch, plan.hardware,
+            share=plan.calibration.host_share,
+        )  # fmt: skip
         name = f"{fraction:.4g} of residuals in host memory"
-        rows.append(Row(section, name, copies.text(), "predicted"))
+        rows.append(Row(section, name, copies.text(plan.time.host_comm_s), "predicted"))
     if better := plan.better_recompute:
         way, time, memory = better
         faster = f"{_fit(memory.total_bytes, plan)}; a step in {seconds(time.step_s)}, not "

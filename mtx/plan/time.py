@@ -2,10 +2,11 @@
 
 A stage's time for a microbatch is that of its blocks, embedding and head (`mtx.plan.block`); the
 pipeline adds messages and waiting (`mtx.plan.makespan`); the step ends with the gradients'
-reduction and the optimizer. Nothing hides behind anything else, with three exceptions: collectives
+reduction and the optimizer. Nothing hides behind anything else, with four exceptions: collectives
 in B where the calibration's `Software` says so; all over `tensor` where F and B are woven, but for
-the first of a tick, as far as computation lasts; and ZeRO-3's all-gathers, which run under F and B
-as far as these are long enough.
+the first of a tick, as far as computation lasts; ZeRO-3's all-gathers, which run under F and B
+as far as these are long enough; and a layer's copy to the host's memory or back, beside the layer
+next to it (`mtx.plan.offload`).
 Not counted: reading data, logging, and the first steps.
 """
 
@@ -38,6 +39,7 @@ from mtx.plan.network import (
     pipe_group,
     send_s,
 )
+from mtx.plan.offload import with_copies
 from mtx.plan.shard import Shard
 from mtx.schedules.partition import place_layers
 from mtx.sizes import StageLayers
@@ -54,6 +56,7 @@ class StepTime:
     tensor_comm_s: float  # collectives over `tensor`
     context_comm_s: float  # and over `context`, what nothing hides
     expert_comm_s: float  # and to experts and back
+    host_comm_s: float  # copies to the host's memory and back, what nothing hides
     pipeline_comm_s: float  # messages between stages
     bubble_s: float  # waiting for other stages: fill, drain, and stages that are not equal
     data_comm_s: float  # gradients, and parameters where they are sharded, over `data`
@@ -68,9 +71,8 @@ class StepTime:
         """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
         microbatches with their collectives and messages. The rest of the step has no part in it."""
         ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.embedding_and_head_s
-        sent_s = (
-            self.tensor_comm_s + self.context_comm_s + self.expert_comm_s + self.pipeline_comm_s
-        )
+        sent_s = self.tensor_comm_s + self.context_comm_s + self.expert_comm_s
+        sent_s += self.host_comm_s + self.pipeline_comm_s
         return self.bubble_s / (ideal_s + sent_s)
 
 
@@ -132,6 +134,7 @@ def predict_step(
         tensor_comm_s=blocks.tensor_comm_s + outside.tensor_comm_s,
         context_comm_s=blocks.context_comm_s,
         expert_comm_s=blocks.expert_comm_s,
+        host_comm_s=blocks.host_comm_s,
         pipeline_comm_s=messages_s,
         bubble_s=max(0.0, pipe_s - blocks.total_s - outside.total_s - messages_s),  # not -1e-17
         data_comm_s=data_comm_s,
@@ -219,15 +222,16 @@ def _on_stages(
     shard = Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
-        context=layout.context, context_attention=context_attention(layout, model),
+        context=layout.context, context_attention=context_attention(layout, model, hardware),
         experts=ExpertShards.of(layout, model),
     )  # fmt: skip
     pattern = pattern_of(model)
     recompute = "full" if layout.stash == "inputs" else layout.recompute
+    work = {kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)}
     on = _OnStages(
         shard=shard,
         counts=_stage_layers(pattern, layout.pipe, layout.virtual, layout.stage_layers),
-        work={kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)},
+        work=with_copies(work, model, layout, shard),
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
         hidden=(0.0, 0.0, 0.0),

@@ -35,6 +35,16 @@ def device_memory(compiled: Any = None) -> dict:
     return found | ({"devices": devices} if devices else {})
 
 
+def host_memory(compiled: Any, *, devices: int, room_bytes: int) -> str:
+    """What a compiled program's activations in the host's memory come to on a machine with so many
+    of the devices, and whether its memory is enough; "" where there are none."""
+    held = devices * compiled.host_temp_size_in_bytes
+    if not held:
+        return ""
+    said = f"host       {held / 2**30:,.1f} GiB of activations, of {room_bytes / 2**30:,.1f} GiB"
+    return said + (" that it has not: use less offload" if held > room_bytes else "")
+
+
 def spare_memory(compiled: Any) -> bool:
     """Has a process of virtual devices give back what it frees, where keeping it could take more
     than half of the machine's memory; says whether it could."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from mtx.step.trainer import Trainer
 from mtx.train.guard import Faults, RollBack
 from mtx.train.history import Clock, History, Seconds
 from mtx.train.log import Log
-from mtx.train.memory import device_memory, spare_memory
+from mtx.train.memory import device_memory, host_memory, spare_memory
 from mtx.train.metrics import Meter, StepRecord, loads_of, shares_of
 from mtx.train.profile import ProfileWindow
 from mtx.train.programs import Programs
@@ -163,6 +164,9 @@ class Session:
                 self.report.line(f"xla        {said}")
             compiled = self.programs.train_step.memory_analysis()
             spare_memory(compiled)
+            room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            if said := host_memory(compiled, devices=jax.local_device_count(), room_bytes=room):
+                self.report.line(said)
             memory = device_memory(compiled)
             self.log.write("memory", {"step": self.step, **memory})
 

@@ -32,6 +32,7 @@ _TIME_COLOURS = {
     "tensor_comm_s": COMMUNICATION,
     "context_comm_s": "#7b5ea7",
     "expert_comm_s": "#c4a6dd",
+    "host_comm_s": "#d9b8c4",
     "pipeline_comm_s": "#a07cc5",
     "data_comm_s": picture.COMMUNICATION_LIGHT,
     "bubble_s": IDLE,
