@@ -12,6 +12,7 @@ from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight
 from mtx.sizes import Ffn, Width
 
 AuxLoss = Literal["none", "batch", "sequence"]
+Keeps = Literal["first", "best"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Mixtral(Llama):
     z_weight: float = 0.0  # of the square of the logits' log-sum-exp
     # None: no choice is dropped; else of a sequence those beyond this times an expert's even share
     capacity: Annotated[float, Between(0.01, 1000)] | None = None
+    capacity_keeps: Keeps = "first"  # of an expert's choices; "best": those with the highest gates
 
     def check(self) -> None:
         super().check()
@@ -38,6 +40,11 @@ class Mixtral(Llama):
             raise UserError(
                 f"choices={self.choices} must be at most experts={self.experts}; use "
                 f"choices={self.experts}"
+            )
+        if self.capacity is None and self.capacity_keeps != "first":
+            raise UserError(
+                f"capacity_keeps={self.capacity_keeps!r} says what a capacity drops, and capacity="
+                "None drops nothing; use capacity=1.25 or the like with it"
             )
         for name in ("aux_weight", "z_weight"):
             if getattr(self, name) < 0:
@@ -62,7 +69,7 @@ class Mixtral(Llama):
 
         return Router(
             experts=self.experts, choices=self.choices, aux=self.aux, aux_weight=self.aux_weight,
-            z_weight=self.z_weight, capacity=self.capacity, **others,
+            z_weight=self.z_weight, capacity=self.capacity, keeps=self.capacity_keeps, **others,
         )  # fmt: skip
 
     def mixture(self, **others: Any):
