@@ -38,6 +38,10 @@ def layer_cost(
     experts: ExpertShards | None = None,
 ) -> Cost:
     """The cost of one layer of that kind, with attention by that kernel, so over `context`."""
+    if experts and not _routes(model, kind):
+        experts = None
+    elif experts and tensor == 1:
+        experts = experts._replace(expert_tensor=True)
     question = Question(
         model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices, context=context,
         context_attention=context_attention if context > 1 else "gather", experts=experts,
@@ -60,6 +64,12 @@ def shared_cost(
         ),
         Cost,
     )
+
+
+@lru_cache(maxsize=4096)
+def _routes(model: ModelConfig, kind: str) -> bool:
+    """Whether layers of that kind have a router."""
+    return any(each.role == "router" for each in model_parameters(model).layers[kind])
 
 
 def model_parameters(

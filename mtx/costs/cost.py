@@ -105,6 +105,15 @@ class Cut(NamedTuple):
         return self.bytes.at(rows) // self.length * int(self.length * fraction)
 
 
+class Later(NamedTuple):
+    """One round of tokens that had no room at their experts in the first (`mtx.sharding.experts`).
+    It runs in a loop, as often as the fullest expert asks for."""
+
+    matmuls: tuple[Matmul, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    moved: tuple[Moved, ...] = ()
+
+
 class Cost(NamedTuple):
     """Of one layer, or of the embedding or the head, on one device, for one microbatch."""
 
@@ -117,6 +126,7 @@ class Cost(NamedTuple):
     cache: tuple[Size, ...]  # bytes of a sequence's keys and values, where it is cut into slices
     cuts: tuple[Cut, ...]  # `kept` again, by how it can be cut
     scores: Size  # elements of the largest product of activations that stands in memory
+    later: Later  # not counted above
 
     def flops(self, during: str, rows: int, vocab: int = 0) -> float:
         """Of the matmuls of these passes, such as "F" or "BW"."""

@@ -55,6 +55,10 @@ class Mixtral(Llama):
         return self.experts
 
     @property
+    def routed_choices(self) -> int:
+        return self.choices
+
+    @property
     def split_widths(self) -> dict[str, int]:
         return super().split_widths | {"expert_ffn": self.expert_width}
 
