@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,6 +18,8 @@ from mtx.config.layout import ContextAttention
 from mtx.costs.cost import PARAMETERS, Cost, ExpertShards, Parameters, Question
 from mtx.errors import UserError
 from mtx.files import replacing
+
+_SHARDS = 2, 4  # of experts, with which costs are traced; others follow
 
 
 def pattern_of(model: ModelConfig) -> tuple[str, ...]:
@@ -48,7 +51,34 @@ def layer_cost(
         sequence_parallel=sequence_parallel and tensor > 1,
         kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
     )  # fmt: skip
+    if experts and _follows(model, experts, tensor):
+        two, four = (
+            replace(question, experts=experts._replace(expert=shards)) for shards in _SHARDS
+        )
+        return _spread(_answer(two, Cost), _answer(four, Cost), experts.expert)
     return _answer(question, Cost)
+
+
+def _follows(model: ModelConfig, experts: ExpertShards, tensor: int) -> bool:
+    """Whether the cost with so many shards of experts need not be traced: that with 2 and with 4
+    says it."""
+    most = model.routed_experts // (1 if experts.expert_tensor else tensor)
+    by_four = most % _SHARDS[-1] == 0
+    return experts.expert_dispatch == "alltoall" and experts.expert > _SHARDS[-1] and by_four
+
+
+def _spread(two: Any, four: Any, shards: int) -> Any:
+    """A cost, or a part of one, with so many shards of experts: each number is the same with any,
+    grows as they do (tokens at an expert), or has a part that they share (experts of a device)."""
+    if isinstance(two, tuple):
+        parts = [_spread(a, b, shards) for a, b in zip(two, four, strict=True)]
+        return type(two)(*parts) if hasattr(two, "_fields") else tuple(parts)
+    if two == four:
+        return two
+    if four == 2 * two:
+        return two * shards // 2
+    shared = 4 * (two - four)
+    return 2 * four - two + shared // shards
 
 
 def shared_cost(

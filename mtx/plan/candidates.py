@@ -201,12 +201,13 @@ class Question:
         return calibration_for(layout, self.model, self.hardware).software.name == "mtx"
 
     def _sequence_parallel(self, context: int, tensor: int) -> tuple[bool, ...]:
-        """What may be tried, the leaner first."""
+        """What may be tried, the leaner first; of models with experts that alone."""
         if tensor == 1:
             tried = (True,)
         else:
             divided = self.model.sequence % (context * tensor) == 0
-            tried = (True, False) if divided else (False,)
+            both = (True,) if self.model.routed_experts else (True, False)
+            tried = both if divided else (False,)
         return choices(self.fixed.sequence_parallel, tried)
 
 

@@ -2,7 +2,7 @@
 
 Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, of
 long sequences and of experts as data x pipe x expert x context x tensor (with experts tensor groups
-within a node alone), every microbatch, number of chunks, sharding of
+within a node alone, sequences sharded in them), every microbatch, number of chunks, sharding of
 sequences and optimizer, and way to keep or recompute activations is a candidate, and only
 `mtx.plan.time` and `mtx.plan.memory` decide.
 
