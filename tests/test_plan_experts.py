@@ -9,11 +9,12 @@ from errors import names
 
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.costs import cost
 from mtx.costs.ask import layer_cost
-from mtx.costs.cost import ExpertShards, Question
+from mtx.costs.cost import ExpertShards
 from mtx.costs.trace import trace
 from mtx.errors import UserError
-from mtx.plan.candidates import Fixed, divisors
+from mtx.plan.candidates import Fixed, Question, divisors
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
 from mtx.plan.plan import load_plan, make_plan, save_plan
@@ -38,7 +39,7 @@ def step(imbalance: float, **changes) -> StepTime:
 
 def test_a_round_is_the_closed_form():
     """F runs a round as the first; B and W each run again what they need of it, which is no y."""
-    cost = layer_cost(
+    found = layer_cost(
         MODEL, kind="block", tensor=2, sequence_parallel=True, kernel="cudnn",
         experts=ExpertShards.of(LAYOUT, MODEL),
     )  # fmt: skip
@@ -48,11 +49,11 @@ def test_a_round_is_the_closed_form():
     sent = {"F": ("x", "gate", "x"), "B": ("x", "gate", "x", "x", "gate"), "W": ("x", "gate", "x")}
     sizes = {"x": slots * D * item, "gate": slots * 4}
     for during in "FBW":
-        products = [each for each in cost.later.matmuls if each.during == during]
+        products = [each for each in found.later.matmuls if each.during == during]
         assert sum(each.flops(B) for each in products) == flops[during]
-        bytes_ = sorted(c.bytes.at(B) for c in cost.later.collectives if c.during == during)
+        bytes_ = sorted(c.bytes.at(B) for c in found.later.collectives if c.during == during)
         assert bytes_ == sorted(sizes[name] for name in sent[during])
-        assert all(c.kind == "all_to_all" for c in cost.later.collectives)
+        assert all(c.kind == "all_to_all" for c in found.later.collectives)
 
 
 @pytest.mark.parametrize("weave", ["off", "on"])
@@ -88,7 +89,7 @@ def test_costs_with_more_shards_follow_from_few(tensor, split):
     options = dict(kind="block", tensor=tensor, sequence_parallel=tensor > 1, recompute="full")
     model = replace(MODEL, experts=16)
     traced = trace(
-        Question(
+        cost.Question(
             model=model, part="block", tensor=tensor, sequence_parallel=tensor > 1,
             recompute="full", kernel="cudnn", experts=shards,
         )
@@ -124,6 +125,16 @@ def test_what_a_user_types(tmp_path, capsys):
     rows = {row.name: row.value for row in plan_rows(load_plan(tmp_path / "run.toml"))}
     said = "1.6 times the mean; room for 1.2; 2 more rounds"
     assert rows["tokens of the fullest expert"] == said
+
+
+def test_woven_ticks_are_tried_where_chunks_have_the_same_layers():
+    small = ModelConfig(family="gemma2", layers=6, hidden=256, heads=4, kv_heads=4, sequence=256)
+    for pipe, woven in ((1, True), (2, False), (3, True)):  # of window and full layers in turn
+        question = Question(
+            model=small, gpus=6, global_batch=6, hardware=H100, fixed=Fixed(weave="on")
+        )
+        layout = Layout(pipe=pipe, tensor=2, idle="phases", weave="on")
+        assert question.allows(layout) is woven
 
 
 def test_a_search_finds_the_best_shards_of_experts():

@@ -10,12 +10,14 @@ from typing import Literal, TypeVar
 
 from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
+from mtx.costs.ask import pattern_of
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
 from mtx.plan.choose import context_attention
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory, weights_bytes
 from mtx.plan.time import StepTime, predict_step
+from mtx.schedules.partition import place_layers
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
@@ -91,7 +93,17 @@ class Question:
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def allows(self, layout: Layout) -> bool:
-        return divides(layout, self.model, self.global_batch)
+        return divides(layout, self.model, self.global_batch) and self._can_weave(layout)
+
+    def _can_weave(self, layout: Layout) -> bool:
+        """Woven ticks need the same kinds of layers in every chunk."""
+        if layout.weave == "off":
+            return True
+        placement = place_layers(
+            pattern_of(self.model), pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers,
+        )  # fmt: skip
+        return placement.period is not None
 
     def meshes(self) -> list[Layout]:
         """Every data x pipe x expert x context x tensor that model and batch allow, in its leanest

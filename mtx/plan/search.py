@@ -202,7 +202,7 @@ def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
 def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
     for place, virtual in enumerate(question.virtuals(one.layout)):
         layout = replace(one.layout, virtual=virtual)
-        if not question.can_hold(layout, one.zero):
+        if not question.allows(layout) or not question.can_hold(layout, one.zero):
             continue
         least_s = question.time(layout, one.zero, bound=True).step_s
         yield _Waiting(least_s, (*one.order, place), layout, one.zero)
