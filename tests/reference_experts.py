@@ -21,6 +21,7 @@ class Rules(NamedTuple):
     z_weight: float = 0.0
     balance_rate: float | None = None
     capacity: float | None = None
+    keeps: str = "first"
     shared: bool = False
 
 
@@ -52,13 +53,17 @@ def _route(x, p, rules):
         room = -(-rules.capacity * positions * rules.choices // experts)
         in_turn = one_hot.reshape(len(x), -1, experts)
         number = jnp.cumsum(in_turn, axis=1).reshape(one_hot.shape)
+        if rules.keeps == "best":  # so many have a higher gate, and it itself
+            number = 1 + (gates[:, None] > gates[:, :, None]).sum(2)[:, :, None]
         gates = gates * (one_hot * (number <= room)).sum(-2)
     aux = rules.z_weight * jax.nn.logsumexp(logits, axis=-1) ** 2
     probabilities = scores / scores.sum(-1, keepdims=True)
     if rules.aux == "batch":
         share = jnp.where(p["load"].sum() > 0, p["load"] / p["load"].sum(), 1 / experts)
     else:
-        share = one_hot.sum((1, 2), keepdims=False)[:, None] / (positions * rules.choices)
+        best = jnp.argsort(-scores, axis=-1)[..., : rules.choices]  # without groups, or a bias
+        best = jax.nn.one_hot(best, experts).sum((1, 2))[:, None]
+        share = best / (positions * rules.choices)
     share = jax.lax.stop_gradient(share)
     aux += rules.aux_weight * experts * (share * probabilities).sum(-1)
     return rules.scale * gates, aux, chosen

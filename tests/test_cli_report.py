@@ -12,7 +12,7 @@ from mtx.cli import main
 from mtx.config import DataConfig, Layout, ModelConfig, RunConfig, to_dict
 from mtx.train.goodput import read_log
 from mtx.view.report import report_facts, summarize
-from mtx.view.run import PANELS
+from mtx.view.run import PANELS, draw_panels
 
 RUN = RunConfig(
     model=ModelConfig(compute_dtype="float16"),
@@ -92,6 +92,23 @@ def test_it_says_what_ran(run, capsys):
         "learning rate 0.0003", "gradient norm 2.5", "skipped steps 1,",
     ):  # fmt: skip
         assert words in out, words
+
+
+def test_losses_of_some_models_alone_are_said_where_they_are(run, capsys):
+    assert main(["report", str(run), "--json"]) == 0
+    assert "second_loss" not in json.loads(capsys.readouterr().out)
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    more = {"second_loss": 0.625, "aux_loss": None, "imbalance": 1.5}
+    records = [r | more if r["kind"] == "step" else r for r in records]
+    (run / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert main(["report", str(run), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["second_loss"], numbers["imbalance"]) == (0.625, 1.5)
+    assert "aux_loss" not in numbers
+    rows = {row.name: row.value for row in report_facts(numbers)}
+    assert rows["loss of the second token, weighted"] == "0.625"
+    axes = draw_panels(read_log(run / "log.jsonl"))[0].axes[0]
+    assert "second token, weighted" in axes.get_legend_handles_labels()[1]
 
 
 @pytest.mark.parametrize("records", [LOG[:1], LOG[:3]])

@@ -52,12 +52,17 @@ def grouped(**changes):
 
 
 GROUPED, DROPPING = grouped(), replace(MIXTRAL, capacity=0.75)
+LEAST = replace(DROPPING, capacity_keeps="best")
 OF_MIXTRAL = Rules(choices=3, aux_weight=0.2, z_weight=0.01)
 OF_GROUPED = OF_MIXTRAL._replace(
     score="sigmoid", groups=4, top_groups=2, scale=2.5, balance_rate=0.125, aux="sequence",
     shared=True,
 )  # fmt: skip
-RULES = {MIXTRAL: OF_MIXTRAL, GROUPED: OF_GROUPED, DROPPING: OF_MIXTRAL._replace(capacity=0.75)}
+OF_DROPPING = OF_MIXTRAL._replace(capacity=0.75)
+RULES = {
+    MIXTRAL: OF_MIXTRAL, GROUPED: OF_GROUPED, DROPPING: OF_DROPPING,
+    LEAST: OF_DROPPING._replace(keeps="best"),
+}  # fmt: skip
 FREQUENCY = reference_llama.frequencies(MIXTRAL.head_size, MIXTRAL.rotary_base)
 
 
@@ -108,6 +113,7 @@ def check(model, layout, pack=False):
         (GROUPED, Layout(expert=2, pipe=2, context=2, microbatch=2, schedule="zb_h1")),
         (GROUPED, Layout(expert=2, pipe=2, tensor=2, virtual=2, idle="phases", weave="on")),
         (DROPPING, Layout(expert=2, tensor=2, context=2, microbatch=2)),
+        (LEAST, Layout(expert=2, tensor=2, context=2, microbatch=2)),
     ],
 )  # fmt: skip
 def test_experts_equal_the_reference(model, layout):

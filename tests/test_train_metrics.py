@@ -55,6 +55,14 @@ def test_text_has_three_digits(tflops, text):
     assert line.startswith("loss 2.5000  lr 1.00e-03  norm 1.250  ")
 
 
+def test_losses_beside_the_head_s_are_said():
+    meter = Meter(RunConfig(model=ModelConfig(), layout=Layout()))
+    record = meter.measure(1, metrics()._replace(second_loss=np.float32(0.75)), 1.0)
+    assert record.second_loss == 0.75 and record.aux_loss is None
+    assert step_text(record).startswith("loss 2.5000  second token 0.7500  lr ")
+    assert "second" not in step_text(meter.measure(1, metrics(), 1.0))
+
+
 def test_log_lines_are_strict_json(tmp_path):
     path = tmp_path / "log.jsonl"
     values = {"a": math.nan, "b": [np.float32(-np.inf), np.float32(0.5)], "c": {"d": np.int32(3)}}

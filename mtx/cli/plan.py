@@ -22,7 +22,7 @@ from mtx.plan.page import change_lines, plan_lines, ranking_lines
 from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
 from mtx.plan.search import Candidate, Found, fewest_gpus, search
 from mtx.presets import preset
-from mtx.sharding.axes import AXES
+from mtx.sharding.axes import AXES, RARE
 from mtx.sizes import Devices, Sequences
 
 _ZERO = tyro.conf.arg(
@@ -42,6 +42,7 @@ class PlanOptions:
     gpus: Devices | None = None  # else the preset's, or as few as hold the model
     global_batch: Sequences | None = None  # sequences a step; else the preset's
     scatter_gather: bool = True  # messages between stages cut over tensor
+    expert_imbalance: float | None = None  # tokens of the fullest expert over the mean; else 1
     search: Flag = False  # choose every part of the layout that is not given
     compile: Flag = False  # compile the step for the target, and say what the compiler says
     # a picture: .svg, .png or .pdf: of the plan or, of a step compiled for GPUs, a steady tick
@@ -67,7 +68,8 @@ def plan_command(arguments: list[str]) -> None:
     default = PlanOptions(model=part(type(base[0].model))())
     line = read_line(arguments, default, "mtx plan [PRESET]", plan_command)
     options = line.options
-    given = [name for name in ("tokens", "price") if getattr(options, name) is not None]
+    above_0 = ("tokens", "price", "expert_imbalance")
+    given = [name for name in above_0 if getattr(options, name) is not None]
     require_above(options, 0, *given)
     check_picture(options.draw)
     plan, found = _plan(_Asked(line), *base)
@@ -98,8 +100,9 @@ class _Asked:
         self.sizes, self.layout = line.changes("model"), line.changes("layout")
         self.zero: Zero | None = self.layout.pop("zero", None)
         self.target = line.options.target
+        self.imbalance = line.options.expert_imbalance
         sizes: list[Any] = [self.layout.get(axis) for axis in ("data", "pipe", "tensor")]
-        sizes.append(self.layout.get("context", 1))
+        sizes += [self.layout.get(axis, 1) for axis in RARE]
         self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given
 
 
@@ -117,6 +120,7 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
     if file:
         asked.target = asked.target or file.target
         asked.zero = file.zero if asked.zero is None else asked.zero
+        asked.imbalance = asked.imbalance or file.expert_imbalance
     family = asked.sizes.get("family", run.model.family)
     model = run.model if family == run.model.family else with_family(run, family).model
     model = replace(model, **asked.sizes)
@@ -126,7 +130,7 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
     run = replace(run, model=model, layout=_changed(run.layout, asked), global_batch=batch)
     plan = make_plan(
         run, target=asked.target or "a100-80gb", zero=asked.zero,
-        scatter_gather=options.scatter_gather,
+        scatter_gather=options.scatter_gather, expert_imbalance=asked.imbalance or 1.0,
     )  # fmt: skip
     return plan, None
 
@@ -194,7 +198,7 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
         chosen.append(f"global_batch={batch_of(gpus)}: about {_STEP_TOKENS / 1e6:g}M tokens a step")
     found = search(
         model, gpus=gpus, global_batch=batch_of(gpus), hardware=device, fixed=fixed,
-        scatter_gather=options.scatter_gather,
+        scatter_gather=options.scatter_gather, expert_imbalance=asked.imbalance or 1.0,
     )  # fmt: skip
     best = found.best
     chosen.append(_said_layout(found, fixed))
@@ -202,6 +206,7 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
     run = replace(start, model=model, layout=best.layout, global_batch=batch_of(gpus))
     plan = make_plan(
         run, target=target, zero=best.zero, scatter_gather=options.scatter_gather,
+        expert_imbalance=asked.imbalance or 1.0,
         chosen=tuple(chosen),
     )  # fmt: skip
     return plan, found
@@ -251,6 +256,7 @@ def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:
         changed = changes(
             found.best, plan.run.model, global_batch=plan.run.global_batch,
             hardware=plan.hardware, scatter_gather=plan.scatter_gather,
+            expert_imbalance=plan.expert_imbalance,
         )  # fmt: skip
         numbers["search"] = search_numbers(plan, found, changed)
         heading = f"Layouts of {plan.gpus:,} x {plan.hardware.name} that fit, fastest first"

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,6 +18,8 @@ from mtx.config.layout import ContextAttention
 from mtx.costs.cost import PARAMETERS, Cost, ExpertShards, Parameters, Question
 from mtx.errors import UserError
 from mtx.files import replacing
+
+_SHARDS = 2, 4  # of experts, with which costs are traced; others follow
 
 
 def pattern_of(model: ModelConfig) -> tuple[str, ...]:
@@ -38,13 +41,44 @@ def layer_cost(
     experts: ExpertShards | None = None,
 ) -> Cost:
     """The cost of one layer of that kind, with attention by that kernel, so over `context`."""
+    if experts and not _routes(model, kind):
+        experts = None
+    elif experts and tensor == 1:
+        experts = experts._replace(expert_tensor=True)
     question = Question(
         model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices, context=context,
         context_attention=context_attention if context > 1 else "gather", experts=experts,
         sequence_parallel=sequence_parallel and tensor > 1,
         kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
     )  # fmt: skip
+    if experts and _follows(model, experts, tensor):
+        two, four = (
+            replace(question, experts=experts._replace(expert=shards)) for shards in _SHARDS
+        )
+        return _spread(_answer(two, Cost), _answer(four, Cost), experts.expert)
     return _answer(question, Cost)
+
+
+def _follows(model: ModelConfig, experts: ExpertShards, tensor: int) -> bool:
+    """Whether the cost with so many shards of experts need not be traced: that with 2 and with 4
+    says it."""
+    most = model.routed_experts // (1 if experts.expert_tensor else tensor)
+    by_four = most % _SHARDS[-1] == 0
+    return experts.expert_dispatch == "alltoall" and experts.expert > _SHARDS[-1] and by_four
+
+
+def _spread(two: Any, four: Any, shards: int) -> Any:
+    """A cost, or a part of one, with so many shards of experts: each number is the same with any,
+    grows as they do (tokens at an expert), or has a part that they share (experts of a device)."""
+    if isinstance(two, tuple):
+        parts = [_spread(a, b, shards) for a, b in zip(two, four, strict=True)]
+        return type(two)(*parts) if hasattr(two, "_fields") else tuple(parts)
+    if two == four:
+        return two
+    if four == 2 * two:
+        return two * shards // 2
+    shared = 4 * (two - four)
+    return 2 * four - two + shared // shards
 
 
 def shared_cost(
@@ -60,6 +94,12 @@ def shared_cost(
         ),
         Cost,
     )
+
+
+@lru_cache(maxsize=4096)
+def _routes(model: ModelConfig, kind: str) -> bool:
+    """Whether layers of that kind have a router."""
+    return any(each.role == "router" for each in model_parameters(model).layers[kind])
 
 
 def model_parameters(

@@ -131,6 +131,15 @@ def on_host(arrays: Sequence[tuple[int, int]], fraction: float) -> tuple[int, ..
     return tuple(gone)
 
 
+class Later(NamedTuple):
+    """One round of tokens that had no room at their experts in the first (`mtx.sharding.experts`).
+    It runs in a loop, as often as the fullest expert asks for."""
+
+    matmuls: tuple[Matmul, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    moved: tuple[Moved, ...] = ()
+
+
 class Cost(NamedTuple):
     """Of one layer, or of the embedding or the head, on one device, for one microbatch."""
 
@@ -143,6 +152,7 @@ class Cost(NamedTuple):
     cache: tuple[Size, ...]  # bytes of a sequence's keys and values, where it is cut into slices
     cuts: tuple[Cut, ...]  # `kept` again, array by array
     scores: Size  # elements of the largest product of activations that stands in memory
+    later: Later  # not counted above
 
     def flops(self, during: str, rows: int, vocab: int = 0) -> float:
         """Of the matmuls of these passes, such as "F" or "BW"."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
-from mtx.costs.cost import Collective, Matmul, Moved, Pass, Size
+from mtx.costs.cost import Collective, Later, Matmul, Moved, Pass, Size
 from mtx.costs.fusion import Kernels
 from mtx.layers import fused
 from mtx.vjp import NESTED, divide, inputs_of, needed_of
@@ -27,7 +27,8 @@ _COLLECTIVES = {  # and which of their parameters has the axes
     "reduce_scatter": "axis_name", "ppermute": "axis_name", "all_to_all": "axis_name",
 }  # fmt: skip
 _FUSED = (fused.FORWARD.name, fused.BACKWARD.name)
-_NESTING = ("cond", "scan")
+_LATER = "while"  # a loop of a length that nobody knows: of mtx.sharding.experts
+_NESTING = ("cond", "scan", _LATER)
 _OWN = frozenset(("dot_general", *_COLLECTIVES, *_FUSED, *_NESTING))
 Part = tuple[list, list]  # equations, and what they are for
 Tags = dict[Var, frozenset[str]]  # of what follows from parameters alone: which; of constants none
@@ -148,6 +149,7 @@ class Reader:
         self.scores = Size(0)
         self.kernels: dict[Pass, float] = defaultdict(int)
         self.moved: dict[tuple[Pass, int, int], Any] = defaultdict(int)  # means over branches
+        self.later: Reader | None = None  # of one pass through each loop of unknown length
 
     def add(
         self, during: Pass, eqns: Sequence, outputs: Sequence, tags: Tags, *,
@@ -172,29 +174,40 @@ class Reader:
             self.moved[during, size.rows, size.vocab] += times * size.number
 
     def _within(self, during: Pass, eqn, tags: Tags, times: float) -> None:
-        """Branches, all equally likely, and loops of known length."""
+        """Branches, all equally likely, and loops; those of unknown length once, and apart."""
+        reader = self
         bodies, inputs = eqn.params.get("branches", ()), eqn.invars[1:]
         share = times / max(1, len(bodies))
         if eqn.primitive.name == "scan":
             bodies, inputs = (eqn.params["jaxpr"],), eqn.invars
             share = times * eqn.params["length"]
+        elif eqn.primitive.name == _LATER:
+            bodies, inputs = (eqn.params["body_jaxpr"],), eqn.invars[eqn.params["cond_nconsts"] :]
+            reader = self.later = self.later or Reader()
         for body in bodies:
             flat = Equations.of(jaxpr_as_fun(body), *body.in_avals)
             names = {at: tags.get(a) for at, a in enumerate(inputs) if not isinstance(a, Literal)}
             known = {at: min(tag) for at, tag in names.items() if tag}
             needed = needed_of(flat.eqns, flat.outvars)
             wanted = [flat.eqns[i] for i in sorted(needed)]
-            self.add(during, wanted, flat.outvars, flat.tags(known), times=share)
+            reader.add(during, wanted, flat.outvars, flat.tags(known), times=share)
 
     @property
     def found(self) -> dict[str, Any]:
         """Fields of a cost."""
+        later = self.later.found if self.later else {}
+        return self._found | {
+            "scores": self.scores,
+            "later": Later(*(later[name] for name in Later._fields)) if later else Later(),
+        }
+
+    @property
+    def _found(self) -> dict[str, Any]:
         moved: dict[Pass, list[Size]] = {during: [] for during in self.kernels}
         for (during, rows, vocab), number in self.moved.items():
             moved[during].append(Size(number, rows, vocab))
         return {
             "matmuls": tuple(self.matmuls), "collectives": tuple(self.collectives),
-            "scores": self.scores,
             "moved": tuple(Moved(d, self.kernels[d], tuple(sizes)) for d, sizes in moved.items()),
         }  # fmt: skip
 

@@ -173,6 +173,11 @@ class ModelConfig:
         return 0
 
     @property
+    def routed_choices(self) -> int:
+        """k, experts of a token."""
+        return 0
+
+    @property
     def sequence_is_fixed(self) -> bool:
         """Whether parameters depend on the sequence: a table of positions."""
         return True

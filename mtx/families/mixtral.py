@@ -12,6 +12,7 @@ from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight
 from mtx.sizes import Ffn, Width
 
 AuxLoss = Literal["none", "batch", "sequence"]
+Keeps = Literal["first", "best"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Mixtral(Llama):
     z_weight: float = 0.0  # of the square of the logits' log-sum-exp
     # None: no choice is dropped; else of a sequence those beyond this times an expert's even share
     capacity: Annotated[float, Between(0.01, 1000)] | None = None
+    capacity_keeps: Keeps = "first"  # of an expert's choices; "best": those with the highest gates
 
     def check(self) -> None:
         super().check()
@@ -39,6 +41,11 @@ class Mixtral(Llama):
                 f"choices={self.choices} must be at most experts={self.experts}; use "
                 f"choices={self.experts}"
             )
+        if self.capacity is None and self.capacity_keeps != "first":
+            raise UserError(
+                f"capacity_keeps={self.capacity_keeps!r} says what a capacity drops, and capacity="
+                "None drops nothing; use capacity=1.25 or the like with it"
+            )
         for name in ("aux_weight", "z_weight"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must not be below 0; use 0 for none")
@@ -46,6 +53,10 @@ class Mixtral(Llama):
     @property
     def routed_experts(self) -> int:
         return self.experts
+
+    @property
+    def routed_choices(self) -> int:
+        return self.choices
 
     @property
     def split_widths(self) -> dict[str, int]:
@@ -62,7 +73,7 @@ class Mixtral(Llama):
 
         return Router(
             experts=self.experts, choices=self.choices, aux=self.aux, aux_weight=self.aux_weight,
-            z_weight=self.z_weight, capacity=self.capacity, **others,
+            z_weight=self.z_weight, capacity=self.capacity, keeps=self.capacity_keeps, **others,
         )  # fmt: skip
 
     def mixture(self, **others: Any):

@@ -8,7 +8,8 @@ experts in balance, alone or together:
   P_e with P the mean probability over the global batch. f, how often an expert was chosen, has no
   gradient; it is that of the whole batch of the step before, since a pipeline's first microbatches
   are through before its last ones have come. In the first step it is even.
-- "sequence" auxiliary loss: f and P of each sequence by itself (DeepSeek-V3, equation 17).
+- "sequence" auxiliary loss: f and P of each sequence by itself (DeepSeek-V3, equations 17 to 20).
+  f counts the k best scores there, which neither groups nor the balance bias have a part in.
 - a balance bias (DeepSeek-V3, section 2.1.2), which is added to the scores for the choice alone,
   and moved once a step by what the whole batch has chosen.
 
@@ -39,6 +40,7 @@ from mtx.sharding.parameter import parameter
 from mtx.sharding.sequence import in_order
 
 AuxLoss = Literal["none", "batch", "sequence"]
+Keeps = Literal["first", "best"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,11 @@ class Router:
     z_weight: float = 0.0  # of the mean of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022)
     # None: no balance bias; else by how much a step moves it. 0: it stays as it is
     balance_rate: float | None = None
-    # None: every choice counts. Else of an expert's choices of a sequence the first ones, this
-    # times its even share, and no more (GShard, Lepikhin et al. 2020)
+    # None: every choice counts. Else of an expert's choices of a sequence so many, this times its
+    # even share, and no more (GShard, Lepikhin et al. 2020)
     capacity: float | None = None
+    # which ones: the first; or those with the highest gates, which depends on later positions
+    keeps: Keeps = "first"
 
     def module(self, build: Build, rngs: nnx.Rngs) -> RouterModule:
         return RouterModule(self, build, rngs)
@@ -189,18 +193,18 @@ class RouterModule(nnx.Module):
             ids_nk = jnp.where(context.busy, ids_nk, _in_turn(ids_nk, config.experts))
         gates_nk = gates_of(scores_nE, ids_nk, config)
         rows = x_BsD.shape[:2]
-        aux_n = self._aux(logits_nE, scores_nE, ids_nk, rows)
+        aux_n = self._aux(logits_nE, scores_nE, rows)
         states = (self.load[...], *((balance_E,) if balances else ()))
         aux_n = counting(aux_n, states, ids_nk)
         ids, gates = (a.reshape(*rows, config.choices) for a in (ids_nk, gates_nk))
         if config.capacity is not None:
-            kept = self._kept(ids)
+            kept = self._kept(ids, lax.stop_gradient(gates))
             ids, gates = jnp.where(kept, ids, config.experts), jnp.where(kept, gates, 0)
         return ids, gates, aux_n.reshape(rows)
 
-    def _aux(self, logits_nE, scores_nE, ids_nk, rows: tuple[int, ...]):
+    def _aux(self, logits_nE, scores_nE, rows: tuple[int, ...]):
         config = self.config
-        aux_n = jnp.zeros(len(ids_nk), jnp.float32)
+        aux_n = jnp.zeros(len(scores_nE), jnp.float32)
         if config.z_weight:
             aux_n += z_losses(logits_nE, config.z_weight)
         if config.aux == "none" or not config.aux_weight:
@@ -212,8 +216,9 @@ class RouterModule(nnx.Module):
             total = load_E.sum()
             share_E = jnp.where(total > 0, load_E / jnp.maximum(total, 1), 1 / config.experts)
             return aux_n + aux_losses(scores_nE, share_E, config.aux_weight)
+        best_nk = lax.top_k(lax.stop_gradient(scores_nE), config.choices)[1]
         counts_BE = jax.vmap(lambda ids: count(ids, config.experts))(
-            ids_nk.reshape(*rows, config.choices)
+            best_nk.reshape(*rows, config.choices)
         )
         cut = tuple(axis for axis in (self._tokens_axis, self.axes.context) if axis)
         counts_BE = lax.psum(counts_BE, cut) if cut else counts_BE
@@ -225,19 +230,28 @@ class RouterModule(nnx.Module):
     def _tokens_axis(self) -> str | None:
         return self.axes.tensor if self.axes.sequence_parallel else None
 
-    def _kept(self, ids_Bsk):
+    def _kept(self, ids_Bsk, gates_Bsk):
         """bool [B, s, k]: which choices are within their expert's capacity, by the order of
-        positions in the whole sequence, at a position the better first."""
-        config, axes = self.config, self.axes
-        whole = all_gather_sequence(ids_Bsk, self._tokens_axis)
+        positions in the whole sequence, at a position the better first; or by their gates."""
+        config = self.config
+        whole = self._whole(ids_Bsk)
+        room = math.ceil((config.capacity or 0) * whole.shape[1] * config.choices / config.experts)
+        order = jnp.arange(whole[0].size)[None]
+        if config.keeps == "best":
+            order = jnp.argsort(-self._whole(gates_Bsk).reshape(len(whole), -1), axis=-1)
+        in_turn = jnp.take_along_axis(whole.reshape(len(whole), -1), order, axis=-1)
+        chosen = in_turn[..., None] == jnp.arange(config.experts)
+        before = (jnp.cumsum(chosen, axis=1) * chosen).sum(axis=-1)
+        before = jnp.take_along_axis(before, jnp.argsort(order, axis=-1), axis=-1)
+        return own_positions(before.reshape(whole.shape) <= room, ids_Bsk.shape[1], self.axes)
+
+    def _whole(self, a_Bsk):
+        """[B, S, k]: all positions, in their order."""
+        axes = self.axes
+        whole = all_gather_sequence(a_Bsk, self._tokens_axis)
         if axes.context is not None:
             whole = in_order(all_gather_sequence(whole, axes.context), 1, axes.context_shards)
-        positions = whole.shape[1]
-        room = math.ceil((config.capacity or 0) * positions * config.choices / config.experts)
-        flat = whole.reshape(len(whole), -1)
-        chosen = flat[..., None] == jnp.arange(config.experts)
-        before = (jnp.cumsum(chosen, axis=1) * chosen).sum(axis=-1).reshape(whole.shape)
-        return own_positions(before <= room, ids_Bsk.shape[1], axes)
+        return whole
 
 
 def own_positions(whole_BS, own: int, axes: Axes):

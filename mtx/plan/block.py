@@ -19,7 +19,7 @@ from mtx.config import Recompute
 from mtx.costs.ask import shared_cost
 from mtx.costs.cost import HEAD, Cost, Matmul, Pass, module_of, total
 from mtx.plan.context import exposed_s
-from mtx.plan.experts import to_experts_s
+from mtx.plan.experts import later_s, to_experts_s
 from mtx.plan.network import all_reduce_s, gather_s
 from mtx.plan.scores import attention_s
 from mtx.plan.shard import Shard
@@ -41,9 +41,9 @@ class Work(NamedTuple):
         return sum(self)
 
     @property
-    def sent_s(self) -> float:
+    def sent(self) -> Work:
         """What weaving hides."""
-        return self.tensor_comm_s + self.expert_comm_s
+        return Work(tensor_comm_s=self.tensor_comm_s, expert_comm_s=self.expert_comm_s)
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, self, other))
@@ -89,7 +89,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         elementwise_s=_elementwise_s(shard, cost, "F"),
         tensor_comm_s=_comm_s(shard, cost, "F"),
         context_comm_s=exposed_s(shard, cost, "F", attention_forward_s),
-        expert_comm_s=to_experts_s(shard, cost, "F"),
+        expert_comm_s=to_experts_s(shard, cost.collectives, "F"),
     )
     copies = shard.calibration.software.stash_copies
     kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
@@ -106,7 +106,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         elementwise_s=_elementwise_s(shard, cost, "B"),
         tensor_comm_s=_comm_s(shard, cost, "BW") - _hidden_s(shard, _columns_s(cost, inputs_s)),
         context_comm_s=_context_backward_s(shard, kind, recompute, sum(weights_s)),
-        expert_comm_s=to_experts_s(shard, shard.cost(kind, recompute), "BW"),
+        expert_comm_s=to_experts_s(shard, shard.cost(kind, recompute).collectives, "BW"),
     )
     backward += _again(shard, kind, recompute, forward)
     size = sum(b * k * n for has_w, (b, _, n, k, _) in zip(trained, weights) if has_w)
@@ -116,6 +116,17 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         tensor_comm_s=-_hidden_s(shard, _columns_s(cost, weights_s), weights=True),
     )
     return Passes(forward=forward + stashed, backward=backward, weight=weight)
+
+
+@lru_cache(maxsize=16384)
+def later_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
+    """What the rounds after the first add to a layer, where experts are not evenly loaded."""
+    passes = (later_s(shard, shard.cost(kind, recompute), during) for during in "FBW")
+    works = (
+        Work(matmul_s=products_s, elementwise_s=others_s, expert_comm_s=sent_s)
+        for products_s, others_s, sent_s in passes
+    )
+    return Passes(*works)
 
 
 def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work:

@@ -6,16 +6,18 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
+from mtx.costs.ask import pattern_of
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
 from mtx.plan.choose import CONTEXT_WAYS, context_attention
 from mtx.plan.hardware import Hardware
-from mtx.plan.memory import Memory, Zero, predict_memory
+from mtx.plan.memory import Memory, Zero, predict_memory, weights_bytes
 from mtx.plan.time import StepTime, predict_step
+from mtx.schedules.partition import place_layers
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
@@ -31,6 +33,7 @@ class Fixed:
 
     data: int | None = None
     pipe: int | None = None
+    expert: int | None = None
     context: int | None = None
     tensor: int | None = None
     virtual: int | None = None
@@ -41,6 +44,7 @@ class Fixed:
     zero: Zero | None = None
     weave: Weave | None = None
     context_attention: ContextAttention | None = None
+    expert_tensor: bool | None = None
 
     def ways(self) -> tuple[Recompute, ...]:
         """To recompute, the leanest last."""
@@ -57,12 +61,13 @@ class Question:
     hardware: Hardware
     fixed: Fixed
     scatter_gather: bool = True
+    expert_imbalance: float = 1.0
 
     def time(self, layout: Layout, zero: Zero, *, bound: bool = False) -> StepTime:
         """The predicted step. UserError where the model cannot be laid out."""
         return predict_step(
             self.model, layout, self.global_batch, self.hardware, zero=zero,
-            scatter_gather=self.scatter_gather, bound=bound,
+            scatter_gather=self.scatter_gather, expert_imbalance=self.expert_imbalance, bound=bound,
         )  # fmt: skip
 
     def memory(self, layout: Layout, zero: Zero) -> Memory:
@@ -87,25 +92,38 @@ class Question:
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def allows(self, layout: Layout) -> bool:
-        return divides(layout, self.model, self.global_batch)
+        return divides(layout, self.model, self.global_batch) and self._can_weave(layout)
+
+    def _can_weave(self, layout: Layout) -> bool:
+        """Woven ticks need the same kinds of layers in every chunk."""
+        if layout.weave == "off":
+            return True
+        placement = place_layers(
+            pattern_of(self.model), pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers,
+        )  # fmt: skip
+        return placement.period is not None
 
     def meshes(self) -> list[Layout]:
-        """Every data x pipe x context x tensor that model and batch allow, in its leanest
+        """Every data x pipe x expert x context x tensor that model and batch allow, in its leanest
         settings."""
         fixed, found = self.fixed, []
-        sizes = divisors(self.gpus)
-        for context, tensor, pipe in itertools.product(self.contexts(), sizes, sizes):
-            data, left = divmod(self.gpus, context * tensor * pipe)
+        sizes, tensors = divisors(self.gpus), self.tensors()
+        for context, expert, tensor, pipe in itertools.product(
+            self.contexts(), self.experts(), tensors, sizes
+        ):
+            data, left = divmod(self.gpus, context * expert * tensor * pipe)
             wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
             if left or any(given not in (None, size) for given, size in wanted):
                 continue
             mesh = Layout(
-                data=data, pipe=pipe, context=context, tensor=tensor, idle="phases",
+                data=data, pipe=pipe, expert=expert, context=context, tensor=tensor, idle="phases",
                 recompute="full", context_attention=fixed.context_attention or "auto",
                 virtual=fixed.virtual or 1, microbatch=fixed.microbatch or 1,
                 schedule=fixed.schedule or "1f1b",
                 sequence_parallel=self._sequence_parallel(context, tensor)[0],
-                weave=fixed.weave or "off",
+                weave=fixed.weave or "off", stage_layers=self._stage_layers(pipe),
+                expert_tensor=fixed.expert_tensor is not False,
             )  # fmt: skip
             if self.allows(mesh):
                 found.append(mesh)
@@ -117,6 +135,8 @@ class Question:
 
     def mesh_fits(self, mesh: Layout, zero: Zero) -> bool:
         """Whether anything on that mesh does, which is in its leanest settings."""
+        if not self.holds(weights_bytes(self.model, mesh, zero)):
+            return False
         chunked = (replace(mesh, virtual=virtual) for virtual in self.virtuals(mesh))
         return any(self.can_hold(layout, zero) for layout in chunked)
 
@@ -128,7 +148,7 @@ class Question:
     def settings(self, mesh: Layout) -> Iterator[Layout]:
         """Every (microbatch, sequence parallelism, weaving) of one mesh; chunks are left as they
         are. Of cut sequences one at a time: fewer parts would do as well as several."""
-        microbatches = divisors(self.global_batch // mesh.data) if mesh.context == 1 else (1,)
+        microbatches = divisors(self.global_batch // mesh.replicas) if mesh.context == 1 else (1,)
         for microbatch, parallel, weave in itertools.product(
             choices(self.fixed.microbatch, microbatches),
             self._sequence_parallel(mesh.context, mesh.tensor), self.weaves(mesh),
@@ -141,12 +161,13 @@ class Question:
         """The numbers of chunks to try: on one stage they serve zero=3 alone, which gathers one of
         them at a time."""
         matters = layout.pipe > 1 or layout.token_shards > 1
+        matters = matters and layout.stage_layers == "even"
         layers = self.model.layers // layout.pipe
         return choices(self.fixed.virtual, divisors(layers) if matters else (1,))
 
     def weaves(self, mesh: Layout) -> tuple[Weave, ...]:
         """Whether to weave: where collectives can hide, and the software priced is ours."""
-        hides = self._is_ours(mesh) and mesh.tensor > 1
+        hides = self._is_ours(mesh) and mesh.tensor * mesh.expert > 1
         return choices(self.fixed.weave, ("off", "on") if hides else ("off",))
 
     def attentions(self, layout: Layout) -> tuple[ContextAttention, ...]:
@@ -156,6 +177,30 @@ class Question:
         own = context_attention(layout, self.model, self.hardware)
         ways: list[ContextAttention] = [own, *(way for way in CONTEXT_WAYS if way != own)]
         return choices(self.fixed.context_attention, tuple(ways))
+
+    def experts(self) -> tuple[int, ...]:
+        """The shards of experts to try."""
+        most = self.model.routed_experts
+        sizes = (n for n in divisors(self.gpus) if n == 1 or (most and most % n == 0))
+        return choices(self.fixed.expert, tuple(sizes))
+
+    def tensors(self) -> tuple[int, ...]:
+        """The shards of matrices to try: of a model with experts as many as a node has, since more
+        devices share its experts."""
+        most = self.hardware.node_devices if self.model.routed_experts else self.gpus
+        return choices(self.fixed.tensor, tuple(n for n in divisors(self.gpus) if n <= most))
+
+    def _stage_layers(self, pipe: int) -> Literal["even", "balanced"]:
+        """Where layers cannot be shared out evenly those of models with experts are balanced: these
+        have layers of other kinds beside the mixtures, whatever their number."""
+        uneven = self.model.routed_experts and self.model.layers % pipe
+        return "balanced" if uneven else "even"
+
+    def ways_of_experts(self, layout: Layout) -> tuple[bool, ...]:
+        """Whether experts may be split over `tensor`, or be whole; the layout's own way first."""
+        if not self.model.routed_experts or layout.tensor == 1:
+            return ()
+        return choices(self.fixed.expert_tensor, (layout.expert_tensor, not layout.expert_tensor))
 
     def contexts(self) -> tuple[int, ...]:
         """The parts of a sequence to try: where it is long, and the software priced is ours."""
@@ -167,12 +212,13 @@ class Question:
         return calibration_for(layout, self.model, self.hardware).software.name == "mtx"
 
     def _sequence_parallel(self, context: int, tensor: int) -> tuple[bool, ...]:
-        """What may be tried, the leaner first."""
+        """What may be tried, the leaner first; of models with experts that alone."""
         if tensor == 1:
             tried = (True,)
         else:
             divided = self.model.sequence % (context * tensor) == 0
-            tried = (True, False) if divided else (False,)
+            both = (True,) if self.model.routed_experts else (True, False)
+            tried = both if divided else (False,)
         return choices(self.fixed.sequence_parallel, tried)
 
 

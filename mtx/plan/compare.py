@@ -110,7 +110,7 @@ class Change:
 
 def changes(
     best: Candidate, model: ModelConfig, *, global_batch: int, hardware: Hardware,
-    scatter_gather: bool = True,
+    scatter_gather: bool = True, expert_imbalance: float = 1.0,
 ) -> list[Change]:  # fmt: skip
     """What each single change of a setting of `best` would cost, mesh unchanged, fastest first.
 
@@ -118,7 +118,7 @@ def changes(
     """
     question = Question(
         model=model, gpus=best.layout.devices, global_batch=global_batch, hardware=hardware,
-        fixed=Fixed(), scatter_gather=scatter_gather,
+        fixed=Fixed(), scatter_gather=scatter_gather, expert_imbalance=expert_imbalance,
     )  # fmt: skip
     mesh, asked = best.layout, []
     settings = list(question.settings(replace(mesh, schedule=LOOPED[0], virtual=1)))
@@ -133,6 +133,7 @@ def changes(
         place = values.index(getattr(mesh, name))
         asked += [(name, value) for value in values[max(0, place - 2) : place + 3]]
     asked += [("recompute", way) for way in RECOMPUTE]
+    asked += [("expert_tensor", split) for split in question.ways_of_experts(mesh)]
     asked += [("context_attention", way) for way in CONTEXT_WAYS if mesh.context > 1]
     asked += [("schedule", name) for name in ("gpipe", LOOPED[0]) if mesh.pipe > 1]
     asked += [("zero", zero) for zero in (0, 1, 3) if mesh.token_shards > 1]

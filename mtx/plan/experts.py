@@ -2,13 +2,21 @@
 
 What is sent is read off the layer's trace (`mtx.costs`): all-to-alls, or gathers and scatters, of
 as many tokens as experts have room for. In a plain tick XLA hides none of it; woven ticks do.
+
+Where the fullest expert is given more than its room, further rounds of a quarter of it run on all
+devices that share experts, in loops, beside which nothing runs. Each costs what its trace says. The
+memory is the same: their arrays have their place whether they run or not.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mtx.costs.cost import Collective, Cost
+from mtx.config import ModelConfig
+from mtx.costs.cost import Collective, Cost, total
+from mtx.errors import UserError
 from mtx.plan.network import Group, all_reduce_s, all_to_all_s, gather_s
 
 if TYPE_CHECKING:
@@ -26,7 +34,55 @@ def expert_group(shard: Shard) -> Group:
     return Group(size=experts.expert * shard.tensor, stride=shard.context)
 
 
-def to_experts_s(shard: Shard, cost: Cost, during: str) -> float:
+def check_imbalance(model: ModelConfig, expert_imbalance: float) -> None:
+    """UserError where no load of experts can be so."""
+    if not model.routed_experts:
+        if expert_imbalance != 1:
+            raise UserError(
+                f"expert_imbalance={expert_imbalance} is of experts, and family={model.family!r} "
+                "has none; leave it out"
+            )
+        return
+    most = model.routed_experts / model.routed_choices
+    if not 1 <= expert_imbalance <= most:
+        raise UserError(
+            f"expert_imbalance={expert_imbalance} must be from 1, an even load, to "
+            f"experts/choices={most:g}, where all tokens go to one expert; use a number between"
+        )
+
+
+def rounds_after_first(shard: Shard, cost: Cost) -> int:
+    """As many as the fullest expert needs, on a device whose tokens choose as all do."""
+    products = [each for each in cost.later.matmuls if each.during == "F"]
+    if not products or shard.experts is None:
+        return 0
+
+    def slots(batch, m, *_) -> int:
+        return batch * m
+
+    of_round, name = slots(*products[0].shape(shard.microbatch)), products[0].weight
+    (first,) = (each for each in cost.weights if each.weight == name)
+    tokens = shard.tokens if shard.experts.expert_tensor else shard.tokens // shard.tensor
+    wanted = shard.expert_imbalance * tokens * shard.model.routed_choices
+    left = wanted - slots(*first.shape(shard.microbatch))
+    return max(0, math.ceil(left / of_round))
+
+
+def later_s(shard: Shard, cost: Cost, during: str) -> tuple[float, float, float]:
+    """Seconds of matmuls, of other kernels and of what is sent in the rounds after the first."""
+    rounds, rows, later = rounds_after_first(shard, cost), shard.microbatch, cost.later
+    if not rounds:
+        return 0.0, 0.0, 0.0
+    products = (each.shape(rows) for each in later.matmuls if each.during == during)
+    moved = [each for each in later.moved if each.during == during]
+    return (
+        rounds * sum(shard.product_s(m, n, k, batch) for batch, m, n, k in products),
+        rounds * sum(shard.memory_s(total(m.bytes, rows), round(m.kernels)) for m in moved),
+        rounds * to_experts_s(shard, later.collectives, during),
+    )
+
+
+def to_experts_s(shard: Shard, collectives: Iterable[Collective], during: str) -> float:
     """Seconds of a layer's F ("F") or backward pass ("BW")."""
     if shard.experts is None:
         return 0.0
@@ -36,7 +92,7 @@ def to_experts_s(shard: Shard, cost: Cost, during: str) -> float:
         * _SECONDS.get(each.kind, all_reduce_s)(
             each.bytes.at(shard.microbatch), group, **shard.machine
         )
-        for each in cost.collectives
+        for each in collectives
         if each.during in during and is_to_experts(each)
     )
 

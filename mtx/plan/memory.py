@@ -98,6 +98,13 @@ def predict_memory(
     )
 
 
+def weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> int:
+    """What parameters, gradients, masters and moments take at least: no layer is traced for it."""
+    held = parameters_held(model, layout)
+    parameters, gradients, _ = _weights_bytes(model, layout, held, zero)
+    return parameters + gradients + _optimizer_bytes(held, None, sharded=zero != 0)
+
+
 def predict_host_bytes(
     model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
 ) -> int:

@@ -17,6 +17,7 @@ from mtx.plan.hardware import Hardware
 from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.search import Candidate, Found
 from mtx.plan.summary import Row, plan_rows, title
+from mtx.sharding.axes import RARE
 
 
 def plan_lines(
@@ -51,8 +52,9 @@ def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int 
     """The meshes of a search, fastest first, and why each beats the next one."""
     table = Table(title=heading)
     cut = any(one.layout.context > 1 for one in found.ranked)
-    axes = ("data", "pipe", *(("context",) if cut else ()), "tensor")
-    names = (axis[0] for axis in axes) if cut else axes  # a column more leaves no room for words
+    rare = [axis for axis in RARE if any(one.layout.sizes[axis] > 1 for one in found.ranked)]
+    axes = ("data", "pipe", *rare, "tensor")
+    names = (axis[0] for axis in axes) if rare else axes  # a column more leaves no room for words
     sizes, ways = ("", *names, "b", "v"), ("schedule", "recompute", *(["over c"] if cut else []))
     for name in (*sizes, *ways, "zero", "s a step", "GiB"):
         table.add_column(name, justify="left" if name in ways else "right", no_wrap=True)
@@ -72,6 +74,8 @@ def _settings(one: Candidate, axes: Collection[str]) -> list[str]:
     recompute = layout.recompute
     if layout.tensor > 1 and not layout.sequence_parallel:
         recompute += ", no sp"
+    if not layout.expert_tensor:
+        recompute += ", whole experts"
     numbers = (*(layout.sizes[axis] for axis in axes), layout.microbatch, layout.virtual)
     return [
         *map(str, numbers),

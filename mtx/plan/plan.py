@@ -23,6 +23,7 @@ from mtx.plan import flops
 from mtx.plan.choose import resolve, with_zero
 from mtx.plan.compiled import Compiled
 from mtx.plan.differences import differences
+from mtx.plan.experts import check_imbalance
 from mtx.plan.hardware import DEFAULT, Hardware, load_hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
 from mtx.plan.mix import Room
@@ -76,12 +77,13 @@ class Plan(PricedRun):
 
 def make_plan(
     run: RunConfig, *, target: str | Hardware = DEFAULT, zero: Zero | None = None,
-    scatter_gather: bool = True,
+    scatter_gather: bool = True, expert_imbalance: float = 1.0,
     chosen: tuple[str, ...] = (), compiled: Compiled | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `run` on `target`: hardware, its name in `mtx.plan.hardware`, or a TOML file.
 
-    zero: None, the layout's own; another takes its place, and 0 is only priced. chosen: what nobody
+    zero: None, the layout's own; another takes its place, and 0 is only priced. expert_imbalance:
+    tokens of the fullest expert over the mean, as the log has it. chosen: what nobody
     asked for, to be said; of schedule="auto" the plan says itself what was chosen and why.
     """
     zero = run.layout.zero if zero is None else zero
@@ -90,6 +92,7 @@ def make_plan(
     device = target if isinstance(target, Hardware) else load_hardware(target)
     name = target if isinstance(target, str) else target.name
     device.check(run.model)  # where there is no such unit, say so first
+    check_imbalance(run.model, expert_imbalance)
     asked = with_zero(run.layout, zero)
     layout, why = resolve(asked, run.model, run.global_batch)
     room = Room(
@@ -101,8 +104,10 @@ def make_plan(
     model, layout, batch = run.model, run.layout, run.global_batch
     return Plan(
         run=run, target=name, hardware=device, zero=zero, scatter_gather=scatter_gather,
+        expert_imbalance=expert_imbalance,
         time=predict_step(
-            model, layout, batch, device, zero=zero, scatter_gather=scatter_gather
+            model, layout, batch, device, zero=zero, scatter_gather=scatter_gather,
+            expert_imbalance=expert_imbalance,
         ),
         memory=predict_memory(
             model, layout, batch, backend=device.backend, zero=zero, optimizer=run.optimizer
@@ -116,11 +121,15 @@ def make_plan(
 
 def _run_numbers(plan: Plan) -> dict:
     run = plan.run
+    experts = {
+        "expert_imbalance": plan.expert_imbalance, "expert_later_rounds": plan.later_rounds
+    }  # fmt: skip
     return {
         "model": to_dict(run.model),
         "layout": to_dict(run.layout),
         "zero": plan.zero,
         "scatter_gather": plan.scatter_gather,
+        **(experts if run.model.routed_experts else {}),
         "global_batch": run.global_batch,
         "microbatches": run.microbatches,
         "tokens_per_step": plan.tokens_per_step,
@@ -203,6 +212,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             "target": plan.target,
             "zero": plan.zero,
             "scatter_gather": plan.scatter_gather,
+            "expert_imbalance": plan.expert_imbalance,
             "predicted": {
                 "step_time_s": plan.time.step_s,
                 "memory_gib": plan.memory.total_bytes / GIB,
@@ -227,6 +237,7 @@ def load_plan(path: str | Path) -> Plan:
         return make_plan(
             run, target=options.get("target", DEFAULT), zero=options.get("zero"),
             scatter_gather=options.get("scatter_gather", True),
+            expert_imbalance=options.get("expert_imbalance", 1.0),
         )  # fmt: skip
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -251,7 +262,8 @@ def _read(path: str | Path) -> tuple[RunConfig, Mapping]:
         raise UserError(f"{path} must be a plan file; `mtx plan PRESET --save FILE` writes one")
     options = values.pop("plan", {})
     try:
-        for name, kind in (("target", str), ("scatter_gather", bool)):
+        kinds = (("target", str), ("scatter_gather", bool), ("expert_imbalance", float))
+        for name, kind in kinds:
             if name in options:
                 checked(name, options[name], kind)
         return from_dict(RunConfig, values), options

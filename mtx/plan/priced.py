@@ -12,7 +12,7 @@ from mtx.plan.candidates import CONTEXT_WAYS, MEMORY_AT_MOST, RECOMPUTE, divides
 from mtx.plan.compiled import Compiled, Tick
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory
-from mtx.plan.time import StepTime, predict_step
+from mtx.plan.time import StepTime, later_rounds, predict_step
 
 GIB = 2**30
 DAY_S = 86400
@@ -28,10 +28,18 @@ class PricedRun:
     hardware: Hardware
     zero: Zero  # sharded over data: 0 nothing (only priced), 1 the optimizer, 3 parameters as well
     scatter_gather: bool  # messages between stages are cut over `tensor`
+    expert_imbalance: float = 1.0  # tokens of the fullest expert, over the mean
     time: StepTime
     memory: Memory
     chosen: tuple[str, ...] = ()  # what nobody asked for, and why it is so
     compiled: Compiled | None = None
+
+    @property
+    def later_rounds(self) -> int:
+        """Of tokens for which their experts have no room in the first."""
+        return later_rounds(
+            self.run.model, self.run.layout, self.hardware, expert_imbalance=self.expert_imbalance
+        )
 
     @property
     def compiled_tick(self) -> Tick | None:
@@ -87,6 +95,7 @@ class PricedRun:
         return predict_step(
             self.run.model, layout, self.run.global_batch, self.hardware, zero=self.zero,
             scatter_gather=self.scatter_gather, calibration=calibration,
+            expert_imbalance=self.expert_imbalance,
         )  # fmt: skip
 
     @property

@@ -1,7 +1,8 @@
 """The fastest layouts that fit, by predicted time and memory.
 
 Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, of
-long sequences as data x pipe x context x tensor, every microbatch, number of chunks, sharding of
+long sequences and of experts as data x pipe x expert x context x tensor (with experts tensor groups
+within a node alone, sequences sharded in them), every microbatch, number of chunks, sharding of
 sequences and optimizer, and way to keep or recompute activations is a candidate, and only
 `mtx.plan.time` and `mtx.plan.memory` decide.
 
@@ -16,7 +17,8 @@ cannot win (tests/test_plan_search.py enumerates it all, and finds nothing bette
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
 Schedules that have to be simulated, as zero bubble's, are priced on the settings that are best with
 1F1B, and of those the leaders' only: they are not enumerated. Nor are the ways of attention over
-`context`: those of each mesh's best are compared.
+`context`, or whether experts are split over `tensor`: those of each mesh's best are compared, of
+experts those of the leaders.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from mtx.errors import UserError
 from mtx.fields import checked
 from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE, Fixed, Question
 from mtx.plan.choose import with_zero
+from mtx.plan.experts import check_imbalance
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import LOOPED
 from mtx.plan.memory import Memory, Zero
@@ -65,7 +68,7 @@ class Found:
     """The best candidate of each mesh, fastest first, and how much was looked at."""
 
     ranked: tuple[Candidate, ...]
-    meshes: int  # data x pipe x context x tensor that the model and the batch allow
+    meshes: int  # products of the axes' sizes that the model and the batch allow
     priced: int  # candidates whose time was predicted
     measured: int  # candidates whose memory was predicted as well
 
@@ -86,19 +89,22 @@ class _Waiting(NamedTuple):
 
 def search(
     model: ModelConfig, *, gpus: int, global_batch: int, hardware: Hardware,
-    fixed: Fixed | None = None, scatter_gather: bool = True, top: int = 8,
+    fixed: Fixed | None = None, scatter_gather: bool = True, expert_imbalance: float = 1.0,
+    top: int = 8,
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
-    A mesh is data x pipe x context x tensor = gpus; layers lie in equal parts on the stages.
+    A mesh is data x pipe x expert x context x tensor = gpus; layers lie in equal parts on the
+    stages, with experts in parts that differ by one where there are no equal ones.
     schedule="auto" is an open one. Raises UserError where the sizes allow no layout at all, and
     where none fits.
     """
     question = Question(
         model=model, gpus=checked("gpus", gpus, Devices),
         global_batch=checked("global_batch", global_batch, Sequences), hardware=hardware,
-        fixed=fixed or Fixed(), scatter_gather=scatter_gather,
+        fixed=fixed or Fixed(), scatter_gather=scatter_gather, expert_imbalance=expert_imbalance,
     )  # fmt: skip
+    check_imbalance(model, expert_imbalance)
     wanted = question.fixed.schedule
     if wanted in LOOPED:
         return _looped(question, top)
@@ -143,6 +149,8 @@ def _looped(question: Question, top: int) -> Found:
     if not found:
         raise _nothing_fits(question, meshes)
     ranked = _by_time(_best_way(question, one) for one in found.values())
+    leaders = (_best_split(question, one) for one in ranked[:_LEADERS])
+    ranked = _by_time([*leaders, *ranked[_LEADERS:]])
     return Found(ranked=ranked, meshes=len(meshes), priced=priced, measured=measured)
 
 
@@ -157,6 +165,19 @@ def _best_way(question: Question, one: Candidate) -> Candidate:
         named = best.layout.context_attention != "auto"
         slower = time.step_s >= best.time.step_s if named else time.step_s > best.time.step_s
         if not slower and question.holds(memory.total_bytes):
+            best = Candidate(layout=layout, zero=one.zero, time=time, memory=memory)
+    return best
+
+
+def _best_split(question: Question, one: Candidate) -> Candidate:
+    """The candidate with experts split over `tensor`, or whole: the faster that fits."""
+    best = one
+    for split in question.ways_of_experts(one.layout):
+        layout = replace(one.layout, expert_tensor=split)
+        if layout == one.layout or not question.allows(layout):
+            continue
+        time, memory = question.time(layout, one.zero), question.memory(layout, one.zero)
+        if time.step_s < best.time.step_s and question.holds(memory.total_bytes):
             best = Candidate(layout=layout, zero=one.zero, time=time, memory=memory)
     return best
 
@@ -181,7 +202,7 @@ def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
 def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
     for place, virtual in enumerate(question.virtuals(one.layout)):
         layout = replace(one.layout, virtual=virtual)
-        if not question.can_hold(layout, one.zero):
+        if not question.allows(layout) or not question.can_hold(layout, one.zero):
             continue
         least_s = question.time(layout, one.zero, bound=True).step_s
         yield _Waiting(least_s, (*one.order, place), layout, one.zero)

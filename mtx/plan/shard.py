@@ -35,6 +35,7 @@ class Shard:
     context: int = 1
     context_attention: ContextAttention = "gather"
     experts: ExpertShards | None = None
+    expert_imbalance: float = 1.0  # tokens of the fullest expert, over the mean
 
     @property
     def tokens(self) -> int:

@@ -147,6 +147,7 @@ def _layout(plan: PricedRun) -> list[Row]:
         Row("Layout", " x ".join(axes), mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
         *_context(plan, source),
+        *_experts(plan),
         Row("Layout", "schedule", layout.schedule_text, source),
         Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
         Row("Layout", "microbatches", batches, "computed"),
@@ -168,6 +169,17 @@ def _context(plan: PricedRun, source: Source) -> list[Row]:
         name, mine = f"attention over context: {way}", way == layout.context_attention
         rows.append(Row("Layout", name, text + ", taken" * mine, source if mine else "predicted"))
     return rows
+
+
+def _experts(plan: PricedRun) -> list[Row]:
+    """How full experts are, and what that asks for."""
+    if not plan.run.model.routed_experts:
+        return []
+    load, rounds = plan.expert_imbalance, plan.later_rounds
+    text = f"{load:g} times the mean" if load > 1 else "as the mean"
+    text += f"; room for {plan.run.layout.expert_room:g}"
+    text += f"; {rounds} more round{'s' * (rounds > 1)}" if rounds else ""
+    return [Row("Layout", "tokens of the fullest expert", text, "given")]
 
 
 def _memory(plan: PricedRun) -> list[Row]:

@@ -17,16 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from operator import add, mul
+from operator import add
 from typing import Any
 
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
 from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
-from mtx.plan.block import Passes, Work, embedding_work, head_work, layer_work
+from mtx.plan.block import Passes, Work, embedding_work, head_work, later_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
 from mtx.plan.choose import context_attention, zero_unit
+from mtx.plan.experts import rounds_after_first
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
@@ -85,6 +86,7 @@ def predict_step(
     zero: Zero | None = None,
     scatter_gather: bool = True,
     calibration: Calibration | None = None,
+    expert_imbalance: float = 1.0,
     bound: bool = False,
 ) -> StepTime:
     """The time of one step of `global_batch` sequences.
@@ -95,6 +97,7 @@ def predict_step(
     over `tensor` and gathered on arrival (SC'21, section 4.1); of no account with sequence
     parallelism, where it is cut anyway.
     calibration: None, what `calibration_for` says.
+    expert_imbalance: tokens of the fullest expert over the mean of all.
     bound: of SC'21's schedules a time that none is faster than, which takes no simulation.
     UserError where the model cannot be laid out, or the batch divided.
     """
@@ -103,7 +106,7 @@ def predict_step(
         raise UserError(f"zero={zero} must be 0, 1 or 3")
     calibration = calibration or calibration_for(layout, model, hardware)
     microbatches = layout.microbatches(global_batch)
-    on = _on_stages(model, layout, hardware, scatter_gather, calibration)
+    on = _on_stages(model, layout, hardware, scatter_gather, calibration, expert_imbalance)
     shard, (first, last, every) = on.shard, on.outside
     software, (stages, arrives_s) = calibration.software, on.times
     in_turn = software.pipeline == "asynchronous"
@@ -113,10 +116,10 @@ def predict_step(
         layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline,
         bound=bound,
     )  # fmt: skip
-    lone_s = 0.0 if bound else _lone_s(on, layout, microbatches)
-    pipe_s += lone_s
+    lone = Work() if bound else _lone(on, layout, microbatches)
+    pipe_s += lone.total_s
     blocks = on.layers.all * (microbatches / layout.pipe)
-    blocks += on.communication(lone_s - sum(on.hidden) * microbatches)
+    blocks += lone + on.hidden.all * -microbatches
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = _parameters_held(model, layout, on.counts, calibration, frozen=zero == 3)
     if zero == 3:
@@ -142,12 +145,13 @@ def predict_step(
     )
 
 
-def _lone_s(on: _OnStages, layout: Layout, microbatches: int) -> float:
+def _lone(on: _OnStages, layout: Layout, microbatches: int) -> Work:
     """What ticks of F or B alone leave in sight, of what weaving hides."""
-    if not any(on.hidden):
-        return 0.0
+    if on.hidden == Passes():
+        return Work()
     forward, backward = lone_ticks(layout, microbatches)
-    return sum(map(mul, on.hidden, (forward, backward, backward))) / layout.virtual
+    of_b = on.hidden.backward + on.hidden.weight
+    return (on.hidden.forward * forward + of_b * backward) * (1 / layout.virtual)
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -162,8 +166,7 @@ class _OnStages:
     work: dict[str, Passes]  # of a layer of each kind
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
-    hidden: Seconds  # of a microbatch's collectives, by weaving alone
-    to_experts: float  # the part of these that goes to experts and back
+    hidden: Passes  # of a microbatch's collectives, by weaving alone
     virtual: int
 
     @property
@@ -173,17 +176,15 @@ class _OnStages:
         each = (self.work[kind] * count for kind, count in counts.items())
         return sum(each, Passes())
 
-    def communication(self, seconds: float) -> Work:
-        """So many of what weaving hides."""
-        experts_s = self.to_experts * seconds
-        return Work(tensor_comm_s=seconds - experts_s, expert_comm_s=experts_s)
+    def with_more(self, work: Mapping[str, Passes]) -> _OnStages:
+        """With further work of a layer of each kind, of which weaving hides nothing."""
+        return replace(self, work={kind: own + work[kind] for kind, own in self.work.items()})
 
     @cached_property
     def layers_s(self) -> list[Seconds]:
         """F, B and W of the layers of each stage."""
-        less = Passes(*(self.communication(-seconds) for seconds in self.hidden))
         of_counts = {
-            counts: sum((self.work[kind] * n for kind, n in counts), less).seconds
+            counts: sum((self.work[kind] * n for kind, n in counts), self.hidden * -1).seconds
             for counts in {tuple(each.items()) for each in self.counts}
         }
         return [of_counts[tuple(each.items())] for each in self.counts]
@@ -215,16 +216,23 @@ def _added(seconds: Seconds, more: Seconds) -> Seconds:
     return forward, backward, weight
 
 
-def _on_stages(
-    model: ModelConfig, layout: Layout, hardware: Hardware, scatter_gather: bool,
-    calibration: Calibration,
-) -> _OnStages:  # fmt: skip
-    shard = Shard(
+def _shard(
+    model: ModelConfig, layout: Layout, hardware: Hardware, calibration: Calibration,
+    expert_imbalance: float,
+) -> Shard:  # fmt: skip
+    return Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=hardware, calibration=calibration,
         context=layout.context, context_attention=context_attention(layout, model, hardware),
-        experts=ExpertShards.of(layout, model),
+        experts=ExpertShards.of(layout, model), expert_imbalance=expert_imbalance,
     )  # fmt: skip
+
+
+def _on_stages(
+    model: ModelConfig, layout: Layout, hardware: Hardware, scatter_gather: bool,
+    calibration: Calibration, expert_imbalance: float,
+) -> _OnStages:  # fmt: skip
+    shard = _shard(model, layout, hardware, calibration, expert_imbalance)
     pattern = pattern_of(model)
     recompute = "full" if layout.stash == "inputs" else layout.recompute
     work = {kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)}
@@ -234,16 +242,16 @@ def _on_stages(
         work=with_copies(work, model, layout, shard),
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
-        hidden=(0.0, 0.0, 0.0),
-        to_experts=0.0,
+        hidden=Passes(),
         virtual=layout.virtual,
     )
+    later = {kind: later_work(shard, kind, recompute) for kind in on.work}
     if layout.weave == "off" or calibration.software.pipeline == "asynchronous":
-        return on
+        return on.with_more(later)
     apart = replace(calibration, software=replace(calibration.software, overlaps_tensor=False))
     shard = replace(shard, calibration=apart)
     alone = replace(on, work={kind: layer_work(shard, kind, recompute) for kind in on.work})
-    return _woven(on, layout, collectives=alone.layers * (1 / layout.pipe))
+    return _woven(on, layout, collectives=alone.layers * (1 / layout.pipe)).with_more(later)
 
 
 def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
@@ -253,28 +261,35 @@ def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
     microbatch, with all of them.
     """
     each = on.layers * (1 / layout.pipe)
-    whole_s = collectives.all.sent_s
+    whole_s = collectives.all.sent.total_s
     beside_s = collectives.all.total_s - whole_s
     hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
     left = 1 - hidden_s / whole_s if whole_s else 1.0
-    forward_s, backward_s, weight_s = (
-        own.sent_s - left * all_of.sent_s for own, all_of in zip(each, collectives, strict=True)
-    )
+    hidden = (own.sent + all_of.sent * -left for own, all_of in zip(each, collectives, strict=True))
     last_s = on.layers.weight.matmul_s / on.shard.model.layers
     return replace(
-        on, hidden=(forward_s, backward_s, weight_s), hop_s=max(0.0, on.hop_s - last_s),
-        to_experts=collectives.all.expert_comm_s / whole_s if whole_s else 0.0,
+        on, hidden=Passes(*hidden), hop_s=max(0.0, on.hop_s - last_s)
     )  # fmt: skip
 
 
 def stage_times(
     model: ModelConfig, layout: Layout, hardware: Hardware, *, scatter_gather: bool = True,
-    calibration: Calibration | None = None,
+    calibration: Calibration | None = None, expert_imbalance: float = 1.0,
 ) -> tuple[list[Seconds], float]:  # fmt: skip
     """F, B and W of a microbatch on each stage as `predict_step` has them, and how long a message
     takes to arrive: 0 where its time is part of the stages' own."""
     calibration = calibration or calibration_for(layout, model, hardware)
-    return _on_stages(model, layout, hardware, scatter_gather, calibration).times
+    return _on_stages(model, layout, hardware, scatter_gather, calibration, expert_imbalance).times
+
+
+def later_rounds(
+    model: ModelConfig, layout: Layout, hardware: Hardware, *, expert_imbalance: float
+) -> int:
+    """Rounds after the first, in which tokens come to experts that have no room for more."""
+    calibration = calibration_for(layout, model, hardware)
+    shard = _shard(model, layout, hardware, calibration, expert_imbalance)
+    kinds = dict.fromkeys(pattern_of(model))
+    return max(rounds_after_first(shard, shard.cost(kind)) for kind in kinds)
 
 
 def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:

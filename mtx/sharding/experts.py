@@ -199,6 +199,7 @@ class Way:
     compute: Compute
     experts: int  # E
     room: int  # C, in the first round
+    later: int  # and in each after it
     axes: tuple[str, ...]  # along which experts are split
     shards: int  # R
     gathers: bool  # all tokens come to all devices; else each is sent
@@ -209,10 +210,12 @@ class Way:
     ):
         """For so many tokens of a device, in so many rows, with so many choices each."""
         room = math.ceil(axes.expert_room * (tokens // rows) * choices / experts)
-        room = rows * (room if room <= _UNIT else -(-room // _UNIT) * _UNIT)
+        room = room if room <= _UNIT else -(-room // _UNIT) * _UNIT
+        later = -(-room // _LATER)
         return cls(
-            compute=compute, experts=experts, room=min(room, tokens), axes=axes.experts,
-            shards=axes.expert_shards, gathers=axes.expert_dispatch == "gathered",
+            compute=compute, experts=experts, room=min(rows * room, tokens), later=rows * later,
+            axes=axes.experts, shards=axes.expert_shards,
+            gathers=axes.expert_dispatch == "gathered",
         )  # fmt: skip
 
     @property
@@ -240,7 +243,7 @@ class Way:
 
     @property
     def _later_room(self) -> int:
-        return -(-self._first_room // _LATER)
+        return self.later * (self.shards if self.gathers else 1)
 
     def first_round(self, queues: Queues, x_nD, gates_nk, weights: Tree):
         """y_nD of the choices that it takes."""

@@ -48,7 +48,7 @@ _NUMBERS = {
 _NULLABLE = {"step": ("loss", "tokens_per_s"), "eval": ("loss",)}
 _OPTIONAL = (
     "tflops_sc21", "tflops_model", "mfu", "learning_rate", "gradient_norm",
-    "compiled_bytes",
+    "compiled_bytes", "aux_loss", "second_loss", "imbalance",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ class StepRecord:
     step: int  # finished steps, this one included
     loss: float  # mean over the tokens of the global batch, before this step's update
     aux_loss: float | None  # what layers add to it: experts' balance; None without such
+    second_loss: float | None  # of the tokens after the next, times its weight; None without such
     learning_rate: float
     gradient_norm: float  # before clipping
     loss_scale: float  # 1 but in float16
@@ -86,6 +87,7 @@ class Meter:
         return StepRecord(
             **{name: float(getattr(metrics, name)) for name in names},
             aux_loss=None if metrics.aux_loss is None else float(metrics.aux_loss),
+            second_loss=None if metrics.second_loss is None else float(metrics.second_loss),
             imbalance=imbalance_of(metrics.counted),
             step=step, finite=bool(metrics.finite), step_s=step_s,
             tokens_per_s=self._tokens / step_s,

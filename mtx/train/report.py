@@ -97,6 +97,8 @@ def step_text(record: StepRecord) -> str:
     """A step's numbers; TFLOP/s are those of one device."""
     mfu = "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
     loss = f"loss {record.loss:.4f}"
+    if record.second_loss is not None:
+        loss += f"  second token {record.second_loss:.4f}"
     if record.imbalance is not None:
         loss += f"  fullest expert {record.imbalance:.2f}"
     return (

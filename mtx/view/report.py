@@ -16,6 +16,12 @@ from mtx.view.picture import Picture
 from mtx.view.run import SPENT, RunLog, draw_panels
 from mtx.view.spans import count
 
+_OF_SOME = {  # numbers that only some models' steps have: in words
+    "second_loss": "loss of the second token, weighted",
+    "aux_loss": "auxiliary loss",
+    "imbalance": "fullest expert, over the mean",
+}
+
 
 def summarize(records: Sequence[Record]) -> dict:
     """The numbers of a run's log, ready for JSON. Medians are over the steps that count."""
@@ -42,6 +48,7 @@ def summarize(records: Sequence[Record]) -> dict:
         "damaged_checkpoints": len(log.told("damaged")),
         "failed_saves": len(log.told("save_failed")),
         **{name: last.get(name) for name in ("learning_rate", "gradient_norm", "loss_scale")},
+        **{name: last[name] for name in _OF_SOME if last.get(name) is not None},
         **{name: statistics.median(values) if values else None for name, values in known.items()},
         "compiled_bytes": compiled[-1] if compiled else None,
         "peak_bytes": max(peaks, default=None),
@@ -119,6 +126,7 @@ def _training(numbers: dict) -> list[tuple[str, str]]:
     return [
         ("steps", f"{numbers['steps']:,} of {numbers['of']:,}"),
         ("loss", _known(numbers, "loss", "{:.4f}", "not finite")),
+        *((said, f"{numbers[name]:.4g}") for name, said in _OF_SOME.items() if name in numbers),
         ("held-out loss", _known(numbers, "held_out_loss", "{:.4f}", later)),
         ("learning rate", _known(numbers, "learning_rate", "{:.3g}", "not finite")),
         ("gradient norm", _known(numbers, "gradient_norm", "{:.4g}", infinite)),

@@ -96,6 +96,9 @@ def draw_panels(records: Sequence[Record]) -> list[Figure]:
 def fill_loss(axes: Axes, log: RunLog) -> None:
     """Training and held-out loss over the steps; rollbacks and restarts as lines."""
     _plot(axes, log, "loss", FORWARD, "Loss, nats a token", label="training")
+    steps, second = log.curve("second_loss")
+    if len(steps):
+        axes.plot(steps, second, color=WEIGHT, linewidth=1.0, label="second token, weighted")
     held_out = [record for record in log.told("eval") if record["loss"] is not None]
     axes.plot(
         [r["step"] for r in held_out], [r["loss"] for r in held_out], "o-", color=BACKWARD,

@@ -1,0 +1,167 @@
+"""Experts in plans: what an uneven load costs, and layouts that a search finds."""
+
+import itertools
+import json
+from dataclasses import fields, replace
+
+import pytest
+from errors import names
+
+from mtx.cli import main
+from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.costs import cost
+from mtx.costs.ask import layer_cost
+from mtx.costs.cost import ExpertShards
+from mtx.costs.trace import trace
+from mtx.errors import UserError
+from mtx.plan.candidates import Fixed, Question, divisors
+from mtx.plan.hardware import hardware
+from mtx.plan.memory import predict_memory
+from mtx.plan.plan import load_plan, make_plan, save_plan
+from mtx.plan.search import search
+from mtx.plan.summary import plan_rows
+from mtx.plan.time import StepTime, later_rounds, predict_step
+
+H100 = replace(hardware("h100"), node_devices=2)
+E, K, D, F, S, B = 8, 2, 512, 256, 256, 2
+MODEL = ModelConfig(
+    family="mixtral", layers=6, hidden=D, heads=4, kv_heads=4, ffn=F, sequence=S, vocab=1024,
+    experts=E, choices=K, tied=False,
+)  # fmt: skip
+LAYOUT = Layout(data=2, expert=2, tensor=2, pipe=2, virtual=3, microbatch=B, idle="phases")
+ROOM, LATER = 80, 20  # 1.2 times the even share of 64 tokens of a sequence, in eights; a quarter
+
+
+def step(imbalance: float, **changes) -> StepTime:
+    layout = replace(LAYOUT, **changes)
+    return predict_step(MODEL, layout, 32, H100, expert_imbalance=imbalance)
+
+
+def test_a_round_is_the_closed_form():
+    """F runs a round as the first; B and W each run again what they need of it, which is no y."""
+    found = layer_cost(
+        MODEL, kind="block", tensor=2, sequence_parallel=True, kernel="cudnn",
+        experts=ExpertShards.of(LAYOUT, MODEL),
+    )  # fmt: skip
+    slots, item = B * E * LATER, 2
+    up, down = 2.0 * slots * D * 2 * F / 2, 2.0 * slots * D * F / 2  # half of each expert
+    flops = {"F": up + down, "B": up + down + up, "W": up + down + up + down}
+    sent = {"F": ("x", "gate", "x"), "B": ("x", "gate", "x", "x", "gate"), "W": ("x", "gate", "x")}
+    sizes = {"x": slots * D * item, "gate": slots * 4}
+    for during in "FBW":
+        products = [each for each in found.later.matmuls if each.during == during]
+        assert sum(each.flops(B) for each in products) == flops[during]
+        bytes_ = sorted(c.bytes.at(B) for c in found.later.collectives if c.during == during)
+        assert bytes_ == sorted(sizes[name] for name in sent[during])
+        assert all(c.kind == "all_to_all" for c in found.later.collectives)
+
+
+@pytest.mark.parametrize("weave", ["off", "on"])
+def test_an_uneven_load_costs_as_many_rounds_as_the_fullest_expert_needs(weave):
+    even = predict_step(MODEL, replace(LAYOUT, weave=weave), 32, H100)
+    assert step(1.0, weave=weave) == step(ROOM / 64, weave=weave) == even
+    times = {}
+    for imbalance, rounds in ((1.26, 1), (100 / 64, 1), (1.6, 2), (2.0, 3), (4.0, 9)):
+        layout = replace(LAYOUT, weave=weave)
+        assert later_rounds(MODEL, layout, H100, expert_imbalance=imbalance) == rounds
+        times[rounds] = step(imbalance, weave=weave)
+        for part in ("matmul_s", "elementwise_s", "expert_comm_s"):
+            more, of_one = (
+                getattr(times[n], part) - getattr(even, part) for n in (rounds, 1)
+            )  # fmt: skip
+            assert more == pytest.approx(rounds * of_one) and more > 0
+    same = {
+        each.name for each in fields(StepTime) if each.name.startswith(("atten", "data", "opt"))
+    }
+    assert all(getattr(times[9], name) == getattr(even, name) for name in same)
+    assert even.step_s < times[1].step_s < times[2].step_s < times[9].step_s
+    if weave == "on":  # nothing runs beside a loop
+        plain, woven = (
+            step(2.0, weave=way).expert_comm_s - step(1.0, weave=way).expert_comm_s
+            for way in ("off", "on")
+        )
+        assert woven == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("tensor, split", [(1, True), (2, False)])
+def test_costs_with_more_shards_follow_from_few(tensor, split):
+    shards = ExpertShards(8, split, "alltoall", 1.2)
+    options = dict(kind="block", tensor=tensor, sequence_parallel=tensor > 1, recompute="full")
+    model = replace(MODEL, experts=16)
+    traced = trace(
+        cost.Question(
+            model=model, part="block", tensor=tensor, sequence_parallel=tensor > 1,
+            recompute="full", kernel="cudnn", experts=shards,
+        )
+    )  # fmt: skip
+    assert layer_cost(model, kernel="cudnn", experts=shards, **options) == traced
+
+
+def test_more_room_is_fewer_rounds():
+    roomy = replace(LAYOUT, expert_room=2.0)
+    assert later_rounds(MODEL, roomy, H100, expert_imbalance=2.0) == 0
+    assert step(2.0, expert_room=2.0).step_s < step(2.0).step_s
+    assert step(1.0, expert_room=2.0).step_s > step(1.0).step_s
+
+
+def test_loads_that_cannot_be():
+    run = RunConfig(model=MODEL, layout=LAYOUT, global_batch=32)
+    for imbalance in (0.9, 4.1):
+        with pytest.raises(UserError) as error:
+            make_plan(run, expert_imbalance=imbalance)
+        names(error, f"expert_imbalance={imbalance}", "experts/choices=4")
+    with pytest.raises(UserError) as error:
+        make_plan(RunConfig(), expert_imbalance=1.3)
+    names(error, "expert_imbalance=1.3", "gpt")
+
+
+def test_what_a_user_types(tmp_path, capsys):
+    run = RunConfig(model=MODEL, layout=LAYOUT, global_batch=32)
+    save_plan(make_plan(run, target="h100", expert_imbalance=1.6), tmp_path / "run.toml")
+    assert load_plan(tmp_path / "run.toml").expert_imbalance == 1.6
+    assert main(["plan", str(tmp_path / "run.toml"), "--expert-imbalance", "2", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["expert_imbalance"], numbers["expert_later_rounds"]) == (2, 3)
+    rows = {row.name: row.value for row in plan_rows(load_plan(tmp_path / "run.toml"))}
+    said = "1.6 times the mean; room for 1.2; 2 more rounds"
+    assert rows["tokens of the fullest expert"] == said
+
+
+def test_woven_ticks_are_tried_where_chunks_have_the_same_layers():
+    small = ModelConfig(family="gemma2", layers=6, hidden=256, heads=4, kv_heads=4, sequence=256)
+    for pipe, woven in ((1, True), (2, False), (3, True)):  # of window and full layers in turn
+        question = Question(
+            model=small, gpus=6, global_batch=6, hardware=H100, fixed=Fixed(weave="on")
+        )
+        layout = Layout(pipe=pipe, tensor=2, idle="phases", weave="on")
+        assert question.allows(layout) is woven
+
+
+def test_a_search_finds_the_best_shards_of_experts():
+    """Plain enumeration finds nothing better; six layers on four stages are balanced."""
+    fixed = Fixed(
+        schedule="1f1b", microbatch=1, recompute="full", sequence_parallel=True, zero=1,
+        weave="off", virtual=1,
+    )  # fmt: skip
+    best: dict[tuple[int, ...], float] = {}
+    for data, pipe, expert, tensor in itertools.product(divisors(8), repeat=4):
+        if data * pipe * expert * tensor != 8 or tensor > H100.node_devices:
+            continue
+        for split in (True, False) if tensor > 1 else (True,):
+            layout = Layout(
+                data=data, pipe=pipe, expert=expert, tensor=tensor, expert_tensor=split,
+                idle="phases", recompute="full", stage_layers="balanced",
+            )  # fmt: skip
+            try:
+                layout.check(MODEL)
+                time = predict_step(MODEL, layout, 32, H100)
+            except UserError:
+                continue
+            mesh = data, pipe, expert, tensor
+            best[mesh] = min(best.get(mesh, float("inf")), time.step_s)
+            assert predict_memory(MODEL, layout, 32).total_bytes < 0.9 * H100.memory_bytes
+    found = search(MODEL, gpus=8, global_batch=32, hardware=H100, fixed=fixed, top=100)
+    assert found.best.time.step_s == pytest.approx(min(best.values()))
+    axes = ("data", "pipe", "expert", "tensor")
+    assert {tuple(getattr(one.layout, axis) for axis in axes) for one in found.ranked} == {*best}
+    assert any(one.layout.stage_layers == "balanced" for one in found.ranked)
