@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mtx.certify.elementwise import product_of
+from mtx.certify.elementwise import own_counts, product_of
 from mtx.certify.kinds import (
     DIFFERENT,
     MIXED,
@@ -203,7 +203,7 @@ def reduce_sum(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def reduce_other(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    (value,), dims = inputs, eqn.params["axes"]
+    (value,), dims = own_counts(eqn, inputs), eqn.params["axes"]
     _refuse_partial(walk, eqn, value)
     kinds = tuple(_reduced(kind, dims, adds=False) for kind in value.kinds)
     return [Value(kinds)] * len(eqn.outvars)

@@ -96,6 +96,9 @@ def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
         "tied": [True, False], "dropout": [0.0, 0.1], "attention_dropout": [0.0, 0.1],
         # A window of one position leaves queries no gradient but for rounding.
         "kv_heads": [1, 2, 4, 8], "window": [2, 5, 12, SEQUENCE], "norm_placement": ["pre", "post"],
+        "aux": ["none", "batch", "sequence"], "z_weight": [0.0, 0.01], "capacity": [None, 0.7, 1.1],
+        "normalised": [True, False], "second_token": [True, False], "dense_layers": [0, 1, 2],
+        "shared_experts": [0, 1, 2],
     }  # fmt: skip
     changes: dict[str, Any] = {}
     for name, values in options.items():

@@ -13,7 +13,10 @@ from mtx.config import RunConfig
 from mtx.schedules.makers import MAKERS
 from mtx.sharding.axes import MESH
 
-_OF_MODELS = "dropout", "attention_dropout", "kv_heads", "window"
+_OF_MODELS = (
+    "dropout", "attention_dropout", "kv_heads", "window", "capacity", "z_weight", "aux_weight",
+    "balance_rate", "dense_layers", "shared_experts", "second_token",
+)  # fmt: skip
 
 
 def not_covered(made: Certificate) -> list[str]:
