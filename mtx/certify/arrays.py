@@ -339,8 +339,10 @@ def scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
     for n, axis in enumerate(walk.axes):
         whole, by, part = value.kinds[n], indices.kinds[n], updates.kinds[n]
         moved = part.moved(places)
-        if part.dims and not moved.dims and adds:
-            moved = PARTIAL  # rows of a shard are added up
+        own_rows = whole.name == "zero" and not by.is_same and not part.dims.isdisjoint(rows)
+        if part.dims and adds and (own_rows or not moved.dims):
+            # Rows of a shard are added up, or stand at their own places, with zeros elsewhere.
+            moved = PARTIAL
         if not by.is_same and moved.is_same and moved.name != "zero":
             moved = DIFFERENT
         if adds and "partial" in (whole.name, moved.name) and whole.name == "same":

@@ -42,6 +42,8 @@ def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
     sizes |= {name: _WHERE_GIVEN[name] for name in given}
     if getattr(model, "kv_heads", None):
         sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
+    if getattr(model, "ssm_groups", 1) > 1:
+        sizes["ssm_groups"] = 2  # of several heads each: of one the norm takes away D
     if pattern := getattr(model, "pattern", None):
         sizes["pattern"] = "".join(dict.fromkeys(pattern))  # a layer of each kind
     sizes |= {name: value for name, value in changes.items() if has(model, name)}
