@@ -66,9 +66,9 @@ class Compared:
 
 
 def compare(case: Case) -> Compared:
-    case = replace(case, run=without_ties(case.run))
     found = Compared(case=case)
     try:
+        found.case = case = replace(case, run=without_ties(case.run))
         got = train(case.run, found)
     except UserError as error:
         return replace(found, error=str(error), refused=True)
