@@ -29,7 +29,6 @@ Tree = Any
 TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-5, "moments": 1e-5}
 # A leaf that is zero but for rounding is held against this share of the largest of all leaves.
 FLOOR = 1e-6
-_DRAWS = 40  # seeds that are tried
 
 
 @dataclass(kw_only=True)
@@ -68,8 +67,9 @@ class Compared:
 def compare(case: Case) -> Compared:
     found = Compared(case=case)
     try:
-        found.case = case = replace(case, run=without_ties(case.run))
-        got = train(case.run, found)
+        # Where there are experts, one device says which batches can be compared.
+        draw = reference_of(case.run).draw if case.run.model.routed_experts else 0
+        got = train(case.run, found, draw)
     except UserError as error:
         return replace(found, error=str(error), refused=True)
     except Exception as error:  # a case that cannot be compared is a failure, not the end
@@ -84,20 +84,6 @@ def compare(case: Case) -> Compared:
 def reference_of(run: RunConfig) -> Trained:
     """What one device makes of a run."""
     return _reference(Unlaid(run))
-
-
-def without_ties(run: RunConfig) -> RunConfig:
-    """The run with the next seed of which no choice of an expert is one of rounding (`ties`)."""
-    if not run.model.routed_experts:
-        return run
-    for seed in range(run.seed, run.seed + _DRAWS):
-        drawn = replace(run, seed=seed)
-        if not reference_of(drawn).ties:
-            return drawn
-    raise UserError(
-        f"seed={run.seed} and the {_DRAWS - 1} after it make experts' scores that are equal but "
-        "for rounding, which no layouts can be compared by; use another"
-    )
 
 
 class Unlaid:
@@ -119,11 +105,11 @@ def _reference(unlaid: Unlaid) -> Trained:
     return Reference(run=unlaid.run).train()
 
 
-def train(run: RunConfig, found: Compared) -> Trained | None:
+def train(run: RunConfig, found: Compared, draw: int = 0) -> Trained | None:
     """What the run's own step makes of the first steps. found: takes what the walker finds in its
     equations; where they would hang, nothing runs."""
     trainer = Trainer(run)
-    state, batches = trainer.init(), batches_of(run)
+    state, batches = trainer.init(), batches_of(run, draw)
     found.findings = walk_run(run).findings
     if any(finding.hangs for finding in found.findings):
         return None

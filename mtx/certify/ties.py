@@ -42,7 +42,6 @@ def watched_choices() -> Iterator[list[int]]:
 
     with mock.patch.object(router, "choose", choose):
         yield found
-        jax.effects_barrier()
 
 
 def _changed(ids_nk: Any, others: Any, config: router.Router) -> Any:
