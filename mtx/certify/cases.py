@@ -151,11 +151,15 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
 
 
 def _random_sizes(rng: random.Random, devices: int, model: ModelConfig) -> dict[str, int]:
-    """Axes whose product is at most the devices, and more than one."""
+    """Axes whose product is at most the devices, and more than one. Of experts every other case
+    gives devices to these first."""
     axes = [axis for axis in MESH if axis.name != "expert" or model.routed_experts]
     while True:
         sizes, room = {}, devices if rng.random() < 0.8 else max(2, devices // 2)
-        for axis in rng.sample(axes, len(axes)):
+        order = rng.sample(axes, len(axes))
+        if model.routed_experts and rng.random() < 0.5:
+            order.sort(key=lambda axis: axis.name != "expert")
+        for axis in order:
             sizes[axis.name] = rng.choice([n for n in (1, 2, 2, 3, 4, 8) if n <= room])
             room //= sizes[axis.name]
         if any(size > 1 for size in sizes.values()):

@@ -77,9 +77,7 @@ _CONTEXT = _run(pipe=1, context=2, context_attention="gather")
 _OF_EXPERTS = {"layers": 1, "dense_layers": 0, "shared_experts": 0}
 _EXPERTS = _run("deepseek_v3", _OF_EXPERTS, pipe=1, expert=2, tensor=1, expert_room=0.3)
 _CUT_EXPERTS = _run("deepseek_v3", _OF_EXPERTS, pipe=1, expert=2)
-_WHOLE_EXPERTS = _run(
-    "gpt_oss", {"layers": 2}, data=1, pipe=1, expert=2, sequence_parallel=False
-)
+_WHOLE_EXPERTS = _run("gpt_oss", {"layers": 2}, data=1, pipe=1, expert=2, sequence_parallel=False)
 MUTANTS = tuple(Mutant(name=n, what=what, change=change, run=run) for n, what, change, run in (
     ("loss scaled", "the loss times the replicas", mistakes.loss_times_replicas, _PARALLEL),
     ("local token count", "a mean of the replicas' means",
