@@ -64,12 +64,12 @@ def test_without_a_command_there_is_an_overview(capsys):
         (
             "train",
             [
-                "--model.layers INT",
+                "--model.layers, --layers INT",
                 "{none,selective,around_attention,full}",
                 "--virtual-devices INT",
             ],
         ),
-        ("plan", ["--layout.pipe, --pipe INT", "--model.hidden INT", "--target NAME"]),
+        ("plan", ["--layout.pipe, --pipe INT", "--model.hidden, --hidden INT", "--target NAME"]),
         ("schedule", ["--layout.pipe, --pipe INT", "--draw FILE"]),
         ("generate", ["--prompt", "--temperature FLOAT"]),
         ("presets", ["--help"]),
@@ -125,7 +125,7 @@ def test_the_version_is_that_of_the_package(capsys):
 def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
     run("train", "gpt-175b", "--help")
     assert re.search(
-        r"--model.hidden INT\W+D, .*\(default: 12288\)",
+        r"--model.hidden, --hidden INT\W+D, .*\(default: 12288\)",
         capsys.readouterr().out,
     )
 
@@ -241,7 +241,7 @@ MISTAKES = {
     "train bert-336m --data.path short": "--data.tokenizer FILE or wordpiece",
     "plan --target a100-80": "a100-80 | did you mean 'a100-80gb'",
     "train --model.layer 3": "--model.layer: did you mean --model.layers?",
-    "train --layers 3": "--layers: did you mean --model.layers?",
+    "train --norm-epsilon 3": "--norm-epsilon: did you mean --model.norm-epsilon?",
     "train --sequence_parallel": "--sequence-parallel: did you mean --layout.sequence-parallel?",
     "train --no-model.tied": "--no-model.tied: did you mean --model.no-tied?",
     "train --model.foo 3": "--model.foo: see --help",  # not --model.ffn
@@ -250,7 +250,7 @@ MISTAKES = {
     "train --modle.layres 3": "--modle.layres: did you mean --model.layers?",
     "train --qqq=1": "--qqq: see --help",
     "train -x": "-x: see --help",
-    "train --tensr 2": "--tensr: did you mean --tensor or --layout.tensor?",
+    "train --tensr 2": "--tensr: did you mean --layout.tensor?",
     "train --pipe 2 --layout.pipe 4": "--pipe 2 | --layout.pipe 4 | leave one out",
     "train --steps 3 --steps=4": "--steps 3 | --steps=4 | leave one out",
     "train --resume --no-resume": "--resume | --no-resume | leave one out",

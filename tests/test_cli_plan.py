@@ -273,7 +273,7 @@ MISTAKES = {
     "gpt-1t --gpus 1024 --pipe 3": "gpus=1024 | pipe=3 | 1023",
     "gpt-1t --layout.sequence-parallel --layout.no-sequence-parallel": "--layout.sequence-parallel"
     " | --layout.no-sequence-parallel | leave one out",
-    "--model.heads 4": "--model.hidden | --model.layers",
+    "--model.heads 4": "--hidden | --layers",
     "--model.hidden 512 --model.layers 4 --model.heads 3": "hidden=512 | heads=3",
     "gpt-1t --layout.zero 0 --compile": "layout.zero=0 | --layout.zero 1",
     "gpt-1t --save no/plan.toml": "no/plan.toml",
@@ -281,10 +281,9 @@ MISTAKES = {
     "miniature --draw no/plan.svg": "no/plan.svg",
     "gpt-1t --draw plan.txt": "plan.txt | .svg | .png | .pdf",
     "no.toml": "no.toml",
-    "gpt-1t --hidden 3": "--hidden | --model.hidden",
-    "gpt-1t --layers 3": "--layers | --model.layers",
+    "gpt-1t --ffn 3": "--ffn | --model.ffn",
     "gpt-1t --schedule zb_v": "--schedule | --layout.schedule",
-    "gpt-1t --recompute full": "--recompute | --layout.recompute",
+    "gpt-1t --schedule full": "--schedule | --layout.schedule",
     "gpt-1t --precision float16": "--precision | --model.compute-dtype",
     "gpt-1t --pipe 32 --layout.pipe 16": "--pipe 32 | --layout.pipe 16 | leave one out",
 }

@@ -142,6 +142,6 @@ def _overview() -> str:
         *(f"  {name:<12}{about}" for name, about in rows),
         "",
         "An option is a field of a run's config, by its path, in every command: --model.layers 8,",
-        "--layout.pipe 4; --pipe, --tensor, --data, --virtual and --microbatch are the layout's.",
+        "--layout.pipe 4; the common ones are also --pipe, --tensor, --hidden, --layers, ...",
         "mtx help COMMAND lists them; mtx train PRESET --help has the preset's values.",
     ])  # fmt: skip

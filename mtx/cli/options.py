@@ -30,8 +30,9 @@ Command = Callable[[list[str]], int | None]
 OwnFields = tyro.conf.arg(name="")  # --steps instead of --run.steps
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]  # --json, without a --no-json
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
-_SIZES = "pipe", "tensor", "data", "context", "virtual", "microbatch", "zero"
-ALIASES = {name: f"layout.{name}" for name in _SIZES} | {"sequence": "model.sequence"}
+_LAYOUT = "pipe", "tensor", "data", "context", "virtual", "microbatch", "zero", "recompute"
+_MODEL = "layers", "hidden", "heads", "sequence"
+ALIASES = {name: f"layout.{name}" for name in _LAYOUT} | {name: f"model.{name}" for name in _MODEL}
 _RETIRED = {  # spellings of earlier versions whose last part has changed
     "stages": "layout.pipe", "precision": "model.compute-dtype", "dtype": "model.compute-dtype",
 }  # fmt: skip
@@ -309,12 +310,12 @@ def _unknown(unknown: list[str], known: dict[str, str]) -> UserError:
             f"unknown option {flag}: this model's family has none; use --model.family "
             f"{' or '.join(others)} with it"
         )
-    near = " or ".join(_near_options(flag, [f"--{spelling}" for spelling in known]))
+    near = " or ".join(_near_options(flag, [f"--{path}" for path in known if path not in ALIASES]))
     return UserError(f"unknown option {flag}: {f'did you mean {near}?' if near else 'see --help'}")
 
 
 def _near_options(name: str, known: list[str]) -> list[str]:
-    """--layers is --model.layers, --no-model.tied is --model.no-tied; or a slip in a part of it."""
+    """--vocab is --model.vocab, --no-model.tied is --model.no-tied; or a slip in a part of it."""
     switch = re.sub(r"^--no-(.*)\.", r"--\1.no-", name)
     if switch in known:
         return [switch]

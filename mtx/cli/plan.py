@@ -58,8 +58,8 @@ def plan_command(arguments: list[str]) -> None:
     """Say what a model needs on a cluster: memory, time, layout, cost; with --search, the best.
 
     PRESET is gpt-1t where neither it nor sizes are given; a plan file (.toml, .json) can stand in
-    its place. Sizes are those of its model that are given; without PRESET --model.hidden and
-    --model.layers are enough. The layout is the preset's until --gpus or --search ask for another.
+    its place. Sizes are those of its model that are given; without PRESET --hidden and
+    --layers are enough. The layout is the preset's until --gpus or --search ask for another.
     Nothing is run: all of it is computed from closed forms, or with --compile read from the
     compiled program.
     """
@@ -156,7 +156,7 @@ def _changed(layout: Layout, asked: _Asked) -> Layout:
 def _model_of(sizes: dict) -> ModelConfig:
     """A model from its sizes alone; heads of 128 where their number is not given."""
     if not {"hidden", "layers"} <= sizes.keys():
-        raise UserError("without a PRESET a model needs at least --model.hidden and --model.layers")
+        raise UserError("without a PRESET a model needs at least --hidden and --layers")
     hidden, family = sizes["hidden"], sizes.get("family", "gpt")
     heads = next(n for n in range(max(1, hidden // 128), 0, -1) if hidden % n == 0)
     start = {"family": family, "heads": heads, "sequence": 2048, "vocab": 51200}
