@@ -6,8 +6,8 @@ along axes makes of a value that is the same there one whose sum is again the va
 to partial values, and summed.
 
 A count of what a device has is a term of a sum, and a number of its own as well: where its queues
-begin, how many turns it needs. Of whole numbers compared, limited or added to others nothing more
-is said than that they differ; as a float a count is a term of its sum, and nothing else.
+begin, how many turns it needs. So whole numbers may be compared, limited and added to others, and
+stay terms where these are the same; as a float a count is a term of its sum, and nothing else.
 """
 
 from __future__ import annotations
@@ -75,12 +75,16 @@ def own_counts(eqn: Any, inputs: Values) -> Values:
 
 def nonlinear(walk: Walk, eqn: Any, inputs: Values) -> Values:
     _check_random(walk, eqn, inputs)
-    inputs = own_counts(eqn, inputs)
-    kinds = []
+    kinds, counts = [], whole_numbers(eqn)
+    limits = counts and eqn.primitive.name in ("max", "min")
     for axis, each in _by_axis(walk, inputs):
-        if any(kind.name == "partial" for kind in each):
-            walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
-            each = [DIFFERENT if kind.name == "partial" else kind for kind in each]
+        if PARTIAL in each:
+            if limits and not any(kind.name == "different" for kind in each):
+                kinds.append(PARTIAL)
+                continue
+            if not counts:
+                walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
+            each = [DIFFERENT if kind == PARTIAL else kind for kind in each]
         kind = together(each)
         kinds.append(SAME if kind.name == "zero" else kind)
     return [Value(tuple(kinds), random=_stays_random(inputs))]
@@ -116,8 +120,8 @@ def _sum_of(walk: Walk, eqn: Any, axis: str, a: Kind, b: Kind) -> Kind:
         if "mixed" in names:
             return either(a, b)
         return together((a, b))
-    if whole_numbers(eqn) and names - {"partial", "zero"}:
-        return DIFFERENT
+    if whole_numbers(eqn):
+        return DIFFERENT if "different" in names else PARTIAL
     if names == {"partial", "same"}:
         walk.report(eqn, axis, "an unsummed partial value is added to one that is whole")
         return DIFFERENT
