@@ -40,6 +40,10 @@ GPU = (
         "xla_gpu_experimental_parallel_collective_overlap_limit", 4, (0, 10),
         "a send may be in flight while the layers beside it gather and scatter",
     ),
+    Option(
+        "xla_gpu_collective_permute_combine_threshold_bytes", 0, (0, 10),
+        "between two stages x and dx go the same way round: sent together, both wait for the later",
+    ),
 )  # fmt: skip
 
 OFFLOAD = (
