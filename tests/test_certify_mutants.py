@@ -9,11 +9,16 @@ from mtx.certify.step import walk_run
 BY_RUN = {  # constant factors, orders, stages: no equation is of another kind
     "loss scaled", "labels after cutting", "second loss scaled", "vocabulary, maximum",
     "labels of a part", "plain order", "shards backwards", "mean of sums",
-    "head of the first stage",
+    "head of the first stage", "experts scaled", "tokens dropped",
 }  # fmt: skip
+# A run of experts takes as long as six others: `mtx certify --mutants` makes these as well.
+BY_LONG_RUN = {
+    "norm without experts", "norm, experts as replicas", "auxiliary loss scaled", "tokens exchanged"
+}  # fmt: skip
+TRIED = [mutant for mutant in MUTANTS if mutant.name not in BY_LONG_RUN]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", TRIED, ids=lambda mutant: mutant.name)
 def test_every_mutant_is_caught(mutant):
     tried = try_mutant(mutant)
     assert tried.by == ("run" if mutant.name in BY_RUN else "walker"), tried.said

@@ -4,25 +4,31 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 
 from mtx.certify import certificate
+from mtx.certify import reference as reference_module
 from mtx.certify.cases import cases_of, choices
 from mtx.certify.certificate import Certificate, certify, reduced
 from mtx.certify.compare import TOLERANCES, compare, differences, reference_of
 from mtx.certify.covered import unseen
 from mtx.certify.mutants import MUTANTS
+from mtx.certify.reference import Reference, batches_of
 from mtx.certify.said import config_hash, lines, numbers
 from mtx.certify.small import small_model
 from mtx.certify.step import Walked
+from mtx.certify.ties import NEAR, watched_choices
 from mtx.cli import main
 from mtx.config import Layout
+from mtx.layers import router
 from mtx.presets import NAMES, preset
 from mtx.schedules.makers import MAKERS
 from mtx.sharding.axes import MESH
@@ -60,6 +66,14 @@ def test_the_runs_own_layout_is_the_first_case():
         assert getattr(layout, name) == getattr(run.layout, name)
     assert cases(run, 6, seed=4) == [first, *others]
     assert cases(run, 6, seed=5)[1:] != others
+
+
+def test_random_cases_share_experts_in_all_ways():
+    runs = [each.run for each in cases(preset("mixtral-8x7b"), 40)]
+    assert not [name for name in unseen(runs) if name.startswith("expert")]
+    assert {run.layout.expert for run in runs} == {1, 2, 4, 8}
+    ways = {(run.layout.expert_tensor, run.layout.expert_dispatch) for run in runs}
+    assert len(ways) == 4
 
 
 def test_random_cases_have_all_features_and_fit_the_devices():
@@ -104,9 +118,12 @@ def test_a_difference_in_any_quantity_is_one(own):
     assert differences(replace(want, gradients=gradients), want)["gradients"][1] == leaf
     moments = want.moments | {"nu": changed(want.moments["nu"])[0]}
     assert differences(replace(want, moments=moments), want)["moments"][0] > 1e-3
-    losses = [*want.losses[:-1], math.nan]
+    losses = {"loss": [*want.losses["loss"][:-1], math.nan]}
     found = replace(own, differences=differences(replace(want, losses=losses), want))
     assert found.beyond == ["loss"] and not found.holds
+    added, off = ({"aux": [share] * 5} | want.losses for share in (0.2, 0.2 + 1e-4))
+    value, name = differences(replace(want, losses=off), replace(want, losses=added))["loss"]
+    assert name == "aux" and 1e-6 < value < 1e-4
 
 
 def test_a_certificate_says_what_was_compared_and_what_was_not(own, capsys):
@@ -201,6 +218,41 @@ def test_certifying_compares_as_many_cases_as_asked(monkeypatch, own):
     assert seen[0][:2] == (0, 3) and seen[-1][0] == 2
 
 
+def test_choices_that_rounding_decides_are_found():
+    scores = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+    scores[2] = [0.5, 9, 0.4, 8, 0.3, 7, 7 * (1 + NEAR / 2), 0.2]
+    config = router.Router(experts=8, choices=3)
+
+    def found(config, scores):
+        with watched_choices() as ties:
+            jax.jit(lambda scores: router.choose(scores, None, config))(scores)
+            jax.effects_barrier()
+        return ties
+
+    assert found(config, scores) == [1]
+    four = replace(config, choices=4)
+    assert found(four, scores) == [0]  # both are chosen
+    assert found(replace(four, capacity=1.0), scores) == [1]  # and which is first counts
+    scores[2, 6] = 7 * (1 + 4 * NEAR)
+    assert found(config, scores) == [0]
+
+
+def test_other_batches_are_drawn_where_there_are_ties(own):
+    reference, drawn = Reference(run=own.case.run), []
+
+    def trained(draw):
+        drawn.append(draw)
+        ties.append(draw < 2)
+        return replace(reference_of(own.case.run), draw=draw)
+
+    ties = []
+    with mock.patch.object(reference_module, "watched_choices", lambda: nullcontext(ties)):
+        with mock.patch.object(Reference, "_trained", lambda self, draw: trained(draw)):
+            assert reference.train().draw == 2 and drawn == [0, 1, 2]
+    first, other = (batches_of(own.case.run, draw)[0]["tokens"] for draw in (0, 1))
+    assert (first != other).any()
+
+
 A_FURTHER_AXIS = """
 from itertools import islice
 from dataclasses import dataclass, replace
@@ -213,6 +265,7 @@ axes.TOKENS = axes.axes_that_split("batch", "sequence")
 
 import mtx
 from mtx.config import Layout
+from mtx.layers import router
 from mtx.certify.cases import cases_of
 from mtx.certify.compare import compare
 from mtx.certify.step import walk_all

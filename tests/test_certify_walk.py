@@ -101,6 +101,26 @@ RIGHT = {
     "a buffer of several kinds": (
         lambda w, scale: jnp.concatenate([w.ravel(), scale])[32:40], [W, SCALE], P()
     ),
+    "a queue's own counts": (
+        lambda x: lax.psum(
+            jnp.where(jnp.arange(4) < (x > 0).sum(), x[0, 0], 0).sum(), "data"
+        ),
+        [X], P(),
+    ),
+    "of each for each one": (
+        lambda x: lax.all_to_all(x.reshape(3, 4, 2), "data", 0, 0, tiled=True).reshape(12, 2),
+        [((36, 2), ROWS)], P("data"),
+    ),
+    "flat rows, added up by the dim that was cut": (
+        lambda x: lax.psum(x.reshape(-1).reshape(3, 8).sum(1), "data"),
+        [((3, 24), P(None, "data"))], P(),
+    ),
+    "rows at their own places": (
+        lambda x: lax.psum(
+            jnp.zeros((12, 8)).at[lax.axis_index("data") * 4 + jnp.arange(4)].add(x), "data"
+        ),
+        [X], P(),
+    ),
     "a branch that all take": (
         lambda x, scale: lax.cond(
             scale[0] > 0, lambda x: total(x), lambda x: 2 * total(x), x
@@ -159,6 +179,17 @@ WRONG = {
         [((12, 9), ROWS)], P("data"), "data", "another part",
     ),
     "a shard of another dim": (lambda x: x, [X], P(None, "data"), "data", "shard of dim 1"),
+    "a count that moves something": (
+        lambda x: jnp.sign((x > 0).sum(dtype=jnp.float32)), [X], P(), "data", "sign",
+    ),
+    "a sent sum": (
+        lambda x: lax.all_to_all(weight_gradient(x), "data", 0, 0, tiled=True),
+        [((12, 9), ROWS)], P("data"), "data", "all-to-all of",
+    ),
+    "flat rows, added up by another dim": (
+        lambda x: lax.psum(x.reshape(-1).reshape(3, 8).sum(0), "data"),
+        [((3, 24), P(None, "data"))], P(), "data", "element by element",
+    ),
     "a bias added to a part": (
         lambda x, w, b: lax.psum((x @ w) @ w.T + b, "tensor"), [X, W, SCALE], ROWS, "tensor",
         "whole",
@@ -234,6 +265,8 @@ def test_where_dims_go(before, after, places):
         ("gpt-145b", 1536, {"schedule": "seq1f1b", "virtual": 1, "slices": 2, "idle": "skip"}),
         ("bert-3.9b", 512, {"stash": "inputs"}),
         ("gpt-2-345m", 8, {}),  # with dropout
+        ("deepseek-v3", 2048, {"tensor": 2, "data": 1}),
+        ("gpt-oss-20b", 256, {"context": 2, "expert_dispatch": "gathered"}),
     ],
 )
 def test_steps_at_full_size_have_no_finding(name, devices, layout):

@@ -6,12 +6,13 @@ shard of what it is taken from, but along the axes whose devices run other layer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from mtx.certify.elementwise import product_of
+from mtx.certify.elementwise import own_counts, product_of
 from mtx.certify.kinds import (
     DIFFERENT,
     MIXED,
@@ -49,7 +50,35 @@ def broadcast_in_dim(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def reshape(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    return [_moved(inputs[0], reshaped(_shape(eqn.invars[0]), _shape(eqn.outvars[0])))]
+    shapes = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    return [inputs[0]._replace(kinds=tuple(_as_shape(kind, *shapes) for kind in inputs[0].kinds))]
+
+
+def _as_shape(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
+    """A shard's dims are those whose strides meet the ones of what was sharded."""
+    if not kind.dims:
+        return kind
+    places, groups = reshaped(before, after), _groups(before, after)
+    dims, within = set(), set()
+    for dim in kind.dims:
+        dims |= {new for new in places.get(dim, ()) if after[new] == 1}
+        old, new = next((group for group in groups if dim in group[0]), ((), ()))
+        for low, high in _strides(kind, before, old, dim):
+            for to in new:
+                first = math.prod(after[d] for d in new if d > to)
+                last = first * after[to]
+                if first < high and low < last:
+                    dims.add(to)
+                if first < high and low < last and (first < low or high < last):
+                    within.add((to, max(low // first, 1), min(high, last) // first))
+    return different(dims, within)
+
+
+def _strides(kind: Kind, shape: Sequence[int], group: Sequence[int], dim: int):
+    """(from, up to) of what is sharded of a dim, in a group of dims that become one another."""
+    unit = math.prod(shape[d] for d in group if d > dim)
+    parts = [(low, high) for of, low, high in kind.within if of == dim] or [(1, shape[dim])]
+    return [(unit * low, unit * high) for low, high in parts]
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> Places:
@@ -189,7 +218,7 @@ def _reduced(kind: Kind, dims: Sequence[int], *, adds: bool) -> Kind:
     left = kind.dims - set(dims)
     if not left:
         return PARTIAL if adds else DIFFERENT
-    return different(d - sum(gone < d for gone in dims) for d in left)
+    return kind.moved({d: (d - sum(gone < d for gone in dims),) for d in left})
 
 
 def reduce_sum(walk: Walk, eqn: Any, inputs: Values) -> Values:
@@ -203,7 +232,7 @@ def reduce_sum(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def reduce_other(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    (value,), dims = inputs, eqn.params["axes"]
+    (value,), dims = own_counts(eqn, inputs), eqn.params["axes"]
     _refuse_partial(walk, eqn, value)
     kinds = tuple(_reduced(kind, dims, adds=False) for kind in value.kinds)
     return [Value(kinds)] * len(eqn.outvars)
@@ -339,8 +368,11 @@ def scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
     for n, axis in enumerate(walk.axes):
         whole, by, part = value.kinds[n], indices.kinds[n], updates.kinds[n]
         moved = part.moved(places)
-        if part.dims and not moved.dims and adds:
-            moved = PARTIAL  # rows of a shard are added up
+        indexed = part.dims & (set(rows) - places.keys())
+        own_rows = whole.name == "zero" and not by.is_same and indexed
+        if part.dims and adds and (own_rows or not moved.dims):
+            # Rows of a shard are added up, or stand at their own places, with zeros elsewhere.
+            moved = PARTIAL
         if not by.is_same and moved.is_same and moved.name != "zero":
             moved = DIFFERENT
         if adds and "partial" in (whole.name, moved.name) and whole.name == "same":

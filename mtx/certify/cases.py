@@ -96,6 +96,9 @@ def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
         "tied": [True, False], "dropout": [0.0, 0.1], "attention_dropout": [0.0, 0.1],
         # A window of one position leaves queries no gradient but for rounding.
         "kv_heads": [1, 2, 4, 8], "window": [2, 5, 12, SEQUENCE], "norm_placement": ["pre", "post"],
+        "aux": ["none", "batch", "sequence"], "z_weight": [0.0, 0.01], "capacity": [None, 0.7, 1.1],
+        "normalised": [True, False], "second_token": [True, False], "dense_layers": [0, 1, 2],
+        "shared_experts": [0, 1, 2],
     }  # fmt: skip
     changes: dict[str, Any] = {}
     for name, values in options.items():
@@ -148,11 +151,15 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
 
 
 def _random_sizes(rng: random.Random, devices: int, model: ModelConfig) -> dict[str, int]:
-    """Axes whose product is at most the devices, and more than one."""
+    """Axes whose product is at most the devices, and more than one. Of experts every other case
+    gives devices to these first."""
     axes = [axis for axis in MESH if axis.name != "expert" or model.routed_experts]
     while True:
         sizes, room = {}, devices if rng.random() < 0.8 else max(2, devices // 2)
-        for axis in rng.sample(axes, len(axes)):
+        order = rng.sample(axes, len(axes))
+        if model.routed_experts and rng.random() < 0.5:
+            order.sort(key=lambda axis: axis.name != "expert")
+        for axis in order:
             sizes[axis.name] = rng.choice([n for n in (1, 2, 2, 3, 4, 8) if n <= room])
             room //= sizes[axis.name]
         if any(size > 1 for size in sizes.values()):

@@ -120,12 +120,16 @@ def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def all_to_all(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Scatters one dim and gathers another."""
+    """Scatters one dim and gathers another. Where both are one, its places are the devices' own: of
+    what each has for each one, what all have for this one, and no dim is gathered into another."""
     (value,), kinds = inputs, {}
     scattered, gathered = eqn.params["split_axis"], eqn.params["concat_axis"]
     for place, axis, kind in _along(walk, eqn, value):
         if kind.name in ("same", "partial"):
             walk.report(eqn, axis, f"an all-to-all of what is {kind}")
+        elif scattered == gathered:
+            kinds[place] = DIFFERENT
+            continue
         elif kind.dims and gathered not in kind.dims:
             walk.report(eqn, axis, f"an all-to-all gathers dim {gathered} of what is {kind}")
         kinds[place] = different({*kind.dims, scattered} - {gathered})

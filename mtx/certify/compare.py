@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -16,6 +18,7 @@ from mtx.certify.walk import Finding
 from mtx.config import RunConfig
 from mtx.errors import UserError
 from mtx.step.optimizer import state_arrays
+from mtx.step.state import Metrics
 from mtx.step.trainer import Trainer
 
 Tree = Any
@@ -64,7 +67,9 @@ class Compared:
 def compare(case: Case) -> Compared:
     found = Compared(case=case)
     try:
-        got = train(case.run, found)
+        # Where there are experts, one device says which batches can be compared.
+        draw = reference_of(case.run).draw if case.run.model.routed_experts else 0
+        got = train(case.run, found, draw)
     except UserError as error:
         return replace(found, error=str(error), refused=True)
     except Exception as error:  # a case that cannot be compared is a failure, not the end
@@ -100,25 +105,34 @@ def _reference(unlaid: Unlaid) -> Trained:
     return Reference(run=unlaid.run).train()
 
 
-def train(run: RunConfig, found: Compared) -> Trained | None:
+def train(run: RunConfig, found: Compared, draw: int = 0) -> Trained | None:
     """What the run's own step makes of the first steps. found: takes what the walker finds in its
     equations; where they would hang, nothing runs."""
     trainer = Trainer(run)
-    state, batches = trainer.init(), batches_of(run)
+    state, batches = trainer.init(), batches_of(run, draw)
     found.findings = walk_run(run).findings
     if any(finding.hangs for finding in found.findings):
         return None
-    losses, norms, means = [], [], None
+    reports, norms, means = [], [], None
     for batch in batches:
         state, metrics = trainer.train_step(state, trainer.place(batch))
-        losses.append(float(metrics.loss))
+        reports.append(metrics)
         norms.append(float(metrics.gradient_norm))
         if means is None:
             means = _moments(trainer, state)["mu"]
     return Trained(
-        losses=losses, norms=norms, gradients=_gradients(run, means, norms[0]),
+        losses=_losses(reports), norms=norms, gradients=_gradients(run, means, norms[0]),
         params=_canonical(trainer, state.params), moments=_moments(trainer, state),
     )  # fmt: skip
+
+
+def _losses(reports: list[Metrics]) -> dict[str, list[float]]:
+    names = {"loss": "loss", "aux": "aux_loss", "second": "second_loss"}
+    return {
+        name: [float(getattr(each, field)) for each in reports]
+        for name, field in names.items()
+        if getattr(reports[0], field) is not None
+    }
 
 
 def _gradients(run: RunConfig, means: Tree, norm: float) -> Tree:
@@ -143,16 +157,30 @@ def differences(got: Trained, want: Trained) -> dict[str, tuple[float, str]]:
     """The largest of each quantity, relative, with the leaf that has it."""
     moments = [_of_leaves(got.moments[name], tree) for name, tree in want.moments.items()]
     return {
-        "loss": (_of_numbers(got.losses, want.losses), ""),
+        "loss": _largest(list(_of_losses(got.losses, want.losses))),
         "gradients": _of_leaves(got.gradients, want.gradients),
-        "norm": (_of_numbers(got.norms, want.norms), ""),
+        "norm": (_of_numbers(got.norms, want.norms, want.norms), ""),
         "params": _of_leaves(got.params, want.params),
-        "moments": max(moments, key=lambda each: each[0]),
+        "moments": _largest(moments),
     }
 
 
-def _of_numbers(got: list[float], want: list[float]) -> float:
-    return float(np.max(np.abs(np.subtract(got, want)) / np.abs(want)))
+def _largest(found: list[tuple[float, str]]) -> tuple[float, str]:
+    """What is not finite is larger than all else."""
+    return max(found, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)
+
+
+def _of_losses(got: dict, want: dict) -> Iterator[tuple[float, str]]:
+    """Each that is added to the head's, as a share of what is minimised, the sum of all."""
+    sums = np.sum(list(want.values()), axis=0)
+    for name, values in want.items():
+        head = name == "loss"
+        of = values if head else sums
+        yield _of_numbers(got[name], values, of), "" if head else name
+
+
+def _of_numbers(got: list[float], want: list[float], of: Any) -> float:
+    return float(np.max(np.abs(np.subtract(got, want)) / np.abs(of)))
 
 
 def _of_leaves(got: Tree, want: Tree) -> tuple[float, str]:

@@ -9,11 +9,15 @@ from mtx.certify.cases import choices
 from mtx.certify.certificate import Certificate
 from mtx.certify.reference import STEPS
 from mtx.certify.small import small_model, small_optimizer
+from mtx.certify.ties import NEAR
 from mtx.config import RunConfig
 from mtx.schedules.makers import MAKERS
 from mtx.sharding.axes import MESH
 
-_OF_MODELS = "dropout", "attention_dropout", "kv_heads", "window"
+_OF_MODELS = (
+    "dropout", "attention_dropout", "kv_heads", "window", "capacity", "z_weight", "aux_weight",
+    "balance_rate", "dense_layers", "shared_experts", "second_token",
+)  # fmt: skip
 
 
 def not_covered(made: Certificate) -> list[str]:
@@ -40,6 +44,11 @@ def _lines(made: Certificate) -> Iterator[str]:
     )
     if layout.schedule_is_file or layout.schedule == "auto":
         yield f"schedule={layout.schedule}: cases have those with names"
+    if model.routed_experts:
+        yield (
+            f"choices of experts between scores that are equal but for rounding, of {NEAR:g}: "
+            "batches are drawn that have none"
+        )
     yield "what the loader reads, checkpoints, and generating"
     yield (
         "in equations: constant factors, the order of shards along an axis, masks, and which of "

@@ -4,12 +4,18 @@ Linear ones take partial values as they are; a partial value times one that diff
 is whole, or in any other operation is an error. A constant divisor that is the number of devices
 along axes makes of a value that is the same there one whose sum is again the value: it may be added
 to partial values, and summed.
+
+A count of what a device has is a term of a sum, and a number of its own as well: where its queues
+begin, how many turns it needs. So whole numbers may be compared, limited and added to others, and
+stay terms where these are the same; as a float a count is a term of its sum, and nothing else.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+import jax.numpy as jnp
 
 from mtx.certify.kinds import (
     DIFFERENT,
@@ -51,13 +57,34 @@ def barrier(walk: Walk, eqn: Any, inputs: Values) -> Values:
     return inputs
 
 
+def whole_numbers(eqn: Any) -> bool:
+    """Whether an operation is one of integers."""
+    return all(jnp.issubdtype(atom.aval.dtype, jnp.integer) for atom in eqn.invars)
+
+
+def own_counts(eqn: Any, inputs: Values) -> Values:
+    """Counts as numbers of a device's own, where an operation is one of whole numbers."""
+    if not whole_numbers(eqn):
+        return inputs
+
+    def own(kind: Kind) -> Kind:
+        return DIFFERENT if kind.name == "partial" else kind
+
+    return [value._replace(kinds=tuple(map(own, value.kinds))) for value in inputs]
+
+
 def nonlinear(walk: Walk, eqn: Any, inputs: Values) -> Values:
     _check_random(walk, eqn, inputs)
-    kinds = []
+    kinds, counts = [], whole_numbers(eqn)
+    limits = counts and eqn.primitive.name in ("max", "min")
     for axis, each in _by_axis(walk, inputs):
-        if any(kind.name == "partial" for kind in each):
-            walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
-            each = [DIFFERENT if kind.name == "partial" else kind for kind in each]
+        if PARTIAL in each:
+            if limits and not any(kind.name == "different" for kind in each):
+                kinds.append(PARTIAL)
+                continue
+            if not counts:
+                walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
+            each = [DIFFERENT if kind == PARTIAL else kind for kind in each]
         kind = together(each)
         kinds.append(SAME if kind.name == "zero" else kind)
     return [Value(tuple(kinds), random=_stays_random(inputs))]
@@ -93,6 +120,8 @@ def _sum_of(walk: Walk, eqn: Any, axis: str, a: Kind, b: Kind) -> Kind:
         if "mixed" in names:
             return either(a, b)
         return together((a, b))
+    if whole_numbers(eqn):
+        return DIFFERENT if "different" in names else PARTIAL
     if names == {"partial", "same"}:
         walk.report(eqn, axis, "an unsummed partial value is added to one that is whole")
         return DIFFERENT

@@ -7,8 +7,9 @@
     mixed      a buffer of parts of several kinds (`Value.parts`)
 
 A dim may be split in two by a reshape, and two axes of data may meet in an outer product: so a
-shard has a set of dims. Adding up over the last of them leaves a partial value. In which order the
-shards lie is not known.
+shard has a set of dims. Adding up over the last of them leaves a partial value. Of a dim that a
+reshape has made of several it is remembered which part is sharded, for when it is split again. In
+which order the shards lie is not known.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Name = Literal["zero", "same", "different", "partial", "mixed"]
 class Kind(NamedTuple):
     name: Name
     dims: frozenset[int] = frozenset()  # different: those of which it is a shard
+    # (dim, low, high): of its elements, those from stride `low` up to `high` apart are sharded
+    within: frozenset[tuple[int, int, int]] = frozenset()
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, sorted(self.dims)))
@@ -35,14 +38,16 @@ class Kind(NamedTuple):
         """With each dim where `place` says that it is now; what it does not name is gone."""
         if not self.dims:
             return self
-        return different(new for dim in self.dims for new in place.get(dim, ()))
+        alone = {dim: new[0] for dim, new in place.items() if len(new) == 1}
+        within = ((alone[dim], *strides) for dim, *strides in self.within if dim in alone)
+        return different((new for dim in self.dims for new in place.get(dim, ())), within)
 
 
 ZERO, SAME, PARTIAL, MIXED = Kind("zero"), Kind("same"), Kind("partial"), Kind("mixed")
 
 
-def different(dims: Iterable[int] = ()) -> Kind:
-    return Kind("different", frozenset(dims))
+def different(dims: Iterable[int] = (), within: Iterable = ()) -> Kind:
+    return Kind("different", frozenset(dims), frozenset(within))
 
 
 DIFFERENT = different()
@@ -86,7 +91,7 @@ def either(one: Kind, other: Kind) -> Kind:
         return DIFFERENT
     if one.is_same or other.is_same:
         return other if one.is_same else one
-    return different(one.dims & other.dims)
+    return different(one.dims & other.dims, one.within & other.within)
 
 
 def either_value(one: Value, other: Value) -> Value:
@@ -104,5 +109,9 @@ def together(kinds: Iterable[Kind]) -> Kind:
     """Of elements that each follow from one of each value; none is partial."""
     kinds = list(kinds)
     if any(not kind.is_same for kind in kinds):
-        return different(frozenset().union(*(kind.dims for kind in kinds)))
+        within = {
+            each for kind in kinds for each in kind.within
+            if all(each in other.within or each[0] not in other.dims for other in kinds)
+        }  # fmt: skip
+        return different(frozenset().union(*(kind.dims for kind in kinds)), within)
     return ZERO if all(kind.name == "zero" for kind in kinds) else SAME

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mtx.certify import mistakes
+from mtx.certify import mistakes_of_experts as experts
 from mtx.certify.cases import Case
 from mtx.certify.compare import compare, reference_of
 from mtx.certify.small import small_model, small_run
@@ -67,12 +68,16 @@ def try_mutant(mutant: Mutant) -> Tried:
 
 def _run(family: str = "gpt", model: dict[str, Any] | None = None, **layout: Any) -> RunConfig:
     layout = {"data": 2, "pipe": 2, "tensor": 2} | layout
-    small = small_model(ModelConfig(family=family), layers=4, **(model or {}))
+    small = small_model(ModelConfig(family=family), **{"layers": 4} | (model or {}))
     return small_run(RunConfig(), small, Layout(**layout, attention="blocked"), 8)
 
 
 _PARALLEL, _WHOLE = _run(), _run(sequence_parallel=False)  # activations over tensor
 _CONTEXT = _run(pipe=1, context=2, context_attention="gather")
+_OF_EXPERTS = {"layers": 1, "dense_layers": 0, "shared_experts": 0}
+_EXPERTS = _run("deepseek_v3", _OF_EXPERTS, pipe=1, expert=2, tensor=1, expert_room=0.3)
+_CUT_EXPERTS = _run("deepseek_v3", _OF_EXPERTS, pipe=1, expert=2)
+_WHOLE_EXPERTS = _run("gpt_oss", {"layers": 2}, data=1, pipe=1, expert=2, sequence_parallel=False)
 MUTANTS = tuple(Mutant(name=n, what=what, change=change, run=run) for n, what, change, run in (
     ("loss scaled", "the loss times the replicas", mistakes.loss_times_replicas, _PARALLEL),
     ("local token count", "a mean of the replicas' means",
@@ -142,4 +147,30 @@ MUTANTS = tuple(Mutant(name=n, what=what, change=change, run=run) for n, what, c
      mistakes.head_of_another_stage, _PARALLEL),
     ("branch of one stage", "the head, with its collectives, on the last stage alone",
      mistakes.head_where_it_is_held, _PARALLEL),
+    ("experts scaled", "gradients of experts times the devices that share them",
+     experts.gradients_times_shards, _EXPERTS),
+    ("experts summed", "gradients of experts summed over the devices that share them",
+     experts.gradients_summed_over_shards, _EXPERTS),
+    ("norm without experts", "the norm, and so the clip, leaves experts out",
+     experts.norm_without_experts, _EXPERTS),
+    ("norm of own experts", "the norm is not summed over the devices that share experts",
+     experts.norm_of_own_experts, _EXPERTS),
+    ("norm, experts as replicas", "experts are divided by the devices that share them in the norm",
+     experts.norm_as_if_replicated, _EXPERTS),
+    ("balance of own counts", "the balance bias is moved by each replica's own counts",
+     experts.balance_by_own_counts, _EXPERTS),
+    ("auxiliary loss scaled", "auxiliary losses times the devices that share experts",
+     experts.auxiliary_loss_times_shards, _EXPERTS),
+    ("shares of a part", "a sequence's shares of experts counted in a device's part of it",
+     experts.shares_of_own_positions, _CUT_EXPERTS),
+    ("tokens dropped", "what an expert has no room for in the first round is lost",
+     experts.no_later_rounds, _EXPERTS),
+    ("rounds of own queues", "each device makes as many rounds as its own tokens need",
+     experts.rounds_of_own_queues, _EXPERTS),
+    ("tokens exchanged", "experts' outputs go back to other tokens' devices",
+     experts.sent_back_in_another_order, _EXPERTS),
+    ("biases of experts", "added on every device of tensor, whose outputs are then summed",
+     experts.bias_on_every_shard, _WHOLE_EXPERTS),
+    ("gates, not summed", "gradients of gates are those of a device's part of each expert",
+     experts.gates_gradients_of_own_shard, _WHOLE_EXPERTS),
 ))  # fmt: skip

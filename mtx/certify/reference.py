@@ -1,11 +1,14 @@
 """A run on one device, by the model alone: no pipeline, no table of ticks, no mesh. Gradients are
-autodiff's of one function of all parameters, the update is the optimizer's on whole arrays.
+autodiff's of one function of all parameters, the update is the optimizer's on whole arrays. Every
+expert has room for all tokens, so that none waits.
 
 Trees are in model order: {"embed", "head", "layers": {kind: [L, ...]}}.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,33 +18,39 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mtx.certify.ties import watched_choices
 from mtx.config import RunConfig
+from mtx.errors import UserError
 from mtx.layers.model import Model
 from mtx.schedules.schedule import IDLE
+from mtx.sharding.mesh import Axes
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import make_optimizer, state_arrays
 from mtx.step.step import DROPOUT_STREAM, by_rule
 
 Tree = Any
 STEPS = 5
+_DRAWS = 40
+_ROOM = 64.0  # of an expert, over its even share: as many experts as a small model may have
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """What is compared."""
 
-    losses: list[float]  # of each step
+    losses: dict[str, list[float]]  # of each step: "loss", the head's, and those added to it
     norms: list[float]  # of the gradients, before they are clipped
     gradients: Tree  # of the first step, before they are clipped
     params: Tree  # after the last
     moments: dict[str, Tree]  # by name: "mu", "nu"
+    draw: int = 0  # of the batches
 
 
-def batches_of(run: RunConfig) -> list[dict[str, np.ndarray]]:
+def batches_of(run: RunConfig, draw: int = 0) -> list[dict[str, np.ndarray]]:
     """Random rows in which one position in ten counts for nothing, in each row another number; the
-    last row counts for nothing at all."""
+    last row counts for nothing at all. draw: another number makes other ones."""
     model = Model(run.model)
-    random = np.random.default_rng(run.seed)
+    random = np.random.default_rng((run.seed, draw))
     return [_batch(model, run, random) for _ in range(STEPS)]
 
 
@@ -70,7 +79,7 @@ class Reference:
 
     @cached_property
     def model(self) -> Model:
-        return Model(replace(self.run.model, vocab_multiple=1))
+        return Model(replace(self.run.model, vocab_multiple=1), axes=Axes(expert_room=_ROOM))
 
     def first(self) -> Tree:
         """The parameters that training starts from."""
@@ -81,59 +90,93 @@ class Reference:
         stacked = {k: jax.tree.map(lambda *a: jnp.stack(a), *each) for k, each in layers.items()}
         return model.init_shared(seed) | {"layers": stacked}
 
-    def losses(self, params: Tree, batch: Tree, step: Any) -> tuple[jax.Array, jax.Array]:
-        """(what is minimised, the loss of the head), means over the global batch's tokens."""
+    def losses(self, params: Tree, batch: Tree, step: Any) -> tuple[jax.Array, Tree]:
+        """(what is minimised, its parts by name), means over the global batch's tokens."""
         model, batch = self.model, self.model.weigh(batch, lambda values: values.sum())
         samples_B = jnp.arange(self.run.global_batch, dtype=jnp.int32)
         rng = fold(key_data(self.run.seed), DROPOUT_STREAM, step)
 
-        def context(layer: int):
+        def context(layer: Any):
             return model.context(layer, batch, samples_B, rng)
 
-        seen = dict.fromkeys(model.pattern, 0)
+        seen, number = dict.fromkeys(model.pattern, 0), 0
         stream: Any = model.embed(params, batch, context(IDLE))
-        for number, kind in enumerate(model.pattern):
-            own = jax.tree.map(lambda a, n=seen[kind]: a[n], params["layers"][kind])
-            stream, seen[kind] = model.layer(kind, own, stream, context(number)), seen[kind] + 1
-        losses = model.losses(params, stream, batch)
+        for kind, alike in itertools.groupby(model.pattern):
+            count = len(list(alike))
+            which = slice(seen[kind], seen[kind] + count)
+            own = jax.tree.map(lambda a, which=which: a[which], params["layers"][kind])
+
+            def layer(stream, each, kind=kind):
+                return model.layer(kind, each[0], stream, context(each[1])), None
+
+            numbers = jnp.arange(number, number + count)
+            stream, _ = jax.lax.scan(layer, stream, (own, numbers))
+            seen[kind], number = which.stop, number + count
         tokens = batch["weights"].sum()
-        return sum(losses.values()) / tokens, losses["loss"] / tokens
+        losses = jax.tree.map(lambda a: a / tokens, model.losses(params, stream, batch))
+        return jnp.asarray(sum(losses.values())), losses
 
     def train(self) -> Trained:
-        config = self.run.optimizer
-        optimizer = make_optimizer(config, self.run.steps, self.model.roles)
-        rules = self.model.rules
+        """With the first batches of which no choice of an expert is one of rounding."""
+        with watched_choices() as ties:
+            for draw in range(_DRAWS):
+                ties.clear()
+                trained = self._trained(draw)
+                jax.effects_barrier()
+                if not any(ties):
+                    return trained
+        raise UserError(
+            f"seed={self.run.seed}: in each of {_DRAWS} batches two scores of experts are equal "
+            "but for rounding, by which no layouts can be compared; use another seed"
+        )
 
-        @jax.jit
+    def _trained(self, draw: int) -> Trained:
+        params, moments = self._start()
+        losses, norms, first = [], [], None
+        for step, batch in enumerate(batches_of(self.run, draw)):
+            params, moments, *made = self._update(params, moments, batch, jnp.int32(step))
+            loss, norm, gradients = jax.device_get(made)
+            losses.append(loss)
+            norms.append(float(norm))
+            first = gradients if first is None else first
+        params = jax.device_get(params)
+        found = by_field(jax.device_get(state_arrays(moments)), params)
+        return Trained(
+            losses={name: [float(each[name]) for each in losses] for name in losses[0]},
+            norms=norms, gradients=first, params=params, moments=found, draw=draw,
+        )  # fmt: skip
+
+    @cached_property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return make_optimizer(self.run.optimizer, self.run.steps, self.model.roles)
+
+    @cached_property
+    def _start(self) -> Callable:
+        def start():
+            params = self.first()
+            return params, self._optimizer.init(params)
+
+        return jax.jit(start)
+
+    @cached_property
+    def _update(self) -> Callable:
+        config, rules = self.run.optimizer, self.model.rules
+
         def update(params, moments, batch, step):
             of_losses = jax.value_and_grad(self.losses, has_aux=True)
-            (_, loss), gradients = of_losses(params, batch, step)
+            (_, losses), gradients = of_losses(params, batch, step)
             moved = by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
             norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(moved)))
             factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
             clipped = jax.tree.map(lambda g: g * factor, moved)
-            updates, moments = optimizer.update(clipped, moments, params)
+            updates, moments = self._optimizer.update(clipped, moments, params)
             new = by_rule(
                 lambda rule, new, old, sums: rule(old, sums) if rule else new,
                 rules, optax.apply_updates(params, updates), params, gradients,
             )  # fmt: skip
-            return new, moments, loss, norm, gradients
+            return new, moments, losses, norm, moved
 
-        @jax.jit
-        def start():
-            params = self.first()
-            return params, optimizer.init(params)
-
-        params, moments = start()
-        losses, norms, first = [], [], None
-        for step, batch in enumerate(batches_of(self.run)):
-            params, moments, loss, norm, gradients = update(params, moments, batch, jnp.int32(step))
-            losses.append(float(loss))
-            norms.append(float(norm))
-            first = jax.device_get(gradients) if first is None else first
-        params = jax.device_get(params)
-        found = by_field(jax.device_get(state_arrays(moments)), params)
-        return Trained(losses=losses, norms=norms, gradients=first, params=params, moments=found)
+        return jax.jit(update)
 
 
 def by_field(arrays: dict[str, Any], like: Tree) -> dict[str, Tree]:

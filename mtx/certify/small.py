@@ -27,7 +27,8 @@ _WHERE_GIVEN: dict[str, Any] = {
     "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8,
     "experts": 8, "choices": 3, "expert_ffn": 16, "groups_of_experts": 4, "top_groups": 2,
     "dense_layers": 1, "latent": 10, "query_latent": 14, "plain_size": 6, "turned_size": 4,
-    "value_dim": 8, "ssm_heads": HEADS, "ssm_head_dim": 8, "ssm_state": 6, "ssm_chunk": 5,
+    "value_dim": 8, "aux_weight": 0.1, "z_weight": 0.01, "balance_rate": 0.05,
+    "ssm_heads": HEADS, "ssm_head_dim": 8, "ssm_state": 6, "ssm_chunk": 5,
 }  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
     sizes |= {name: _WHERE_GIVEN[name] for name in given}
     if getattr(model, "kv_heads", None):
         sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
+    if getattr(model, "ssm_groups", 1) > 1:
+        sizes["ssm_groups"] = 2  # of several heads each: of one the norm takes away D
     if pattern := getattr(model, "pattern", None):
         sizes["pattern"] = "".join(dict.fromkeys(pattern))  # a layer of each kind
     sizes |= {name: value for name, value in changes.items() if has(model, name)}

@@ -13,7 +13,6 @@ from mtx.cli.options import File, Flag, read_line, split_names
 from mtx.cli.output import check_writable, progress, say, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.errors import UserError
 from mtx.fields import Between
 from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import preset
@@ -62,11 +61,6 @@ def certify_command(arguments: list[str]) -> int:
         raise UserError(
             f"lora_rank={run.model.lora_rank}: certify compares training of all parameters, not of "
             "adapters; use lora_rank=0"
-        )
-    if run.model.routed_experts:
-        raise UserError(
-            f"family={run.model.family!r} has experts, whose choices and all-to-alls certify does "
-            "not know; use a family without them"
         )
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
