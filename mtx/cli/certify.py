@@ -13,6 +13,7 @@ from mtx.cli.options import File, Flag, read_line, split_names
 from mtx.cli.output import check_writable, progress, say, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.errors import UserError
 from mtx.fields import Between
 from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import preset
