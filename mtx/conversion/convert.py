@@ -29,10 +29,10 @@ from mtx.conversion.huggingface import (
     read_json,
     silent,
     write_json,
-    write_model,
 )
 from mtx.conversion.safetensors import DTYPES, SHORT_NAMES, DtypeName
 from mtx.conversion.tokenizer import NONE, has_tokenizer, own_tokenizer, write_tokenizer
+from mtx.conversion.writing import write_model
 from mtx.data import Tokenizer, tokenizer_from_dict
 from mtx.data.spans import find_span_vocab
 from mtx.errors import UserError

@@ -1,4 +1,4 @@
-"""A Hugging Face directory as our canonical arrays, and canonical arrays as such a directory.
+"""A Hugging Face directory as our canonical arrays (`mtx.conversion.writing`: the other way).
 
 Both read and write a layer, or some rows of a table, at a time. Canonical arrays have paths such as
 "embed.tokens" and, of the layers of a kind, "layers.block.mlp.up.w" [L, ...] (`mtx.huggingface`).
@@ -6,27 +6,25 @@ Both read and write a layer, or some rows of a table, at a time. Canonical array
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from mtx import files
-from mtx.config import ModelConfig
-from mtx.conversion.configs import config_of, kind_of, kind_of_model, read_config
-from mtx.conversion.safetensors import DTYPES, SafetensorsFile, write_safetensors
+from mtx.conversion.configs import kind_of, read_config
+from mtx.conversion.safetensors import SafetensorsFile
 from mtx.data.documents import listed
 from mtx.errors import UserError
 from mtx.huggingface import HuggingFace, Json, Names, Shape, Weight, is_of_layers
 
 CONFIG = "config.json"
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
 Cut = tuple[slice, ...]  # of an array's first dims: layers, or rows; and then rows of a layer
@@ -124,9 +122,9 @@ class HuggingFaceModel:
         return found
 
     def _paths(self) -> list[Path]:
-        if (self.directory / _ONE_FILE).is_file():
-            return [self.directory / _ONE_FILE]
-        if not (self.directory / _INDEX).is_file():
+        if (self.directory / ONE_FILE).is_file():
+            return [self.directory / ONE_FILE]
+        if not (self.directory / INDEX).is_file():
             globs = (sorted(self.directory.glob(name)) for name in _PICKLES)
             if pickles := [path.name for found in globs for path in found]:
                 raise UserError(
@@ -136,22 +134,22 @@ class HuggingFaceModel:
                     ".save_pretrained(..., safe_serialization=True)"
                 )
             raise UserError(
-                f"{self.directory} has neither {_ONE_FILE} nor {_INDEX}; name a directory that "
+                f"{self.directory} has neither {ONE_FILE} nor {INDEX}; name a directory that "
                 "save_pretrained has written"
             )
-        weight_map = read_json(self.directory / _INDEX).get("weight_map")
+        weight_map = read_json(self.directory / INDEX).get("weight_map")
         names: set[str] = set()
         for name in weight_map.values() if isinstance(weight_map, dict) else (None,):
             if not isinstance(name, str) or Path(name).name != name:
                 raise UserError(
-                    f"{self.directory / _INDEX}: weight_map must name files of the same directory, "
+                    f"{self.directory / INDEX}: weight_map must name files of the same directory, "
                     f"not {name!r}"
                 )
             names.add(name)
         missing = sorted(name for name in names if not (self.directory / name).is_file())
         if missing:
             raise UserError(
-                f"{self.directory} is without {listed(missing)}, which {_INDEX} names; download it"
+                f"{self.directory} is without {listed(missing)}, which {INDEX} names; download it"
             )
         return [self.directory / name for name in sorted(names)]
 
@@ -300,112 +298,6 @@ def present(shapes: Mapping[str, Shape], absent: Iterable[str]) -> dict[str, Sha
     """The shapes without those of some parts."""
     starts = tuple(f"{part}." for part in absent)
     return {path: shape for path, shape in shapes.items() if not path.startswith(starts)}
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-def write_model(
-    directory: Path,
-    model: ModelConfig,
-    source: Canonical,
-    *,
-    form: Form,
-    base: Json,
-    most_file_bytes: int = 5_000_000_000,
-    report: Report = silent,
-) -> None:
-    """Writes config.json and the safetensors of `source` into an empty directory.
-
-    base: a config.json whose other values are kept. Raises UserError for a value that float16
-    cannot hold, OSError where the disk says so.
-    """
-    names, pattern = kind_of_model(model).names, model.stack().pattern
-    names = replace(names, prefix="") if form.bare else names
-    shapes, dtype = present(source.shapes, form.absent), form.dtype
-    tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}
-    always = float32_of(names, shapes, pattern).items()
-    float32 = {
-        names.full(name) for name, leaf in always if form.float32 is None or leaf in form.float32
-    }
-    sizes = {
-        name: math.prod(shape) * DTYPES["F32" if name in float32 else dtype].itemsize
-        for name, shape in tensors.items()
-    }
-    files = _divide(tensors, sizes, most_file_bytes)
-    places = {name: file for file, inside in files.items() for name in inside}
-
-    def values() -> Iterator[tuple[str, np.ndarray]]:
-        """Tensors, or rows of them, in the order of `tensors`."""
-        done, total = 0, sum(4 * math.prod(shape) for shape in shapes.values())
-        done_paths: set[str] = set()
-        for path, weight, starts in names.arrays(shapes, pattern):
-            joined = [] if path in done_paths else names.joined(path, weight)
-            done_paths.update(each for each, _ in joined)
-            cuts = parts(path, shapes[path], finer=weight.in_parts)
-            for cut, (each, weight) in itertools.product(cuts, joined):
-                array = source.read(each, cut)
-                start = ""
-                if is_of_layers(path):
-                    start, array = starts[cut[0].start], array[0]
-                own = weight.tensor_names(shapes[each][1:])
-                if weight.experts:
-                    own = own[cut[1].start * len(weight.names) :][: len(array) * len(weight.names)]
-                for name, tensor in zip(own, weight.to_tensors(array), strict=True):
-                    _refuse_overflow(name := names.full(start + name), tensor, dtype)
-                    yield name, tensor
-                done += array.nbytes
-                report(done, total)
-
-    for file, group in itertools.groupby(values(), lambda value: places[value[0]]):
-        written = (tensor for _, tensor in group)
-        write_safetensors(directory / file, files[file], written, dtype=dtype, float32=float32)
-    if len(files) > 1:
-        size = {"total_size": sum(sizes.values())}
-        write_json(directory / _INDEX, {"metadata": size, "weight_map": places})
-    write_json(directory / CONFIG, _whole_config(model, form, base))
-
-
-def _divide(
-    tensors: Mapping[str, Shape], sizes: Mapping[str, int], most_bytes: int
-) -> dict[str, dict[str, Shape]]:
-    """The tensors of each file, none of more than `most_bytes` unless one tensor is."""
-    files: list[dict[str, Shape]] = [{}]
-    size = 0
-    for name, shape in tensors.items():
-        tensor_bytes = sizes[name]
-        if files[-1] and size + tensor_bytes > most_bytes:
-            files.append({})
-            size = 0
-        files[-1][name] = shape
-        size += tensor_bytes
-    if len(files) == 1:
-        return {_ONE_FILE: files[0]}
-    count = len(files)
-    return {f"model-{i:05}-of-{count:05}.safetensors": file for i, file in enumerate(files, 1)}
-
-
-def _refuse_overflow(name: str, tensor: np.ndarray, dtype: str) -> None:
-    if dtype == "F16" and tensor.size and (largest := np.abs(tensor).max()) > 65504:
-        raise UserError(
-            f"{name} has {largest:.6g}, more than float16 holds (65504); use --dtype bfloat16 or "
-            "float32"
-        )
-
-
-def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
-    """config.json: ours, and of `base` what ours does not speak of."""
-    ours = config_of(model)
-    if base.get("model_type") != ours["model_type"]:
-        base = {}
-    dropped = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
-    kept = {name: value for name, value in base.items() if name not in dropped}
-    if form.architecture:
-        ours["architectures"] = [form.architecture]
-    if not model.sequence_is_fixed:  # the run's may be shorter than what the model can take
-        longest = kept.get("max_position_embeddings", 0)
-        ours["max_position_embeddings"] = max(model.sequence, longest)
-    return kept | ours | {"torch_dtype": DTYPES[form.dtype].name}
 
 
 # --- JSON -----------------------------------------------------------------------------------------
