@@ -23,7 +23,8 @@ from mtx.compile.target import GPU_TARGETS, gpu_topology, tpu_topology
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.plan.compiled import Compiled
-from mtx.plan.memory import parameters_per_device, predict_memory
+from mtx.plan.held import parameters_per_device
+from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
 from mtx.step import xla
 from mtx.step.trainer import Trainer

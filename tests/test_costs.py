@@ -21,7 +21,7 @@ from mtx.plan.flops import (
     parameters_by_part,
     sc21_flops,
 )
-from mtx.plan.memory import parameters_per_device
+from mtx.plan.held import parameters_per_device
 from mtx.presets import NAMES, preset
 from mtx.step.trainer import Trainer
 

@@ -19,7 +19,8 @@ from mtx.layers.model import Model
 from mtx.plan import memory as plan_memory
 from mtx.plan.candidates import RECOMPUTE
 from mtx.plan.compiled import Compiled
-from mtx.plan.memory import layer_residual_bytes, parameters_per_device, predict_memory
+from mtx.plan.held import parameters_per_device
+from mtx.plan.memory import layer_residual_bytes, predict_memory
 from mtx.presets import preset
 from mtx.schedules.makers import make
 from mtx.vjp import LayerVJP

@@ -19,7 +19,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.families import NAMES as FAMILIES
 from mtx.plan.compare import seconds
-from mtx.plan.memory import parameters_per_device
+from mtx.plan.held import parameters_per_device
 from mtx.plan.plan import make_plan
 from mtx.presets import NAMES, preset
 from mtx.schedules.partition import place_layers

@@ -39,7 +39,7 @@ from mtx.plan.attention import kernel_of
 from mtx.plan.compiled import Compiled, Spent, Traffic
 from mtx.plan.flops import hardware_matmul_flops
 from mtx.plan.hardware import hardware
-from mtx.plan.memory import parameters_per_device
+from mtx.plan.held import parameters_per_device
 from mtx.sharding.experts import LATER_ROUNDS
 
 if TYPE_CHECKING:
@@ -161,10 +161,7 @@ def _compile(
     assert stats is not None and text is not None  # the compilers for CPU, GPU and TPU have both
     if kept:
         Path(kept).write_text(text)
-    program = read_program(text)
-    temp = stats.temp_size_in_bytes
-    if compiler.backend == "cpu":
-        temp = _halve_temp(temp, run)
+    program, temp = read_program(text), stats.temp_size_in_bytes
     busy, trips = busy_shares(trainer), trip_counts(trainer)
     flops = program.matmul_flops(busy, trip_counts=trips)
     formula = hardware_matmul_flops(
@@ -189,7 +186,7 @@ def _compile(
         arguments_bytes=stats.argument_size_in_bytes,
         outputs_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=temp,
+        temp_bytes=_halve_temp(temp, run) if compiler.backend == "cpu" else temp,
         host_bytes=stats.host_temp_size_in_bytes,
         largest=_largest(dump, program, trainer),
         collectives=collect_traffic(program, trainer.run.layout.sizes, busy, trips),

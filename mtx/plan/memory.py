@@ -12,24 +12,20 @@ schedule. `experiments/memory_grid.py` prints how near all this comes to what XL
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.config.layout import Weave
-from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
-from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, Parameter, Parameters, total
+from mtx.costs.ask import layer_cost, pattern_of, shared_cost
+from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, total
 from mtx.layers.kernels import head_positions
 from mtx.optimizers import optimizer_module
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for, with_zero, zero_unit
-from mtx.schedules.partition import place_layers
-from mtx.sharding.axes import replica_axes
+from mtx.plan.held import Held, elements_held, parameters_held, parameters_of, places
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
 
@@ -142,65 +138,6 @@ def _copies(layout: Layout, microbatches: int) -> bool:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
-    """Parameters of one device."""
-
-    total: int
-    chunk: int  # of the layers of one chunk, with the padding of uneven stages
-    matrices: int  # of these, those that an optimizer takes for matrices
-    shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
-    matrices_shard: int
-    chunk_shard: int
-
-
-def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
-    """Padding of vocabulary and of uneven stages included; states of routers are none. trained: of
-    these alone."""
-    parameters = _parameters(model, layout)
-
-    def count(these: tuple[Parameter, ...]) -> np.ndarray:
-        """(all, matrices), whole and sharded over replicas"""
-        held = np.zeros((2, 2))
-        for each in these:
-            if each.role == "state" or (trained and not each.trained):
-                continue
-            n, replicas = _held(each, model, layout), _replicas(each, layout)
-            held += np.outer((1, each.is_matrix), (n, n / replicas))
-        return held
-
-    places = _places(model, layout).items()
-    chunk = sum((n * count(parameters.layers[kind]) for kind, n in places), np.zeros((2, 2)))
-    (total, shard), (matrices, matrices_shard) = np.ceil(
-        layout.virtual * chunk + count(parameters.shared)
-    ).astype(int).tolist()  # fmt: skip
-    return Held(
-        total=total, chunk=round(chunk[0, 0]), matrices=matrices, shard=shard,
-        matrices_shard=matrices_shard, chunk_shard=math.ceil(chunk[0, 1]),
-    )  # fmt: skip
-
-
-def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
-    """Parameters that one device holds, padding of vocabulary and of uneven stages included."""
-    return parameters_held(model, layout).total
-
-
-def _parameters(model: ModelConfig, layout: Layout) -> Parameters:
-    experts = ExpertShards.of(layout, model)
-    return model_parameters(model, tensor=layout.tensor, experts=experts)
-
-
-def _replicas(parameter: Parameter, layout: Layout) -> int:
-    """The devices that hold the same shard of it."""
-    return math.prod(layout.sizes[axis] for axis in replica_axes(parameter.axes))
-
-
-def _held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
-    whole = parameter.elements.at(1, model.padded_vocab(layout.vocab_shards))
-    for axis in parameter.axes:
-        whole //= layout.sizes[axis]
-    return whole
-
-
 def _weights_bytes(
     model: ModelConfig, layout: Layout, held: Held, trained: Held, zero: Zero
 ) -> tuple[int, int, tuple[int, int]]:
@@ -259,7 +196,7 @@ class _Device:
 
     @property
     def places(self) -> Mapping[str, int]:
-        return _places(self.model, self.layout)
+        return places(self.model, self.layout)
 
     @property
     def parameters(self) -> Held:
@@ -268,11 +205,11 @@ class _Device:
     def gathered_layer_bytes(self) -> int:
         """Parameters of F's layer and of B's, and gradients of one, not yet scattered: of the kind
         that has most."""
-        layers = _parameters(self.model, self.layout).layers
+        layers = parameters_of(self.model, self.layout).layers
         item = ITEM_BYTES[self.model.compute_dtype]
         return max(
             sum(
-                (2 * item + 4 * each.trained) * _held(each, self.model, self.layout)
+                (2 * item + 4 * each.trained) * elements_held(each, self.model, self.layout)
                 for each in layers[kind]
             )
             for kind in self.places
@@ -353,11 +290,11 @@ class _Device:
         layout, item = self.layout, ITEM_BYTES[self.model.compute_dtype]
         rows, shards = layout.microbatch, layout.tensor if layout.sequence_parallel else 1
         alone = sum(self.places.values()) == 1
-        parameters = _parameters(self.model, layout).layers
+        parameters = parameters_of(self.model, layout).layers
         largest = 0
         for kind in self.places:
             matrices = [
-                _held(each, self.model, layout)
+                elements_held(each, self.model, layout)
                 for each in parameters[kind]
                 if each.is_matrix and each.trained
             ] or [0]
@@ -390,17 +327,6 @@ class _Device:
         at_once = head_positions(layout.microbatch * shards, positions, vocab)
         item = ITEM_BYTES[model.compute_dtype]
         return (4 + item) * logits // layout.slices * at_once // positions
-
-
-def _places(model: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Layers of a chunk by kind, or places for them where stages are uneven."""
-    return _places_of(pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers)
-
-
-@lru_cache(maxsize=4096)
-def _places_of(pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers) -> dict[str, int]:
-    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
-    return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
 
 
 # -- slots -----------------------------------------------------------------------------------------

@@ -12,35 +12,30 @@ Not counted: reading data, logging, and the first steps.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import add
-from typing import Any
 
 from mtx.config import Layout, ModelConfig
-from mtx.costs.ask import model_parameters, pattern_of
+from mtx.costs.ask import pattern_of
 from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Work, embedding_work, head_work, later_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
-from mtx.plan.choose import context_attention, zero_unit
+from mtx.plan.choose import context_attention
 from mtx.plan.experts import rounds_after_first
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
 from mtx.plan.network import (
-    Group,
     all_reduce_s,
-    data_group,
-    gather_s,
-    one_card_gather_s,
     pipe_group,
     send_s,
 )
 from mtx.plan.offload import with_copies
+from mtx.plan.reduction import data_parallel_s, matrices_held
 from mtx.plan.shard import Shard
 from mtx.schedules.partition import place_layers
 from mtx.sizes import StageLayers
@@ -121,13 +116,11 @@ def predict_step(
     blocks = on.layers.all * (microbatches / layout.pipe)
     blocks += lone + on.hidden.all * -microbatches
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
-    held = _parameters_held(model, layout, on.counts, calibration, frozen=zero == 3)
-    if zero == 3:
-        computed_s = blocks.total_s + outside.total_s
-        data_comm_s = _zero3_s(shard, layout, held, computed_s, global_batch)
-    else:
-        last_s = max(sum(seconds[1:]) for seconds in on.layers_s)
-        data_comm_s = _reduction_s(shard, layout, held, zero, last_s)
+    held = matrices_held(model, layout, on.counts, calibration, frozen=zero == 3)
+    data_comm_s = data_parallel_s(
+        shard, layout, held, zero, global_batch, computed_s=blocks.total_s + outside.total_s,
+        last_s=max(sum(seconds[1:]) for seconds in on.layers_s),
+    )  # fmt: skip
     updated = sum(n / group.size if zero else n for group, n in held.items())
     return StepTime(
         matmul_s=blocks.matmul_s,
@@ -326,102 +319,3 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     loss = Work(tensor_comm_s=2 * each_s)
     both = embedding_work(shard, layout.vocab_shards) + head_work(shard, layout.vocab_shards)
     return Passes(), Passes(), both + Passes(forward=shared + loss, backward=shared)
-
-
-# --- data parallelism -----------------------------------------------------------------------------
-
-
-Held = Mapping[Group, float]  # parameters of a device, by the group that has the same ones
-
-
-def _parameters_held(
-    model: ModelConfig, layout: Layout, counts: Sequence[Mapping[str, int]],
-    calibration: Calibration, *, frozen: bool,
-) -> Held:  # fmt: skip
-    """Of the device that has most: matrices of so many layers, and its part of a token table.
-    frozen: with what is not trained, which zero=3 gathers as well."""
-    each = _matrices_held(model, layout, frozen)
-    stages: list[Any] = []  # Counters of floats
-    for stage in counts:
-        stages.append(Counter())
-        for kind, layers in stage.items():
-            stages[-1] += Counter({group: layers * n for group, n in each[kind].items()})
-    held = max(stages, key=Counter.total)
-    everywhere = calibration.software.head == "all stages"
-    shards = layout.vocab_shards if everywhere else layout.tensor
-    tables = 1 if model.tied or (layout.pipe > 1 and not everywhere) else 2
-    if frozen or model.trains("embed.tokens", "embedding"):
-        held[data_group(layout)] += tables * model.padded_vocab(shards) / shards * model.hidden
-    return held
-
-
-@lru_cache(maxsize=4096)
-def _matrices_held(model: ModelConfig, layout: Layout, frozen: bool) -> dict[str, Counter]:
-    """Of one layer of each kind."""
-    experts = ExpertShards.of(layout, model)
-    found: dict[str, Counter] = {}
-    parameters = model_parameters(model, tensor=layout.tensor, experts=experts)
-    for kind, of_layer in parameters.layers.items():
-        found[kind] = Counter()
-        for each in of_layer:
-            if each.is_matrix and (each.trained or frozen):
-                split = math.prod(layout.sizes[axis] for axis in each.axes)
-                found[kind][data_group(layout, each.axes)] += each.elements.number // split
-    return found
-
-
-def _sent_s(held: Held, size: float, gather: Callable, shard: Shard) -> float:
-    """Gathering, or scattering, `size` bytes of each parameter."""
-    return sum(gather(n * size, group, **shard.machine) for group, n in held.items())
-
-
-def _reduction_s(shard: Shard, layout: Layout, held: Held, zero: Zero, last_s: float) -> float:
-    """Gradients over `data`, parameters back, and a tied table's two gradients.
-
-    last_s: the blocks' B of the last microbatch, under which some software reduces.
-    """
-    software, machine = shard.calibration.software, shard.machine
-    reduced_s = _sent_s(held, software.gradient_bytes, gather_s, shard)
-    back_bytes = software.parameter_bytes if zero else software.gradient_bytes
-    reduced_s += _sent_s(held, back_bytes, gather_s, shard)
-    if software.pipeline == "lockstep" and zero == 1 and layout.by_windows(shard.model):
-        reduced_s /= layout.virtual  # of the first chunk and of the last; others beside the ticks
-    if software.overlaps_data:
-        reduced_s = _beside(reduced_s, last_s, shard.calibration)
-    reduced = sum(n for group, n in held.items() if group.size > 1)
-    if reduced:
-        reduced_s += shard.memory_s(reduced * software.reduction_bytes)
-    if software.head == "last stage" and shard.model.tied and layout.pipe > 1:
-        table = shard.model.padded_vocab(layout.tensor) / layout.tensor * shard.model.hidden
-        both = Group(size=2, stride=(layout.pipe - 1) * pipe_group(layout).stride)
-        reduced_s += all_reduce_s(table * software.gradient_bytes, both, **machine)
-    return reduced_s
-
-
-def _beside(traffic_s: float, computed_s: float, calibration: Calibration) -> float:
-    """What traffic adds to the work that it runs beside: matmuls have fewer cores meanwhile; what
-    is longer decides."""
-    return max(traffic_s - computed_s, calibration.comm_cores * traffic_s)
-
-
-def _zero3_s(
-    shard: Shard, layout: Layout, held: Held, computed_s: float, global_batch: int
-) -> float:
-    """What ZeRO-3's traffic adds to F and B: parameters are gathered in F and again in B, and the
-    gradients scattered, for every microbatch. Where this program does so by the chunk it is for p
-    of them together, and nothing hides it; by the layer, woven, all is hidden that can be, but for
-    the first and the last layer's.
-
-    DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
-    single card a node, however many GPUs took part: so other software's are priced here.
-    """
-    software = shard.calibration.software
-    microbatches, ours = layout.microbatches(global_batch), software.pipeline == "lockstep"
-    sizes = (software.parameter_bytes, software.parameter_bytes, software.gradient_bytes)
-    gather = gather_s if ours else one_card_gather_s
-    each_s = sum(_sent_s(held, size, gather, shard) for size in sizes)
-    if ours and zero_unit(layout, shard.model, global_batch) == "chunk":
-        return -(-microbatches // layout.pipe) * each_s
-    if ours and layout.weave == "on":
-        return max(microbatches * each_s - computed_s, each_s / shard.model.layers)
-    return _beside(microbatches * each_s, computed_s, shard.calibration)

@@ -1,0 +1,87 @@
+"""Parameters of one device, counted."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mtx.config import Layout, ModelConfig
+from mtx.costs.ask import model_parameters, pattern_of
+from mtx.costs.cost import ExpertShards, Parameter, Parameters
+from mtx.schedules.partition import place_layers
+from mtx.sharding.axes import replica_axes
+
+
+class Held(NamedTuple):
+    """Parameters of one device."""
+
+    total: int
+    chunk: int  # of the layers of one chunk, with the padding of uneven stages
+    matrices: int  # of these, those that an optimizer takes for matrices
+    shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
+    matrices_shard: int
+    chunk_shard: int
+
+
+def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
+    """Padding of vocabulary and of uneven stages included; states of routers are none. trained: of
+    these alone."""
+    parameters = parameters_of(model, layout)
+
+    def count(these: tuple[Parameter, ...]) -> np.ndarray:
+        """(all, matrices), whole and sharded over replicas"""
+        held = np.zeros((2, 2))
+        for each in these:
+            if each.role == "state" or (trained and not each.trained):
+                continue
+            n, replicas = elements_held(each, model, layout), _replicas(each, layout)
+            held += np.outer((1, each.is_matrix), (n, n / replicas))
+        return held
+
+    counts = places(model, layout).items()
+    chunk = sum((n * count(parameters.layers[kind]) for kind, n in counts), np.zeros((2, 2)))
+    (total, shard), (matrices, matrices_shard) = np.ceil(
+        layout.virtual * chunk + count(parameters.shared)
+    ).astype(int).tolist()  # fmt: skip
+    return Held(
+        total=total, chunk=round(chunk[0, 0]), matrices=matrices, shard=shard,
+        matrices_shard=matrices_shard, chunk_shard=math.ceil(chunk[0, 1]),
+    )  # fmt: skip
+
+
+def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
+    """Parameters that one device holds, padding of vocabulary and of uneven stages included."""
+    return parameters_held(model, layout).total
+
+
+def parameters_of(model: ModelConfig, layout: Layout) -> Parameters:
+    """All of a model, of a layer of each kind."""
+    experts = ExpertShards.of(layout, model)
+    return model_parameters(model, tensor=layout.tensor, experts=experts)
+
+
+def _replicas(parameter: Parameter, layout: Layout) -> int:
+    """The devices that hold the same shard of it."""
+    return math.prod(layout.sizes[axis] for axis in replica_axes(parameter.axes))
+
+
+def elements_held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
+    """Elements of one parameter that a device has."""
+    whole = parameter.elements.at(1, model.padded_vocab(layout.vocab_shards))
+    for axis in parameter.axes:
+        whole //= layout.sizes[axis]
+    return whole
+
+
+def places(model: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Layers of a chunk by kind, or places for them where stages are uneven."""
+    return _places_of(pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _places_of(pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers) -> dict[str, int]:
+    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
