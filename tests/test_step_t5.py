@@ -45,3 +45,16 @@ def test_t5_equals_the_reference(model, layout):
     reference.assert_same(
         mtx.loss_and_gradients(model, layout, batch, params=params_of(model)), want
     )
+
+
+def test_dropout_masks_do_not_depend_on_the_layout():
+    model = dataclasses.replace(T5, layers=4, dropout=0.1, attention_dropout=0.1)
+    batch = reference_t5.batch_of_spans(model, 4)
+    one, other = (
+        mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
+        for layout in (Layout(microbatch=4), Layout(data=2, pipe=2, tensor=2))
+    )
+    reference.assert_same(other, one)
+    plain = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
+    without, _ = reference_t5.loss_and_gradients(params_of(plain), batch, plain)
+    assert abs(float(one[0]) - float(without)) > 1e-3, "something is dropped"
