@@ -36,6 +36,7 @@ def test_what_is_spent_has_its_part_of_the_closed_form():
         ],
         "context_comm_s": [("exposed over context", "F"), ("exposed over context", "head")],
         "expert_comm_s": [("exposed over expert", "woven"), ("exposed over expert x tensor", "B")],
+        "host_comm_s": [("exposed over host", "F"), ("exposed over host", "")],
         "pipeline_comm_s": [("exposed over pipe", "send_x"), ("exposed over pipe", "")],
         "data_comm_s": [("exposed over data", "reduce"), ("other", "reduce"),
                         ("exposed over context", "reduce"),

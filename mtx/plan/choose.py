@@ -129,7 +129,7 @@ def context_ways(
         return ("gather",)
     heads = max(1, model.groups // layout.tensor)
     whole = heads % layout.context == 0
-    ways = [way for way in CONTEXT_WAYS if whole or way != "ulysses"]
+    ways: list[ContextAttention] = [way for way in CONTEXT_WAYS if whole or way != "ulysses"]
     target = device or hardware(DEFAULT)
     return tuple(sorted(ways, key=lambda way: _layers_s(layout, model, way, target)))
 
