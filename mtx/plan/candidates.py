@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from mtx.config import Layout, ModelConfig, Recompute
@@ -18,6 +19,7 @@ from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory, weights_bytes
 from mtx.plan.time import StepTime, predict_step
 from mtx.schedules.partition import place_layers
+from mtx.sizes import StageLayers
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
@@ -96,13 +98,8 @@ class Question:
 
     def _can_weave(self, layout: Layout) -> bool:
         """Woven ticks need the same kinds of layers in every chunk."""
-        if layout.weave == "off":
-            return True
-        placement = place_layers(
-            pattern_of(self.model), pipe=layout.pipe, virtual=layout.virtual,
-            stage_layers=layout.stage_layers,
-        )  # fmt: skip
-        return placement.period is not None
+        shape = layout.pipe, layout.virtual, layout.stage_layers
+        return layout.weave == "off" or _chunks_alike(pattern_of(self.model), *shape)
 
     def meshes(self) -> list[Layout]:
         """Every data x pipe x expert x context x tensor that model and batch allow, in its leanest
@@ -230,6 +227,14 @@ def divides(layout: Layout, model: ModelConfig, global_batch: int) -> bool:
     except UserError:
         return False
     return True
+
+
+@lru_cache(maxsize=4096)
+def _chunks_alike(
+    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers: StageLayers
+) -> bool:
+    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+    return placement.period is not None
 
 
 def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
