@@ -96,9 +96,9 @@ def predict_memory(
 
 def weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> int:
     """What parameters, gradients, masters and moments take at least: no layer is traced for it."""
-    held = parameters_held(model, layout)
-    parameters, gradients, _ = _weights_bytes(model, layout, held, zero)
-    return parameters + gradients + _optimizer_bytes(held, None, sharded=zero != 0)
+    held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
+    parameters, gradients, _ = _weights_bytes(model, layout, held, trained, zero)
+    return parameters + gradients + _optimizer_bytes(trained, None, sharded=zero != 0)
 
 
 def predict_host_bytes(
