@@ -90,6 +90,7 @@ class Hybrid:
     roles = property(lambda self: self._each(1))
     inputs = property(lambda self: jax.tree.map(lambda _: 1, self.roles))
     rules = property(lambda self: jax.tree.map(lambda _: None, self.roles))
+    trained = property(lambda self: jax.tree.map(lambda _: True, self.roles))
 
     def init_shared(self, seed):
         keys = jax.random.split(jax.random.key(seed), 2)
