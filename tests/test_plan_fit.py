@@ -130,7 +130,7 @@ def test_a_model_is_spread_with_as_few_shards_as_hold_it():
     run = RunConfig(model=model, global_batch=16)
     assert shape(spread_layout(run, gpus(8, 62))) == (4, 1, 2)
     assert shape(spread_layout(run, gpus(8, 36))) == (2, 1, 4)
-    pairs = spread_layout(run, gpus(16, 40, processes=8))  # of GPUs that are near each other
+    pairs = spread_layout(run, gpus(16, 28, processes=8))  # of GPUs that are near each other
     assert (pairs.tensor, pairs.devices) == (2, 16) and pairs.pipe > 1
 
 
