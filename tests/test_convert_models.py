@@ -218,10 +218,11 @@ def test_what_was_begun_here_leaves_as_well(tmp_path):
 
 
 _SIZES: dict = {"hidden": 32, "heads": 4, "sequence": 16, "vocab": 61}
-MIXERS = {
+OTHERS = {
     "mamba2": ModelConfig(family="mamba2", layers=2, **_SIZES),
     "bamba": ModelConfig(family="bamba", layers=4, **_SIZES),
     "nemotron_h": ModelConfig(family="nemotron_h", layers=4, pattern="M-*-", **_SIZES),
+    "t5": ModelConfig(family="t5", layers=4, tied=False, feed_forward="gated-gelu", **_SIZES),
 }
 
 # -- the tables ------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ MIXERS = {
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_every_array_has_its_tensors_and_comes_back(model_type):
-    table, model = KINDS[model_type].names, MIXERS.get(model_type)
+    table, model = KINDS[model_type].names, OTHERS.get(model_type)
     if model is None:
         config, shapes = MODELS[model_type]
         model = read_config(config, "config")[0]
