@@ -185,8 +185,8 @@ def test_where_full_recomputation_is_not_needed_the_page_says_so():
     assert lighter.time.step_s < 0.8 * plan.time.step_s
     # Where it is not asked for, or does not fit, nothing is said.
     assert name not in {row.name for row in plan_rows(lighter)}
-    layout = Layout(data=32, tensor=4, microbatch=16, recompute="full")
-    tight = dataclasses.replace(preset("gpt-18b"), layout=layout, global_batch=512)
+    layout = Layout(data=32, tensor=4, microbatch=32, recompute="full")
+    tight = dataclasses.replace(preset("gpt-18b"), layout=layout, global_batch=1024)
     assert name not in {row.name for row in plan_rows(make_plan(tight, target="h100"))}
 
 

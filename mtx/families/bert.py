@@ -182,6 +182,22 @@ PRESETS = {
     }
     for name, (layers, hidden, heads, tensor) in _SIZES.items()
 }  # fmt: skip
+# SOBert (arXiv 2306.03268, abstract): 109 and 762 million parameters, 2,048 tokens, batches of half
+# a million, 27 billion in all. Layers, hidden and a vocabulary of 50,000 are what such counts are
+# made of: 126 and 765 million here, and 125 and 762 in the version at FORGE 2025. Rates and layouts
+# are ours.
+_SOBERT = {"sobert-base": (12, 768, 12), "sobert-large": (24, 1536, 24)}
+PRESETS |= {
+    name: {
+        "model": {"layers": layers, "hidden": hidden, "heads": heads, "sequence": 2048,
+                  "vocab": 50000, "dropout": 0.1, "attention_dropout": 0.0},
+        "layout": {"data": 8, "microbatch": 8, "idle": "phases"},
+        "optimizer": {"lr": 1e-4, "min_lr": 0.0, "rate": "linear", "warmup_steps": 1000,
+                      "b2": 0.999, "weight_decay": 0.01},
+        "global_batch": 256, "steps": 51_500, "eval_every": 1000, "save_every": 1000,
+    }
+    for name, (layers, hidden, heads) in _SOBERT.items()
+}  # fmt: skip
 # At laptop size, on the miniature's devices, with a WordPiece of its own text.
 PRESETS["miniature-bert"] = {
     "model": {"layers": 4, "hidden": 96, "heads": 4, "sequence": 128, "vocab": 1024,
