@@ -38,7 +38,8 @@ def test_chunks_are_seen_as_their_positions_are(devices, window):
 
 
 @pytest.mark.parametrize("layout", [
-    Layout(context=4, tensor=2), Layout(context=64), Layout(context=32, context_attention="usp"),
+    Layout(context=4, tensor=2), Layout(context=64, context_attention="ring"),
+    Layout(context=32, context_attention="usp"),
 ])  # fmt: skip
 def test_the_picture_can_be_read(layout, tmp_path):
     figure = draw_context(layout, LLAMA, tmp_path / "context.png")
@@ -57,7 +58,7 @@ def test_a_plan_s_picture_has_it():
     figure = draw_plan(make_plan(replace(run, layout=replace(run.layout, context=2))))
     said = "\n".join(text.get_text() for text in figure.findobj(Text))
     assert "pipe 2 x data 2 x context 2 x tensor 2 = 16" in said and "p1\nd0\nc1\nt0" in said
-    assert "context 2, attention by gather" in said
+    assert "context 2, attention by ulysses" in said
 
 
 def test_a_mesh_says_whose_parts_are_where():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mtx.config.data import OF_OBJECTIVES, DataConfig
 from mtx.config.layout import Layout
@@ -102,8 +102,14 @@ class RunConfig:
 
 
 def to_dict(config: DataclassInstance) -> dict:
-    """A config as plain nested dicts, ready for JSON."""
-    return dataclasses.asdict(config)
+    """A config as plain nested dicts, as JSON gives them back."""
+    return _as_lists(dataclasses.asdict(config))
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_lists(each) for name, each in value.items()}
+    return [_as_lists(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 _PARTS = {
