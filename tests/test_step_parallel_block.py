@@ -69,8 +69,8 @@ def test_a_parallel_block_equals_the_reference(layout):
 @pytest.mark.parametrize(
     "sequence_parallel, forward, backward",
     [
-        # what B keeps of the layer's input is its shard, so that it gathers that again
-        (True, {"all-gather": 1, "reduce-scatter": 1}, {"all-gather": 2, "reduce-scatter": 1}),
+        # The layer's input is gathered for B as well: XLA takes F's, of the same microbatch here.
+        (True, {"all-gather": 1, "reduce-scatter": 1}, {"all-gather": 1, "reduce-scatter": 1}),
         (False, {"all-reduce": 1}, {"all-reduce": 1}),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_layer_has_half_the_collectives(sequence_parallel, forward, backward):
         trainer = Trainer(RunConfig(model=model, layout=layout, global_batch=1))
         counts = {"F": Counter(), "B": Counter()}
         for each in read_program(trainer.compile_step().as_text()).collectives():
-            if half := re.search(r"closed_call/([FB])/cond", each.op_name):
+            if half := re.search(r"closed_call/([FB])/(?!embed)", each.op_name):
                 counts[half[1]][each.kind] += each.count
         return counts
 

@@ -9,8 +9,10 @@ all-to-alls.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from mtx.costs.cost import Collective, Cost
-from mtx.plan.network import Group, all_to_all_s, gather_s, message_s
+from mtx.plan.network import Group, all_reduce_s, all_to_all_s, gather_s, message_s
 from mtx.plan.shard import Shard
 
 _SUM_BYTES = 4  # of an element of the gradients of keys and values that go round
@@ -23,7 +25,7 @@ def context_group(shard: Shard) -> Group:
 def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> float:
     """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides,
     beside so many of its attention."""
-    spent = {"ppermute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
+    spent: dict[str, float] = defaultdict(float)  # by kind
     devices = shard.context
     for each in cost.collectives:
         if each.axes == ("context",) and each.during in during:
@@ -36,7 +38,8 @@ def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> floa
         last_s = round_s / (devices - 1) * _SUM_BYTES / (_SUM_BYTES + item)
     beside_s = max(0.0, round_s - last_s - (devices - 1) * step_s)
     gathered_s = max(0.0, spent["all_gather"] - step_s)
-    return last_s + beside_s + gathered_s + spent["reduce_scatter"] + spent["all_to_all"]
+    stands_alone_s = spent["reduce_scatter"] + spent["all_to_all"] + spent["psum"]
+    return last_s + beside_s + gathered_s + stands_alone_s
 
 
 def _seconds(shard: Shard, each: Collective) -> float:
@@ -46,4 +49,6 @@ def _seconds(shard: Shard, each: Collective) -> float:
     if each.kind == "all_to_all":
         group = Group(size=each.group or group.size, stride=group.stride)
         return all_to_all_s(payload, group, **shard.machine)
+    if each.kind == "psum":  # of what routers count
+        return all_reduce_s(payload, group, **shard.machine)
     return gather_s(payload, group, **shard.machine)

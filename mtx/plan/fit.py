@@ -11,7 +11,7 @@ from mtx.errors import UserError
 from mtx.plan.attention import Backend
 from mtx.plan.candidates import divides, divisors
 from mtx.plan.flops import parameters
-from mtx.plan.memory import predict_memory
+from mtx.plan.memory import predict_memory, weights_bytes
 from mtx.presets import NAMES, preset
 
 _GIB = 2**30
@@ -86,17 +86,16 @@ class _Room:
 
 
 def _nearest_preset(room: _Room) -> str:
-    fitting = []
-    for name in NAMES:
+    for name in sorted(NAMES, key=lambda name: parameters(preset(name).model), reverse=True):
         run = preset(name)
         layout = fit_layout(run.layout, room.devices)
+        if not room.holds(weights_bytes(run.model, layout, layout.zero), layout):
+            continue  # no layer is traced for that
         memory = predict_memory(run.model, layout, run.global_batch, backend=room.backend)
         if room.holds(memory.total_bytes, layout):
-            fitting.append((parameters(run.model), name))
-    if not fitting:
-        return "no preset fits: use smaller values of model.layers and model.hidden"
-    count = f"{room.devices:,} device{'s' if room.devices > 1 else ''}"
-    return f"the largest preset that fits {count} is {max(fitting)[1]}"
+            count = f"{room.devices:,} device{'s' if room.devices > 1 else ''}"
+            return f"the largest preset that fits {count} is {name}"
+    return "no preset fits: use smaller values of model.layers and model.hidden"
 
 
 def fit_layout(layout: Layout, devices: int) -> Layout:

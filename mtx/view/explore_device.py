@@ -60,6 +60,8 @@ _DIMS = {  # what the dims of a parameter are, by the end of its name
     "masked.bias": "vocabulary",
     "positions": "positions, hidden",
     "types": "types, hidden",
+    "q.w": "hidden, heads, head size",
+    "kv.w": "hidden, k v, heads, head size",
     "encoder_bias": "buckets, heads",
     "decoder_bias": "buckets, heads",
     "masked.w": "inputs, hidden",
