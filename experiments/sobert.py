@@ -11,8 +11,9 @@ their own, a dataset of sentences, training. POSTS are Posts.xml of a Stack Exch
 HTML becomes text with the code kept, or files that `mtx data build` reads (.jsonl, .txt, ...);
 without any they are Python's help topics.
 
-Expected time of the first: three minutes on two CPU cores.
-Expected result: the held-out loss falls from about 8 nats a masked token to about 6.
+Expected time of the first: two minutes on two CPU cores.
+Expected result: the same price of an hour for both models, 3.16 and 3.13 dollars; the held-out
+loss, of masked tokens and of the order of texts together, falls from 8.5 to 6.3 nats.
 """
 
 from __future__ import annotations
@@ -168,4 +169,4 @@ def trained(options: Options) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, sys.argv[1:]))
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))
