@@ -14,7 +14,8 @@ from mtx.errors import UserError
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 POSTS = """<?xml version="1.0" encoding="utf-8"?>
 <posts>
-  <row Id="1" Title="Sort?" Body="&lt;p&gt;I have &lt;code&gt;a &amp;lt; b&lt;/code&gt;.&lt;/p&gt;" />
+  <row Id="1" Title="Sort?"
+    Body="&lt;p&gt;I have &lt;code&gt;a &amp;lt; b&lt;/code&gt;.&lt;/p&gt;" />
   <row Id="2" Body="&lt;p&gt;Use sorted.&lt;/p&gt;" />
 </posts>
 """
