@@ -63,6 +63,11 @@ def _of_layers(model: ModelConfig, layout: Layout, frozen: bool) -> dict[str, Co
     return found
 
 
+def updated(held: Held, zero: Zero) -> float:
+    """Parameters that a device's optimizer updates."""
+    return sum(n / group.size if zero else n for group, n in held.items())
+
+
 def data_parallel_s(
     shard: Shard, layout: Layout, held: Held, zero: Zero, global_batch: int, *, computed_s: float,
     last_s: float,

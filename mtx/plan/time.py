@@ -35,7 +35,7 @@ from mtx.plan.network import (
     send_s,
 )
 from mtx.plan.offload import with_copies
-from mtx.plan.reduction import data_parallel_s, matrices_held
+from mtx.plan.reduction import data_parallel_s, matrices_held, updated
 from mtx.plan.shard import Shard
 from mtx.schedules.partition import place_layers
 from mtx.sizes import StageLayers
@@ -104,24 +104,20 @@ def predict_step(
     on = _on_stages(model, layout, hardware, scatter_gather, calibration, expert_imbalance)
     shard, (first, last, every) = on.shard, on.outside
     software, (stages, arrives_s) = calibration.software, on.times
-    in_turn = software.pipeline == "asynchronous"
-    exchanges = 2 * (layout.virtual - 1 / layout.pipe) if in_turn else layout.virtual
-    messages_s = on.hop_s * exchanges * microbatches
+    messages_s = on.messages_s * microbatches
     pipe_s = pipeline_s(
         layout, stages, microbatches=microbatches, hop_s=arrives_s, model=software.pipeline,
         bound=bound,
     )  # fmt: skip
     lone = Work() if bound else _lone(on, layout, microbatches)
     pipe_s += lone.total_s
-    blocks = on.layers.all * (microbatches / layout.pipe)
-    blocks += lone + on.hidden.all * -microbatches
+    blocks = on.layers.all * (microbatches / layout.pipe) + lone + on.hidden.all * -microbatches
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = matrices_held(model, layout, on.counts, calibration, frozen=zero == 3)
     data_comm_s = data_parallel_s(
         shard, layout, held, zero, global_batch, computed_s=blocks.total_s + outside.total_s,
         last_s=max(sum(seconds[1:]) for seconds in on.layers_s),
     )  # fmt: skip
-    updated = sum(n / group.size if zero else n for group, n in held.items())
     return StepTime(
         matmul_s=blocks.matmul_s,
         attention_s=blocks.attention_s,
@@ -134,7 +130,7 @@ def predict_step(
         pipeline_comm_s=messages_s,
         bubble_s=max(0.0, pipe_s - blocks.total_s - outside.total_s - messages_s),  # not -1e-17
         data_comm_s=data_comm_s,
-        optimizer_s=shard.memory_s(updated * software.optimizer_bytes),
+        optimizer_s=shard.memory_s(updated(held, zero) * software.optimizer_bytes),
     )
 
 
@@ -168,6 +164,13 @@ class _OnStages:
         counts: Counter = sum(map(Counter, self.counts), Counter())
         each = (self.work[kind] * count for kind, count in counts.items())
         return sum(each, Passes())
+
+    @property
+    def messages_s(self) -> float:
+        """Of a microbatch. Where a stage does one thing after the other, what it sends and what it
+        receives take their time each, but for the model's ends."""
+        in_turn = self.shard.calibration.software.pipeline == "asynchronous"
+        return self.hop_s * (2 * (self.virtual - 1 / len(self.counts)) if in_turn else self.virtual)
 
     def with_more(self, work: Mapping[str, Passes]) -> _OnStages:
         """With further work of a layer of each kind, of which weaving hides nothing."""
