@@ -405,14 +405,14 @@ def test_a_gpu_that_is_not_there():
     x_bytes = 2 * layout.microbatch * model.sequence * model.hidden // 2
     # Between two stages x and dx go the same way round: XLA would send them together.
     sends = sum((p.forward + p.backward) * (p.stop - p.start) for p in schedule.phases)
-    assert traffic(compiled, "collective-permute", "pipe")[1] == sends * x_bytes
+    assert traffic(compiled, "collective-permute", "pipe") == (sends, sends * x_bytes)
     assert compiled.timeline
     estimate = {row.axes: row for row in compiled.timeline.exposures}
     assert {("tensor",), ("data",), ("pipe",)} <= estimate.keys()
     assert all(0 <= row.exposed_s <= row.seconds * (1 + 1e-9) for row in estimate.values())
     # Some collectives over tensor stand beside matmuls, and some of the sends.
     for axes in (("tensor",), ("pipe",)) if xla.version() >= xla.IN_PLACE else ():
-        assert 0 < estimate[axes].exposed_s < 0.99 * estimate[axes].seconds
+        assert 0 < estimate[axes].exposed_s < 0.96 * estimate[axes].seconds
     assert compiled.timeline.step_s > sum(row.exposed_s for row in estimate.values())
 
 

@@ -270,7 +270,7 @@ class Run(Call):
             _, vjp = jax.vjp(embed, self.of_trained(self.shared))
             return add_up(total, vjp(dx)[0])
 
-        if not jax.tree.leaves(self.trained["embed"]).count(True):
+        if not any(jax.tree.leaves(self.trained["embed"])):
             return total
         return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
 
