@@ -23,6 +23,7 @@ class Messages(NamedTuple):
     gradient_receives: tuple[Tree, ...]
     outputs: Tree  # of the last virtual stage, for the head
     dy: Stream | None = None  # from the head, where it runs a tick before its B
+    entered: Stream | None = None  # in a woven tick, the embedding of what enters in it
 
 
 class Stash(NamedTuple):

@@ -1,12 +1,13 @@
 """A tick whose F and B run side by side, a layer at a time (see `weave` for what lies beside what).
 
-    receive · embed · {F and B of one layer each, woven}, layer after layer · send x and dx ·
+    receive · {F and B of one layer each, woven}, layer after layer · send x and dx ·
     W of the last layer, head and loss, gradient of the embedding
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
 asked for while the layer before it is computed. What is sent has the weight gradients of B's last
-layer beside it, all W's where the table splits them from B, and the head.
+layer beside it, all W's where the table splits them from B, and the head. The embedding of what
+enters in the next tick is summed over `pipe` beside all layers of this one.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -23,6 +24,8 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry
+from mtx.pipeline.entering import Entering
+from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.run import Run
 from mtx.pipeline.slots import read, write
@@ -53,7 +56,24 @@ class WovenRun(Run):
     def start(self) -> Carry:
         carry = super().start()
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
-        return carry._replace(messages=carry.messages._replace(dx=dx, dy=self.zeros()))
+        with jax.named_scope("embed"):
+            entered = self.stream_of(self.entering.whole(jnp.asarray(self.schedule.embed[0])))
+        messages = carry.messages._replace(dx=dx, dy=self.zeros(), entered=entered)
+        return carry._replace(messages=messages)
+
+    def ticks(self) -> Tick:
+        """The embedding is that of the next tick."""
+        return super().ticks()._replace(embed=jnp.asarray(self.schedule.enters_next))
+
+    @cached_property
+    def entering(self) -> Entering:
+        def embed(item):
+            return self.model.embed(self.shared, self.batch_of(item), self.context(item, IDLE))
+
+        return Entering.of(embed)
+
+    def stream_of(self, leaves: list) -> Stream:
+        return jax.tree.unflatten(jax.tree.structure(self.stream), leaves)
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
         traffic = self.traffic
@@ -85,7 +105,12 @@ class WovenRun(Run):
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         receives = self.deliver(messages.receives, messages.x, op.receives)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered = self.embed(op) if forward else self.zeros()
+        entered = messages.entered
+        if self._some(self.schedule.enters_next, phase):
+            with jax.named_scope("embed"):
+                parts = self.entering.of_stage(op.embed)
+                enters = self.stream_of(self.entering.summed(parts, op.embed))
+                messages = messages._replace(entered=enters)
 
         def compute(chunks: tuple[int, int], op: Tick, kept: Kept):
             f, b = None, None
@@ -129,7 +154,7 @@ class WovenRun(Run):
     def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, dx, last: Arrays) -> Carry:
         """What a tick's sends have beside them. y, dx: what F and B have made; last: what waits for
         the weight gradients of B's last layer."""
-        has_head = (self.schedule.head[phase.start : phase.stop] != IDLE).any()
+        has_head = self._some(self.schedule.head, phase)
         # In the branches of head and embedding nothing could lie beside these.
         with jax.named_scope("broadcast"):
             y = self.last_output(y) if has_head else y
@@ -193,6 +218,11 @@ class WovenRun(Run):
     @property
     def in_branches(self) -> bool:
         return self.traffic is not None or super().in_branches
+
+    @staticmethod
+    def _some(table: np.ndarray, phase: Phase) -> bool:
+        """Whether a table of items, int32 [T], has any in a phase."""
+        return bool((table[phase.start : phase.stop] != IDLE).any())
 
     def _side(self, op: Op, chunk: int, gathered: Tree, stream: Tree) -> Side:
         op = op._replace(held=chunk) if self.in_branches else op

@@ -2,7 +2,7 @@
 
 F goes through layer n while B goes through layer N - 1 - n. What F's layer n + 1 does up to its
 first gather is computed beside layer n; B's last layer leaves the matmuls of its weight gradients
-for later, beside what the tick sends.
+for later, beside what the tick sends, but for the smallest, beside what it scatters last.
 
 Legend: C chunks · N layers of a kind in a chunk · R ring slots
 """
@@ -363,12 +363,15 @@ class KindStrands:
     def backward(self, *, cut: bool) -> tuple[Strand, frozenset]:
         """B, after what is computed ahead, and which of its equations only weight gradients need
         and nothing may lie beside."""
-        cut = cut or self.split
-        return self._of_b[cut][1], frozenset() if cut or not self.in_place else self._later
+        if self.split or not self.in_place:
+            return self._of_b[cut or self.split][1], frozenset()
+        return self._of_b[cut][1], self._later[cut]
 
     @cached_property
-    def _later(self) -> frozenset:
-        return weight_equations(self._of_b[False][1], self.gradients)
+    def _later(self) -> dict[bool, frozenset]:
+        """By whether B is cut."""
+        gradients = {False: self.gradients, True: jax.tree.leaves(self.cut.made_by_w).count(False)}
+        return {cut: weight_equations(self._of_b[cut][1], n) for cut, n in gradients.items()}
 
     def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
         """What B gives: (gradients of the parameters, that of the stream, what waits)"""
