@@ -262,6 +262,13 @@ class Strand:
         part = _replaced(self.jaxpr, eqns=list(eqns), invars=inputs, outvars=list(outvars))
         return Strand(part, self.constants)
 
+    def choose(self, wanted: Sequence[bool]) -> Strand:
+        """The same function with some of its outputs."""
+        outvars = [var for var, one in zip(self.outvars, wanted, strict=True) if one]
+        needed = needed_of(self.eqns, outvars)
+        eqns = [eqn for place, eqn in enumerate(self.eqns) if place in needed]
+        return self.part(eqns, self.invars, outvars)
+
     def divided(self, places: Collection[int]) -> tuple[Strand, Strand]:
         """Its equations at these places, which wait for no others, and the rest, which takes what
         the first part gives before the inputs of both."""
