@@ -385,6 +385,7 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": broadcast_in_dim, "reshape": reshape, "transpose": transpose,
     "squeeze": squeeze, "rev": same_dims, "cumsum": same_dims, "slice": slice_, "pad": pad,
     "concatenate": concatenate, "stack": stack, "unstack": unstack, "split": split, "iota": iota,
+    "empty": iota,
     "reduce_sum": reduce_sum, "dot_general": dot_general, "sort": sort, "top_k": sort,
     **dict.fromkeys(
         ("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"),

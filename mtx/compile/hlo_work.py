@@ -80,6 +80,7 @@ _MOVES_NOTHING = re.compile(
     r"(bitcast|get-tuple-element|tuple|parameter|constant|after-all|opt-barrier|domain|while"
     r"|conditional|call|async-start|copy-start|send|recv)$|.*-(done|update)$"
 )
+_NOTHING_RUNS = "AllocateBuffer"  # a custom call for which XLA:GPU starts no kernel
 _PARTS = ("dynamic-slice", "slice", "gather")  # of whose first operand only the result is read
 _IN_PLACE = ("dynamic-update-slice", "scatter")  # into their first operand
 
@@ -94,7 +95,7 @@ def moved_bytes(
     """
     if instruction.operation == "fusion":
         return _fusion_bytes(computations, computations[instruction.called])
-    if _MOVES_NOTHING.match(instruction.opcode):
+    if _MOVES_NOTHING.match(instruction.opcode) or instruction.target == _NOTHING_RUNS:
         return 0
     read = sum(
         _read_bytes(computations, computation, name, (instruction,))

@@ -125,7 +125,11 @@ class Call:
                 outputs=self.ring(schedule.outputs.slots),
             ),
             stash=Stash(
-                layers=self.ring(schedule.slots) if by_inputs else stage.stash(schedule.slots),
+                layers=(
+                    self.ring(schedule.slots)
+                    if by_inputs
+                    else stage.stash(schedule.slots, written_first=self.written_first)
+                ),
                 deferred=stage.weight_stash(waits.slots + self.zero_slot if waits else 0),
                 caches=stage.caches(cache.slots) if cache else None,
                 dcaches=stage.caches(dcache.slots) if dcache else None,
@@ -150,6 +154,14 @@ class Call:
         """Zeros, float32 [] each."""
         losses = jax.eval_shape(self.model.losses, self.shared, self.stream, self.batch_of(0))
         return {name: jnp.zeros((), jnp.float32) for name in losses}
+
+    @property
+    def written_first(self) -> bool:
+        """Whether each B that is computed reads what an F has put into the stash: none is that of
+        a stage which sits it out."""
+        busy, phases = self.schedule.backward.busy, self.schedule.phases
+        computed = (busy[phase.start : phase.stop] for phase in phases if phase.backward)
+        return self.layout.idle == "skip" or all(ticks.all() for ticks in computed)
 
     @property
     def zero_slot(self) -> bool:

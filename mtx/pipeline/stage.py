@@ -75,11 +75,13 @@ class Stage:
 
     # -- what is kept -----------------------------------------------------------------------------
 
-    def stash(self, slots: int) -> Tree:
-        """{kind: leaves [R, N, ...]} for the residuals of each layer; with offload, their parts."""
+    def stash(self, slots: int, *, written_first: bool = False) -> Tree:
+        """{kind: leaves [R, N, ...]} for the residuals of each layer; with offload, their parts.
+        written_first: nothing is read that has not been written, so that it need not be zeros."""
         if self.offload:
             return self.offload.rings(partial(self._rings, slots))
-        return self._rings(slots, lambda kind: self.vjps[kind].residuals)
+        make = lax.empty if written_first else jnp.zeros
+        return self._rings(slots, lambda kind: self.vjps[kind].residuals, make)
 
     @cached_property
     def offload(self) -> Offload | None:
@@ -112,10 +114,10 @@ class Stage:
             return None
         return self._rings(slots, lambda kind: self._empty_cache(kind)[0])
 
-    def _rings(self, slots: int, of_layer: Callable[[str], Tree]) -> Tree:
+    def _rings(self, slots: int, of_layer: Callable[[str], Tree], make=jnp.zeros) -> Tree:
         def ring(kind: str) -> Tree:
             shape = slots, self.placement.slots_of(kind).shape[-1]
-            return jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), of_layer(kind))
+            return jax.tree.map(lambda a: make((*shape, *a.shape), a.dtype), of_layer(kind))
 
         return {kind: ring(kind) for kind in self.layer_params}
 
