@@ -160,7 +160,10 @@ class Around:
 @pytest.mark.parametrize(
     "asked, values",
     [
-        (lambda kind, build: kind.module(build, nnx.Rngs(0)), "context=2 .*over_context"),
+        (
+            lambda kind, build: kind.module(build, nnx.Rngs(0)),
+            "context=2 .*over_context; use context=1",
+        ),
         (lambda kind, build: kind.empty_cache(build, 1, 8), "slices=4 .*empty_cache"),
         (lambda kind, build: kind.empty_past(build, 1, 8), "empty_past"),
     ],

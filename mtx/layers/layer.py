@@ -53,12 +53,13 @@ class Kind:
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
-        around = self._around("empty_cache", f"slices={build.slices} cut sequences").items()
+        why = f"slices={build.slices} cut sequences"
+        around = self._around("empty_cache", why, "slices=1").items()
         return {name: each.empty_cache(build, rows, sequence) for name, each in around}
 
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
         """What texts keep that go on, zeros, by sublayer: [n, B, g, S, K], or a `State`."""
-        around = self._around("empty_past", "texts go on").items()
+        around = self._around("empty_past", "texts go on", "a family without it").items()
         return {name: each.empty_past(build, rows, length) for name, each in around}
 
     @property
@@ -66,9 +67,9 @@ class Kind:
         """Whether there are losses beside the head's: the stream's leaf "aux" [B, s] sums them."""
         return any(has_aux(each) for _, each in self.sublayers)
 
-    def _around(self, rule: str, why: str) -> dict[str, LooksAround]:
+    def _around(self, rule: str, why: str, remedy: str) -> dict[str, LooksAround]:
         for name, each in self.sublayers:
-            require_rule(rule, why, name, each)
+            require_rule(rule, why, name, each, remedy=remedy)
         sublayers = [(name, each) for name, each in self.sublayers if each.looks_around]
         return {name: cast(LooksAround, each) for name, each in sublayers}
 
@@ -101,7 +102,7 @@ class Layer(nnx.Module):
                 setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
             if build.axes.context_shards > 1:
                 why = f"context={build.axes.context_shards} cuts sequences"
-                require_rule("over_context", why, name, sublayer)
+                require_rule("over_context", why, name, sublayer, remedy="context=1")
             site = len(kind.sublayers) + number
             own = replace(build, site=site, adapters=_adapters_of(name, sublayer, build))
             setattr(self, name, sublayer.module(own, rngs))

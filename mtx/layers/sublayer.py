@@ -98,12 +98,12 @@ def has_aux(sublayer: Sublayer) -> bool:
     return getattr(sublayer, "has_aux", False)
 
 
-def require_rule(rule: str, why: str, name: str, sublayer: Sublayer) -> None:
+def require_rule(rule: str, why: str, name: str, sublayer: Sublayer, *, remedy: str) -> None:
     """UserError where a sublayer that looks around has no such rule, which is asked for here."""
     if sublayer.looks_around and not getattr(sublayer, rule, False):
         raise UserError(
             f"{why}, and {name}, {type(sublayer).__name__}, looks at other positions and has no "
-            f"{rule}"
+            f"{rule}; use {remedy}"
         )
 
 
