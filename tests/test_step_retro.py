@@ -1,0 +1,52 @@
+"""RETRO on every kind of layout: losses and gradients of an unsharded reference."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import reference
+import reference_retro
+
+import mtx
+from mtx.config import Layout, ModelConfig
+
+# The decoder's layers 1 to 6, of which 2, 4 and 6 read neighbours; an encoder of other sizes
+RETRO = ModelConfig(
+    family="retro", layers=8, hidden=32, heads=4, head_dim=10, ffn=48, sequence=16, chunk=4,
+    neighbours=2, retrieved=6, retrieval_first=2, retrieval_every=2, encoder_layers=2,
+    encoder_hidden=24, encoder_heads=2, encoder_ffn=40, vocab=101, compute_dtype="float32",
+    vocab_multiple=8, init_std=0.1,
+)  # fmt: skip
+# An encoder like the decoder, which shares its table; one neighbour, shorter than a chunk
+SAME = dataclasses.replace(
+    RETRO, encoder_hidden=None, encoder_heads=None, encoder_ffn=None, encoder_layers=3,
+    neighbours=1, chunk=8, retrieved=4, retrieval_every=3, tied=False,
+)  # fmt: skip
+
+params_of = functools.cache(mtx.init_params)
+
+
+@functools.cache
+def made(model):
+    batch = reference_retro.batch_of_chunks(model, 4)
+    return batch, jax.device_get(reference_retro.loss_and_gradients(params_of(model), batch, model))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (RETRO, Layout(microbatch=2)),
+        (RETRO, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3,
+                       recompute="selective")),
+        (RETRO, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (SAME, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
+        (SAME, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="zb_v", recompute="full")),
+    ],
+)  # fmt: skip
+def test_retro_equals_the_reference(model, layout):
+    batch, want = made(model)
+    reference.assert_same(
+        mtx.loss_and_gradients(model, layout, batch, params=params_of(model)), want
+    )
