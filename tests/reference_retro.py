@@ -1,5 +1,5 @@
-"""The oracle of RETRO: plain jnp, unsharded, chunk by chunk, after Borgeaud et al. 2022, algorithm 1
-and listing 1, with positions by rotation."""
+"""The oracle of RETRO: plain jnp, unsharded, chunk by chunk, after Borgeaud et al. 2022, algorithm
+1 and listing 1, with positions by rotation."""
 
 import functools
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 import pytest
 import reference
 import reference_retro

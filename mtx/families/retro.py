@@ -1,6 +1,6 @@
-"""RETRO (Borgeaud et al. 2022): a decoder some of whose layers attend, chunk by chunk, to texts that
-were found for the chunk, which a small encoder has read (`mtx.layers.retrieval`). RMSNorm, GELU, no
-biases; positions are rotary, where the paper's are Transformer-XL's."""
+"""RETRO (Borgeaud et al. 2022): a decoder some of whose layers attend, chunk by chunk, to texts
+that were found for the chunk, which a small encoder has read (`mtx.layers.retrieval`). RMSNorm,
+GELU, no biases; positions are rotary, where the paper's are Transformer-XL's."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Retro(ModelConfig):
         decoders = self.layers - self.encoder_layers
         if not self.retrieval_first <= decoders:
             raise UserError(
-                f"retrieval_first={self.retrieval_first} must be one of the decoder's layers, which "
-                f"are layers-encoder_layers={self.layers}-{self.encoder_layers}={decoders}; use "
-                f"layers={self.retrieval_first + self.encoder_layers} or more"
+                f"retrieval_first={self.retrieval_first} must be one of the decoder's "
+                f"layers-encoder_layers={self.layers}-{self.encoder_layers}={decoders}; use layers="
+                f"{self.retrieval_first + self.encoder_layers} or more"
             )
         if self.sequence % self.chunk:
             raise UserError(
@@ -101,8 +101,13 @@ class Retro(ModelConfig):
 
     @property
     def sequences(self) -> dict[str, int]:
-        retrieved = self.sequence // self.chunk * self.neighbours * self.retrieved
-        return super().sequences | {"sequence/chunk*neighbours*retrieved": retrieved}
+        name = "sequence/chunk*neighbours*retrieved"
+        return super().sequences | {name: self.retrieved_tokens}
+
+    @property
+    def retrieved_tokens(self) -> int:
+        """N, of all neighbours of a sample."""
+        return self.sequence // self.chunk * self.neighbours * self.retrieved
 
     @property
     def split_widths(self) -> dict[str, int]:
@@ -153,8 +158,9 @@ class Retro(ModelConfig):
             "size": self._encoder_head_size,
         }  # fmt: skip
         attention = "attention", Attention(groups=self.heads, **own)
-        cross = "cross", ChunkedCrossAttention(
-            chunks=chunks, encoder_hidden=self.encoder_width, **own
+        cross = (
+            "cross",
+            ChunkedCrossAttention(chunks=chunks, encoder_hidden=self.encoder_width, **own),
         )
         mlp = "mlp", MLP(ffn=self.ffn_hidden, bias=False)
         itself = "attention", NeighbourAttention(**theirs)
@@ -162,18 +168,17 @@ class Retro(ModelConfig):
         further = "mlp", MLP(ffn=self._encoder_ffn, bias=False)
 
         def encoder(*sublayers, last: bool):
-            return EncoderKind(
-                sublayers=sublayers, hidden=self.encoder_width, last=last, **common
-            )
+            return EncoderKind(sublayers=sublayers, hidden=self.encoder_width, last=last, **common)
 
+        middle, end = (encoder(itself, further, last=last) for last in (False, True))
         kinds = {
             "block": RetroKind(sublayers=(attention, mlp), **common),
             "state": RetroKind(
                 sublayers=(attention,), **common,
                 encoder=encoder(itself, state, further, last=self.encoder_layers == 1),
             ),
-            "encoder": RetroKind(sublayers=(), **common, encoder=encoder(itself, further, last=False)),
-            "end": RetroKind(sublayers=(), **common, encoder=encoder(itself, further, last=True)),
+            "encoder": RetroKind(sublayers=(), **common, encoder=middle),
+            "end": RetroKind(sublayers=(), **common, encoder=end),
             "joins": RetroKind(sublayers=(cross, mlp), **common),
             "reads": RetroKind(sublayers=(attention, cross, mlp), **common),
         }  # fmt: skip
