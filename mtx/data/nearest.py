@@ -53,8 +53,9 @@ class HashedEmbedding:
         holding = np.zeros(_BUCKETS, np.int64)
         for tokens_nM in blocks():
             chunks += len(tokens_nM)
-            for row in (_runs_of(tokens_nM) % np.uint64(_BUCKETS)).astype(np.int64):
-                holding[np.unique(row)] += 1
+            buckets = np.sort((_runs_of(tokens_nM) % np.uint64(_BUCKETS)).astype(np.int64))
+            is_new = np.diff(buckets, prepend=-1) > 0
+            holding += np.bincount(buckets[is_new], minlength=_BUCKETS)
         self._weights = np.log(max(chunks, 1) / np.maximum(holding, 1)).astype(np.float32)
 
     @property
