@@ -3,18 +3,26 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference_bert
 from errors import names
 
+import mtx
+from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
 from mtx.config import DataConfig, Layout, ModelConfig, RunConfig
 from mtx.data import load_data
 from mtx.data.nearest import HashedEmbedding, blocks_of
 from mtx.data.neighbours import ChunkedDataset, paths_of, read_neighbours
+from mtx.data.special_tokens import find_special_tokens
+from mtx.data.tokenizer import ByteTokenizer, train_wordpiece
 from mtx.errors import UserError
 from mtx.evaluation.decoder import check_generates
+from mtx.step.trainer import Trainer
 from mtx.train.chat import check_chat
+from mtx.train.embedding import FrozenEmbedding
 
 pytest.importorskip("faiss", reason="an index needs faiss: pip install 'mtx[retro]'")
 RETRO = ModelConfig(
@@ -168,3 +176,38 @@ def test_without_faiss_a_line_says_what_to_install(corpus, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     assert main(["data", "neighbours", corpus[0], "--chunk", "8"]) != 0
     assert "mtx[retro]" in capsys.readouterr().err
+
+
+def test_a_frozen_bert_gives_the_mean_of_what_it_makes(corpus, tmp_path):
+    """Of a checkpoint as training leaves it, against the reference's last layer; and neighbours by
+    it are found with one command."""
+    tokenizer = train_wordpiece(
+        ["abcdefghijklmnopqrstuvwxyz " * 9, " ".join("abcdefgh")], vocab=300
+    )
+    model = ModelConfig(
+        family="bert", layers=2, hidden=16, heads=2, sequence=24, compute_dtype="float32",
+        vocab=tokenizer.vocab, vocab_multiple=8, init_std=0.3,
+    )  # fmt: skip
+    trainer, out = Trainer(RunConfig(model=model, layout=Layout())), tmp_path / "bert"
+    params = mtx.init_params(model)
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        checkpoints.save(trainer, trainer.state_from(params), tokenizer=tokenizer)
+    data = ChunkedDataset(corpus[0], 8)
+    tokens = data.chunks(np.arange(40), 8, END)
+    embed = FrozenEmbedding(out, ByteTokenizer())
+    special = find_special_tokens(tokenizer)
+    for row, got in zip(tokens, embed(tokens), strict=True):
+        ids = tokenizer.encode(bytes(row[row != END].astype(np.uint8)).decode())
+        ids = np.concatenate([[special.cls], ids, [special.sep]])
+        padded = np.append(ids, np.full(24 - len(ids), special.pad))[None].astype(np.int32)
+        batch = {"tokens": padded, "types": 0 * padded, "segments": (padded != special.pad) * 1}
+        x = reference_bert.hidden(params, batch, post=False, form="tanh")[0, : len(ids)]
+        want = x.mean(axis=0)
+        np.testing.assert_allclose(got, want / jnp.linalg.norm(want), atol=1e-5)
+    command = ["data", "neighbours", corpus[0], "--chunk", "8", "--embedding", str(out)]
+    assert main([*command, "--split", "3,1", "--json"]) == 0
+    said = json.loads(paths_of(corpus[0])[1].read_text())["embedding"]
+    assert (said["model"], said["step"]) == (str(out), 0)
+    with pytest.raises(UserError) as error:
+        FrozenEmbedding(out, tokenizer, step=3)
+    names(error, "3")
