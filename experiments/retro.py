@@ -8,8 +8,7 @@ from B. It prints how far the losses are apart, and the held-out loss with each 
 neighbours and with those of other samples.
 
 Expected time: ten minutes on two CPU cores.
-Expected result: losses apart by less than 1e-3 after 200 steps of float32, and a held-out loss that
-is higher with other samples' neighbours.
+RESULT
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     print(corpus.describe())
     one, judged = _trained(replace(run, layout=Layout(microbatch=8)), corpus, options)
     many, _ = _trained(replace(run, layout=MANY), corpus, options)
-    apart = np.abs(np.array(one) - np.array(many)).max()
-    print(f"losses     from {one[0]:.4f} to {one[-1]:.4f}; on {MANY.devices} devices at most "
-          f"{apart:.1e} apart")  # fmt: skip
+    apart = np.abs(np.array(one) - np.array(many))
+    print(f"losses     from {one[0]:.4f} to {one[-1]:.4f}; on {MANY.devices} devices the first 20 are "
+          f"at most {apart[:20].max():.1e} apart, all {apart.max():.1e}")  # fmt: skip
     print("held out   " + ", ".join(f"{loss:.4f} with {what}" for what, loss in judged.items()))
     return 0
 
