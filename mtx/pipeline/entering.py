@@ -28,13 +28,15 @@ class Entering:
     def of(cls, embed: Callable) -> Entering:
         """Of `embed(item)`, a tree of arrays."""
         strand = Strand.of(embed, jax.ShapeDtypeStruct((), jnp.int32))
-        sums = [place for place, eqn in enumerate(strand.eqns) if "pipe" in axes_of(eqn)]
-        ends = [strand.eqns[place] for place in sums]
-        read = [var for eqn in ends for var in variables_of(eqn.invars)] if ends else strand.outvars
-        own = needed_of(strand.eqns, read)
-        assert own.isdisjoint(sums), "a sum over pipe of another one"
-        first, rest = strand.divided(own)
-        return cls(own=first, rest=rest)
+        read, behind = [], set()
+        for eqn in strand.eqns:
+            if behind.intersection(variables_of(eqn.invars)):
+                behind.update(eqn.outvars)
+            elif "pipe" in axes_of(eqn):
+                read += variables_of(eqn.invars)
+                behind.update(eqn.outvars)
+        own, rest = strand.divided(needed_of(strand.eqns, read if behind else strand.outvars))
+        return cls(own=own, rest=rest)
 
     def of_stage(self, item) -> Arrays:
         """What this stage adds to the sums; zeros where nothing enters."""
