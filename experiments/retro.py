@@ -59,8 +59,11 @@ def main(arguments: Sequence[str]) -> int:
     one, judged = _trained(replace(run, layout=Layout(microbatch=8)), corpus, options)
     many, _ = _trained(replace(run, layout=MANY), corpus, options)
     apart = np.abs(np.array(one) - np.array(many))
-    print(f"losses     from {one[0]:.4f} to {one[-1]:.4f}; on {MANY.devices} devices at most "
-          f"{apart[:20].max():.1e} apart in the first 20 steps, {apart.max():.1e} in all")  # fmt: skip
+    first, most = apart[:20].max(), apart.max()
+    print(f"losses     from {one[0]:.4f} to {one[-1]:.4f}")
+    print(
+        f"{MANY.devices} devices  at most {first:.1e} apart in the first 20 steps, {most:.1e} in all"
+    )
     print("held out   " + ", ".join(f"{loss:.4f} with {what}" for what, loss in judged.items()))
     return 0
 
