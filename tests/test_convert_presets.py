@@ -40,7 +40,7 @@ def test_a_retros_parameters_are_as_many_as_published_but_for_positions(name):
     model = preset(name).model
     shapes = canonical_shapes(model).items()
     ours = sum(math.prod(shape) for path, shape in shapes if not path.startswith("embed."))
-    decoders = model.layers - model.encoder_layers
+    decoders = model.decoders
     ours += (decoders + len(model.reads)) * model.hidden * model.heads * model.head_size
     encoder = model.encoder_hidden * model.encoder_heads * model.encoder_head_dim
     ours += (model.encoder_layers + 1) * encoder

@@ -40,7 +40,6 @@ def made(model):
         (RETRO, Layout(microbatch=2)),
         (RETRO, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3,
                        recompute="selective")),
-        (RETRO, Layout(data=2, pipe=2, tensor=2, virtual=2)),
         (SAME, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
         (SAME, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="zb_v", recompute="full")),
     ],

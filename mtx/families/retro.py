@@ -25,7 +25,8 @@ class Retro(ModelConfig):
     chunk: Tokens = 64  # M, tokens for which neighbours are found
     neighbours: Annotated[int, Between(1, 2**10)] = 2  # k, of each chunk
     retrieved: Tokens = 128  # R, tokens of a neighbour: a chunk like this one, and what follows it
-    retrieval_first: Layers = 6  # of the decoder's layers, the first that reads neighbours, from 1
+    # of the decoder's layers, the first that reads neighbours, from 1; None: the sixth, or the last
+    retrieval_first: Layers | None = None
     retrieval_every: Layers = 3  # and from there each so many layers
     encoder_layers: Layers = 2  # of all layers; they come before the first reads neighbours
     encoder_hidden: Width | None = None  # E; None: as the decoder's, as are the three below
@@ -37,12 +38,11 @@ class Retro(ModelConfig):
         if self.head_dim is None:
             super().check()
         require_above(self, 0, "rotary_base")
-        decoders = self.layers - self.encoder_layers
-        if not self.retrieval_first <= decoders:
+        if not 1 <= self.first_read <= self.decoders:
             raise UserError(
                 f"retrieval_first={self.retrieval_first} must be one of the decoder's "
-                f"layers-encoder_layers={self.layers}-{self.encoder_layers}={decoders}; use layers="
-                f"{self.retrieval_first + self.encoder_layers} or more"
+                f"layers-encoder_layers={self.layers}-{self.encoder_layers}={self.decoders}; use "
+                f"layers={max(1, self.first_read) + self.encoder_layers} or more"
             )
         if self.sequence % self.chunk:
             raise UserError(
@@ -117,17 +117,28 @@ class Retro(ModelConfig):
     # -- what it is made of ------------------------------------------------------------------------
 
     @property
+    def decoders(self) -> int:
+        """Layers of the decoder."""
+        return self.layers - self.encoder_layers
+
+    @property
+    def first_read(self) -> int:
+        """The first of `reads`."""
+        return min(6, self.decoders) if self.retrieval_first is None else self.retrieval_first
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """The decoder's layers that read neighbours, from 1: P in the paper."""
-        decoders = self.layers - self.encoder_layers
-        return tuple(range(self.retrieval_first, decoders + 1, self.retrieval_every))
+        return tuple(range(self.first_read, self.decoders + 1, self.retrieval_every))
 
     @property
     def _pattern(self) -> tuple[str, ...]:
         """The first layer that reads neighbours is apart: its attention comes before the encoder,
         which reads what it gives ("state"), and the rest of it after ("joins")."""
-        decoders, first = self.layers - self.encoder_layers, self.retrieval_first
-        after = ("reads" if n in self.reads else "block" for n in range(first + 1, decoders + 1))
+        first = self.first_read
+        after = (
+            "reads" if n in self.reads else "block" for n in range(first + 1, self.decoders + 1)
+        )
         encoder = ("state", *("encoder",) * (self.encoder_layers - 2), "end")[: self.encoder_layers]
         return *("block",) * (first - 1), *encoder, "joins", *after
 

@@ -108,6 +108,8 @@ def add_gradients(
         return (sums, jax.tree.map(partial(parts.written, start=start), whole, dy)), None
 
     carry = add_part((sums, jax.tree.map(jnp.zeros_like, y)), None, size=parts.first)[0]
+    # XLA writes a loop of one part out, and would have the logits of both parts at once.
+    carry, y = lax.optimization_barrier((carry, y))
     numbers = jnp.arange(parts.others)
     return lax.scan(partial(add_part, size=parts.size), carry, numbers)[0]
 
