@@ -230,6 +230,8 @@ class _Replay:
             for _ in range(round(trips)):
                 flights = self.run(body, {0: flights}, share)
             return flights
+        if not trips:  # its collectives keep no link busy
+            return flights
         self.depth += 1
         flights = self.run(body, {0: flights}, share * min(trips, 1.0))
         if trips <= 1:

@@ -15,7 +15,7 @@ T ticks · P stages
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,19 @@ from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
-from mtx.pipeline.woven_layers import Kept, Side, WovenLayers
+from mtx.pipeline.turns import Kinds
+from mtx.pipeline.woven_layers import KindStrands, Kept, Side, WovenLayers
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
 
 Tree = Any
+
+
+class Pair(NamedTuple):
+    """What F and B have in a tick."""
+
+    chunks: tuple[int, int]  # where each has a branch of its own; else 0
+    kinds: tuple[Kinds, Kinds]  # of their layers
 
 
 class WovenRun(Run):
@@ -47,8 +55,27 @@ class WovenRun(Run):
         super().__init__(pipeline, params, *arguments)
 
     @cached_property
-    def layers(self) -> WovenLayers:
-        return WovenLayers(stage=self.stage, placement=self.placement, split=self.schedule.split)
+    def sides(self) -> dict[str, KindStrands]:
+        """F and B of a layer of each kind."""
+        split, in_place = self.schedule.split, self.stage.shards is None
+        return {
+            kind: KindStrands(vjp=vjp, split=split, in_place=in_place)
+            for kind, vjp in self.stage.vjps.items()
+        }
+
+    def layers(self, forward: Kinds, backward: Kinds) -> WovenLayers:
+        """Of chunks of those kinds."""
+        return WovenLayers(
+            stage=self.stage, sides=self.sides, forward=forward, backward=backward,
+            split=self.schedule.split, cuts=self.leaves_last is not None,
+        )  # fmt: skip
+
+    @cached_property
+    def leaves_last(self) -> str | None:
+        """The kind of all chunks' first layers, whose weight gradients then wait for the sends."""
+        firsts = {kinds[:1] for chunks in self.placement.chunk_kinds for kinds in chunks}
+        (first, *others) = firsts
+        return None if others or not first or self.schedule.split else first[0]
 
     def start(self) -> Carry:
         carry = super().start()
@@ -60,7 +87,7 @@ class WovenRun(Run):
         window = traffic and traffic.window(phase)
         if traffic is None or window is None:
             return super().scan(carry, rows, phase)
-        layers = self.layers.layers
+        layers = self.placement.layer.shape[-1]
         if phase.start == window.start:
             moved = traffic.begin(window, layers, carry.gradients.of_layers)
             carry = carry._replace(moved=moved)
@@ -87,8 +114,8 @@ class WovenRun(Run):
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered = self.embed(op) if forward else self.zeros()
 
-        def compute(chunks: tuple[int, int], op: Tick, kept: Kept):
-            f, b = None, None
+        def compute(pair: Pair, op: Tick, kept: Kept):
+            f, b, chunks = None, None, pair.chunks
             if forward:
                 x = self.input(op, entered, receives, messages.x)
                 f = self._side(op.forward, chunks[0], weights[0], x)
@@ -97,7 +124,7 @@ class WovenRun(Run):
                 taken = self.take(returns, messages.dx, op.gradient_receives)
                 d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
                 b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers.run(f, b, kept, cargo)
+            return self.layers(*pair.kinds).run(f, b, kept, cargo)
 
         pairs, number = self.chunks(op, phase)
         with jax.named_scope("woven"):
@@ -154,18 +181,20 @@ class WovenRun(Run):
             carry = carry._replace(gradients=gradients._replace(shared=shared))
         return carry
 
-    def chunks(self, op: Tick, phase: Phase) -> tuple[list[tuple[int, int]], jax.Array]:
+    def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:
         """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
         One, where the program needs no branch for each."""
-        if not self.in_branches:
-            return [(0, 0)], jnp.zeros((), jnp.int32)
         wanted = np.array([phase.forward, phase.backward])
         table = np.stack([half.chunk for half in self.schedule.halves[:2]], axis=-1) * wanted
-        found = np.unique(table[phase.start : phase.stop].reshape(-1, 2), axis=0)
-        places = np.zeros((self.schedule.virtual,) * 2, np.int32)
-        places[*found.T] = np.arange(len(found))
+        kinds, apart = self.placement.chunk_kinds, int(self.in_branches)
+        places = np.zeros((self.schedule.stages, *(self.schedule.virtual,) * 2), np.int32)
+        found: dict[Pair, int] = {}
+        for stage, pairs in enumerate(table[phase.start : phase.stop].swapaxes(0, 1)):
+            for f, b in np.unique(pairs, axis=0):
+                pair = Pair((int(f) * apart, int(b) * apart), (kinds[stage][f], kinds[stage][b]))
+                places[stage, f, b] = found.setdefault(pair, len(found))
         now = op.forward.chunk * phase.forward, op.backward.chunk * phase.backward
-        return [(f, b) for f, b in found.tolist()], read(jnp.asarray(places), *now)
+        return list(found), read(jnp.asarray(places), self.index, *now)
 
     def gather(self, carry: Carry, op: Tick, forward: bool, backward: bool) -> tuple:
         """The parameters of F's chunk and of B's."""
@@ -181,9 +210,11 @@ class WovenRun(Run):
     def last_weights(self, carry: Carry, op: Tick, waits: Arrays) -> Carry:
         """With the weight gradients of the last layer of this tick's B, where W is not split."""
         of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
-        if not self.schedule.split:
+        if self.leaves_last is not None:
+            kinds = (self.leaves_last,)
             with jax.named_scope("W"):
-                of_b = self.by_chunk(self.layers.last_weights)(op.backward, waits, of_b)
+                last_weights = self.layers(kinds, kinds).last_weights
+                of_b = self.by_chunk(last_weights)(op.backward, waits, of_b)
         with jax.named_scope("B"):
             of_b, reduced = self.weights.reduce_scatter(
                 of_b, reduced, op.scatter[0], op.backward.chunk
