@@ -30,7 +30,7 @@ from mtx.pipeline.ticks import Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
 from mtx.pipeline.turns import Kinds
-from mtx.pipeline.woven_layers import KindStrands, Kept, Side, WovenLayers
+from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
 
