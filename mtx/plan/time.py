@@ -25,7 +25,7 @@ from mtx.errors import UserError
 from mtx.plan.block import Passes, Work, embedding_work, head_work, later_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
 from mtx.plan.choose import context_attention
-from mtx.plan.experts import rounds_after_first
+from mtx.plan.experts import first_alone_s, rounds_after_first
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
@@ -264,14 +264,19 @@ def _on_stages(
 
 def _hidden(on: _OnStages, alone: _OnStages, virtual: int, counts: Mapping[str, int]) -> Passes:
     """What of its collectives a stage hides with such layers in ticks in which F and B are woven:
-    of those over `tensor`, and of those to experts and back, all but a tick's first gather, as far
-    as F and B compute so long. (Of messages, as much as the weight gradients of a layer last.)
-    alone: with all collectives, of which B's matmuls hide none.
+    of those over `tensor`, and of those to experts and back, all but a tick's first gather and a
+    layer's first all-to-all (`first_alone_s`), as far as F and B compute so long. (Of messages, as
+    much as the weight gradients of a layer last.) alone: with all collectives, of which B's matmuls
+    hide none.
     """
     each, collectives = on.of(counts), alone.of(counts)
     whole_s = collectives.all.sent.total_s
     beside_s = collectives.all.total_s - whole_s
-    hidden_s = max(0.0, min(whole_s - virtual * on.shard.gather_s(), beside_s))
+    first_s = virtual * on.shard.gather_s() + sum(
+        n * first_alone_s(on.shard, on.shard.cost(kind), alone.work[kind].forward.attention_s)
+        for kind, n in counts.items()
+    )
+    hidden_s = max(0.0, min(whole_s - first_s, beside_s))
     left = 1 - hidden_s / whole_s if whole_s else 1.0
     hidden = (own.sent + all_of.sent * -left for own, all_of in zip(each, collectives, strict=True))
     return Passes(*hidden)
