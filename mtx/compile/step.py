@@ -267,7 +267,11 @@ def busy_shares(
     shares = {
         "F": share_of(forward.busy, "forward"),
         "B": share_of(backward.busy, "backward"),
-        "embed": share_of(schedule.embed >= 0, "forward"),
+        "embed": (
+            share_of(schedule.enters_next >= 0, "any")
+            if woven
+            else share_of(schedule.embed >= 0, "forward")
+        ),
         "head": share_of(schedule.head >= 0, "any" if woven else "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
         "all_gather": share_of(forward.runs[0], "forward"),

@@ -94,7 +94,7 @@ class Pipeline(Parts):
             op, microbatch = row
             weights = run.weights.all_gather(weights, op.gather, op.forward.chunk)
             receives = run.deliver(receives, arrived, op.receives)
-            stream = run.input(op, run.embed(op), receives, arrived)
+            stream = run.input(op.forward, run.embed(op), receives, arrived, op.receives)
             stream, past = lax.cond(
                 op.forward.busy,
                 compute,

@@ -70,7 +70,7 @@ class Run(Call):
             entered = self.embed(op)
 
             def compute(forward, weights, layers, caches, left):
-                x = self.input(op, entered, receives, messages.x)
+                x = self.input(op.forward, entered, receives, messages.x, op.receives)
                 if self.layout.stash == "inputs":
                     layers = write(layers, x, forward.slot)
                     y, caches = self.stage.forward_only(forward, weights, x, caches)
@@ -171,10 +171,10 @@ class Run(Call):
         with jax.named_scope("embed"):
             return lax.cond(op.embed != IDLE, embed, lambda _: self.zeros(), op.embed)
 
-    def input(self, op: Tick, entered: Stream, receives, arrived) -> Stream:
-        """The input of F: the embedding on virtual stage 0, what has arrived elsewhere."""
-        is_input = self.holds_first & (op.forward.chunk == self.first_chunk)
-        return where(is_input, entered, self.take(receives, arrived, op.receives))
+    def input(self, op: Op, entered: Stream, rings, arrived, receives) -> Stream:
+        """The input of an F: the embedding on virtual stage 0, what has arrived elsewhere."""
+        is_input = self.holds_first & (op.chunk == self.first_chunk)
+        return where(is_input, entered, self.take(rings, arrived, receives))
 
     def last_output(self, y: Stream) -> Stream:
         """The last virtual stage's, on every stage."""
