@@ -31,7 +31,10 @@ from mtx.cli import exit_status, parse
 from mtx.cli import main as mtx
 from mtx.errors import UserError
 
-_EXPERTS = ("--model.family", "mixtral", "--model.experts", "8", "--model.choices", "2")
+_EXPERTS = (
+    "--model.family", "mixtral", "--model.experts", "8", "--model.choices", "2",
+    "--model.aux-weight", "0.02",
+)  # fmt: skip
 _WAYS = {
     "dense": ("--model.family", "llama", "--model.ffn", "{wide}", "--data", "4"),
     "mixture": (*_EXPERTS, "--model.ffn", "{half}", "--layout.expert", "2"),

@@ -9,7 +9,7 @@ link of their own for either way.
 
 A loop's first two iterations are replayed, and the second stands for all that follow: so what
 starts at an iteration's end is found by the done in the next one. A conditional takes the mean of
-its branches.
+its branches, or the longest, where each stage has one of its own and all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class _Replay:
     def _choose(self, conditional: Instruction, given: list[_Flights], share: float) -> _Flights:
         begun, free, carried = self.clock, self.free, {}
         ends, frees = [], []
-        weights = self.branch(conditional)
+        weights = self.branch(conditional) or self._longest(conditional, given)
         for place, (name, weight) in enumerate(zip(conditional.branches, weights, strict=True)):
             if not weight:
                 continue
@@ -274,6 +274,15 @@ class _Replay:
             links: sum(each.get(links, 0.0) for each in frees) for links in set().union(*frees)
         }
         return carried
+
+    def _longest(self, conditional: Instruction, given: list[_Flights]) -> list[float]:
+        """All of the branch that takes longest: each is tried, and counts as nothing."""
+        begun, ends = (self.clock, dict(self.free), dict(self.last), dict(self.open)), []
+        for place, name in enumerate(conditional.branches):
+            self.run(name, {0: given[place + 1]}, 0.0)
+            ends.append(self.clock)
+            self.clock, self.free, self.last, self.open = begun[0], *map(dict, begun[1:])
+        return [float(place == ends.index(max(ends))) for place in range(len(ends))]
 
     def _part(self, instruction: Instruction) -> str:
         """Of the step. XLA names some fusions after nothing: then what is in them says it."""
@@ -313,8 +322,9 @@ class _Replay:
 
     def _fullest(self, conditional: Instruction) -> list[float]:
         """The longest of the branches that are taken at all."""
+        weights = self.branch(conditional) or (1.0,) * len(conditional.branches)
         sizes = [len(self.program.computations[name]) * (weight > 0) for name, weight in
-                 zip(conditional.branches, self.branch(conditional), strict=True)]  # fmt: skip
+                 zip(conditional.branches, weights, strict=True)]  # fmt: skip
         return [float(place == sizes.index(max(sizes))) for place in range(len(sizes))]
 
 
