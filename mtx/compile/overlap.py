@@ -259,9 +259,9 @@ class _Replay:
         return flights
 
     def _choose(self, conditional: Instruction, given: list[_Flights], share: float) -> _Flights:
+        weights = self.branch(conditional) or self._longest(conditional, given)
         begun, free, carried = self.clock, self.free, {}
         ends, frees = [], []
-        weights = self.branch(conditional) or self._longest(conditional, given)
         for place, (name, weight) in enumerate(zip(conditional.branches, weights, strict=True)):
             if not weight:
                 continue
