@@ -277,11 +277,13 @@ class _Replay:
 
     def _longest(self, conditional: Instruction, given: list[_Flights]) -> list[float]:
         """All of the branch that takes longest: each is tried, and counts as nothing."""
-        begun, ends = (self.clock, dict(self.free), dict(self.last), dict(self.open)), []
+        begun, free, last, flights, ends = self.clock, self.free, self.last, self.open, []
         for place, name in enumerate(conditional.branches):
+            self.free, self.last, self.open = dict(free), dict(last), dict(flights)
             self.run(name, {0: given[place + 1]}, 0.0)
             ends.append(self.clock)
-            self.clock, self.free, self.last, self.open = begun[0], *map(dict, begun[1:])
+            self.clock = begun
+        self.free, self.last, self.open = free, last, flights
         return [float(place == ends.index(max(ends))) for place in range(len(ends))]
 
     def _part(self, instruction: Instruction) -> str:

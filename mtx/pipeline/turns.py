@@ -70,10 +70,11 @@ class Turns:
 
     def of_period(self, *, last: bool) -> list[Turn]:
         """In turn; after the last period comes nothing."""
-        met = [each for kinds in self._sides for each in (kinds, _next(kinds, last))]
+        forward, back = self._sides
+        met = zip(forward, _next(forward, last), back, _next(back, last), strict=True)
         turns, place = [], 0
-        for key, group in groupby(zip(*met, strict=True)):
-            turns.append(Turn(*key, place, len(list(group))))
+        for (f, following, b, preceding), group in groupby(met):
+            turns.append(Turn(f, following, b, preceding, place, len(list(group))))
             place += turns[-1].count
         return turns
 

@@ -264,7 +264,8 @@ class _Trial:
 
     def block(self, link: int) -> tuple[Block, float]:
         """A collective with what lies beside it, and the seconds of it all."""
-        step, block, beside_s = self.steps[link], [link], 0.0
+        step, beside_s = self.steps[link], 0.0
+        block: list[Any] = [link]
         del self.left[link]
         while beside_s < step.seconds:
             work = self.next_of(False, later=False)

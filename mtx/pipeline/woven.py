@@ -75,16 +75,15 @@ class WovenRun(Run):
         )  # fmt: skip
 
     @cached_property
-    def first_kind(self) -> str | None:
-        """That of all chunks' first layers; None where they differ."""
-        firsts = {kinds[:1] for chunks in self.placement.chunk_kinds for kinds in chunks}
-        (first, *others) = firsts
-        return None if others or not first else first[0]
+    def first_layer(self) -> Kinds:
+        """The kind of all chunks' first layers; () where they differ."""
+        first, *others = {kinds[:1] for chunks in self.placement.chunk_kinds for kinds in chunks}
+        return () if others else first
 
     @property
     def leaves_last(self) -> bool:
         """Whether the weight gradients of B's last layer wait for what a tick sends."""
-        return self.first_kind is not None and not self.schedule.split
+        return bool(self.first_layer) and not self.schedule.split
 
     def start(self) -> Carry:
         carry = super().start()
@@ -213,8 +212,8 @@ class WovenRun(Run):
         params = self.weights.layers
         if self.traffic is not None:
             params, op = self.traffic.any_of(op.chunk), op._replace(held=jnp.zeros((), jnp.int32))
-        kinds = (self.first_kind,)
-        return self.layers(kinds, kinds).ahead(Side(op, params, op.held, x))
+        layers = self.layers(self.first_layer, self.first_layer)
+        return layers.ahead(Side(op, params, op.held, x))
 
     @property
     def is_early(self) -> bool:
@@ -285,9 +284,9 @@ class WovenRun(Run):
         of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
         first = beside is not None
         if self.leaves_last:
-            kinds = (self.first_kind,)
+            layers = self.layers(self.first_layer, self.first_layer)
             with jax.named_scope("W"):
-                run = self.by_chunk(partial(self.layers(kinds, kinds).last_weights, first=first))
+                run = self.by_chunk(partial(layers.last_weights, first=first))
                 of_b = run(op.backward, waits, of_b)
                 # Behind a branch something may stand between gradients and what is added next.
                 if self.in_branches and first:
