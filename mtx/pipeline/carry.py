@@ -27,6 +27,7 @@ class Messages(NamedTuple):
     # computed ahead of that one's first layer
     input: Stream | None = None
     ahead: tuple[jax.Array, ...] = ()
+    left: Stream | None = None  # the dx of the tick before, which the embedding may need
 
 
 class Stash(NamedTuple):

@@ -53,6 +53,7 @@ class Pipeline(Parts):
         for phase in self.phases:
             rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
             carry = run.scan(carry, rows, phase)
+        carry = run.finish(carry)
         return carry.losses, carry.gradients.shared | {"layers": run.of_layers(carry)}
 
     @property

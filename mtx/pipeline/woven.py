@@ -1,14 +1,14 @@
 """A tick whose F and B run side by side, a layer at a time (see `weave` for what lies beside what).
 
     {F and B of one layer each, woven}, layer after layer · send x and dx · W of the last layer,
-    receive · head and loss, gradient of the embedding
+    receive · head and loss, gradient of the last tick's embedding
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
 asked for while the layer before it is computed, that of a tick's first layer in the tick before.
 What is sent has the weight gradients of B's last layer beside it, all W's where the table splits
-them from B, and the head. The embedding of what enters in the next tick is summed over `pipe`
-beside all layers of this one.
+them from B, and the head. What the embedding gives in the next tick, and the gradient that left
+the pipeline in the one before, go to all stages beside all layers of this one.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -88,7 +88,7 @@ class WovenRun(Run):
     def start(self) -> Carry:
         carry = super().start()
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
-        messages = carry.messages._replace(dx=dx, dy=self.zeros())
+        messages = carry.messages._replace(dx=dx, dy=self.zeros(), left=self.zeros())
         with jax.named_scope("embed"):
             entered = self.stream_of(self.entering.whole(jnp.asarray(self.schedule.embed[0])))
         rows = super().ticks()
@@ -96,11 +96,12 @@ class WovenRun(Run):
         return carry._replace(messages=self.prepared(messages, first, messages.x, entered))
 
     def ticks(self) -> Tick:
-        """With what follows; the embedding is that of the next tick."""
+        """With what follows; the embedding is that of the next tick, its gradient of the last."""
         rows = super().ticks()
         following = Following(rows.forward, rows.receives)
         return rows._replace(
             embed=jnp.asarray(self.schedule.enters_next),
+            embed_backward=jnp.asarray(self.schedule.left_before),
             following=jax.tree.map(lambda a: jnp.roll(a, -1), following),
         )
 
@@ -147,11 +148,7 @@ class WovenRun(Run):
         forward, backward = phase.forward, phase.backward
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered = self.zeros()
-        if self._some(self.schedule.enters_next, phase):
-            with jax.named_scope("embed"):
-                parts = self.entering.of_stage(op.embed)
-                entered = self.stream_of(self.entering.summed(parts, op.embed))
+        entered, left = self.beside_layers(messages, op, phase)
 
         def compute(pair: Pair, op: Tick, kept: Kept):
             f, b, chunks = None, None, pair.chunks
@@ -180,7 +177,7 @@ class WovenRun(Run):
         if backward:
             with jax.named_scope("send_dx"):
                 sent = self.send(dx, self.schedule.gradient_receives)
-                messages = messages._replace(dx=sent)
+                messages = messages._replace(dx=sent, left=dx)
         if self.schedule.outputs.slots:
             if forward:
                 messages = messages._replace(outputs=write(messages.outputs, y, op.output))
@@ -191,11 +188,39 @@ class WovenRun(Run):
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
         if backward:
-            carry, (arrived, y, dx) = self.last_weights(carry, op, last, (arrived, y, dx))
+            carry, (arrived, y) = self.last_weights(carry, op, last, (arrived, y))
         if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
             messages = self.prepared(carry.messages, op.following, arrived, entered)
             carry = carry._replace(messages=messages)
-        return self.beside_sends(carry, op, phase, y, dx, last), None
+        carry = self.beside_sends(carry, op, phase, y, last)
+        if self._some(self.schedule.left_before, phase):
+            carry = self.with_embedding(carry, op.embed_backward, left)
+        return carry, None
+
+    def beside_layers(self, messages: Messages, op: Tick, phase: Phase) -> tuple[Stream, Stream]:
+        """(what the embedding gives in the next tick, the gradient of what it gave that has left
+        in the last one): sums over `pipe` that nothing needs before the layers are done."""
+        entered, left = self.zeros(), messages.left
+        if self._some(self.schedule.enters_next, phase):
+            with jax.named_scope("embed"):
+                parts = self.entering.of_stage(op.embed)
+                entered = self.stream_of(self.entering.summed(parts, op.embed))
+        if self._some(self.schedule.left_before, phase):
+            with jax.named_scope("embed_backward"):
+                left = self.dx_of_first(left)
+        return entered, left
+
+    def with_embedding(self, carry: Carry, item, left: Stream) -> Carry:
+        """With the gradients of an item's embedding."""
+        with jax.named_scope("embed_backward"):
+            shared = self.embed_backward(carry.gradients.shared, item, left, sent=True)
+        return carry._replace(gradients=carry.gradients._replace(shared=shared))
+
+    def finish(self, carry: Carry) -> Carry:
+        last = self.schedule.embed_backward[-1]
+        if last == IDLE:
+            return carry
+        return self.with_embedding(carry, jnp.asarray(last), self.dx_of_first(carry.messages.left))
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
         """With what has arrived for the F of the next tick, and later ones, and what that one
@@ -221,14 +246,13 @@ class WovenRun(Run):
         gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
-    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, dx, last: Arrays) -> Carry:
-        """What the rest of a tick's sends has beside it. y, dx: what F and B have made; last: what
-        waits for the weight gradients of B's last layer."""
+    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Arrays) -> Carry:
+        """What the rest of a tick's sends has beside it. y: what F has made; last: what waits for
+        the weight gradients of B's last layer."""
         has_head = self._some(self.schedule.head, phase)
-        # In the branches of head and embedding nothing could lie beside these.
+        # In the head's branch nothing could lie beside this.
         with jax.named_scope("broadcast"):
             y = self.last_output(y) if has_head else y
-            dx = self.dx_of_first(dx) if phase.backward else dx
         if phase.backward:
             carry, _ = self.last_weights(carry, op, last)
             # Before the head, which waits for y. Nothing may stand right behind gradients that
@@ -242,11 +266,6 @@ class WovenRun(Run):
             with jax.named_scope("head"):
                 carry, dy = self.head(carry, op, y, sent=True)
             carry = carry._replace(messages=carry.messages._replace(dy=dy))
-        if phase.backward:
-            gradients = carry.gradients
-            with jax.named_scope("embed_backward"):
-                shared = self.embed_backward(gradients.shared, op, dx, sent=True)
-            carry = carry._replace(gradients=gradients._replace(shared=shared))
         return carry
 
     def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:

@@ -278,6 +278,11 @@ class Schedule:
         """int32 [T]: the item whose gradient leaves virtual stage 0 in this tick, or IDLE."""
         return by_tick(self.backward_ticks[:, *self.first_virtual_stage], self.ticks)
 
+    @property
+    def left_before(self) -> np.ndarray:
+        """int32 [T]: the same of the tick before this one."""
+        return np.append(np.int32(IDLE), self.embed_backward[:-1])
+
     @cached_property
     def in_flight(self) -> np.ndarray:
         """int [P]: the most (item, chunk) that wait between F and B at once, per stage."""
