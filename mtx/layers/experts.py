@@ -28,7 +28,7 @@ from mtx.sharding.collectives import (
     scatter_sequence,
 )
 from mtx.sharding.custom_vjp import custom_vjp
-from mtx.sharding.experts import Way, through_experts
+from mtx.sharding.experts import PRODUCTS, Way, through_experts
 from mtx.sharding.linear import MATMUL_OUTPUT, used_by_heads
 from mtx.sharding.parameter import parameter
 
@@ -48,9 +48,6 @@ class Experts:
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return ExpertsModule(self, build, rngs)
-
-
-PRODUCTS = "of_experts"  # the name of their matmuls in a program
 
 
 @custom_vjp()
