@@ -265,7 +265,7 @@ def test_where_dims_go(before, after, places):
         ("gpt-145b", 1536, {"schedule": "seq1f1b", "virtual": 1, "slices": 2, "idle": "skip"}),
         ("bert-3.9b", 512, {"stash": "inputs"}),
         ("gpt-2-345m", 8, {}),  # with dropout
-        ("deepseek-v3", 2048, {"tensor": 2, "data": 1}),
+        ("deepseek-v3", 2048, {"tensor": 2, "data": 4, "weave": "off"}),
         ("gpt-oss-20b", 256, {"context": 2, "expert_dispatch": "gathered"}),
     ],
 )

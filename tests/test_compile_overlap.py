@@ -197,6 +197,17 @@ def test_a_conditional_takes_the_mean_of_its_branches():
     assert replay(choice, before=gathers + rests) == {("tensor",): (1.5, 1)}
 
 
+def test_of_stages_that_differ_all_wait_for_the_longest_branch():
+    """What the others do is not counted, nor do their collectives keep a link busy."""
+    (start, done), (inner, inner_done) = gather("g"), gather("h")
+    works = computation("yes", *PARTS, *matmuls(4))
+    gathers = computation("no", *PARTS, inner, inner_done)
+    choice = "%c = bf16[4]{0} conditional(%p, %p, %q), branch_computations={%no, %yes}"
+    before, longest = works + gathers, lambda _: ()
+    assert replay(choice, start, done, before=before, branch=longest) == {("tensor",): (3, 3)}
+    assert replay(start, choice, done, before=before, branch=longest) == {("tensor",): (6, 6)}
+
+
 def test_what_runs_beside_a_conditional_with_collectives():
     (inner, inner_done), (outer, outer_done) = gather("g"), send("s")
     before = computation("yes", *PARTS, inner, inner_done) + computation("no", *PARTS)

@@ -14,13 +14,14 @@ from mtx.costs.ask import layer_cost
 from mtx.costs.cost import ExpertShards
 from mtx.costs.trace import trace
 from mtx.errors import UserError
-from mtx.plan.candidates import Fixed, Question, divisors
+from mtx.plan.candidates import Fixed, divisors
 from mtx.plan.hardware import hardware
 from mtx.plan.memory import predict_memory
 from mtx.plan.plan import load_plan, make_plan, save_plan
 from mtx.plan.search import search
 from mtx.plan.summary import plan_rows
-from mtx.plan.time import StepTime, later_rounds, predict_step
+from mtx.plan.time import StepTime, later_rounds, predict_step, stage_times
+from mtx.presets import preset
 
 H100 = replace(hardware("h100"), node_devices=2)
 E, K, D, F, S, B = 8, 2, 512, 256, 256, 2
@@ -127,14 +128,18 @@ def test_what_a_user_types(tmp_path, capsys):
     assert rows["tokens of the fullest expert"] == said
 
 
-def test_woven_ticks_are_tried_where_chunks_have_the_same_layers():
-    small = ModelConfig(family="gemma2", layers=6, hidden=256, heads=4, kv_heads=4, sequence=256)
-    for pipe, woven in ((1, True), (2, False), (3, True)):  # of window and full layers in turn
-        question = Question(
-            model=small, gpus=6, global_batch=6, hardware=H100, fixed=Fixed(weave="on")
-        )
-        layout = Layout(pipe=pipe, tensor=2, idle="phases", weave="on")
-        assert question.allows(layout) is woven
+def test_each_stage_hides_its_own_collectives():
+    """A stage of dense layers has no all-to-all to hide, and no less to do for that of others."""
+    deepseek = preset("deepseek-v3")
+    times = {
+        weave: stage_times(deepseek.model, replace(deepseek.layout, weave=weave), H100)[0]
+        for weave in ("off", "on")
+    }
+    dense, mixtures, *_ = (
+        [woven / plain for plain, woven in zip(*stages)] for stages in zip(*times.values())
+    )
+    assert all(0 < share <= 1 for share in (*dense, *mixtures[:2]))
+    assert min(dense) > 0.9 and max(mixtures[:2]) < 0.9
 
 
 def test_a_search_finds_the_best_shards_of_experts():

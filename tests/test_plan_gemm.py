@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx.plan.calibration import calibration_of
-from mtx.plan.gemm import filled, matmul_s
+from mtx.plan.gemm import depth_parts, filled, matmul_s
 from mtx.plan.hardware import hardware
 
 A100 = hardware("a100-80gb")
@@ -18,6 +18,16 @@ def test_tiles_and_waves():
     assert filled(256 * 12, 128 * 10, batch=1, hardware=a100) == pytest.approx(120 / 216)
     assert filled(255, 128, batch=108, hardware=a100) == pytest.approx(255 / 256)
     assert filled(128, 256, batch=108, hardware=a100) == 1  # the tile lies the other way
+
+
+def test_idle_cores_share_the_depth_of_few_tiles():
+    """A router's eight columns: 16 tiles on 132 cores, each in eight parts."""
+    h100 = hardware("h100")
+    machine = dict(hardware=h100, calibration=calibration_of(h100), dtype="float32", item_bytes=4)
+    tiles = matmul_s(2048, 8, 512, **machine)
+    assert matmul_s(2048, 8, 4096, **machine) == pytest.approx(tiles, rel=1e-9)
+    assert depth_parts(2048, 8, 4096, batch=1, hardware=h100) == 8
+    assert depth_parts(2048, 4096, 4096, batch=1, hardware=h100) == 1
 
 
 def test_small_matmuls_are_bound_by_memory_and_launch():

@@ -20,6 +20,9 @@ from mtx.costs.ask import layer_cost
 from mtx.costs.cost import ExpertShards
 from mtx.errors import UserError
 from mtx.families.mixtral import Mixtral
+from mtx.layers.experts import Compute
+from mtx.sharding.experts import Way, through_experts
+from mtx.sharding.mesh import Axes
 
 MIXTRAL = ModelConfig(
     family="mixtral", layers=4, hidden=32, heads=4, kv_heads=2, ffn=24, sequence=16, vocab=101,
@@ -171,6 +174,41 @@ def test_nothing_is_dropped_where_all_choose_one_expert(way):
     reference.assert_same(got, want)
     load = got[1]["layers"]["block"]["mlp"]["router"]["load"]
     assert (load[:, 3:] == 0).all() and (load[:, :3] == (batch["weights"] > 0).sum()).all()
+
+
+def test_a_further_round_takes_a_quarter_of_the_memory_of_the_first():
+    """Of arrays by slot [E, C, ...]; so all that rounds need is bounded, whatever routers do."""
+    tokens, hidden, ffn, experts, choices = 640, 8, 24, 4, 2
+    axes = Axes.of(Layout(expert_room=1.2))
+    way = Way.of(
+        Compute("silu", False), experts=experts, tokens=tokens, choices=choices, rows=1, axes=axes
+    )
+    weights = {"up": np.zeros((experts, hidden, ffn)), "down": np.zeros((experts, ffn, hidden))}
+    given = np.zeros((tokens, hidden)), np.zeros((tokens, choices)), np.zeros(
+        (tokens, choices), np.int32
+    )  # fmt: skip
+
+    def loss(x, gates, ids, weights):
+        return through_experts(x, gates, ids, weights, way).sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 3)))(*given, weights)
+    rooms: dict[bool, set[int]] = {True: set(), False: set()}
+    for shape, in_loop in shapes_of(traced.jaxpr):
+        if len(shape) == 3 and shape[0] == experts and shape[2] in (hidden, ffn):
+            rooms[in_loop].add(shape[1])
+    matrices = {hidden, ffn}
+    assert rooms[False] - matrices == {384}  # 1.2 of 640 * 2 / 4
+    assert rooms[True] - matrices == {96}
+
+
+def shapes_of(jaxpr, in_loop=False):
+    """(shape, whether it is made in a loop of unknown length) of all that is computed."""
+    for eqn in jaxpr.eqns:
+        yield from ((v.aval.shape, in_loop) for v in eqn.outvars)
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", None)
+            if inner is not None and hasattr(inner, "eqns"):
+                yield from shapes_of(inner, in_loop or eqn.primitive.name == "while")
 
 
 def test_what_is_sent_and_computed_is_the_closed_form():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import jax
 import pytest
 import reference
 from errors import names
@@ -15,12 +16,19 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.pipeline.turns import Turns
 from mtx.pipeline.weave import Order, Step, order
 from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import IDLE
 from mtx.step import xla
 
+DEEPSEEK = ModelConfig(
+    family="deepseek_v3", layers=8, hidden=32, heads=4, ffn=48, sequence=16, vocab=61, latent=16,
+    query_latent=24, plain_size=8, turned_size=4, value_dim=8, dense_layers=2, experts=8,
+    choices=2, expert_ffn=16, groups_of_experts=4, top_groups=2, second_token=True,
+    compute_dtype="float32", vocab_multiple=8,
+)  # fmt: skip
 GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4})
 
 
@@ -41,6 +49,12 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),
         (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
+        # chunks that differ: of other lengths, of other kinds
+        (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
+        (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 3, 3, 1))),
+        (InPlace, DEEPSEEK, Layout(
+            data=2, pipe=2, virtual=2, expert=2, schedule="zb_v", stage_layers=(1, 3, 3, 1)
+        )),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_stay(trainer, model, layout):
@@ -95,13 +109,6 @@ def test_the_plan_keeps_a_slot_more():
     assert woven.parameters_bytes == plain.parameters_bytes
 
 
-def test_chunks_that_differ_are_refused():
-    layout = Layout(pipe=2, weave="on", idle="phases", stage_layers=(3, 5))
-    with pytest.raises(UserError) as error:
-        layout.check(GPT)
-    names(error, "weave='on'", "stage_layers='even'")
-
-
 def _chain(side: str, seconds: list[tuple[bool, float]], first: int) -> list[Step]:
     steps = []
     for place, (communicates, s) in enumerate(seconds, start=first):
@@ -113,19 +120,31 @@ def _chain(side: str, seconds: list[tuple[bool, float]], first: int) -> list[Ste
 def _check(found: Order, steps: tuple[Step, ...]) -> None:
     """Each step once, after those that it waits for; what is exposed is what is not covered."""
     done, exposed_s = set(), 0.0
-    for block in found.blocks:
+
+    def check(block) -> float:
+        """Its seconds."""
+        nonlocal exposed_s
         first, *beside = block
         assert steps[first].before <= done
-        for place in beside:
-            assert not steps[place].communicates and not steps[place].later
-            assert steps[place].before <= done
-            done.add(place)
+        covered_s = 0.0
+        for each in beside:
+            if isinstance(each, tuple):
+                assert steps[first].network and not steps[each[0]].network
+                covered_s += check(each)
+                continue
+            assert not steps[each].communicates and not steps[each].later
+            assert steps[each].before <= done
+            covered_s += steps[each].seconds
+            done.add(each)
         done.add(first)
         if steps[first].communicates:
-            covered_s = sum(steps[place].seconds for place in beside)
             exposed_s += max(0.0, steps[first].seconds - covered_s)
         else:
             assert not beside
+        return max(steps[first].seconds, covered_s)
+
+    for block in found.blocks:
+        check(block)
     assert done == set(range(len(steps))) and exposed_s == pytest.approx(found.exposed_s)
 
 
@@ -139,6 +158,51 @@ def test_two_chains_cover_each_other():
     assert found.exposed_s == 0.0 and found.collective_s == 5.0
     alone = order(tuple(f))
     assert alone.exposed_s == alone.collective_s == 2.0
+
+
+def test_what_leaves_the_node_has_collectives_of_the_node_beside_it():
+    """An all-to-all of 3: work of 1, and a gather of 1 with work of 1.5 inside."""
+    far = Step(3.0, True, False, "B", network=True)
+    near = Step(1.0, True, False, "F", frozenset({1}))
+    work = Step(1.0, False, False, "F"), Step(1.5, False, False, "B")
+    steps = (far, work[0], near, work[1])
+    found = order(steps)
+    _check(found, steps)
+    assert found.exposed_s == pytest.approx(0.5)  # of 2.5 beside 3
+    assert any(isinstance(each, tuple) for block in found.blocks for each in block)
+    apart = order((far._replace(network=False), *steps[1:]))
+    assert apart.exposed_s > found.exposed_s
+
+
+@pytest.mark.parametrize("forward", ["aab", "abab", "a", ""])
+@pytest.mark.parametrize("backward", ["aab", "abab", "bb"])
+def test_each_layer_has_its_turn(forward, backward):
+    """F's layers from the first on, B's from the last, each with its place among its kind."""
+    turns = Turns(tuple(forward), tuple(backward))
+    seen: list[tuple] = []
+
+    def pair(turn, f, b, carry):
+        for kinds, side, at, after, step in (
+            (forward, turn.forward, f, turn.following, 1),
+            (backward, turn.backward, b, turn.preceding, -1),
+        ):
+            if side is None:
+                assert after is None
+                continue
+            seen.append((step, int(at.layer)))
+            assert kinds[at.layer] == side
+            assert at.index == kinds[: at.layer].count(side)
+            beyond = at.layer + step
+            assert after == (kinds[beyond] if 0 <= beyond < len(kinds) else None)
+            if after is not None:
+                assert at.next == kinds[:beyond].count(after)
+        return carry, (turn.backward, turn.place)
+
+    with jax.disable_jit():
+        _, waits = turns.run(pair, ())
+    assert [n for step, n in seen if step == 1] == list(range(len(forward)))
+    assert [n for step, n in seen if step == -1] == list(range(len(backward)))[::-1]
+    assert waits[0] == backward[0]
 
 
 def test_any_order_is_right():

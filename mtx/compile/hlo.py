@@ -26,7 +26,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-Weights = Callable[[Instruction], Sequence[float]]  # of a conditional's branches
+# Of a conditional's branches; (): the longest is taken, as far as time is asked for
+Weights = Callable[[Instruction], Sequence[float]]
 Branch = Literal["max", "sum"] | Weights
 TripCounts = float | Mapping[str, float] | Callable[[Instruction], float] | None
 

@@ -19,6 +19,7 @@ from mtx.plan.compiled import Kind
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware
 from mtx.plan.network import Group, all_reduce_s, all_to_all_s, gather_s, message_s
+from mtx.sharding.experts import PRODUCTS
 
 _TAKES = {"all-reduce": all_reduce_s, "all-to-all": all_to_all_s}
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -62,7 +63,7 @@ class Machine:
     def _product(
         self, computation: Computation, instruction: Instruction, flops: float
     ) -> tuple[Kind, float]:
-        """Those in a batch are of queries and keys, and so is cuDNN's kernel."""
+        """Those in a batch are of queries and keys, but for experts', and so is cuDNN's kernel."""
         left, right = operand_shapes(computation, instruction)[:2]
         dtype = "float8" if left.dtype.startswith("f8") else _DTYPES.get(left.dtype, "bfloat16")
         if instruction.target.startswith("__cudnn$fmha"):
@@ -78,7 +79,8 @@ class Machine:
             batch=round(batch), hardware=self.hardware, calibration=self.calibration, dtype=dtype,
             item_bytes=left.bytes // left.elements,
         )  # fmt: skip
-        return "attention" if round(batch) > 1 else "matmul", seconds
+        scores = round(batch) > 1 and PRODUCTS not in instruction.op_name
+        return "attention" if scores else "matmul", seconds
 
     def collective_s(self, collective: Collective) -> float:
         if collective.kind == "collective-permute":

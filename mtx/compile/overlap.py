@@ -9,7 +9,7 @@ link of their own for either way.
 
 A loop's first two iterations are replayed, and the second stands for all that follow: so what
 starts at an iteration's end is found by the done in the next one. A conditional takes the mean of
-its branches.
+its branches, or the longest, where each stage has one of its own and all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -230,6 +230,8 @@ class _Replay:
             for _ in range(round(trips)):
                 flights = self.run(body, {0: flights}, share)
             return flights
+        if not trips:  # its collectives keep no link busy
+            return flights
         self.depth += 1
         flights = self.run(body, {0: flights}, share * min(trips, 1.0))
         if trips <= 1:
@@ -257,9 +259,9 @@ class _Replay:
         return flights
 
     def _choose(self, conditional: Instruction, given: list[_Flights], share: float) -> _Flights:
+        weights = self.branch(conditional) or self._longest(conditional, given)
         begun, free, carried = self.clock, self.free, {}
         ends, frees = [], []
-        weights = self.branch(conditional)
         for place, (name, weight) in enumerate(zip(conditional.branches, weights, strict=True)):
             if not weight:
                 continue
@@ -272,6 +274,17 @@ class _Replay:
             links: sum(each.get(links, 0.0) for each in frees) for links in set().union(*frees)
         }
         return carried
+
+    def _longest(self, conditional: Instruction, given: list[_Flights]) -> list[float]:
+        """All of the branch that takes longest: each is tried, and counts as nothing."""
+        begun, free, last, flights, ends = self.clock, self.free, self.last, self.open, []
+        for place, name in enumerate(conditional.branches):
+            self.free, self.last, self.open = dict(free), dict(last), dict(flights)
+            self.run(name, {0: given[place + 1]}, 0.0)
+            ends.append(self.clock)
+            self.clock = begun
+        self.free, self.last, self.open = free, last, flights
+        return [float(place == ends.index(max(ends))) for place in range(len(ends))]
 
     def _part(self, instruction: Instruction) -> str:
         """Of the step. XLA names some fusions after nothing: then what is in them says it."""
@@ -311,8 +324,9 @@ class _Replay:
 
     def _fullest(self, conditional: Instruction) -> list[float]:
         """The longest of the branches that are taken at all."""
+        weights = self.branch(conditional) or (1.0,) * len(conditional.branches)
         sizes = [len(self.program.computations[name]) * (weight > 0) for name, weight in
-                 zip(conditional.branches, self.branch(conditional), strict=True)]  # fmt: skip
+                 zip(conditional.branches, weights, strict=True)]  # fmt: skip
         return [float(place == sizes.index(max(sizes))) for place in range(len(sizes))]
 
 

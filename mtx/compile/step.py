@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -290,6 +291,8 @@ def busy_shares(
             taken = shares[where[1]]
             true_first = "true_computation=" in conditional.attributes
             return (taken, 1 - taken) if true_first else (1 - taken, taken)
+        if conditional.op_name.endswith("/woven/cond") and trainer.placement.period is None:
+            return () if of_slowest else _of_stages(trainer, count)
         if conditional.op_name.endswith(("/chunk/cond", "/woven/cond")) or count == schedule.slices:
             return (1 / count,) * count  # of chunks, or of attention's slices: equally often
         if count == len(trainer.placement.kinds):
@@ -301,6 +304,15 @@ def busy_shares(
         )
 
     return branches
+
+
+def _of_stages(trainer: Trainer, count: int) -> Sequence[float]:
+    """Of the branches of woven ticks where stages have layers of other kinds or in other numbers:
+    with one chunk as many as there are stages of each kind, else equally often."""
+    chunks = Counter(kinds[0] for kinds in trainer.placement.chunk_kinds)
+    if trainer.run.layout.virtual > 1 or len(chunks) != count:
+        return (1 / count,) * count
+    return tuple(number / chunks.total() for number in chunks.values())
 
 
 def of_mean_stage(trainer: Trainer, spent: tuple[Spent, ...]) -> tuple[Spent, ...]:

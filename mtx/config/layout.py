@@ -139,8 +139,11 @@ class Layout:
 
     def by_windows(self, model: ModelConfig) -> bool:
         """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
-        ticks (`mtx.schedules.windows`): of parameters of one type, with the same replicas."""
-        several = self.virtual > 1 and self.token_shards > 1
+        ticks (`mtx.schedules.windows`): of parameters of one type, with the same replicas, in
+        chunks of as many layers."""
+        even = self.stage_layers in ("even", "balanced")
+        even = even and model.layers % (self.pipe * self.virtual) == 0
+        several = even and self.virtual > 1 and self.token_shards > 1
         alike = model.fp8 == "off" and not model.routed_experts and not model.lora_rank
         return self.weave == "on" and self.zero == 1 and several and alike
 
@@ -179,15 +182,9 @@ class Layout:
 
     def check(self, model: ModelConfig) -> None:
         """Raises UserError where `model` cannot be laid out this way."""
-        placement = place_layers(
+        place_layers(
             model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
         )
-        if self.weave == "on" and not placement.even:
-            raise UserError(
-                f"weave='on' needs as many layers in every chunk, and layers={model.layers} on "
-                f"pipe*virtual={self.pipe}*{self.virtual} with stage_layers={self.stage_layers!r} "
-                "are uneven; use stage_layers='even' or weave='off'"
-            )
         widths, repeated = model.split_widths, model.repeated_widths
         common = math.gcd(*widths.values(), *repeated.values())
         for name, value in widths.items():

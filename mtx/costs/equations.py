@@ -126,6 +126,10 @@ class Equations:
             if not isinstance(self.outvars[at], Literal)
         }
         for eqn in reversed(self.eqns):
+            if eqn.primitive.name == _LATER:  # each output goes on from an input of its own
+                carried = eqn.invars[-len(eqn.outvars) :]
+                pairs = zip(carried, eqn.outvars, strict=True)
+                made |= {a: made[v] for a, v in pairs if v in made and not isinstance(a, Literal)}
             name = next((made[var] for var in eqn.outvars if var in made), None)
             if name is not None:
                 for atom in eqn.invars:

@@ -28,7 +28,7 @@ from mtx.sharding.collectives import (
     scatter_sequence,
 )
 from mtx.sharding.custom_vjp import custom_vjp
-from mtx.sharding.experts import Way, through_experts
+from mtx.sharding.experts import PRODUCTS, Way, through_experts
 from mtx.sharding.linear import MATMUL_OUTPUT, used_by_heads
 from mtx.sharding.parameter import parameter
 
@@ -53,8 +53,9 @@ class Experts:
 @custom_vjp()
 def products(x_emd, w_ed):
     """x_emd times each expert's own w [e, d, outputs...], whose gradient is float32."""
-    outputs = w_ed.ndim - 2
-    y = lax.dot_general(x_emd, w_ed.reshape(*w_ed.shape[:2], -1), (((2,), (1,)), ((0,), (0,))))
+    outputs, flat = w_ed.ndim - 2, w_ed.reshape(*w_ed.shape[:2], -1)
+    with jax.named_scope(PRODUCTS):
+        y = lax.dot_general(x_emd, flat, (((2,), (1,)), ((0,), (0,))))
     return y.reshape(*y.shape[:2], *w_ed.shape[2 : 2 + outputs])
 
 
@@ -62,8 +63,9 @@ def _products_backward(saved, dy):
     x_emd, w_ed = saved
     flat = dy.reshape(*dy.shape[:2], -1)
     each = ((0,), (0,))
-    dx = lax.dot_general(flat, w_ed.reshape(*w_ed.shape[:2], -1), (((2,), (2,)), each))
-    dw = lax.dot_general(x_emd, flat, (((1,), (1,)), each), preferred_element_type=jnp.float32)
+    with jax.named_scope(PRODUCTS):
+        dx = lax.dot_general(flat, w_ed.reshape(*w_ed.shape[:2], -1), (((2,), (2,)), each))
+        dw = lax.dot_general(x_emd, flat, (((1,), (1,)), each), preferred_element_type=jnp.float32)
     return dx, dw.reshape(w_ed.shape)
 
 

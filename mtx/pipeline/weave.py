@@ -76,9 +76,9 @@ class Braid:
         for node in self._nodes:
             (pending if node.op is None else large).append(node)
         found = order(tuple(self._steps()))
-        for first, *beside in found.blocks:
+        for block in found.blocks:
             self._compute_ready(pending)
-            self._together(large[first], [large[place] for place in beside], pending)
+            self._together(block, large, pending)
         self._compute_ready(pending)
         self._nodes = []
         return found
@@ -94,16 +94,21 @@ class Braid:
                 before, place = frozenset({place}), place + 1
             waits_for |= dict.fromkeys(node.outputs, before)
 
-    def _together(self, first: _Node, beside: list[_Node], pending: list[_Node]) -> None:
+    def _together(self, block: Block, large: Sequence[_Node], pending: list[_Node]) -> None:
         """A collective and what lies beside it: neither runs before what the other waits for, nor
         after what needs the other. What only weight gradients need is free."""
-        tied = [node for node in beside if not node.later]
+        first, beside = large[block[0]], block[1:]
+        tied = [large[place] for place in places_in(beside) if not large[place].later]
         if tied and self._is_ready(tied[0]):
             self._barrier({*first.inputs, *tied[0].inputs} - self._weights)
         made = first.compute(self.read(first.inputs))
-        for node in beside:
+        for each in beside:
             self._compute_ready(pending)
-            self._set(node.outputs, node.compute(self.read(node.inputs)))
+            if isinstance(each, tuple):
+                self._together(each, large, pending)
+            else:
+                node = large[each]
+                self._set(node.outputs, node.compute(self.read(node.inputs)))
         self._set(first.outputs, made)
         if tied:
             self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
@@ -146,8 +151,10 @@ class _Node:
         moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
         if communicates:
             twice = 2 if self.eqn.primitive.name in ("psum", "pmax") else 1
-            seconds = twice * max(moved) / _link(self.eqn)
-            return Step(seconds, True, self.later, self.side) if seconds > _SHORT else None
+            rate = _link(self.eqn)
+            seconds = twice * max(moved) / rate
+            step = Step(seconds, True, self.later, self.side, network=rate < _LINK)
+            return step if seconds > _SHORT else None
         rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
         seconds = max(flops / rate, sum(moved) / _MEMORY)
         return Step(seconds, False, self.later, self.side)
@@ -169,12 +176,18 @@ class Step(NamedTuple):
     later: bool  # only weight gradients need it
     side: str  # F or B
     before: frozenset[int] = frozenset()  # the places of those that it waits for
+    network: bool = False  # a collective that leaves the node
+
+
+# A collective's place, and of what lies beside it: of matmuls and, where it leaves the node, blocks
+# of collectives that do not; or the place of a matmul by itself.
+Block = tuple[Any, ...]
 
 
 class Order(NamedTuple):
-    """Blocks in turn: a collective and the matmuls beside it, or a matmul by itself; by place."""
+    """Blocks in turn."""
 
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[Block, ...]
     exposed_s: float  # of collectives, what no matmul lies beside
     collective_s: float
 
@@ -202,42 +215,76 @@ def _ranks(steps: Sequence[Step]) -> list[float]:
     return ranks
 
 
+def places_in(block: Block) -> Iterator[int]:
+    for each in block:
+        yield from places_in(each) if isinstance(each, tuple) else (each,)
+
+
 def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
     """One order: of what can be done, the larger key comes first, weight gradients last."""
-    done: set[int] = set()
-    left = dict.fromkeys(sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n])))
-    blocks, exposed_s, collective_s = [], 0.0, 0.0
+    return _Trial(steps, keys).order()
 
-    def next_of(communicates: bool, *, later: bool = True) -> int | None:
+
+class _Trial:
+    def __init__(self, steps: Sequence[Step], keys: Sequence[float]):
+        places = sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n]))
+        self.steps, self.left, self.done = steps, dict.fromkeys(places), set()
+        self.exposed_s = 0.0
+
+    def order(self) -> Order:
+        blocks: list[Block] = []
+        while self.left:
+            link, work = self.next_of(True), self.next_of(False)
+            if work is not None and (
+                link is None or (self.steps[link].later and self.steps[work].later)
+            ):
+                self.take(work)
+                blocks.append((work,))
+                continue
+            assert link is not None  # no step waits for itself
+            blocks.append(self.block(link)[0])
+        collective_s = sum(step.seconds for step in self.steps if step.communicates)
+        return Order(tuple(blocks), self.exposed_s, collective_s)
+
+    def next_of(self, communicates: bool, *, later=True, network=True) -> int | None:
         """The first that can be done."""
-        for place in left:
-            step = steps[place]
-            if step.communicates == communicates and step.before <= done and later >= step.later:
+        for place in self.left:
+            step = self.steps[place]
+            if (
+                step.communicates == communicates and step.before <= self.done
+                and later >= step.later and network >= step.network
+            ):  # fmt: skip
                 return place
         return None
 
-    def take(place: int) -> int:
-        del left[place]
-        return place
+    def take(self, place: int) -> float:
+        del self.left[place]
+        self.done.add(place)
+        return self.steps[place].seconds
 
-    while left:
-        link, work = next_of(True), next_of(False)
-        if work is not None and (link is None or (steps[link].later and steps[work].later)):
-            done.add(take(work))
-            blocks.append((work,))
-            continue
-        assert link is not None  # no step waits for itself
-        take(link)
-        uncovered_s, block = steps[link].seconds, [link]
-        collective_s += uncovered_s
-        while uncovered_s > 0 and (beside := next_of(False, later=False)) is not None:
-            done.add(take(beside))
-            block.append(beside)
-            uncovered_s -= steps[beside].seconds
-        exposed_s += max(0.0, uncovered_s)
-        done.add(link)
-        blocks.append(tuple(block))
-    return Order(tuple(blocks), exposed_s, collective_s)
+    def block(self, link: int) -> tuple[Block, float]:
+        """A collective with what lies beside it, and the seconds of it all."""
+        step, beside_s = self.steps[link], 0.0
+        block: list[Any] = [link]
+        del self.left[link]
+        while beside_s < step.seconds:
+            work = self.next_of(False, later=False)
+            inner = self.next_of(True, later=False, network=False) if step.network else None
+            if inner is not None and (work is None or self._is_before(inner, work)):
+                nested, seconds = self.block(inner)
+                block.append(nested)
+                beside_s += seconds
+            elif work is not None:
+                beside_s += self.take(work)
+                block.append(work)
+            else:
+                break
+        self.done.add(link)
+        self.exposed_s += max(0.0, step.seconds - beside_s)
+        return tuple(block), max(step.seconds, beside_s)
+
+    def _is_before(self, one: int, other: int) -> bool:
+        return next(place for place in self.left if place in (one, other)) == one
 
 
 # -- of functions ----------------------------------------------------------------------------------
@@ -245,9 +292,13 @@ def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
 
 def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
     """The places of the equations that only weight gradients need, of a backward pass whose first
-    `weights` outputs they are."""
+    `weights` outputs they are: of those that matmuls can add in place. What goes through a loop,
+    as experts' gradients do, cannot be, and is as any other."""
     _, later = divide(strand, weights)
-    ids = set(map(id, later))
+    loops = [eqn for eqn in later if eqn.primitive.name == "while"]
+    read = [atom for eqn in loops for atom in variables_of(eqn.invars)]
+    through = [later[place] for place in needed_of(later, read)]
+    ids = set(map(id, later)) - set(map(id, [*loops, *through]))
     return frozenset(i for i, eqn in enumerate(strand.eqns) if id(eqn) in ids)
 
 
@@ -293,8 +344,9 @@ def _bytes(atoms) -> int:
 
 
 def _flops(eqn) -> float:
-    """Of the matmuls in an equation, those of its loops and branches included; of a loop that
-    communicates itself none, since beside another collective it cannot run."""
+    """Of the matmuls in an equation, those of its loops and branches included; none of a loop that
+    communicates, beside which another collective cannot run: of full experts' further rounds, which
+    hardly ever come."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contract, _), _ = params["dimension_numbers"]
@@ -308,9 +360,18 @@ def _flops(eqn) -> float:
         return max(_flops_of(branch) for branch in params["branches"])
     if name == "while":
         body = params["body_jaxpr"]
-        return 0.0 if any(map(_communicates, body.jaxpr.eqns)) else _flops_of(body)
-    inner = [value for value in params.values() if hasattr(value, "jaxpr")]
-    return params.get("length", 1) * sum(map(_flops_of, inner))
+        return 0.0 if _has_collective(body) else _flops_of(body)
+    return params.get("length", 1) * sum(map(_flops_of, _inside(eqn)))
+
+
+def _inside(eqn) -> list:
+    """The functions in an equation."""
+    return [value for value in eqn.params.values() if hasattr(value, "jaxpr")]
+
+
+def _has_collective(closed) -> bool:
+    eqns = closed.jaxpr.eqns
+    return any(_communicates(eqn) or any(map(_has_collective, _inside(eqn))) for eqn in eqns)
 
 
 def _flops_of(closed) -> float:

@@ -17,7 +17,7 @@ T ticks · P stages
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,19 @@ from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
-from mtx.pipeline.woven_layers import Kept, Side, WovenLayers
+from mtx.pipeline.turns import Kinds
+from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
 
 Tree = Any
+
+
+class Pair(NamedTuple):
+    """What F and B have in a tick."""
+
+    chunks: tuple[int, int]  # where each has a branch of its own; else 0
+    kinds: tuple[Kinds, Kinds]  # of their layers
 
 
 class WovenRun(Run):
@@ -51,8 +59,31 @@ class WovenRun(Run):
         super().__init__(pipeline, params, *arguments)
 
     @cached_property
-    def layers(self) -> WovenLayers:
-        return WovenLayers(stage=self.stage, placement=self.placement, split=self.schedule.split)
+    def sides(self) -> dict[str, KindStrands]:
+        """F and B of a layer of each kind."""
+        split, in_place = self.schedule.split, self.stage.shards is None
+        return {
+            kind: KindStrands(vjp=vjp, split=split, in_place=in_place)
+            for kind, vjp in self.stage.vjps.items()
+        }
+
+    def layers(self, forward: Kinds, backward: Kinds) -> WovenLayers:
+        """Of chunks of those kinds."""
+        return WovenLayers(
+            stage=self.stage, sides=self.sides, forward=forward, backward=backward,
+            split=self.schedule.split, cuts=self.leaves_last,
+        )  # fmt: skip
+
+    @cached_property
+    def first_layer(self) -> Kinds:
+        """The kind of all chunks' first layers; () where they differ."""
+        first, *others = {kinds[:1] for chunks in self.placement.chunk_kinds for kinds in chunks}
+        return () if others else first
+
+    @property
+    def leaves_last(self) -> bool:
+        """Whether the weight gradients of B's last layer wait for what a tick sends."""
+        return bool(self.first_layer) and not self.schedule.split
 
     def start(self) -> Carry:
         carry = super().start()
@@ -93,7 +124,7 @@ class WovenRun(Run):
         window = traffic and traffic.window(phase)
         if traffic is None or window is None:
             return super().scan(carry, rows, phase)
-        layers = self.layers.layers
+        layers = self.placement.layer.shape[-1]
         if phase.start == window.start:
             moved = traffic.begin(window, layers, carry.gradients.of_layers)
             carry = carry._replace(moved=moved)
@@ -119,8 +150,8 @@ class WovenRun(Run):
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered, left = self.beside_layers(messages, op, phase)
 
-        def compute(chunks: tuple[int, int], op: Tick, kept: Kept):
-            f, b = None, None
+        def compute(pair: Pair, op: Tick, kept: Kept):
+            f, b, chunks = None, None, pair.chunks
             if forward:
                 ahead = messages.ahead if self.is_early else None
                 f = self._side(op.forward, chunks[0], weights[0], messages.input, ahead)
@@ -129,7 +160,7 @@ class WovenRun(Run):
                 taken = self.take(returns, messages.dx, op.gradient_receives)
                 d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
                 b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers.run(f, b, kept, cargo)
+            return self.layers(*pair.kinds).run(f, b, kept, cargo)
 
         pairs, number = self.chunks(op, phase)
         with jax.named_scope("woven"):
@@ -206,13 +237,14 @@ class WovenRun(Run):
         params = self.weights.layers
         if self.traffic is not None:
             params, op = self.traffic.any_of(op.chunk), op._replace(held=jnp.zeros((), jnp.int32))
-        return self.layers.ahead(Side(op, params, op.held, x))
+        layers = self.layers(self.first_layer, self.first_layer)
+        return layers.ahead(Side(op, params, op.held, x))
 
     @property
     def is_early(self) -> bool:
         """Whether the parameters of the next tick's F are there, and something lies beside what is
         gathered for it."""
-        return self.weights.shards is None and not self.schedule.split
+        return self.weights.shards is None and self.leaves_last
 
     def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Arrays) -> Carry:
         """What the rest of a tick's sends has beside it. y: what F has made; last: what waits for
@@ -236,18 +268,20 @@ class WovenRun(Run):
             carry = carry._replace(messages=carry.messages._replace(dy=dy))
         return carry
 
-    def chunks(self, op: Tick, phase: Phase) -> tuple[list[tuple[int, int]], jax.Array]:
+    def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:
         """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
         One, where the program needs no branch for each."""
-        if not self.in_branches:
-            return [(0, 0)], jnp.zeros((), jnp.int32)
         wanted = np.array([phase.forward, phase.backward])
         table = np.stack([half.chunk for half in self.schedule.halves[:2]], axis=-1) * wanted
-        found = np.unique(table[phase.start : phase.stop].reshape(-1, 2), axis=0)
-        places = np.zeros((self.schedule.virtual,) * 2, np.int32)
-        places[*found.T] = np.arange(len(found))
+        kinds, apart = self.placement.chunk_kinds, int(self.in_branches)
+        places = np.zeros((self.schedule.stages, *(self.schedule.virtual,) * 2), np.int32)
+        found: dict[Pair, int] = {}
+        for stage, pairs in enumerate(table[phase.start : phase.stop].swapaxes(0, 1)):
+            for f, b in np.unique(pairs, axis=0):
+                pair = Pair((int(f) * apart, int(b) * apart), (kinds[stage][f], kinds[stage][b]))
+                places[stage, f, b] = found.setdefault(pair, len(found))
         now = op.forward.chunk * phase.forward, op.backward.chunk * phase.backward
-        return [(f, b) for f, b in found.tolist()], read(jnp.asarray(places), *now)
+        return list(found), read(jnp.asarray(places), self.index, *now)
 
     def gather(self, carry: Carry, op: Tick, forward: bool, backward: bool) -> tuple:
         """The parameters of F's chunk and of B's."""
@@ -268,9 +302,10 @@ class WovenRun(Run):
         `beside`, or without that with the others."""
         of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
         first = beside is not None
-        if not self.schedule.split:
+        if self.leaves_last:
+            layers = self.layers(self.first_layer, self.first_layer)
             with jax.named_scope("W"):
-                run = self.by_chunk(partial(self.layers.last_weights, first=first))
+                run = self.by_chunk(partial(layers.last_weights, first=first))
                 of_b = run(op.backward, waits, of_b)
                 # Behind a branch something may stand between gradients and what is added next.
                 if self.in_branches and first:

@@ -1,32 +1,30 @@
 """The layers of a chunk's F and of another chunk's B, in one loop, each pair of layers woven.
 
-F goes through layer n while B goes through layer N - 1 - n. What F's layer n + 1 does up to its
-first gather is computed beside layer n; B's last layer leaves the matmuls of its weight gradients
-for later, beside what the tick sends, but for the smallest, beside what it scatters last.
+F goes through layer n while B goes through layer N - 1 - n (`mtx.pipeline.turns`, where chunks
+differ too). What F's layer n + 1 does up to its first gather is computed beside layer n; B's last
+layer leaves the matmuls of its weight gradients for later, beside what the tick sends, but for the
+smallest, beside what it scatters last, where all chunks begin with the same kind of layer.
 
 Legend: C chunks · N layers of a kind in a chunk · R ring slots
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from mtx.errors import UserError
 from mtx.pipeline.slots import add, read, write
-from mtx.pipeline.stage import Stage, loop
+from mtx.pipeline.stage import Stage
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
+from mtx.pipeline.turns import At, Kinds, Turn, Turns
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
-from mtx.schedules.partition import Placement
 from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
 
 Tree = Any
@@ -51,59 +49,16 @@ class Kept(NamedTuple):
     moved: Any = None  # of a cargo
 
 
-class Turn(NamedTuple):
-    """Layers of a chunk in which F meets the same kinds: n of F with N - 1 - n of B."""
-
-    forward: str  # the kind of F's layer, of F's next one, and of B's
-    following: str
-    backward: str
-    preceding: str  # of B's next one
-    place: int  # of F's first, among the period's layers
-    count: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class WovenLayers:
-    """A chunk's layers, F and B in one loop. Every chunk is a period of kinds, repeated."""
+    """The layers of a chunk of F and of a chunk of B, in one loop."""
 
     stage: Stage
-    placement: Placement
+    sides: Mapping[str, KindStrands]  # of each kind of layer
+    forward: Kinds  # of F's chunk
+    backward: Kinds
     split: bool
-
-    @cached_property
-    def period(self) -> tuple[str, ...]:
-        """Kinds, from the first layer of a chunk on."""
-        found = self.placement.period
-        if found is None:
-            raise UserError(
-                "weave='on' needs the same kinds of layers in every chunk; use "
-                "stage_layers='even', a pattern of layers that repeats, or weave='off'"
-            )
-        kinds = tuple(run.kind for run in found.runs for _ in range(run.count))
-        return kinds[:1] if len(set(kinds)) == 1 else kinds
-
-    @cached_property
-    def layers(self) -> int:
-        """N, of all kinds."""
-        return self.placement.layer.shape[-1]
-
-    def turns(self) -> list[Turn]:
-        """Of one period, F's from its first layer, B's from its last."""
-        kinds, back = self.period, self.period[::-1]
-        met = zip(kinds, _next(kinds), back, _next(back), strict=True)
-        turns, place = [], 0
-        for key, group in groupby(met):
-            turns.append(Turn(*key, place, len(list(group))))
-            place += turns[-1].count
-        return turns
-
-    @cached_property
-    def sides(self) -> dict[str, KindStrands]:
-        in_place = self.stage.shards is None
-        return {
-            kind: KindStrands(vjp=vjp, split=self.split, in_place=in_place)
-            for kind, vjp in self.stage.vjps.items()
-        }
+    cuts: bool  # whether B's last layer leaves the matmuls of its weight gradients
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -117,38 +72,27 @@ class WovenLayers:
                 def move(n, moved):
                     return cargo.write(moved, cargo.bucket(n), n)
 
-                kept = kept._replace(moved=lax.fori_loop(0, self.layers, move, kept.moved))
+                pairs = Turns(self.forward, self.backward).pairs
+                kept = kept._replace(moved=lax.fori_loop(0, pairs, move, kept.moved))
             return nothing, nothing, kept, ()
         x, d = (nothing if side is None else side.stream for side in (f, b))
-        size, braid = len(self.period), Braid()
-        repeats, turns = self.layers // size, self.turns()
-        of_f = ()
+        turns = Turns(self.forward if f else (), self.backward if b else ())
+        braid, of_f, of_b = Braid(), [], []
         if f is not None and f.ahead is not None:
             of_f = braid.given(f.ahead)
-        elif f is not None:
-            of_f = self._ahead(braid, f, turns[0].forward, 0, f.stream)
-        of_b = self._ahead_back(braid, b, turns[0].backward, self.layers - 1) if b else ()
+        elif f is not None and self.forward:
+            of_f = self._ahead(braid, f, self.forward[0], 0, 0, f.stream)
+        if b and self.backward:
+            kind, n = self.backward[-1], len(self.backward) - 1
+            of_b = self._ahead_back(braid, b, kind, n, self.backward.count(kind) - 1)
         braid.run()
         carry = (x, tuple(braid.read(of_f)), d, tuple(braid.read(of_b)), kept)
 
-        def turn(each: Turn, k, i, carry):
-            """One layer of each."""
-            n = k * size + each.place + i
-            return self._beside(cargo, n, carry, partial(self.pair, f, b, each, n))[0]
+        def pair(turn: Turn, at_f: At, at_b: At, carry):
+            compute = partial(self.pair, f, b, turn, at_f, at_b)
+            return self._beside(cargo, at_f.layer, carry, compute)
 
-        def period(k, carry):
-            for each in turns:
-                carry = loop(each.count, partial(turn, each, k), carry)
-            return carry
-
-        carry = loop(repeats - 1, period, carry)
-        *others, last = turns
-        for each in others:
-            carry = loop(each.count, partial(turn, each, repeats - 1), carry)
-        carry = loop(last.count - 1, partial(turn, last, repeats - 1), carry)
-        pair = partial(self.pair, f, b, last, self.layers - 1, is_last=True)
-        carry, waits = self._beside(cargo, self.layers - 1, carry, pair)
-        x, _, d, _, kept = carry
+        (x, _, d, _, kept), waits = turns.run(pair, carry)
         return x, d, kept, waits
 
     def _beside(self, cargo: Cargo | None, n, carry: tuple, pair: Callable) -> tuple:
@@ -162,24 +106,25 @@ class WovenLayers:
         kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, bucket, n))
         return (x, ahead, d, ahead_back, kept), waits
 
-    def pair(self, f: Side | None, b: Side | None, turn: Turn, n, carry, *, is_last=False):
-        """(carry, what waits) after layer n of F and layer N - 1 - n of B."""
+    def pair(self, f: Side | None, b: Side | None, turn: Turn, at_f: At, at_b: At, carry):
+        """(carry, what waits) after a layer of F and one of B."""
         x, ahead, d, ahead_back, kept = carry
         braid, waits, of_next, of_before = Braid(), (), [], []
-        cut = is_last and not self.split
-        if f is not None:
+        cut = turn.preceding is None and self.cuts
+        if f is not None and turn.forward is not None:
             forward = self.sides[turn.forward]
-            inputs = self._numbers(braid, self._inputs(f, turn.forward, n, x), forward)
+            inputs = self._numbers(braid, self._inputs(f, turn.forward, *at_f[:2], x), forward)
             of_f = braid.add(forward.rest, [*braid.given(ahead), *inputs], side="F")
-            if not is_last:
+            if turn.following is not None:
                 stream = of_f[: len(jax.tree.leaves(x))]
-                of_next = self._ahead(braid, f, turn.following, n + 1, stream)
-        if b is not None:
-            kind, m = turn.backward, self.layers - 1 - n
-            backward = self.sides[kind]
-            residuals, ring = backward.take(kept.rings[kind], b.op.slot, self._index(kind, m))
-            kept = kept._replace(rings=kept.rings | {kind: ring})
-            params, given = self._given(b, kind, m)
+                n = at_f.layer + 1
+                of_next = self._ahead(braid, f, turn.following, n, at_f.next, stream)
+        if b is not None and turn.backward is not None:
+            backward = self.sides[turn.backward]
+            ring = kept.rings[turn.backward]
+            residuals, ring = backward.take(ring, b.op.slot, at_b.index)
+            kept = kept._replace(rings=kept.rings | {turn.backward: ring})
+            params, given = self._given(b, turn.backward, *at_b[:2])
             inputs = [
                 *braid.given(ahead_back),
                 *braid.given(residuals),
@@ -188,27 +133,28 @@ class WovenLayers:
             ]
             strand, later = backward.backward(cut=cut)
             of_b = braid.add(strand, inputs, side="B", later=later)
-            if not is_last:
-                of_before = self._ahead_back(braid, b, turn.preceding, m - 1)
+            if turn.preceding is not None:
+                m = at_b.layer - 1
+                of_before = self._ahead_back(braid, b, turn.preceding, m, at_b.next)
         braid.run()
         rings, gradients, deferred, _ = kept
-        if b is not None:
+        if b is not None and turn.backward is not None:
+            kind, index = turn.backward, at_b.index
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
-            if f is not None:
+            if f is not None and turn.forward is not None:
                 free = backward.in_place  # where nothing may stand between a gradient and its sum
                 of_both = rings[turn.forward], d, *(() if free else (dparams, waits))
                 ring, d, *others = lax.optimization_barrier(of_both)
                 dparams, waits = (dparams, waits) if free else others
                 rings = rings | {turn.forward: ring}
-            index = self._index(kind, m)
             gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, index)}
             if self.split:
                 waiting = write(deferred[kind], waits, b.op.deferred, index)
                 deferred, waits = deferred | {kind: waiting}, ()
             ahead_back = tuple(braid.read(of_before))
-        if f is not None:
+        if f is not None and turn.forward is not None:
             x, residuals = jax.tree.unflatten(forward.outputs, braid.read(of_f))
-            ring = write(rings[turn.forward], residuals, f.op.slot, self._index(turn.forward, n))
+            ring = write(rings[turn.forward], residuals, f.op.slot, at_f.index)
             rings, ahead = rings | {turn.forward: ring}, tuple(braid.read(of_next))
         kept = kept._replace(rings=rings, gradients=gradients, deferred=deferred)
         return (x, ahead, d, ahead_back, kept), waits
@@ -218,12 +164,12 @@ class WovenLayers:
         weights = braid.given(inputs[: of.first], weights=True)
         return weights + braid.given(inputs[of.first :])
 
-    def _ahead(self, braid: Braid, f: Side, kind: str, n, stream) -> list[int]:
+    def _ahead(self, braid: Braid, f: Side, kind: str, n, index, stream) -> list[int]:
         """What is computed ahead of a layer's F, of its stream: arrays, or their numbers."""
         side = self.sides[kind]
         if side.ahead is None:
             return []
-        inputs = self._numbers(braid, self._inputs(f, kind, n, None), side)
+        inputs = self._numbers(braid, self._inputs(f, kind, n, index, None), side)
         leaves = jax.tree.leaves(stream)
         numbers = leaves if isinstance(stream, list) else braid.given(leaves)
         return braid.add(side.ahead, side.with_stream(inputs, numbers), side="F")
@@ -231,16 +177,16 @@ class WovenLayers:
     def ahead(self, f: Side) -> Arrays:
         """What can be computed of F's first layer before there is a B beside it."""
         braid = Braid()
-        numbers = self._ahead(braid, f, self.period[0], 0, f.stream)
+        numbers = self._ahead(braid, f, self.forward[0], 0, 0, f.stream)
         braid.run()
         return tuple(braid.read(numbers))
 
-    def _ahead_back(self, braid: Braid, b: Side, kind: str, m) -> list[int]:
+    def _ahead_back(self, braid: Braid, b: Side, kind: str, m, index) -> list[int]:
         """The same of B, of its parameters alone."""
         side = self.sides[kind]
         if side.ahead_back is None:
             return []
-        params, _ = self._given(b, kind, m)
+        params, _ = self._given(b, kind, m, index)
         numbers = braid.given(jax.tree.leaves(params), weights=True)
         inputs = braid.given([None] * len(side.ahead_back.invars))
         first = len(side.vjp.residuals)
@@ -250,7 +196,7 @@ class WovenLayers:
     def last_weights(self, op: Op, waits: Arrays, gradients: Tree, *, first: bool) -> Tree:
         """With weight gradients of a chunk's first layer, of which B is done: the first of those
         that wait, or the others."""
-        kind, braid = self.period[0], Braid()
+        kind, braid = self.backward[0], Braid()
         cut = self.sides[kind].cut
         wanted = [(place == 0) == first for place in range(len(cut.w.outvars))]
         made = iter(braid.add(cut.w.choose(wanted), braid.given(waits), side="B"))
@@ -260,33 +206,20 @@ class WovenLayers:
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
-    def _index(self, kind: str, n):
-        """Of layer n among those of its kind."""
-        size = len(self.period)
-        within = np.cumsum([each == kind for each in self.period]) - 1
-        if size == 1:
-            return n
-        of_kind = self.period.count(kind)
-        return n // size * of_kind + jnp.asarray(within, jnp.int32)[n % size]
-
-    def _given(self, side: Side, kind: str, n) -> tuple[Tree, tuple]:
+    def _given(self, side: Side, kind: str, n, index) -> tuple[Tree, tuple]:
         op = side.op
         layer = read(self.stage.tables["layer"], op.chunk, n)
-        params = read(side.params[kind], side.held, self._index(kind, n))
+        params = read(side.params[kind], side.held, index)
         return params, (self.stage.context(op.item, layer),)
 
-    def _inputs(self, side: Side, kind: str, n, stream: Tree) -> list:
+    def _inputs(self, side: Side, kind: str, n, index, stream: Tree) -> list:
         """Leaves of F's arguments; without a stream, its places are None."""
-        params, given = self._given(side, kind, n)
+        params, given = self._given(side, kind, n, index)
         if stream is None:
             leaves = [None] * len(jax.tree.leaves(self.stage.stream))
         else:
             leaves = jax.tree.leaves(stream)
         return [*jax.tree.leaves(params), *leaves, *jax.tree.leaves(given)]
-
-
-def _next(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    return (*kinds[1:], kinds[0])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -24,6 +24,8 @@ from mtx.plan.network import all_reduce_s, gather_s
 from mtx.plan.scores import attention_s
 from mtx.plan.shard import Shard
 
+_ADDED_BYTES = 12  # an element, to add float32 to float32
+
 
 class Work(NamedTuple):
     """Seconds of one device, by what they are spent on."""
@@ -94,6 +96,8 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
     copies = shard.calibration.software.stash_copies
     kept_bytes = total(shard.cost(kind, recompute).kept, shard.microbatch) if copies else 0
     stashed = Work(elementwise_s=shard.memory_s(copies * kept_bytes))
+    forward_loops, *of_loops = _for_loops_s(shard, cost)
+    stashed += Work(elementwise_s=forward_loops)
     inputs_s = [shard.product_s(m, k, n, b, dtype=t) for b, m, n, k, t in weights]
     trained = [each.weight in cost.trained for each in cost.weights]
     weights_s = [
@@ -109,10 +113,11 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         expert_comm_s=to_experts_s(shard, shard.cost(kind, recompute).collectives, "BW"),
     )
     backward += _again(shard, kind, recompute, forward)
+    backward += Work(elementwise_s=of_loops[0])
     size = sum(b * k * n for has_w, (b, _, n, k, _) in zip(trained, weights) if has_w)
     weight = Work(
         matmul_s=sum(weights_s),
-        elementwise_s=_accumulate_s(shard, size, sum(trained)),
+        elementwise_s=_accumulate_s(shard, size, sum(trained)) + of_loops[1],
         tensor_comm_s=-_hidden_s(shard, _columns_s(cost, weights_s), weights=True),
     )
     return Passes(forward=forward + stashed, backward=backward, weight=weight)
@@ -127,6 +132,19 @@ def later_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
         for products_s, others_s, sent_s in passes
     )
     return Passes(*works)
+
+
+def _for_loops_s(shard: Shard, cost: Cost) -> tuple[float, float, float]:
+    """What F, B and W pay for the loops of experts' further rounds, whether these run or not: a
+    loop reads a copy of a layer's weights, taken from their stack, and what comes out of it cannot
+    be added in place by the matmul before it."""
+    looped = {each.weight for each in cost.later.matmuls if each.during == "F"}
+    own = [each.shape(shard.microbatch) for each in cost.weights if each.weight in looped]
+    size, kernels = sum(b * n * k for b, _, n, k in own), len(own)
+    if shard.calibration.software.accumulate_bytes or not size:  # others add apart anyway
+        return 0.0, 0.0, 0.0
+    copy_s = shard.memory_s(2 * shard.item_bytes * size, kernels)
+    return copy_s, copy_s, shard.memory_s(_ADDED_BYTES * size, kernels)
 
 
 def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work:

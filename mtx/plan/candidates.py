@@ -6,20 +6,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal, TypeVar
 
 from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
-from mtx.costs.ask import pattern_of
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
 from mtx.plan.choose import CONTEXT_WAYS, context_attention
 from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory, weights_bytes
 from mtx.plan.time import StepTime, predict_step
-from mtx.schedules.partition import place_layers
-from mtx.sizes import StageLayers
 
 MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
@@ -94,12 +90,7 @@ class Question:
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def allows(self, layout: Layout) -> bool:
-        return divides(layout, self.model, self.global_batch) and self._can_weave(layout)
-
-    def _can_weave(self, layout: Layout) -> bool:
-        """Woven ticks need the same kinds of layers in every chunk."""
-        shape = layout.pipe, layout.virtual, layout.stage_layers
-        return layout.weave == "off" or _chunks_alike(pattern_of(self.model), *shape)
+        return divides(layout, self.model, self.global_batch)
 
     def meshes(self) -> list[Layout]:
         """Every data x pipe x expert x context x tensor that model and batch allow, in its leanest
@@ -227,14 +218,6 @@ def divides(layout: Layout, model: ModelConfig, global_batch: int) -> bool:
     except UserError:
         return False
     return True
-
-
-@lru_cache(maxsize=4096)
-def _chunks_alike(
-    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers: StageLayers
-) -> bool:
-    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
-    return placement.period is not None
 
 
 def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:

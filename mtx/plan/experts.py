@@ -97,6 +97,21 @@ def to_experts_s(shard: Shard, collectives: Iterable[Collective], during: str) -
     )
 
 
+def first_alone_s(shard: Shard, cost: Cost, attention_s: float) -> float:
+    """Seconds of a pair of woven layers in which B's first all-to-all has nothing beside it: B has
+    nothing to do before it, and F only attention, of that many seconds, and what makes it. cost: of
+    the layer."""
+    if shard.experts is None:
+        return 0.0
+    of_experts = {each.weight for each in cost.later.matmuls}
+    before = (
+        each.shape(shard.microbatch) for each in cost.weights if each.weight not in of_experts
+    )
+    before_s = sum(shard.product_s(m, n, k, batch) for batch, m, n, k in before)
+    one_s = to_experts_s(shard, cost.collectives, "F") / 2
+    return max(0.0, one_s - before_s - attention_s)
+
+
 def is_to_experts(each: Collective) -> bool:
     """Attention sends its heads over `context` alone, and nothing else by all-to-all."""
     return "expert" in each.axes or (each.kind == "all_to_all" and "context" not in each.axes)

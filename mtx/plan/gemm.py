@@ -2,7 +2,8 @@
 
 A GPU computes the product in tiles, as many at a time as it has cores: what does not fill a tile,
 and the cores that idle in the last wave, are lost. Each tile runs through all of k after a start
-that does not depend on it, so that products with a small k are slow.
+that does not depend on it, so that products with a small k are slow. Where tiles leave half of the
+cores idle, as of a router's few columns, k is divided among them: cuBLAS's split-K.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def matmul_s(
     """Seconds of `batch` products [m, k] x [k, n]: the longer of computing and of moving bytes."""
     flops = 2.0 * batch * m * n * k
     rate = hardware.peak_flops(dtype) * calibration.matmul_share
-    rate *= filled(m, n, batch=batch, hardware=hardware) * k / (k + calibration.matmul_depth)
+    parts = depth_parts(m, n, k, batch=batch, hardware=hardware)
+    each = k / parts
+    rate *= filled(m, n, batch=batch, hardware=hardware) * parts
+    rate *= each / (each + calibration.matmul_depth)
     moved = item_bytes * batch * (m * k + k * n + m * n)
     memory = hardware.memory_gb_s * 1e9 * calibration.memory_share
     return max(flops / rate, moved / memory) + calibration.kernel_s
@@ -41,6 +45,17 @@ def filled(m: int, n: int, *, batch: int, hardware: Hardware) -> float:
         _filled(m, n, rows, columns, batch, hardware.cores),
         _filled(m, n, columns, rows, batch, hardware.cores),
     )
+
+
+_DEPTH = 512  # of k, the least that a part of it has
+
+
+def depth_parts(m: int, n: int, k: int, *, batch: int, hardware: Hardware) -> float:
+    """Among how many cores the depth of each tile is divided."""
+    rows, columns = hardware.tile
+    ways = (rows, columns), (columns, rows)
+    tiles = min(-(-m // r) * -(-n // c) * batch for r, c in ways)
+    return max(1.0, min(hardware.cores // tiles, k / _DEPTH))
 
 
 def _filled(m: int, n: int, rows: int, columns: int, batch: int, cores: int) -> float:

@@ -13,9 +13,9 @@ Not counted: reading data, logging, and the first steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import add
 
 from mtx.config import Layout, ModelConfig
@@ -25,7 +25,7 @@ from mtx.errors import UserError
 from mtx.plan.block import Passes, Work, embedding_work, head_work, later_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
 from mtx.plan.choose import context_attention
-from mtx.plan.experts import rounds_after_first
+from mtx.plan.experts import first_alone_s, rounds_after_first
 from mtx.plan.hardware import Hardware
 from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
@@ -111,7 +111,7 @@ def predict_step(
     )  # fmt: skip
     lone = Work() if bound else _lone(on, layout, microbatches)
     pipe_s += lone.total_s
-    blocks = on.layers.all * (microbatches / layout.pipe) + lone + on.hidden.all * -microbatches
+    blocks = (on.layers + on.hidden * -1).all * (microbatches / layout.pipe) + lone
     outside = (first.all + last.all) * (microbatches / layout.pipe) + every.all * microbatches
     held = matrices_held(model, layout, on.counts, calibration, frozen=zero == 3)
     data_comm_s = data_parallel_s(
@@ -139,8 +139,8 @@ def _lone(on: _OnStages, layout: Layout, microbatches: int) -> Work:
     if on.hidden == Passes():
         return Work()
     forward, backward = lone_ticks(layout, microbatches)
-    of_b = on.hidden.backward + on.hidden.weight
-    return (on.hidden.forward * forward + of_b * backward) * (1 / layout.virtual)
+    each = on.hidden * (1 / (layout.pipe * layout.virtual))
+    return each.forward * forward + (each.backward + each.weight) * backward
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -155,15 +155,22 @@ class _OnStages:
     work: dict[str, Passes]  # of a layer of each kind
     outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
     hop_s: float  # a message
-    hidden: Passes  # of a microbatch's collectives, by weaving alone
+    hides: Callable[[dict[str, int]], Passes] | None  # of a stage's microbatch, by weaving alone
     virtual: int
+
+    def of(self, counts: Mapping[str, int]) -> Passes:
+        """Of so many layers of each kind."""
+        return sum((self.work[kind] * n for kind, n in counts.items()), Passes())
 
     @property
     def layers(self) -> Passes:
         """All layers of the model."""
-        counts: Counter = sum(map(Counter, self.counts), Counter())
-        each = (self.work[kind] * count for kind, count in counts.items())
-        return sum(each, Passes())
+        return self.of(sum(map(Counter, self.counts), Counter()))
+
+    @cached_property
+    def hidden(self) -> Passes:
+        """Of all stages' microbatches, their collectives that weaving alone hides."""
+        return sum(map(self.hides, self.counts), Passes()) if self.hides else Passes()
 
     @property
     def messages_s(self) -> float:
@@ -179,11 +186,13 @@ class _OnStages:
     @cached_property
     def layers_s(self) -> list[Seconds]:
         """F, B and W of the layers of each stage."""
-        of_counts = {
-            counts: sum((self.work[kind] * n for kind, n in counts), self.hidden * -1).seconds
-            for counts in {tuple(each.items()) for each in self.counts}
-        }
-        return [of_counts[tuple(each.items())] for each in self.counts]
+        found = {}
+        for counts in self.counts:
+            key = tuple(counts.items())
+            if key not in found:
+                hidden = self.hides(counts) if self.hides else Passes()
+                found[key] = (self.of(counts) + hidden * -1).seconds
+        return [found[tuple(counts.items())] for counts in self.counts]
 
     @property
     def times(self) -> tuple[list[Seconds], float]:
@@ -238,7 +247,7 @@ def _on_stages(
         work=with_copies(work, model, layout, shard),
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
-        hidden=Passes(),
+        hides=None,
         virtual=layout.virtual,
     )
     later = {kind: later_work(shard, kind, recompute) for kind in on.work}
@@ -247,25 +256,30 @@ def _on_stages(
     apart = replace(calibration, software=replace(calibration.software, overlaps_tensor=False))
     shard = replace(shard, calibration=apart)
     alone = replace(on, work={kind: layer_work(shard, kind, recompute) for kind in on.work})
-    return _woven(on, layout, collectives=alone.layers * (1 / layout.pipe)).with_more(later)
+    last_s = on.layers.weight.matmul_s / on.shard.model.layers
+    hides = partial(_hidden, on, alone, layout.virtual)
+    woven = replace(on, hides=hides, hop_s=max(0.0, on.hop_s - last_s))
+    return woven.with_more(later)
 
 
-def _woven(on: _OnStages, layout: Layout, *, collectives: Passes) -> _OnStages:
-    """With what ticks hide in which F and B are woven: of the collectives over `tensor`, and of
-    those to experts and back, all but a tick's first gather, as far as F and B compute so long; of
-    messages, as much as the weight gradients of a layer last. collectives: the work of a stage's
-    microbatch, with all of them.
+def _hidden(on: _OnStages, alone: _OnStages, virtual: int, counts: Mapping[str, int]) -> Passes:
+    """What of its collectives a stage hides with such layers in ticks in which F and B are woven:
+    of those over `tensor`, and of those to experts and back, all but a tick's first gather and a
+    layer's first all-to-all (`first_alone_s`), as far as F and B compute so long. (Of messages, as
+    much as the weight gradients of a layer last.) alone: with all collectives, of which B's matmuls
+    hide none.
     """
-    each = on.layers * (1 / layout.pipe)
+    each, collectives = on.of(counts), alone.of(counts)
     whole_s = collectives.all.sent.total_s
     beside_s = collectives.all.total_s - whole_s
-    hidden_s = max(0.0, min(whole_s - layout.virtual * on.shard.gather_s(), beside_s))
+    first_s = virtual * on.shard.gather_s() + sum(
+        n * first_alone_s(on.shard, on.shard.cost(kind), alone.work[kind].forward.attention_s)
+        for kind, n in counts.items()
+    )
+    hidden_s = max(0.0, min(whole_s - first_s, beside_s))
     left = 1 - hidden_s / whole_s if whole_s else 1.0
     hidden = (own.sent + all_of.sent * -left for own, all_of in zip(each, collectives, strict=True))
-    last_s = on.layers.weight.matmul_s / on.shard.model.layers
-    return replace(
-        on, hidden=Passes(*hidden), hop_s=max(0.0, on.hop_s - last_s)
-    )  # fmt: skip
+    return Passes(*hidden)
 
 
 def stage_times(

@@ -77,6 +77,14 @@ class Placement:
         return of_layer[self.layer].astype(np.int32)  # EMPTY, -1, reads the last
 
     @cached_property
+    def chunk_kinds(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """[P][C]: the kinds of the layers of each chunk, in their order."""
+        return tuple(
+            tuple(tuple(self.kinds[n] for n in chunk if n != EMPTY) for chunk in stage)
+            for stage in self.kind
+        )
+
+    @cached_property
     def index(self) -> np.ndarray:
         """int32 [P, C, N]: where each layer stands among those of its kind in its chunk."""
         index = np.zeros_like(self.layer)

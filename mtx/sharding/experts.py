@@ -33,6 +33,7 @@ Tree = Any
 Compute = Callable[[Tree, jax.Array, jax.Array], jax.Array]
 _LATER = 4  # rounds after the first have a quarter of its room
 _UNIT = 8  # of the rows that tensor cores take
+PRODUCTS = "of_experts"  # the name of experts' matmuls in a program
 LATER_ROUNDS = "later_rounds"  # the name of what runs only where experts are too full
 
 
