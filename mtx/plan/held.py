@@ -11,7 +11,9 @@ import numpy as np
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import model_parameters, pattern_of
 from mtx.costs.cost import ExpertShards, Parameter, Parameters
+from mtx.schedules.makers import MAKERS
 from mtx.schedules.partition import place_layers
+from mtx.schedules.schedule import vee_placement
 from mtx.sharding.axes import replica_axes
 
 
@@ -19,11 +21,12 @@ class Held(NamedTuple):
     """Parameters of one device."""
 
     total: int
-    chunk: int  # of the layers of one chunk, with the padding of uneven stages
+    layers: int  # of all layers, with the padding of uneven stages
+    chunk: int  # of those of one chunk, of every kind
     matrices: int  # of these, those that an optimizer takes for matrices
     shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
     matrices_shard: int
-    chunk_shard: int
+    layers_shard: int
 
 
 def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
@@ -41,14 +44,16 @@ def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False
             held += np.outer((1, each.is_matrix), (n, n / replicas))
         return held
 
-    counts = places(model, layout).items()
-    chunk = sum((n * count(parameters.layers[kind]) for kind, n in counts), np.zeros((2, 2)))
+    chunk = layers = np.zeros((2, 2))
+    for kind, (rows, n) in _stacks(model, layout).items():
+        own = n * count(parameters.layers[kind])
+        chunk, layers = chunk + own, layers + rows * own
     (total, shard), (matrices, matrices_shard) = np.ceil(
-        layout.virtual * chunk + count(parameters.shared)
+        layers + count(parameters.shared)
     ).astype(int).tolist()  # fmt: skip
     return Held(
-        total=total, chunk=round(chunk[0, 0]), matrices=matrices, shard=shard,
-        matrices_shard=matrices_shard, chunk_shard=math.ceil(chunk[0, 1]),
+        total=total, layers=round(layers[0, 0]), chunk=round(chunk[0, 0]), matrices=matrices,
+        shard=shard, matrices_shard=matrices_shard, layers_shard=math.ceil(layers[0, 1]),
     )  # fmt: skip
 
 
@@ -78,10 +83,25 @@ def elements_held(parameter: Parameter, model: ModelConfig, layout: Layout) -> i
 
 def places(model: ModelConfig, layout: Layout) -> dict[str, int]:
     """Layers of a chunk by kind, or places for them where stages are uneven."""
-    return _places_of(pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers)
+    return {kind: count for kind, (_, count) in _stacks(model, layout).items()}
+
+
+def _stacks(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
+    """(rows of a kind's stack, places in each), by kind."""
+    maker = MAKERS.get(layout.schedule)
+    return _stacks_of(
+        pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers,
+        layout.weave == "on", maker is not None and maker.virtual == 2,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _places_of(pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers) -> dict[str, int]:
-    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
-    return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
+def _stacks_of(
+    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers, row_a_chunk: bool, vee: bool
+) -> dict[str, tuple[int, int]]:
+    """vee: those tables that are made for two chunks have them up the stages and down again."""
+    placement = place_layers(
+        pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers, row_a_chunk=row_a_chunk,
+        virtual_stages=vee_placement(pipe) if vee else None,
+    )  # fmt: skip
+    return {kind: placement.slots_of(kind).shape[1:] for kind in placement.kinds}

@@ -73,7 +73,7 @@ def predict_memory(
     stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
     if _copies(layout, microbatches):
-        layers = 4 * layout.virtual * trained.chunk
+        layers = 4 * trained.layers
         forward = stash if layout.stash == "residuals" else 0
         working = max(working + (waiting or layers), forward, layers)
     parameters, gradients, gathered = _weights_bytes(model, layout, held, trained, zero)
@@ -101,6 +101,9 @@ def weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> int:
     """What parameters, gradients, masters and moments take at least: no layer is traced for it."""
     held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
     parameters, gradients, _ = _weights_bytes(model, layout, held, trained, zero)
+    if zero == 3 and layout.pipe == layout.virtual == 1:  # with one microbatch
+        shared, _, sums = _unused_by_layers(model, layout)
+        parameters, gradients = parameters - shared, gradients - sums
     return parameters + gradients + _optimizer_bytes(trained, None, sharded=zero != 0)
 
 
@@ -153,8 +156,8 @@ def _weights_bytes(
     them where that is a chunk). Frozen parameters have no other master than these."""
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
-        of_shared, of_trained = (n.total - layout.virtual * n.chunk for n in (held, trained))
-        shard = layout.virtual * trained.chunk_shard
+        of_shared, of_trained = (n.total - n.layers for n in (held, trained))
+        shard = trained.layers_shard
         # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
         parameters = item * of_shared + (0 if item == 4 else item * shard)
@@ -168,13 +171,14 @@ def _weights_bytes(
 def _unused_by_layers(model: ModelConfig, layout: Layout) -> tuple[int, int, int]:
     """Where layers run once each way: bytes of embedding's and head's parameters, which zero=3 does
     not hold meanwhile, of the head's alone, and of the embedding's gradients, made later."""
-    item, of_part = ITEM_BYTES[model.compute_dtype], {"embed": 0, "head": 0}
-    for each in parameters_of(model, layout).shared:
-        of_part[module_of(each.path)] += elements_held(each, model, layout)
-    tied = of_part["head"] < of_part["embed"]  # then its matrix is the embedding's
-    sums = 0 if tied else 4 * of_part["embed"]
-    of_head = item * (sum(of_part.values()) if tied else of_part["head"])
-    return item * sum(of_part.values()), of_head, sums
+    item, shared = ITEM_BYTES[model.compute_dtype], parameters_of(model, layout).shared
+    sizes = [(each, elements_held(each, model, layout)) for each in shared]
+    every = sum(n for _, n in sizes)
+    of_head = sum(n for each, n in sizes if module_of(each.path) == "head")
+    if 2 * of_head < every:  # its matrix is the embedding's
+        return item * every, item * every, 0
+    sums = 4 * sum(n for each, n in sizes if module_of(each.path) != "head" and each.trained)
+    return item * every, item * of_head, sums
 
 
 def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None, *, sharded: bool) -> int:

@@ -73,6 +73,7 @@ class Trainer:
         return place_layers(
             self.model.pattern, pipe=layout.pipe, virtual=layout.virtual,
             stage_layers=layout.stage_layers, virtual_stages=self.schedule.virtual_stages,
+            row_a_chunk=layout.weave == "on",
         )  # fmt: skip
 
     @cached_property

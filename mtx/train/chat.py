@@ -189,8 +189,10 @@ def hold_out(
 
 def check_chat(model: ModelConfig) -> None:
     """Raises UserError for a model that cannot go on with a conversation."""
-    if not model.causal:
-        raise UserError(f"family={model.family!r} predicts no next token; use another family")
+    if model.objective != "next token":
+        raise UserError(
+            f"family={model.family!r} predicts no next token of a text alone; use another family"
+        )
 
 
 def chat_run(
