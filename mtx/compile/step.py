@@ -259,8 +259,8 @@ def busy_shares(
         """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
         taken = taken.reshape(len(taken), -1)
         asked = [p for p in phases if getattr(p, kind, taken[p.start : p.stop].any())]
-        taken = np.concatenate([taken[p.start : p.stop] for p in asked])
-        return float((taken.any(axis=1) if of_slowest else taken).mean())
+        taken = np.concatenate([taken[:0], *(taken[p.start : p.stop] for p in asked)])
+        return float((taken.any(axis=1) if of_slowest else taken).mean()) if len(taken) else 0.0
 
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     woven = trainer.run.layout.weave == "on"
