@@ -266,7 +266,7 @@ def test_where_dims_go(before, after, places):
         ("bert-3.9b", 512, {"stash": "inputs"}),
         ("gpt-2-345m", 8, {}),  # with dropout
         ("deepseek-v3", 2048, {"tensor": 2, "data": 4, "weave": "off"}),
-        ("gpt-oss-20b", 256, {"context": 2, "expert_dispatch": "gathered"}),
+        ("gpt-oss-20b", 256, {"context": 2, "expert_dispatch": "gathered", "offload": 0.5}),
     ],
 )
 def test_steps_at_full_size_have_no_finding(name, devices, layout):

@@ -22,6 +22,8 @@ from mtx.plan.memory import predict_host_bytes, predict_memory
 from mtx.plan.mix import Room
 from mtx.plan.offload import predict_copies
 from mtx.plan.plan import make_plan
+from mtx.plan.slots import slots_of
+from mtx.plan.stages import residuals_of_stages
 from mtx.plan.time import predict_step
 from mtx.presets import preset
 from mtx.step.trainer import Trainer
@@ -151,6 +153,23 @@ def test_a_copy_counts_as_far_as_it_takes_longer_than_the_layer_beside_it():
     layers_s = time.matmul_s + time.attention_s + time.elementwise_s
     assert time.host_comm_s == pytest.approx(2 * copies.each_way_s - layers_s)
     assert time.step_s == pytest.approx(without.step_s + time.host_comm_s)
+
+
+def test_each_stage_s_residuals_are_said_and_what_it_would_offload_alone():
+    """By hand: 1F1B in full ticks has 2 (p - 1 - s) + 1 in flight on stage s."""
+    layout = Layout(pipe=4, offload=0.75, idle="phases")
+    whole = predict_memory(GPT3, replace(layout, offload=0.0), 16).stash_bytes
+    slots = slots_of(layout, 16).stash
+    room = 3 * whole / slots  # for three of them
+    stages = residuals_of_stages(GPT3, layout, 16, backend="cuda", room_bytes=room)
+    assert [each.in_flight for each in stages] == [7, 5, 3, 1]
+    assert [each.alone for each in stages] == pytest.approx([4 / 7, 2 / 5, 0, 0])
+    for each in stages:
+        both = each.device_bytes + each.host_bytes
+        assert both == pytest.approx(each.in_flight * whole / slots)
+        assert each.host_bytes == pytest.approx(0.75 * both, rel=1e-3)
+    host = predict_host_bytes(GPT3, layout, 16)  # of the program: as the first, and what F idles on
+    assert stages[0].host_bytes <= host <= slots * stages[0].host_bytes / 7
 
 
 def test_a_machine_says_what_it_must_hold():

@@ -147,6 +147,7 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
         layout, **sizes, **few, virtual=virtual, schedule=schedule, attention="blocked",
         slices=rng.choice([1, 2, 4]) if known.sliced else 1, microbatch=rng.choice([1, 1, 2, 3]),
         sequence_parallel=rng.random() < 0.7, stage_layers=stage_layers,
+        offload=rng.choice([0.0, 0.0, 0.4, 1.0]),
     )  # fmt: skip
 
 

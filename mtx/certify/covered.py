@@ -81,6 +81,7 @@ def unseen(runs: list[RunConfig]) -> list[str]:
         run.layout.tensor > 1 and not run.layout.sequence_parallel
     )
     wanted["slices"] = lambda run: run.layout.slices > 1
+    wanted["offload"] = lambda run: run.layout.offload_fraction > 0
     wanted["virtual"] = lambda run: run.layout.virtual > 1
     wanted["uneven stage_layers"] = lambda run: isinstance(run.layout.stage_layers, tuple)
     for name in MAKERS:

@@ -33,7 +33,7 @@ from mtx.certify.walk import Rule, Walk
 Values = list[Value]
 LINEAR = (
     "neg convert_element_type copy copy_p real imag reduce_precision layout_constraint name "
-    "stop_gradient sharding_constraint reshard pvary device_put"
+    "stop_gradient sharding_constraint reshard pvary"
 ).split()
 NONLINEAR = (
     "abs and acos acosh asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp cos cosh "
@@ -252,7 +252,8 @@ def _by_axis(walk: Walk, inputs: Values):
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LINEAR, linear), **dict.fromkeys(NONLINEAR, nonlinear),
-    "neg": negative, "optimization_barrier": barrier, "add": add, "sub": add, "add_any": add,
+    **dict.fromkeys(("optimization_barrier", "device_put"), barrier),
+    "neg": negative, "add": add, "sub": add, "add_any": add,
     "mul": multiply, "div": divide, "select_n": select, "random_bits": random_bits,
     "random_wrap": by_row, "random_unwrap": by_row, "random_seed": by_row,
     "random_clone": by_row, "unknown": unknown,

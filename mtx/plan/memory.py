@@ -14,18 +14,18 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
-from mtx.config.layout import Weave
 from mtx.costs.ask import layer_cost, pattern_of, shared_cost
-from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, total
+from mtx.costs.cost import HEAD, ITEM_BYTES, Cost, ExpertShards, module_of, total
 from mtx.layers.kernels import head_positions
 from mtx.optimizers import optimizer_module
+from mtx.plan import moments
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for, with_zero, zero_unit
 from mtx.plan.held import Held, elements_held, parameters_held, parameters_of, places
+from mtx.plan.slots import slots_of
 
 Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
 
@@ -62,27 +62,30 @@ def predict_memory(
     masters and moments; 3: gradients and parameters as well, gathered a chunk or a layer at a time;
     0, which this program does not run: nothing. optimizer: None, AdamW.
     """
-    zero = layout.zero if zero is None else zero
-    slots = _slots(layout, layout.microbatches(global_batch))
+    zero, microbatches = layout.zero if zero is None else zero, layout.microbatches(global_batch)
+    slots = slots_of(layout, microbatches)
     device = _Device(model, layout, backend)
     held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
-    working, head = device.working_bytes(), device.head_bytes()
+    by_layer = zero == 3 and zero_unit(layout, model, global_batch) == "layer"
+    working, head = device.working_bytes(by_layer=by_layer), device.head_bytes()
     offload = layout.offload_fraction
     stash = slots.stash * (device.stash_slot_bytes() - device.offloaded_slot_bytes(offload))
     stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
-    if _copies(layout, layout.microbatches(global_batch)):
+    if _copies(layout, microbatches):
         layers = 4 * trained.layers
         forward = stash if layout.stash == "residuals" else 0
         working = max(working + (waiting or layers), forward, layers)
     parameters, gradients, gathered = _weights_bytes(model, layout, held, trained, zero)
-    if zero == 3 and zero_unit(layout, model, global_batch) == "layer":
-        working += device.gathered_layer_bytes()
-    else:
+    if not by_layer:
         parameters, gradients = parameters + gathered[0], gradients + gathered[1]
     if with_zero(layout, zero).by_windows(model):
         # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
+    if zero == 3 and layout.pipe == layout.virtual == microbatches * layout.slices == 1:
+        shared, of_head, sums = _unused_by_layers(model, layout)
+        parameters, head = parameters - shared, head + of_head
+        gradients -= min(sums, stash + working)  # made when there is no stash any longer
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
@@ -98,6 +101,9 @@ def weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> int:
     """What parameters, gradients, masters and moments take at least: no layer is traced for it."""
     held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
     parameters, gradients, _ = _weights_bytes(model, layout, held, trained, zero)
+    if zero == 3 and layout.pipe == layout.virtual == 1:  # with one microbatch
+        shared, _, sums = _unused_by_layers(model, layout)
+        parameters, gradients = parameters - shared, gradients - sums
     return parameters + gradients + _optimizer_bytes(trained, None, sharded=zero != 0)
 
 
@@ -106,7 +112,7 @@ def predict_host_bytes(
 ) -> int:
     """Residuals that wait in the host's memory, of one device; twice where conditionals copy."""
     microbatches = layout.microbatches(global_batch)
-    slots = _slots(layout, microbatches).stash * (1 + _copies(layout, microbatches))
+    slots = slots_of(layout, microbatches).stash * (1 + _copies(layout, microbatches))
     device = _Device(model, layout, backend)
     return slots * device.offloaded_slot_bytes(layout.offload_fraction)
 
@@ -116,6 +122,11 @@ def offloaded_layers(
 ) -> dict[str, tuple[int, int]]:
     """{kind: (layers of a chunk, bytes of one that go to the host)}"""
     return _Device(model, layout, backend).offloaded_layers(layout.offload_fraction)
+
+
+def stash_slot_bytes(model: ModelConfig, layout: Layout, *, backend: Backend = "cuda") -> int:
+    """What a chunk keeps of one microbatch from F to B, wherever it waits."""
+    return _Device(model, layout, backend).stash_slot_bytes()
 
 
 def conditionals_copy() -> bool:
@@ -155,6 +166,19 @@ def _weights_bytes(
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.token_shards == 1 or zero == 0)
     return item * (held.total - same * trained.total), 4 * trained.total, (0, 0)
+
+
+def _unused_by_layers(model: ModelConfig, layout: Layout) -> tuple[int, int, int]:
+    """Where layers run once each way: bytes of embedding's and head's parameters, which zero=3 does
+    not hold meanwhile, of the head's alone, and of the embedding's gradients, made later."""
+    item, shared = ITEM_BYTES[model.compute_dtype], parameters_of(model, layout).shared
+    sizes = [(each, elements_held(each, model, layout)) for each in shared]
+    every = sum(n for _, n in sizes)
+    of_head = sum(n for each, n in sizes if module_of(each.path) == "head")
+    if 2 * of_head < every:  # its matrix is the embedding's
+        return item * every, item * every, 0
+    sums = 4 * sum(n for each, n in sizes if module_of(each.path) != "head" and each.trained)
+    return item * every, item * of_head, sums
 
 
 def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None, *, sharded: bool) -> int:
@@ -201,19 +225,6 @@ class _Device:
     @property
     def parameters(self) -> Held:
         return parameters_held(self.model, self.layout)
-
-    def gathered_layer_bytes(self) -> int:
-        """Parameters of F's layer and of B's, and gradients of one, not yet scattered: of the kind
-        that has most."""
-        layers = parameters_of(self.model, self.layout).layers
-        item = ITEM_BYTES[self.model.compute_dtype]
-        return max(
-            sum(
-                (2 * item + 4 * each.trained) * elements_held(each, self.model, self.layout)
-                for each in layers[kind]
-            )
-            for kind in self.places
-        )
 
     def cost(self, kind: str, recompute: Recompute | None = None) -> Cost:
         model, layout = self.model, self.layout
@@ -277,36 +288,50 @@ class _Device:
         kind = next(iter(self.places))
         return total(self.cost(kind).stream, self.layout.microbatch)
 
-    def working_bytes(self) -> int:
-        """The backward pass of the layer that needs the most.
+    def working_bytes(self, *, by_layer: bool = False) -> int:
+        """The backward pass of the layer that needs the most, at the moment that does.
 
-        The gradient of its largest matrix, in the compute type and in float32 (in float32 of all
-        its matrices where the chunk is that one layer: without a loop XLA adds them up last); what
-        is computed again (with stash="inputs", of the whole chunk); four arrays of whole sequences,
-        which are gathered or about to be scattered; and scores with their gradients, two in float32
-        and one in the compute type, where no kernel keeps them to itself. A woven tick has as many
-        whole sequences of F's layer, and what waits for the weight gradients of B's last.
+        Weights' moment: the gradient of its largest matrix, in the compute type and in float32 (in
+        float32 of all its matrices where the chunk is that one layer: without a loop XLA adds them
+        up last), or by_layer all that zero=3 gathers of it and scatters; what is computed again
+        (with stash="inputs", of the whole chunk); four arrays of whole sequences, which are
+        gathered or about to be scattered; and scores with their gradients, two in float32 and one
+        in the compute type, where no kernel keeps them to itself. A woven tick has as many whole
+        sequences of F's layer, and what waits for the weight gradients of B's last. The others are
+        in `mtx.plan.moments`.
         """
-        layout, item = self.layout, ITEM_BYTES[self.model.compute_dtype]
+        layout, item, largest = self.layout, ITEM_BYTES[self.model.compute_dtype], 0
         rows, shards = layout.microbatch, layout.tensor if layout.sequence_parallel else 1
-        alone = sum(self.places.values()) == 1
-        parameters = parameters_of(self.model, layout).layers
-        largest = 0
         for kind in self.places:
-            matrices = [
-                elements_held(each, self.model, layout)
-                for each in parameters[kind]
-                if each.is_matrix and each.trained
-            ] or [0]
-            working = item * max(matrices) + 4 * (sum if alone else max)(matrices)
-            working += 4 * shards * total(self.cost(kind).stream, rows)
-            working += (2 * 4 + item) * self.cost(kind).scores.at(rows)
+            cost = self.cost(kind)
+            whole = shards * total(cost.stream, rows)
+            working = self._weights_bytes(kind, by_layer) + 4 * whole
+            working += (2 * 4 + item) * cost.scores.at(rows)
             if layout.weave == "on":
-                working += 4 * shards * total(self.cost(kind).stream, rows)
-                working += total(self.cost(kind).deferred, rows)
+                working += 4 * whole + total(cost.deferred, rows)
             every, kept = (total(self.cost(kind, way).kept, rows) for way in ("none", None))
-            largest = max(largest, working + every - kept)
+            again = every - kept
+            others = (
+                moments.of_mlp(cost, rows, again, item),
+                moments.of_attention(cost, rows, layout.context, item),
+            )
+            largest = max(largest, working + again, *others)
         return largest + (self._of_chunk("kept") if layout.stash == "inputs" else 0)
+
+    def _weights_bytes(self, kind: str, by_layer: bool) -> int:
+        """Of a layer's matrices and their gradients, that are not held all the time."""
+        model, layout, item = self.model, self.layout, ITEM_BYTES[self.model.compute_dtype]
+        own = [
+            (each, elements_held(each, model, layout))
+            for each in parameters_of(model, layout).layers[kind]
+        ]
+        matrices = [n for each, n in own if each.is_matrix and each.trained] or [0]
+        if by_layer:
+            sets = 2 if layout.weave == "on" else 1  # F's layer beside B's
+            gathered = sum((sets * item + 4 * each.trained) * n for each, n in own)
+            return gathered + item * max(matrices)
+        alone = sum(self.places.values()) == 1
+        return item * max(matrices) + 4 * (sum if alone else max)(matrices)
 
     def head_bytes(self) -> int:
         """Logits in float32, their gradient in the compute type, this device's part of both, of as
@@ -327,52 +352,3 @@ class _Device:
         at_once = head_positions(layout.microbatch * shards, positions, vocab)
         item = ITEM_BYTES[model.compute_dtype]
         return (4 + item) * logits // layout.slices * at_once // positions
-
-
-# -- slots -----------------------------------------------------------------------------------------
-
-
-class _Slots(NamedTuple):
-    """How many values of each kind a schedule keeps at once."""
-
-    stash: int  # from F to B, of a chunk
-    weight_stash: int  # from B to W, of a chunk
-    rings: int  # for x and dx that have come before their tick
-    caches: int  # of a chunk's keys and values, and for their gradients
-
-
-def _slots(layout: Layout, microbatches: int) -> _Slots:
-    """In closed form for SC'21's schedules; from the table for all others."""
-    pipe, virtual, name = layout.pipe, layout.virtual, layout.schedule
-    plain = layout.slices == 1 and layout.weave == "off"
-    if plain and name in ("1f1b", "interleaved_1f1b", "eager_1f1b"):
-        warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
-        # One more than are in flight where a stage sits ticks out: it writes to a free slot.
-        most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
-        return _Slots(stash=most, weight_stash=0, rings=0, caches=0)
-    if plain and name == "gpipe":
-        most = microbatches * virtual + (pipe > 1)
-        return _Slots(stash=most, weight_stash=0, rings=microbatches + 1, caches=0)
-    slots = _slots_of_table(name, pipe, virtual, layout.slices, microbatches, layout.weave)
-    if slots.weight_stash and layout.idle != "skip":  # a slot of zeros, which an idle W reads
-        return slots._replace(weight_stash=slots.weight_stash + 1)
-    return slots
-
-
-@lru_cache(maxsize=4096)
-def _slots_of_table(
-    name: str, pipe: int, virtual: int, slices: int, microbatches: int, weave: Weave
-) -> _Slots:
-    """The planner's one view of a schedule's table that has to do with memory."""
-    layout = Layout(
-        pipe=pipe, virtual=virtual, schedule=name, slices=slices, weave=weave, idle="phases"
-    )
-    table = schedule_for(layout, microbatches)
-    boxes = [route.ring for route in (*table.receives, *table.gradient_receives)]
-    caches = [cache.slots for cache in (table.cache, table.gradient_cache) if cache]
-    return _Slots(
-        stash=table.slots,
-        weight_stash=table.weight_stash.slots if table.weight_stash else 0,
-        rings=sum(box.slots for box in (*boxes, table.outputs)),
-        caches=sum(caches),
-    )

@@ -26,6 +26,7 @@ from mtx.plan.makespan import LOOPED
 from mtx.plan.offload import predict_copies
 from mtx.plan.priced import DAY_S, GIB, MEMORY_BY_DEFAULT, PricedRun
 from mtx.plan.published import Throughput, bubble, published_throughput, published_training_time
+from mtx.plan.stages import residuals_of_stages, stages_text
 from mtx.schedules.simulate import bubble_text
 
 Source = Literal[
@@ -198,12 +199,26 @@ def _memory(plan: PricedRun) -> list[Row]:
         )  # fmt: skip
         name = f"{fraction:.4g} of residuals in host memory"
         rows.append(Row(section, name, copies.text(plan.time.host_comm_s), "predicted"))
+        rows += _residuals_of_stages(plan)
     if better := plan.better_recompute:
         way, time, memory = better
         faster = f"{_fit(memory.total_bytes, plan)}; a step in {seconds(time.step_s)}, not "
         faster += seconds(plan.time.step_s)
         rows.append(Row(section, f"with recompute={way}", faster, "predicted"))
     return rows
+
+
+def _residuals_of_stages(plan: PricedRun) -> list[Row]:
+    run = plan.run
+    layout = run.layout
+    if layout.pipe == 1 or layout.pipe * layout.virtual * run.microbatches > _MOST_OPS:
+        return []
+    others = plan.memory.total_bytes - plan.memory.stash_bytes
+    stages = residuals_of_stages(
+        run.model, layout, run.global_batch, backend=plan.hardware.backend,
+        room_bytes=MEMORY_AT_MOST * plan.hardware.memory_bytes - others,
+    )  # fmt: skip
+    return [Row("Memory of a device", "residuals by stage", stages_text(stages), "predicted")]
 
 
 def _fit(total_bytes: float, plan: PricedRun) -> str:
