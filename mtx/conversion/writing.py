@@ -127,7 +127,9 @@ def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
     kept = {name: value for name, value in base.items() if name not in dropped}
     if form.architecture:
         ours["architectures"] = [form.architecture]
+    text = "text_config"  # a decoder's own table, where it is one part of several
+    ours_of_text, kept_of_text = (each.get(text, each) for each in (ours, kept))
     if not model.sequence_is_fixed:  # the run's may be shorter than what the model can take
-        longest = kept.get("max_position_embeddings", 0)
-        ours["max_position_embeddings"] = max(model.sequence, longest)
+        longest = kept_of_text.get("max_position_embeddings", 0)
+        ours_of_text["max_position_embeddings"] = max(model.sequence, longest)
     return kept | ours | {"torch_dtype": DTYPES[form.dtype].name}

@@ -153,6 +153,11 @@ class ModelConfig:
         return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
 
     @property
+    def reads_images(self) -> bool:
+        """Whether its samples have images beside tokens."""
+        return False
+
+    @property
     def head_size(self) -> int:
         """K"""
         return self.hidden // self.heads
