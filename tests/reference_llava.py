@@ -45,9 +45,10 @@ def _norm(x, p):
 
 def _layer(x, p):
     h = _norm(x, p["attention_norm"])
-    q, k, v = jnp.einsum("bsd,dnhk->nbhsk", h, p["attention"]["qkv"]["w"]) + p["attention"]["qkv"][
-        "b"
-    ][:, None, :, None]
+    q, k, v = (
+        jnp.einsum("bsd,dnhk->nbhsk", h, p["attention"]["qkv"]["w"])
+        + p["attention"]["qkv"]["b"][:, None, :, None]
+    )
     weights = jax.nn.softmax(q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5, axis=-1)
     out = p["attention"]["out"]
     x = x + jnp.einsum("bhsk,hkd->bsd", weights @ v, out["w"]) + out["b"]

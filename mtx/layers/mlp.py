@@ -24,8 +24,8 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
 # gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly. relu2: the square of
-# ReLU (So et al. 2021). quick_gelu: x sigmoid(1.702 x), of CLIP. clamped: gpt-oss's, of gated ones: gate sigmoid(1.702 gate) (up + 1), of
-# both within 7
+# ReLU (So et al. 2021). quick_gelu: x sigmoid(1.702 x), of CLIP. clamped: gpt-oss's, of gated ones:
+# gate sigmoid(1.702 gate) (up + 1), of both within 7
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "relu2", "clamped"]
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from mtx.config import Idle, Layout, ModelConfig
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
 from mtx.costs.cost import HEAD, ExpertShards, Parameter, module_of
+from mtx.costs.place import placement_of
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for
-from mtx.schedules.partition import place_layers
 from mtx.schedules.schedule import Schedule
 
 
@@ -106,10 +106,7 @@ def hardware_matmul_flops(
     too: they are counted.
     """
     schedule = schedule_for(layout, layout.microbatches(global_batch))
-    placement = place_layers(
-        pattern_of(model), pipe=layout.pipe, virtual=layout.virtual,
-        stage_layers=layout.stage_layers, virtual_stages=schedule.virtual_stages,
-    )  # fmt: skip
+    placement = placement_of(model, layout, schedule.virtual_stages)
     alone = placement.even and placement.layer.shape[-1] == 1
     executed, useful = _executed_ops(layout.idle, schedule), schedule.items * schedule.virtual
     flops = 0.0

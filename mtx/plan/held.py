@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mtx.config import Layout, ModelConfig
-from mtx.costs.ask import model_parameters, pattern_of
+from mtx.costs.ask import model_parameters
 from mtx.costs.cost import ExpertShards, Parameter, Parameters
-from mtx.schedules.partition import place_layers
+from mtx.costs.place import placement_of
+from mtx.schedules.partition import Placement
 from mtx.sharding.axes import replica_axes
 
 
@@ -78,10 +79,9 @@ def elements_held(parameter: Parameter, model: ModelConfig, layout: Layout) -> i
 
 def places(model: ModelConfig, layout: Layout) -> dict[str, int]:
     """Layers of a chunk by kind, or places for them where stages are uneven."""
-    return _places_of(pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers)
+    return _places_of(placement_of(model, layout))
 
 
 @lru_cache(maxsize=4096)
-def _places_of(pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers) -> dict[str, int]:
-    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+def _places_of(placement: Placement) -> dict[str, int]:
     return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
