@@ -323,3 +323,12 @@ PRESETS = {
     "llava-1.5-7b": _preset(32, 4096, 32, 11008, data=2, tensor=4),
     "llava-1.5-13b": _preset(40, 5120, 40, 13824, data=2, tensor=8),
 }
+# At laptop size, on the miniature's devices, with pictures that are drawn.
+PRESETS["miniature-llava"] = {
+    "model": {"layers": 9, "hidden": 96, "heads": 4, "sequence": 48, "vocab": 257,
+              "vocab_multiple": 1, "init_std": 0.08, "compute_dtype": "float32"},
+    "layout": {"data": 2, "pipe": 2, "tensor": 2, "virtual": 2, "microbatch": 4,
+               "stage_layers": "balanced"},
+    "optimizer": {"lr": 3e-3, "min_lr": 2e-4, "warmup_steps": 20},
+    "global_batch": 32, "steps": 200, "eval_every": 50, "eval_batches": 1,
+}  # fmt: skip
