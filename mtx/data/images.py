@@ -123,16 +123,66 @@ def encode_record(record: Record, tokenizer: Tokenizer, vocab: ImageVocab) -> To
     return encode_parts(parts_of(said), tokenizer, vocab)
 
 
-def with_patches(ids: Sequence[int] | np.ndarray, placeholder: int, patches: int) -> np.ndarray:
-    """int32: each placeholder N times."""
-    ids = np.asarray(ids, np.int32)
-    return np.repeat(ids, np.where(ids == placeholder, patches, 1))
-
-
 def patch_places(tokens: np.ndarray, placeholder: int) -> np.ndarray:
     """int32 like tokens [B, S]: which of a row's patches stands there, -1 for tokens."""
     are = tokens == placeholder
     return np.where(are, np.cumsum(are, axis=-1) - 1, -1).astype(np.int32)
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+class ImagePrompt(NamedTuple):
+    """What a text begins with."""
+
+    ids: list[int]  # with all patches
+    pixels: np.ndarray  # uint8 [images, side, side, 3]
+
+
+def image_prompt(
+    text: str, pictures: Sequence[Picture], tokenizer: Tokenizer, model: Llava, *, chat: bool
+) -> ImagePrompt:
+    """A text with pictures where it says so, or before it. chat: it is a user's, and what comes
+    behind it the assistant's. UserError where there are more pictures than the model takes, or not
+    as many as their places."""
+    count, places = len(pictures), text.count(MARK)
+    if places not in (0, count) or count > model.images:
+        raise UserError(
+            f"a prompt has {count} images and {places} places for them, {MARK}, and model.images="
+            f"{model.images}; give as many, or no place"
+        )
+    vocab, pixels = find_image_vocab(tokenizer, model), _pixels(pictures, model)
+    if count and not places:
+        text = (f"{MARK}\n" if chat else MARK) * count + text
+    parts = [Part(text, False)]
+    if chat:
+        parts = [*parts_of([Message("user", text)]), Part(" ASSISTANT:", False)]
+    ids = encode_parts(parts, tokenizer, vocab).ids
+    return ImagePrompt(np.repeat(ids, _times(ids, model)).tolist(), pixels)
+
+
+class ImageTokenizer(Tokenizer):
+    """A tokenizer in whose texts placeholders vanish."""
+
+    def __init__(self, tokenizer: Tokenizer, placeholder: int):
+        self._text, self._placeholder = tokenizer, placeholder
+        self.kind, self.identity, self.cuts = tokenizer.kind, tokenizer.identity, tokenizer.cuts
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._text.encode_all(texts)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        given = np.asarray(ids, np.int64).reshape(-1)
+        return self._text.decode(given[given != self._placeholder])
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._text.vocabulary()
+
+    def special_tokens(self) -> dict[str, int]:
+        return self._text.special_tokens()
+
+    def to_dict(self) -> dict:
+        return self._text.to_dict()
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -164,16 +214,25 @@ class ImageSamples:
     def __getitem__(self, index: int) -> ImageSample:
         epoch, place = divmod(index, self.distinct)
         pictures, (ids, learned) = self._records[self._order(epoch)[place]]
-        model, room = self.model, self.sequence + 1
-        times = np.where(ids == model.placeholder, model.patches, 1)
+        times, room = _times(ids, self.model), self.sequence + 1
         tokens = Tokens(np.repeat(ids, times)[:room], np.repeat(learned, times)[:room])
-        side = model.image_size
-        pixels = [read_picture(each, side) for each in pictures]
-        return ImageSample(tokens, np.stack(pixels) if pixels else np.empty((0, side, side, 3)))
+        return ImageSample(tokens, _pixels(pictures, self.model))
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         count = self.distinct
         return np.arange(count) if self._seed is None else shuffled(count, self._seed, epoch)
+
+
+def _times(ids: np.ndarray, model: Llava) -> np.ndarray:
+    """How many places each token takes: a placeholder N."""
+    return np.where(ids == model.placeholder, model.patches, 1)
+
+
+def _pixels(pictures: Sequence[Picture], model: Llava) -> np.ndarray:
+    """uint8 [images, side, side, 3]"""
+    side = model.image_size
+    found = [read_picture(each, side) for each in pictures]
+    return np.stack(found) if found else np.empty((0, side, side, 3), np.uint8)
 
 
 def make_image_batch(
@@ -252,7 +311,6 @@ def _source(paths: Sequence[str], records: int) -> str:
 
 def _fits(tokens: Tokens, model: Llava) -> bool:
     """Whether a row holds its images, and something that is learned."""
-    images = tokens.ids == model.placeholder
-    ends = np.cumsum(np.where(images, model.patches, 1))
+    images, ends = tokens.ids == model.placeholder, np.cumsum(_times(tokens.ids, model))
     inside = ends <= model.sequence
     return bool((inside | ~images).all() and (tokens.learned & (ends <= model.sequence + 1)).any())
