@@ -110,12 +110,18 @@ class VisionEmbedding(nnx.Module):
         """The normed pixels of each place, [B, P, I, 3 h w]: nothing but of patches."""
         images, (rows, count) = self.images, pixels.shape[:2]
         across = images.side // images.patch
-        normed = (pixels.astype(jnp.float32) / 255 - jnp.array(MEAN)) / jnp.array(STD)
-        cut = normed.reshape(rows, count, across, images.patch, across, images.patch, 3)
+        cut = normed_pixels(pixels).reshape(
+            rows, count, across, images.patch, across, images.patch, 3
+        )
         cut = jnp.transpose(cut, (0, 2, 4, 1, 6, 3, 5)).reshape(rows, images.patches, count, -1)
         behind = images.positions(self.axes) - images.patches - 1
         filled = jnp.pad(cut, ((0, 0), (1, behind), (0, 0), (0, 0)))
         return filled.astype(self.dtype)
+
+
+def normed_pixels(pixels):
+    """float32 of uint8 [..., 3], as CLIP's processor norms them."""
+    return (pixels.astype(jnp.float32) / 255 - jnp.array(MEAN)) / jnp.array(STD)
 
 
 @dataclass(frozen=True, kw_only=True)
