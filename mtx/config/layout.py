@@ -210,6 +210,11 @@ class Layout:
                 f"slices={self.slices} needs a model that sees no later positions, and family="
                 f"{model.family!r} does; use slices=1"
             )
+        if self.slices > 1 and model.reads_images:
+            raise UserError(
+                f"slices={self.slices} cuts texts, whose images would be seen again for each; "
+                f"family={model.family!r} has them: use slices=1"
+            )
         if model.sequence % self.slices:
             raise UserError(
                 f"sequence={model.sequence} cannot be cut into slices={self.slices}; "

@@ -49,6 +49,11 @@ def read_conversations(names: Sequence[str]) -> list[Conversation]:
     anything else, and for a conversation in which the assistant says nothing."""
     found = []
     for where, record in read_records(names):
+        if "image" in record or "images" in record:
+            raise UserError(
+                f"{where} has an image, which --task chat does not read; use mtx train with a "
+                "model of images"
+            )
         messages = record.get("messages")
         if not isinstance(messages, list) or not messages:
             raise UserError(
@@ -189,6 +194,11 @@ def hold_out(
 
 def check_chat(model: ModelConfig) -> None:
     """Raises UserError for a model that cannot go on with a conversation."""
+    if model.reads_images:
+        raise UserError(
+            f"family={model.family!r} learns conversations about images by mtx train RUN_DIR "
+            "--data.path FILE; use that"
+        )
     if not model.causal:
         raise UserError(f"family={model.family!r} predicts no next token; use another family")
 
