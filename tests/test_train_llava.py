@@ -13,7 +13,8 @@ from mtx.presets import preset
 from mtx.step.trainer import Trainer
 
 STEPS, ALIKE = 32, 6
-RUN = replace(preset("miniature-llava"), steps=STEPS)
+OF_PRESET = preset("miniature-llava")
+RUN = replace(OF_PRESET, steps=STEPS, optimizer=replace(OF_PRESET.optimizer, lr=3e-3))
 
 
 @functools.cache

@@ -141,7 +141,7 @@ class Layout:
         """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
         ticks (`mtx.schedules.windows`): of parameters of one type, with the same replicas."""
         several = self.virtual > 1 and self.token_shards > 1
-        alike = model.fp8 == "off" and not model.routed_experts and not model.lora_rank
+        alike = model.fp8 == "off" and not model.routed_experts and not model.freezes
         return self.weave == "on" and self.zero == 1 and several and alike
 
     @property

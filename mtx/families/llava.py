@@ -95,6 +95,10 @@ class Llava(Llama):
         return not self.projector_only and super().trains(path, role)
 
     @property
+    def freezes(self) -> bool:
+        return True
+
+    @property
     def split_widths(self) -> dict[str, int]:
         return super().split_widths | {
             "hidden": self.hidden, "vision_heads": self.vision_heads, "vision_ffn": self.vision_ffn,
@@ -329,6 +333,6 @@ PRESETS["miniature-llava"] = {
               "vocab_multiple": 1, "init_std": 0.08, "compute_dtype": "float32"},
     "layout": {"data": 2, "pipe": 2, "tensor": 2, "virtual": 2, "microbatch": 4,
                "stage_layers": "balanced"},
-    "optimizer": {"lr": 3e-3, "min_lr": 2e-4, "warmup_steps": 20},
+    "optimizer": {"lr": 5e-4, "min_lr": 2e-4, "warmup_steps": 20},
     "global_batch": 32, "steps": 200, "eval_every": 50, "eval_batches": 1,
 }  # fmt: skip
