@@ -111,7 +111,8 @@ def convert(source: str | Path, target: str | Path, *, check: Check = "auto") ->
 
 
 def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
-    for name in ("tokens", "targets", "weights"):
+    further = ("neighbours",) if model.objective == "retrieval" else ()
+    for name in ("tokens", "targets", "weights", *further):
         if name not in batch:
             raise UserError(f"a batch of {', '.join(batch)} has no {name}")
     shapes = {name: np.shape(batch[name]) for name in ("tokens", "targets", "weights")}

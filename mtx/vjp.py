@@ -120,8 +120,9 @@ class LayerVJP:
 
     @cached_property
     def cut_behind_collectives(self) -> Cut:
-        """The same with all collectives in B."""
-        return Cut.of(self._backward, *self._of_backward, stay=COLLECTIVES)
+        """The same with all collectives in B, and the smallest of W's matmuls to lie beside the
+        last of them."""
+        return Cut.of(self._backward, *self._of_backward, stay=COLLECTIVES, leave_one=True)
 
     @property
     def _of_backward(self) -> tuple:
@@ -152,14 +153,16 @@ class Cut:
     others: Any  # the structure of the gradients of what is no parameter
 
     @classmethod
-    def of(cls, backward: Callable, residuals, params, given, dy, *, stay=()) -> Cut:
+    def of(
+        cls, backward: Callable, residuals, params, given, dy, *, stay=(), leave_one=False
+    ) -> Cut:  # fmt: skip
         """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only.
-        stay: names of primitives that B keeps."""
+        stay: names of primitives that B keeps; leave_one: the smallest matmul, too."""
         arguments = residuals, params, given, dy
         flat = Strand.of(backward, *arguments)
         shapes = jax.eval_shape(backward, *arguments)
         structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
-        of_b, of_w = divide(flat, weights, stay)
+        of_b, of_w = divide(flat, weights, stay, leave_one=leave_one)
         from_w = {var for eqn in of_w for var in eqn.outvars}
         dweights, rest = flat.outvars[:weights], flat.outvars[weights:]
         waits = inputs_of(of_w, exclude=set(flat.constvars))
@@ -259,6 +262,25 @@ class Strand:
         part = _replaced(self.jaxpr, eqns=list(eqns), invars=inputs, outvars=list(outvars))
         return Strand(part, self.constants)
 
+    def choose(self, wanted: Sequence[bool]) -> Strand:
+        """The same function with some of its outputs."""
+        outvars = [var for var, one in zip(self.outvars, wanted, strict=True) if one]
+        needed = needed_of(self.eqns, outvars)
+        eqns = [eqn for place, eqn in enumerate(self.eqns) if place in needed]
+        return self.part(eqns, self.invars, outvars)
+
+    def divided(self, places: Collection[int]) -> tuple[Strand, Strand]:
+        """Its equations at these places, which wait for no others, and the rest, which takes what
+        the first part gives before the inputs of both."""
+        before = [eqn for place, eqn in enumerate(self.eqns) if place in places]
+        rest = [eqn for place, eqn in enumerate(self.eqns) if place not in places]
+        read = {*inputs_of(rest, exclude=set(self.constvars)), *variables_of(self.outvars)}
+        crossing = [var for eqn in before for var in eqn.outvars if var in read]
+        return (
+            self.part(before, self.invars, crossing),
+            self.part(rest, [*crossing, *self.invars], self.outvars),
+        )
+
     def __call__(self, *arrays) -> list:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))(*self.constants, *arrays)
 
@@ -300,16 +322,22 @@ def is_matmul(eqn) -> bool:
     return eqn.primitive.name == "dot_general" or eqn.params.get("name") == SCALED_DOT
 
 
-def divide(flat, weights: int, stay: Collection[str] = ()) -> tuple[list, list]:
+def divide(
+    flat, weights: int, stay: Collection[str] = (), *, leave_one: bool = False
+) -> tuple[list, list]:
     """The equations of B and of W, each in their order; the first `weights` outputs are weight
-    gradients. stay: as in `Cut.of`."""
+    gradients. stay, leave_one: as in `Cut.of`."""
     needed = needed_of(flat.eqns, flat.outvars[weights:])
     wanted = needed_of(flat.eqns, flat.outvars)
+    matmuls = [i for i in sorted(wanted - needed) if is_matmul(flat.eqns[i])]
+    left = None
+    if leave_one and len(matmuls) > 1:
+        left = min(matmuls, key=lambda i: _bytes(flat.eqns[i].outvars))
     later, made_later = set(), set()
     for i, eqn in enumerate(flat.eqns):
         if i in wanted and i not in needed:
             follows = any(not isinstance(v, Literal) and v in made_later for v in eqn.invars)
-            if follows or is_matmul(eqn):
+            if follows or (is_matmul(eqn) and i != left):
                 later.add(i)
                 made_later.update(eqn.outvars)
     # What only W uses moves there too, where that leaves less, or no more, to wait.
@@ -346,6 +374,14 @@ def needed_by(strand: Strand) -> set:
     needed = needed_of(strand.eqns, strand.outvars)
     read = [strand.outvars, *(strand.eqns[i].invars for i in needed)]
     return {var for atoms in read for var in variables_of(atoms)}
+
+
+def axes_of(eqn) -> tuple[str, ...]:
+    """The axes of the mesh that a collective is over; () of other equations."""
+    over = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    if eqn.primitive.name not in COLLECTIVES:
+        return ()
+    return over if isinstance(over, tuple) else (over,)
 
 
 def variables_of(atoms) -> list:

@@ -5,7 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from mtx.errors import UserError
+from mtx.layers.layer import Kind
+from mtx.layers.norm import Norm
+from mtx.layers.sublayer import Build
+from mtx.sharding.mesh import Axes
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -138,3 +148,31 @@ def test_a_sublayer_a_family_an_optimizer_and_a_schedule_are_a_file_each(tmp_pat
         env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.split("\n")[-2:] == ["the same", ""], done.stderr[-2000:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """A sublayer that sees other positions, and says no more of it."""
+
+    looks_around = True
+
+
+@pytest.mark.parametrize(
+    "asked, values",
+    [
+        (
+            lambda kind, build: kind.module(build, nnx.Rngs(0)),
+            "context=2 .*over_context; use context=1",
+        ),
+        (lambda kind, build: kind.empty_cache(build, 1, 8), "slices=4 .*empty_cache"),
+        (lambda kind, build: kind.empty_past(build, 1, 8), "empty_past"),
+    ],
+)
+def test_what_a_sublayer_that_looks_around_has_no_rule_for_is_refused(asked, values):
+    kind = Kind(sublayers=(("mix", Around()),), norm=Norm(kind="rms", epsilon=1e-6))
+    build = Build(
+        hidden=8, init_std=1, output_std=1, dtype="float32", kernel="blocked", site=0, slices=4,
+        axes=Axes(context="context", context_shards=2),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=values):
+        asked(kind, build)

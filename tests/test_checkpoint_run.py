@@ -17,6 +17,7 @@ from mtx.errors import UserError
 from mtx.launch.exits import Exit
 from mtx.train.loop import run_training
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=16, vocab=256, compute_dtype="float32")
 
 

@@ -33,11 +33,9 @@ CASES = {  # changes of the model, and the layout
         dict(pipe=2, idle="phases", recompute="selective"),
     ),
     "inputs": ({}, dict(pipe=2, stash="inputs")),
-    "inputs, one-layer chunks": ({}, dict(pipe=2, virtual=2, stash="inputs", idle="phases")),
     "split": ({}, dict(pipe=2, tensor=2, schedule="zb_h1")),
     "split, vee": ({}, dict(pipe=2, virtual=2, schedule="zb_v", idle="phases")),
     "sliced": ({}, dict(pipe=2, slices=4, schedule="seq1f1b")),
-    "sliced, full": ({}, dict(pipe=2, slices=4, schedule="terapipe", recompute="full")),
     "sliced, inputs": (
         {},
         dict(pipe=2, slices=2, schedule="seq1f1b", stash="inputs", idle="phases"),
@@ -84,10 +82,6 @@ CASES = {  # changes of the model, and the layout
         dict(pipe=2, tensor=2, microbatch=2, sequence_parallel=False),
     ),
     "bert, post, full": (POST, dict(pipe=2, tensor=2, recompute="full", schedule="zb_h1")),
-    "bert, post, selective": (
-        POST | {"dropout": 0.1, "attention_dropout": 0.1},
-        dict(pipe=2, idle="phases", recompute="selective"),
-    ),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from mtx.conversion.checkpoint import canonical_shapes
 from mtx.conversion.configs import config_of, read_config
+from mtx.families import hugging_face_of
 from mtx.presets import NAMES, preset
 
 # As the models' pages on huggingface.co count them: tensors that are there, tied ones once.
@@ -30,7 +31,24 @@ def test_parameters_are_as_many_as_published(name):
     assert sum(map(math.prod, trained)) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Borgeaud et al. 2022, table 2: without embeddings, in millions.
+RETRO = {"retro-172m": 172, "retro-425m": 425, "retro-1.5b": 1451, "retro-7.5b": 7532}
+
+
+@pytest.mark.parametrize("name", RETRO)
+def test_a_retros_parameters_are_as_many_as_published_but_for_positions(name):
+    """Theirs have a matrix in each attention that makes its relative positions."""
+    model = preset(name).model
+    shapes = canonical_shapes(model).items()
+    ours = sum(math.prod(shape) for path, shape in shapes if not path.startswith("embed."))
+    decoders = model.layers - model.encoder_layers
+    ours += (decoders + len(model.reads)) * model.hidden * model.heads * model.head_size
+    encoder = model.encoder_hidden * model.encoder_heads * model.encoder_head_dim
+    ours += (model.encoder_layers + 1) * encoder
+    assert round(ours / 1e6) in (RETRO[name], RETRO[name] + 1)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if hugging_face_of(preset(n).model.family)])
 def test_a_preset_has_a_config_of_hugging_face(name):
     model = preset(name).model
     config = config_of(model)

@@ -68,10 +68,18 @@ MODELS = GPT, LLAMA, GEMMA, BERT
 
 @pytest.mark.parametrize(
     "model, layout, positions",
-    [  # every model on every layout; every number of positions on every layout and of every model
-        pytest.param(model, layout, (3, 4, 1, 3)[(m + n) % 4], id=f"{model.family}-{name}")
-        for m, model in enumerate(MODELS)
-        for n, (name, layout) in enumerate(zip(("one", "all", "split", "woven"), LAYOUTS))
+    [  # every model on two layouts, every layout with two models
+        pytest.param(MODELS[m], LAYOUTS[n], positions, id=f"{MODELS[m].family}-{n}")
+        for m, n, positions in (
+            (0, 0, 3),
+            (0, 2, 4),
+            (1, 1, 1),
+            (1, 3, 3),
+            (2, 0, 4),
+            (2, 3, 1),
+            (3, 1, 3),
+            (3, 2, 3),
+        )
     ],
 )
 def test_parts_give_what_the_whole_gives(model, layout, positions, monkeypatch):
@@ -89,8 +97,11 @@ def test_parts_give_what_the_reference_gives(monkeypatch):
     reference.assert_same(got, jax.device_get(want))
 
 
-@pytest.mark.parametrize("model", [GPT, GEMMA, BERT], ids=lambda model: model.family)
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(GPT, LAYOUTS[1]), (GEMMA, LAYOUTS[0]), (BERT, LAYOUTS[1])],
+    ids=["gpt", "gemma2", "bert"],
+)
 def test_scores_and_losses_of_parts_are_those_of_the_whole(model, layout, monkeypatch):
     whole = trainer_of(model, layout)
     state = whole.state_from(params_of(model))

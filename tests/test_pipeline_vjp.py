@@ -114,6 +114,24 @@ def test_the_two_parts_give_the_gradients_of_the_whole(case):
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b), path
 
 
+def test_the_smallest_weight_gradient_can_stay_with_b_and_the_others_be_made_one_by_one():
+    vjp, params, x, given = layer()
+    dy, cut = random_like(vjp.output, seed=2), vjp.cut_behind_collectives
+    late = {
+        tuple(key.key for key in path)
+        for path, is_late in jax.tree.leaves_with_path(cut.made_by_w)
+        if is_late
+    }
+    assert late == WEIGHTS - {("attention", "out", "w")}
+    _, residuals = vjp.forward(params, x, *given)
+    _, _, waits = cut.backward(residuals, params, given, dy)
+    want = cut.w(*waits)
+    for place, value in enumerate(want):
+        one = cut.w.choose([place == other for other in range(len(want))])
+        assert len(one.eqns) < len(cut.w.eqns)
+        np.testing.assert_array_equal(one(*waits)[0], value)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "around_attention", "full"])
 def test_the_weights_wait_and_what_they_need_is_2f_plus_8_hidden_vectors_a_token(recompute, dtype):

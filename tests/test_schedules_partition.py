@@ -52,15 +52,16 @@ def test_pieces_in_model_order_hold_the_layers_in_order(case):
 @quick
 @given(placed())
 def test_place_of_layer_is_the_way_back(case):
-    layers, _, _, placement = case
-    assert placement.layer.ravel()[placement.place_of_layer("block")].tolist() == list(
-        range(layers)
-    )
+    layers, pipe, _, placement = case
+    slots, rows = placement.slots_of("block"), placement.rows_of("block")
+    assert slots.ravel()[placement.place_of_layer("block")].tolist() == list(range(layers))
     values_L = np.random.default_rng(0).normal(size=layers)
-    stack = np.full(placement.layer.size, np.nan)
+    stack = np.full(slots.size, np.nan)
     stack[placement.place_of_layer("block")] = values_L
     taken = np.where(placement.layer == EMPTY, np.nan, values_L[placement.layer])
-    np.testing.assert_array_equal(stack.reshape(placement.layer.shape), taken)
+    held = placement.count > 0
+    by_chunk = stack.reshape(slots.shape)[np.arange(pipe)[:, None], rows]
+    np.testing.assert_array_equal(by_chunk[held], taken[held])
 
 
 @quick
@@ -116,12 +117,27 @@ def test_layers_of_a_kind_are_found_again(case, random):
     assert (placement.layer == one.layer).all() and placement.pattern == pattern
     for number, kind in enumerate(placement.kinds):
         slots, numbers = placement.slots_of(kind), placement.layers_of(kind)
+        there, rows = (placement.kind == number).any(axis=-1), placement.rows_of(kind)
+        assert slots.shape[1] == there.sum(axis=1).max() and rows.max() < slots.shape[1]
         assert [pattern[layer] for layer in numbers] == [kind] * len(numbers)
         assert slots.ravel()[placement.place_of_layer(kind)].tolist() == [*range(len(numbers))]
         assert slots.shape[-1] == (slots != EMPTY).sum(axis=-1).max()
         for stage, chunk, n in zip(*np.nonzero(placement.kind == number)):
-            slot = slots[stage, chunk, placement.index[stage, chunk, n]]
+            slot = slots[stage, rows[stage, chunk], placement.index[stage, chunk, n]]
             assert numbers[slot] == placement.layer[stage, chunk, n]
+
+
+def test_a_stage_holds_an_encoder_and_a_decoder_once():
+    """In two chunks of each stage; woven, where each chunk has its own row, twice."""
+    pattern = ("encoder",) * 4 + ("decoder",) * 4
+    for row_a_chunk in (False, True):
+        placement = place_layers(
+            pattern, pipe=2, virtual=2, stage_layers="even", row_a_chunk=row_a_chunk
+        )
+        assert [placement.slots_of(kind).shape for kind in placement.kinds] == [
+            (2, 1 + row_a_chunk, 2)
+        ] * 2
+        assert (placement.row is None) == row_a_chunk
 
 
 @pytest.mark.parametrize(

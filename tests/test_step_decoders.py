@@ -70,11 +70,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+# Each family on three or more, each layout with two or more.
+TRIED = {"mistral": (0, 3, 4), "qwen2": (1, 2, 5), "qwen3": (0, 1, 2), "gemma2": (1, 3, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, number) for name, tried in TRIED.items() for number in tried]
+)
 def test_losses_and_gradients_are_those_of_the_reference(name, layout):
     model, params, batch, want = made(name)
-    reference.assert_same(mtx.loss_and_gradients(model, layout, batch, params=params), want)
+    got = mtx.loss_and_gradients(model, LAYOUTS[layout], batch, params=params)
+    reference.assert_same(got, want)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen2", "mistral"])

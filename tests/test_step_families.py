@@ -131,8 +131,6 @@ def test_a_packed_gpt_equals_its_documents_one_by_one():
     ("model", "layout"),
     [
         (BERT, Layout(microbatch=3)),
-        (POST, Layout(microbatch=3)),
-        (BERT, Layout(data=2, pipe=2, tensor=2, virtual=2)),
         (POST, Layout(data=2, pipe=2, tensor=2, virtual=2)),
         (POST, Layout(pipe=2, tensor=4, sequence_parallel=False, schedule="zb_h1")),
         (BERT, Layout(data=3, tensor=2, recompute="selective", zero=3, schedule="breadth_first")),

@@ -47,21 +47,14 @@ LAYOUTS = [
     (1, 1, 1, 4, 1, 3, {}),
     (8, 1, 1, 1, 1, 16, {}),
     (3, 2, 1, 2, 1, 9, {}),  # neither hidden nor layers divide by the replicas: padded masters
-    (1, 8, 1, 1, 1, 8, {}),
     (1, 8, 1, 1, 1, 11, {"idle": "phases"}),
     (1, 1, 8, 1, 2, 4, {}),
     (1, 1, 8, 1, 2, 4, {"sequence_parallel": False, "recompute": "selective"}),
-    (2, 2, 2, 1, 1, 8, {}),
     (2, 2, 2, 2, 1, 6, {"recompute": "full"}),
     (2, 2, 2, 4, 1, 10, {"idle": "phases", "recompute": "selective"}),
-    (1, 4, 2, 1, 1, 6, {"sequence_parallel": False}),
     (1, 4, 2, 2, 1, 4, {"stash": "inputs"}),
     (1, 4, 2, 2, 2, 12, {"idle": "phases", "stash": "inputs", "sequence_parallel": False}),
-    (2, 4, 1, 2, 1, 16, {}),
     (2, 4, 1, 2, 1, 14, {"idle": "phases", "recompute": "full"}),
-    (1, 2, 1, 1, 1, 5, {"schedule": "gpipe"}),
-    (1, 2, 2, 2, 1, 5, {"schedule": "gpipe", "idle": "phases", "stash": "inputs"}),
-    (1, 4, 1, 1, 1, 6, {"stage_layers": (1, 3, 3, 1)}),
     (1, 2, 2, 3, 1, 4, {"stage_layers": "balanced"}),
     (1, 4, 1, 2, 1, 5, {"stage_layers": (0, 1, 1, 2, 2, 1, 1, 0), "idle": "phases"}),
 ]
@@ -88,7 +81,6 @@ def test_gradients_equal_the_reference(data, pipe, tensor, virtual, microbatch, 
     [
         Layout(data=2, pipe=2, tensor=2, virtual=2),
         Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases"),
-        Layout(tensor=8, stash="inputs"),
     ],
 )
 def test_gradients_of_untied_output_equal_the_reference(layout):
@@ -164,12 +156,8 @@ def ten_steps():
     "layout",
     [
         Layout(microbatch=4),
-        Layout(data=8),
-        Layout(pipe=8, idle="phases"),
-        Layout(tensor=8, microbatch=2),
         Layout(data=2, pipe=2, tensor=2, virtual=2),
         Layout(pipe=4, tensor=2, virtual=2, microbatch=2, sequence_parallel=False),
-        Layout(data=2, pipe=4, recompute="full"),
         Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first"),
         Layout(data=4, tensor=2, zero=3, schedule="aligned_zb"),
     ],
@@ -253,7 +241,7 @@ def test_gradients_equal_the_reference_in_bfloat16():
     model = ModelConfig(layers=4, hidden=64, heads=8, sequence=64, vocab=101)
     batch = batch_of(8, model=model)
     want_loss, want = reference_of(model, 8)
-    for layout in (Layout(microbatch=8), Layout(data=2, pipe=2, tensor=2, virtual=2)):
-        got = mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
-        assert all(a.dtype == np.float32 for a in jax.tree.leaves(got[1]))
-        reference.assert_same(got, (want_loss, want), loss=2e-3, gradient=0.03)
+    layout = Layout(data=2, pipe=2, tensor=2, virtual=2)
+    got = mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
+    assert all(a.dtype == np.float32 for a in jax.tree.leaves(got[1]))
+    reference.assert_same(got, (want_loss, want), loss=2e-3, gradient=0.03)

@@ -26,7 +26,6 @@ ROWS, WAY = 8, "around_attention"
 CASES = {
     "1f1b": (GPT, dict(data=2, pipe=2, tensor=2)),
     "interleaved": (LLAMA, dict(pipe=2, tensor=2, virtual=2, idle="phases")),
-    "uneven": (GPT, dict(pipe=4, stage_layers=(1, 3, 3, 1))),
     "w apart": (GPT, dict(pipe=4, tensor=2, schedule="zb_h1")),
     "w apart in a v": (LLAMA, dict(pipe=2, virtual=2, schedule="zb_v", idle="phases")),
     "slices": (GPT, dict(pipe=2, tensor=2, slices=4, schedule="seq1f1b")),

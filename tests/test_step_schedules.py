@@ -229,20 +229,23 @@ def test_evaluation_gives_the_loss_of_the_reference(layout):
     assert float(total / weight) == pytest.approx(float(wanted(UNTIED, rows)[0]), rel=1e-6)
 
 
+BREADTH_FIRST = Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first")
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "unit"),
     [
-        Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3, schedule="breadth_first"),
-        Layout(data=3, pipe=2, virtual=2, zero=3, schedule="gpipe", idle="phases"),
-        Layout(data=4, pipe=2, zero=3, schedule="zb_h2", idle="phases", recompute="full"),
-        Layout(data=2, pipe=4, virtual=2, zero=3, schedule="zb_v", stash="inputs"),
-        Layout(data=2, pipe=2, tensor=2, slices=2, zero=3, schedule="terapipe"),
+        (BREADTH_FIRST, "layer"),
+        (BREADTH_FIRST, "chunk"),
+        (Layout(data=3, pipe=2, virtual=2, zero=3, schedule="gpipe", idle="phases"), "layer"),
+        (Layout(data=4, pipe=2, zero=3, schedule="zb_h2", recompute="full"), "chunk"),
+        (Layout(data=2, pipe=4, virtual=2, zero=3, schedule="zb_v", stash="inputs"), "layer"),
+        (Layout(data=2, pipe=2, tensor=2, slices=2, zero=3, schedule="terapipe"), "layer"),
         # A row layer's bias has no dim that 3 divides, and none that 8 x 4 leave free.
-        Layout(data=4, tensor=2, virtual=3, zero=3, stage_layers=(1, 0, 7)),
+        (Layout(data=4, tensor=2, virtual=3, zero=3, stage_layers=(1, 0, 7)), "chunk"),
     ],
-    ids=["breadth_first", "padded", "split", "vee", "sliced", "one stage"],
+    ids=["by the layer", "by the chunk", "padded", "split", "vee", "sliced", "one stage"],
 )
-@pytest.mark.parametrize("unit", ["layer", "chunk"])
 def test_gradients_with_parameters_sharded_over_data_equal_the_reference(layout, unit):
     check(UNTIED, dataclasses.replace(layout, zero_unit=unit), 3)
 

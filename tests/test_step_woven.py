@@ -18,6 +18,7 @@ from mtx.errors import UserError
 from mtx.pipeline.weave import Order, Step, order
 from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
+from mtx.schedules.schedule import IDLE
 from mtx.step import xla
 
 GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4})
@@ -62,6 +63,8 @@ def test_the_head_runs_a_tick_before_its_backward(name, stages, virtual):
     for item in range(6):
         (head,) = [tick for tick, each in enumerate(woven.head) if each == item]
         assert forward[item] <= head == backward[item] - 1
+    assert woven.enters_next.tolist() == [*woven.embed[1:], IDLE]
+    assert woven.left_before.tolist() == [IDLE, *woven.embed_backward[:-1]]
     late = woven.ticks - table.ticks
     assert 0 <= late <= 1 and (woven.backward_ticks == table.backward_ticks + late).all()
     assert woven.slots <= table.slots + 1

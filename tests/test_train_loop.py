@@ -41,6 +41,7 @@ from mtx.train import session
 from mtx.train.log import Log
 from mtx.train.loop import run_training
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 ROOT = Path(__file__).parent.parent
 
 

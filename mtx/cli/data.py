@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from mtx.cli.neighbours import neighbours_action
 from mtx.cli.options import Command, Flag, Line, command, part
 from mtx.cli.output import facts, progress, run_action, say
 from mtx.config import DataConfig, ModelConfig
@@ -26,8 +27,8 @@ def data_command(arguments: list[str]) -> None:
     """Make, look at, join and cut indexed datasets (.bin and .idx) from text files.
 
     build FILE... --out PREFIX, inspect PREFIX, merge PREFIX... --out PREFIX, split PREFIX,
-    index PREFIX..., tokenizer FILE... --out tokenizer.json; mtx data ACTION --help lists the
-    options of each.
+    index PREFIX..., neighbours PREFIX, tokenizer FILE... --out tokenizer.json; mtx data ACTION
+    --help lists the options of each.
     """
     run_action(arguments, ACTIONS, usage="mtx data ACTION NAME...", about=data_command)
 
@@ -333,5 +334,6 @@ ACTIONS: dict[str, Command] = {
     "merge": merge_action,
     "split": split_action,
     "index": index_action,
+    "neighbours": neighbours_action,
     "tokenizer": tokenizer_action,
 }

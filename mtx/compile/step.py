@@ -259,8 +259,8 @@ def busy_shares(
         """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
         taken = taken.reshape(len(taken), -1)
         asked = [p for p in phases if getattr(p, kind, taken[p.start : p.stop].any())]
-        taken = np.concatenate([taken[p.start : p.stop] for p in asked])
-        return float((taken.any(axis=1) if of_slowest else taken).mean())
+        taken = np.concatenate([taken[:0], *(taken[p.start : p.stop] for p in asked)])
+        return float((taken.any(axis=1) if of_slowest else taken).mean()) if len(taken) else 0.0
 
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     woven = trainer.run.layout.weave == "on"
@@ -275,6 +275,9 @@ def busy_shares(
         "B/all_gather": share_of(backward.runs[0], "backward"),
         "B/reduce_scatter": share_of(backward.runs[1], "backward"),
     }
+    if woven:  # which looks a tick ahead, and a tick back
+        shares["embed"] = share_of(schedule.enters_next >= 0, "any")
+        shares["embed_backward"] = share_of(schedule.left_before >= 0, "any")
     if weight is not None:
         shares |= {
             "W": share_of(weight.busy, "weight"),

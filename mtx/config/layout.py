@@ -205,6 +205,11 @@ class Layout:
         if model.fp8 != "off":
             self._check_fp8(model)
         self._check_experts(model)
+        if self.slices > 1 and model.objective == "retrieval":
+            raise UserError(
+                f"slices={self.slices} cut a sequence, and family={model.family!r} reads it in "
+                "chunks of its own; use slices=1"
+            )
         if self.slices > 1 and not model.causal:
             raise UserError(
                 f"slices={self.slices} needs a model that sees no later positions, and family="

@@ -10,6 +10,7 @@ Legend: B rows · S sequence · D hidden · V vocabulary
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -159,8 +160,9 @@ def our_outputs(
     return Outputs(np.asarray(logits).reshape(*tokens_BS.shape, -1), order_B2)
 
 
+@functools.lru_cache(maxsize=2)
 def _model(config: ModelConfig) -> Model:
-    """Of ours, in float32, without dropout and padding."""
+    """Of ours, in float32, without dropout and padding; compiled once for both sides."""
     model = Model(
         replace(
             config, vocab_multiple=1, dropout=0.0, attention_dropout=0.0, compute_dtype="float32"

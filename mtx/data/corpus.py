@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mtx.config import DataConfig, ModelConfig, RunConfig
-from mtx.data.batches import Corpus, SampleSource
+from mtx.data.batches import Batch, Corpus, SampleSource
 from mtx.data.bert import BertSamples, batch_maker, divide_documents
 from mtx.data.blend import BlendedDataset, normalize_weights, read_blend
 from mtx.data.build import split_sentences
@@ -21,6 +21,11 @@ from mtx.data.documents import hold_out, listed, read_documents, text_files
 from mtx.data.gpt import divide_tokens, open_part
 from mtx.data.images import load_images
 from mtx.data.indexed import IndexedDataset, is_dataset, strip_suffix, token_type
+from mtx.data.neighbours import (
+    check_neighbours,
+    neighbour_batch_maker,
+    open_with_neighbours,
+)
 from mtx.data.pairs import SentenceList
 from mtx.data.samples import Samples
 from mtx.data.spans import SpanSamples, find_span_vocab, make_span_batch, sample_lengths
@@ -48,6 +53,7 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
         samples = run.steps * run.global_batch if samples is None else samples
         wanted = {"train": samples, "valid": run.eval_batches * run.global_batch}
         return _of_spans(_open_datasets(run, prefixes, weights, wanted), run)
+    _refuse_text(run)
     # A dataset that is not there is no text either.
     corpus = load_text(config, sequence=_length(run), bert=run.model.family == "bert")
     only = ("split", "split_by", "cache")
@@ -80,6 +86,16 @@ def _of_spans(corpus: Corpus, run: RunConfig) -> Corpus:
     return replace(corpus, train=train, held_out=held_out, make=make)
 
 
+def _refuse_text(run: RunConfig) -> None:
+    """UserError for a model that reads what stands beside datasets alone."""
+    if run.model.objective == "retrieval":
+        raise UserError(
+            f"family={run.model.family!r} reads texts with their neighbours, and data path="
+            f"{' '.join(run.data.path)!r} names no dataset; make one with mtx data build, and its "
+            "neighbours with mtx data neighbours"
+        )
+
+
 def check_data(run: RunConfig) -> None:
     """Raises the UserErrors of `load_data` that can be seen at once: before devices are started,
     text is tokenized and indices are built."""
@@ -88,6 +104,7 @@ def check_data(run: RunConfig) -> None:
         return
     prefixes, _ = _datasets_of(run.data)
     if not prefixes:
+        _refuse_text(run)
         sizes = [os.path.getsize(file) for file in text_files(run.data.path)]
         if sizes and sum(sizes) * run.data.eval_fraction < _DOUBTFUL_BYTES * _length(run):
             load_data(run)
@@ -96,6 +113,8 @@ def check_data(run: RunConfig) -> None:
     if run.model.family == "bert":
         return
     check_vocab(_tokenizer_of(run, datasets), run.model)
+    if run.model.objective == "retrieval":
+        return check_neighbours(run, prefixes)
     for part, dataset in itertools.product(("train", "valid"), datasets):
         divide_tokens(
             dataset, part, split=run.data.split, by=run.data.split_by, sequence=_length(run)
@@ -146,6 +165,8 @@ def _open_datasets(
     )  # fmt: skip
     if vocab is not None:
         open_one = functools.partial(_open_sentences, run, datasets, weights, vocab)
+    if run.model.objective == "retrieval":
+        open_one = functools.partial(open_with_neighbours, run, prefixes, weights, tokenizer)
     cache, where = config.cache or default_cache(prefixes[0]), ""
 
     def open_parts(cache) -> list:
@@ -163,9 +184,15 @@ def _open_datasets(
         train, held_out = open_parts(None)
     return Corpus(
         tokenizer=tokenizer, train=train, held_out=held_out, packed=config.packed,
-        make=batch_maker(tokenizer, vocab, packed=config.packed),
+        make=_maker(run, tokenizer, vocab),
         source=f"{_described(prefixes, weights)}, {_division(config, train)}{where}",
     )  # fmt: skip
+
+
+def _maker(run: RunConfig, tokenizer: Tokenizer, vocab) -> Callable[..., Batch]:
+    if run.model.objective == "retrieval":
+        return neighbour_batch_maker(run.model)
+    return batch_maker(tokenizer, vocab, packed=run.data.packed)
 
 
 def _open_sentences(

@@ -8,7 +8,7 @@ epoch is Megatron-LM's, and each one after it goes through the same samples in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -89,29 +89,31 @@ class GPTDataset:
         return len(self.indices.shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        if self._endless and index >= len(self):
-            index = place_in_epoch(index, len(self), self._seed)
-        sample = self.indices.shuffle[require_sample(index, len(self), self.data.prefix)]
-        (place, offset), (last, last_offset) = self.indices.sample[sample : sample + 2].tolist()
         tokens = self.data.tokens
         out, filled = np.empty(self.sequence + 1, np.int32), 0
-        for at in range(place, last + 1):
-            begin, stop = self._tokens_of(self.indices.document[at])
-            end = begin + last_offset + 1 if at == last else stop
-            start, offset = begin + offset, 0
-            out[filled : filled + end - start] = tokens[start:end]
-            filled += end - start
-            if self.cut and self._eod is not None and start < end == stop:
+        for sequence, first, end in self.places(index):
+            begin = self.data.first_token(sequence)
+            out[filled : filled + end - first] = tokens[begin + first : begin + end]
+            filled += end - first
+            stop = self._division.within(int(self.data.lengths[sequence]))[1]
+            if self.cut and self._eod is not None and first < end == stop:
                 out[filled - 1] = self._eod
         if self._vocab is not None:
             require_tokens(out, self._vocab, f"{self.data.prefix}: sample {index}")
         return out
 
-    def _tokens_of(self, sequence: int) -> tuple[int, int]:
-        """(first, end) of the tokens of a sequence that are the part's."""
-        first = self.data.first_token(sequence)
-        low, high = self._division.within(int(self.data.lengths[sequence]))
-        return first + low, first + high
+    def places(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Where the tokens of sample `index` stand: (sequence, first, end) of each part, within the
+        sequence."""
+        if self._endless and index >= len(self):
+            index = place_in_epoch(index, len(self), self._seed)
+        sample = self.indices.shuffle[require_sample(index, len(self), self.data.prefix)]
+        (place, offset), (last, last_offset) = self.indices.sample[sample : sample + 2].tolist()
+        for at in range(place, last + 1):
+            sequence = int(self.indices.document[at])
+            low, high = self._division.within(int(self.data.lengths[sequence]))
+            yield sequence, low + offset, low + last_offset + 1 if at == last else high
+            offset = 0
 
 
 def open_part(

@@ -178,7 +178,12 @@ class Decoder:
 
 
 def check_generates(model: ModelConfig) -> None:
-    """Raises UserError for a model that does not predict the next token."""
+    """Raises UserError for a model that does not predict the next token of a text alone."""
+    if model.objective == "retrieval":
+        raise UserError(
+            f"family={model.family!r} reads the neighbours of each chunk, which nothing looks for "
+            "while a text is written: it cannot generate; use another family"
+        )
     if model.objective == "masked tokens":
         raise UserError(
             f"family={model.family!r} does not predict the next token of a text, so it cannot "

@@ -92,6 +92,11 @@ def score_rows(
     gets all scores. Raises UserError for a model that does not predict the next token, a token
     that the model does not know, and losses that are not finite.
     """
+    if trainer.run.model.objective == "retrieval":
+        raise UserError(
+            f"family={trainer.run.model.family!r} reads texts with neighbours, and these have "
+            "none; a run's held-out loss, with neighbours, is what mtx train prints and logs"
+        )
     if not trainer.run.model.causal:
         raise UserError(
             f"family={trainer.run.model.family!r} does not predict the next token of a text; "

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Fp8 = Literal["off", "hybrid", "e4m3"]  # as Megatron-LM's --fp8-format
-Objective = Literal["next token", "masked tokens", "spans"]
+# "retrieval": the next token, of a text and its neighbours (RETRO)
+Objective = Literal["next token", "masked tokens", "spans", "retrieval"]
 
 
 def family_module(name: str) -> ModuleType:
@@ -222,7 +223,7 @@ class ModelConfig:
     @property
     def causal(self) -> bool:
         """Whether a position sees none of those after it."""
-        return self.objective == "next token"
+        return self.objective in ("next token", "retrieval")
 
     def padded_vocab(self, shards: int) -> int:
         """V padded so that each of `shards` devices holds a multiple of `vocab_multiple` rows."""

@@ -57,6 +57,7 @@ class Attention:
     sinks: bool = False  # a number for each head in the sum of its softmax: `mtx.layers.sinks`
     dropout: float = 0.0  # on the probabilities
     looks_around = True
+    over_context = True
     adapts = True
 
     @property

@@ -48,6 +48,7 @@ class Latent:
     scores: Scores  # with a scale: heads have K numbers, or L + R
     dropout: float = 0.0  # on the probabilities
     looks_around = True
+    over_context = True
     in_parts = True  # see `mtx.layers.attention.Attention`
 
     @property

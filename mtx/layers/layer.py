@@ -15,7 +15,15 @@ from flax import nnx
 from mtx.errors import UserError
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
-from mtx.layers.sublayer import Build, Keep, LooksAround, Sublayer, adapts, has_aux
+from mtx.layers.sublayer import (
+    Build,
+    Keep,
+    LooksAround,
+    Sublayer,
+    adapts,
+    has_aux,
+    require_rule,
+)
 from mtx.sharding.adapter import Adapters
 from mtx.sharding.linear import enter_jointly, leave_jointly
 
@@ -45,20 +53,23 @@ class Kind:
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
         """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
-        around = self._around.items()
+        why = f"slices={build.slices} cut sequences"
+        around = self._around("empty_cache", why, "slices=1").items()
         return {name: each.empty_cache(build, rows, sequence) for name, each in around}
 
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
         """What texts keep that go on, zeros, by sublayer: [n, B, g, S, K], or a `State`."""
-        return {name: each.empty_past(build, rows, length) for name, each in self._around.items()}
+        around = self._around("empty_past", "texts go on", "a family without it").items()
+        return {name: each.empty_past(build, rows, length) for name, each in around}
 
     @property
     def has_aux(self) -> bool:
         """Whether there are losses beside the head's: the stream's leaf "aux" [B, s] sums them."""
         return any(has_aux(each) for _, each in self.sublayers)
 
-    @property
-    def _around(self) -> dict[str, LooksAround]:
+    def _around(self, rule: str, why: str, remedy: str) -> dict[str, LooksAround]:
+        for name, each in self.sublayers:
+            require_rule(rule, why, name, each, remedy=remedy)
         sublayers = [(name, each) for name, each in self.sublayers if each.looks_around]
         return {name: cast(LooksAround, each) for name, each in sublayers}
 
@@ -89,6 +100,9 @@ class Layer(nnx.Module):
         for number, (name, sublayer) in enumerate(kind.sublayers):
             if not kind.parallel:
                 setattr(self, f"{name}_norm", kind.norm.module(build.hidden))
+            if build.axes.context_shards > 1:
+                why = f"context={build.axes.context_shards} cuts sequences"
+                require_rule("over_context", why, name, sublayer, remedy="context=1")
             site = len(kind.sublayers) + number
             own = replace(build, site=site, adapters=_adapters_of(name, sublayer, build))
             setattr(self, name, sublayer.module(own, rngs))

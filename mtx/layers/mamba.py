@@ -55,6 +55,7 @@ class Mamba:
     chunk: int = 256  # positions
     least_dt: float = 0.0
     looks_around = True
+    over_context = True
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return MambaModule(self, build, rngs)

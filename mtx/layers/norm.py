@@ -54,6 +54,7 @@ def _layer_norm_forward(x, scale_D, bias_D, epsilon):
 
 def _layer_norm_backward(epsilon, saved, dy):
     x, mean, rstd, scale_D = saved
+    mean, rstd = _once((mean, rstd))
     normed = (x.astype(jnp.float32) - mean) * rstd
     dy32 = dy.astype(jnp.float32)
     dnormed = dy32 * scale_D.astype(jnp.float32)
@@ -83,6 +84,7 @@ def _rms_norm_forward(x, scale_D, epsilon, offset):
 
 def _rms_norm_backward(epsilon, offset, saved, dy):
     x, rstd, scale_D = saved
+    rstd = _once(rstd)
     normed = x.astype(jnp.float32) * rstd
     dy32 = dy.astype(jnp.float32)
     dnormed = dy32 * _scale(scale_D, offset)
@@ -96,6 +98,12 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def _scale(scale_D, offset: float):
     scale_D = scale_D.astype(jnp.float32)
     return scale_D + offset if offset else scale_D
+
+
+def _once(statistics):
+    """Of rows, a number each. Where they are computed again, XLA:GPU would do so within every pass
+    that needs them, and write what is summed over rows to memory first, in float32."""
+    return lax.optimization_barrier(statistics)
 
 
 def _over_rows(a):

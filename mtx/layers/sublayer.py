@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
+from mtx.errors import UserError
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
 from mtx.sharding.adapter import Adapters
@@ -97,8 +98,20 @@ def has_aux(sublayer: Sublayer) -> bool:
     return getattr(sublayer, "has_aux", False)
 
 
+def require_rule(rule: str, why: str, name: str, sublayer: Sublayer, *, remedy: str) -> None:
+    """UserError where a sublayer that looks around has no such rule, which is asked for here."""
+    if sublayer.looks_around and not getattr(sublayer, rule, False):
+        raise UserError(
+            f"{why}, and {name}, {type(sublayer).__name__}, looks at other positions and has no "
+            f"{rule}; use {remedy}"
+        )
+
+
 class LooksAround(Sublayer, Protocol):
     """A config whose module looks at other positions."""
+
+    # Whether its module knows of sequences that `context` cuts (`mtx.sharding.sequence`).
+    over_context: bool
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> jax.Array:
         """[B, S, ...] of zeros: what slices of a sequence keep for later ones; [B, slices, ...] of

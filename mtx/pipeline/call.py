@@ -6,6 +6,7 @@ R ring slots
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from mtx.pipeline.carry import Carry, Gradients, Messages, Stash
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import read
-from mtx.pipeline.stage import Stage, tables_of
+from mtx.pipeline.stage import Stage, row_of, tables_of
 from mtx.pipeline.ticks import Tick, ticks_of
 from mtx.pipeline.trees import float_zeros
 from mtx.pipeline.weights import LayerShards, Weights
@@ -39,13 +40,15 @@ class Call:
         inputs = self.model.inputs["layers"]
         self.trained = self.model.trained
         of_layers = self.trained["layers"]
-        self.weights = Weights(
-            layers=params["layers"], inputs=inputs, shards=chunks, trained=of_layers
-        )
         self.samples_MB, self.rng, self.loss_weight = samples_MB, rng, loss_weight
         pipe, placement = self.axes.pipe, pipeline.placement
         self.placement = placement
         self.index = lax.axis_index(pipe) if pipe else jnp.zeros((), jnp.int32)
+        tables = tables_of(placement, self.index)
+        self.weights = Weights(
+            layers=params["layers"], inputs=inputs, shards=chunks, trained=of_layers,
+            row_of=partial(row_of, tables, placement),
+        )  # fmt: skip
         self.first_chunk, first = self.schedule.first_virtual_stage
         self.last_chunk, last = self.schedule.last_virtual_stage
         self.holds_first, self.holds_last = self.index == first, self.index == last
@@ -54,8 +57,7 @@ class Call:
         )
         self.stage = Stage(
             model=self.model, layer_params=self.weights.layer, placement=placement,
-            tables=tables_of(placement, self.index),
-            context=self.context, stream=self.stream, slices=self.schedule.slices,
+            tables=tables, context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split, offload_fraction=self.layout.offload_fraction,
             shards=layers and {
                 kind: LayerShards(own, inputs[kind], of_layers[kind])

@@ -23,6 +23,11 @@ class Messages(NamedTuple):
     gradient_receives: tuple[Tree, ...]
     outputs: Tree  # of the last virtual stage, for the head
     dy: Stream | None = None  # from the head, where it runs a tick before its B
+    # of a woven tick, whose x have been delivered before it: the input of its F, and what has been
+    # computed ahead of that one's first layer
+    input: Stream | None = None
+    ahead: tuple[jax.Array, ...] = ()
+    left: Stream | None = None  # the dx of the tick before, which the embedding may need
 
 
 class Stash(NamedTuple):

@@ -53,6 +53,7 @@ class Pipeline(Parts):
         for phase in self.phases:
             rows = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], ticks)
             carry = run.scan(carry, rows, phase)
+        carry = run.finish(carry)
         return carry.losses, carry.gradients.shared | {"layers": run.of_layers(carry)}
 
     @property
@@ -94,7 +95,7 @@ class Pipeline(Parts):
             op, microbatch = row
             weights = run.weights.all_gather(weights, op.gather, op.forward.chunk)
             receives = run.deliver(receives, arrived, op.receives)
-            stream = run.input(op, run.embed(op), receives, arrived)
+            stream = run.input(op.forward, run.embed(op), receives, arrived, op.receives)
             stream, past = lax.cond(
                 op.forward.busy,
                 compute,

@@ -45,6 +45,10 @@ class Run(Call):
         """The gradients of the layers' parameters, after the last tick."""
         return carry.gradients.of_layers
 
+    def finish(self, carry: Carry) -> Carry:
+        """What is left to do after the last tick."""
+        return carry
+
     # -- one tick ---------------------------------------------------------------------------------
 
     def tick(self, carry: Carry, op: Tick, *, phase: Phase):
@@ -70,7 +74,7 @@ class Run(Call):
             entered = self.embed(op)
 
             def compute(forward, weights, layers, caches, left):
-                x = self.input(op, entered, receives, messages.x)
+                x = self.input(op.forward, entered, receives, messages.x, op.receives)
                 if self.layout.stash == "inputs":
                     layers = write(layers, x, forward.slot)
                     y, caches = self.stage.forward_only(forward, weights, x, caches)
@@ -108,7 +112,7 @@ class Run(Call):
         with jax.named_scope("B"):
             carry, dx = self.backward_op(carry, op, arrived, dy)
         with jax.named_scope("embed_backward"):
-            shared = self.embed_backward(carry.gradients.shared, op, dx)
+            shared = self.embed_backward(carry.gradients.shared, op.embed_backward, dx)
         return carry._replace(gradients=carry.gradients._replace(shared=shared))
 
     def weight_half(self, carry: Carry, op: Op, scatter: jax.Array) -> Carry:
@@ -171,10 +175,10 @@ class Run(Call):
         with jax.named_scope("embed"):
             return lax.cond(op.embed != IDLE, embed, lambda _: self.zeros(), op.embed)
 
-    def input(self, op: Tick, entered: Stream, receives, arrived) -> Stream:
-        """The input of F: the embedding on virtual stage 0, what has arrived elsewhere."""
-        is_input = self.holds_first & (op.forward.chunk == self.first_chunk)
-        return where(is_input, entered, self.take(receives, arrived, op.receives))
+    def input(self, op: Op, entered: Stream, rings, arrived, receives) -> Stream:
+        """The input of an F: the embedding on virtual stage 0, what has arrived elsewhere."""
+        is_input = self.holds_first & (op.chunk == self.first_chunk)
+        return where(is_input, entered, self.take(rings, arrived, receives))
 
     def last_output(self, y: Stream) -> Stream:
         """The last virtual stage's, on every stage."""
@@ -255,13 +259,12 @@ class Run(Call):
         """The first virtual stage's, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
 
-    def embed_backward(self, total: Tree, op: Tick, dx: Stream, *, sent=False) -> Tree:
-        """`total` with the gradients of virtual stage 0's embedding added. sent: dx is that of
-        virtual stage 0 already."""
+    def embed_backward(self, total: Tree, item, dx: Stream, *, sent=False) -> Tree:
+        """`total` with the gradients of an item's embedding added, on virtual stage 0; none are of
+        IDLE. sent: dx is that of virtual stage 0 already."""
 
         def compute(total, dx):
             dx = dx if sent else self.dx_of_first(dx)
-            item = op.embed_backward
             batch, context = self.batch_of(item), self.context(item, IDLE)
 
             def embed(trained):
@@ -272,7 +275,7 @@ class Run(Call):
 
         if not any(jax.tree.leaves(self.trained["embed"])):
             return total
-        return lax.cond(op.embed_backward != IDLE, compute, lambda kept, _: kept, total, dx)
+        return lax.cond(item != IDLE, compute, lambda kept, _: kept, total, dx)
 
     def unless_idle(self, half: str, op: Op, compute: Callable, idle: Callable, *args):
         """Without a conditional where none is idle: XLA may copy what that changes."""

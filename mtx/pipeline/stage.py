@@ -34,14 +34,16 @@ from mtx.sharding.mesh import Axes
 from mtx.vjp import Arrays, LayerVJP
 
 Tree = Any
+_BY_CHUNK = "gradients", "past"  # of what is kept; the rest has slots of microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """The layers of this stage and the rules by which their ops run.
 
-    Parameters, and gradients of those that are trained, are {kind: leaves [C, N, ...]}, or
-    [1, N, ...] where a stage has one chunk of them gathered at a time.
+    Parameters, and gradients of those that are trained, are {kind: leaves [C, N, ...]}, where C
+    counts chunks that have layers of the kind, or [1, N, ...] where a stage has one chunk of them
+    gathered at a time.
     """
 
     model: PipelineModel
@@ -257,7 +259,14 @@ class Stage:
         is written out, and looped over. Else each layer's kind is read from a table; all devices
         that have a collective of a layer in common run the same one.
         """
-        first = {name: at for name, (_, at) in kept.items()}
+        first = {
+            kind: {
+                name: row_of(self.tables, self.placement, kind, at) if name in _BY_CHUNK else at
+                for name, (tree, at) in kept.items()
+                if tree is not None
+            }
+            for kind in self.placement.kinds
+        }
         trees = {name: tree for name, (tree, _) in kept.items()}
         if self.placement.period is None:
             return self._switched(op, body, (stream, trees), first, backward)
@@ -272,7 +281,7 @@ class Stage:
                 def layer(i, carry, run=run, n=n, index=index):
                     i = run.count - 1 - i if backward else i
                     stream, trees = carry
-                    own = Own.of(run.kind, _plus(n, i), _plus(index, i), trees, first)
+                    own = Own.of(run.kind, _plus(n, i), _plus(index, i), trees, first[run.kind])
                     return body(own, stream), own.put_into(trees)
 
                 carry = loop(run.count, layer, carry)
@@ -293,25 +302,25 @@ class Stage:
             n = count - 1 - i if backward else i
             stream, trees = carry
             if len(kinds) == 1:
-                own = Own.of(kinds[0], n, n, trees, first)
+                own = Own.of(kinds[0], n, n, trees, first[kinds[0]])
                 return body(own, stream), own.put_into(trees)
             number = read(self.tables["kind"], op.chunk, n)
             index = read(self.tables["index"], op.chunk, n)
             places = {k: jnp.where(number == j, index, 0) for j, k in enumerate(kinds)}
             entries = {
-                name: tree and {k: entry_of(tree[k], first[name], places[k]) for k in kinds}
+                name: tree and {k: entry_of(tree[k], first[k][name], places[k]) for k in kinds}
                 for name, tree in trees.items()
             }
 
             def branch(kind, stream, entries):
-                own = Own.of(kind, n, index, entries, dict.fromkeys(first, 0), entry=0)
+                own = Own.of(kind, n, index, entries, dict.fromkeys(entries, 0), entry=0)
                 return body(own, stream), own.put_into(entries)
 
             branches = [partial(branch, kind) for kind in kinds]
             stream, entries = lax.switch(number, branches, stream, entries)
             return stream, {
                 name: tree and {
-                    k: write(tree[k], read(entries[name][k], 0, 0), first[name], places[k])
+                    k: write(tree[k], read(entries[name][k], 0, 0), first[k][name], places[k])
                     for k in kinds
                 }
                 for name, tree in trees.items()
@@ -325,7 +334,8 @@ class Stage:
         if sliced:
             cache = read(caches[own.kind], op.cache, own.index) if caches else own.read("cache")
             given += (cache,)
-        return read(params[own.kind], op.held, own.index), given
+        row = row_of(self.tables, self.placement, own.kind, op.held)
+        return read(params[own.kind], row, own.index), given
 
     def _whole(self, own: Own, layer_params: Tree) -> Tree:
         return self.shards[own.kind].gather(layer_params) if self.shards else layer_params
@@ -367,7 +377,15 @@ class Stage:
 def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
     """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
     names = ("layer",) if placement.period else ("layer", "count", "kind", "index")
+    names += () if placement.row is None else ("row",)
     return {name: read(jnp.asarray(getattr(placement, name)), stage) for name in names}
+
+
+def row_of(tables: dict[str, jax.Array], placement: Placement, kind: str, chunk):
+    """Where a chunk's layers of a kind lie in their stack; of one that is gathered, at 0."""
+    if placement.row is None:
+        return chunk
+    return read(tables["row"], placement.kinds.index(kind), chunk)
 
 
 def loop(count: int, body: Callable, start: Tree) -> Tree:

@@ -39,6 +39,13 @@ class Receive(NamedTuple):
     used: jax.Array  # bool: whether the input is here
 
 
+class Following(NamedTuple):
+    """The F of the next tick, and what it receives; int32 [] (the whole table: [T])."""
+
+    forward: Op
+    receives: tuple[Receive, ...]
+
+
 class Tick(NamedTuple):
     """One row of the table, as this stage sees it; int32 [] (the whole table: [T])."""
 
@@ -56,6 +63,7 @@ class Tick(NamedTuple):
     head: jax.Array
     embed_backward: jax.Array
     coming: Op | None  # the B of the next tick, where it is prepared for
+    following: Following | None = None  # its F, where a woven tick prepares it
 
 
 def ticks_of(

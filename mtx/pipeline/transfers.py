@@ -186,6 +186,15 @@ class Traffic:
         """A chunk's parameters; of one that is not there yet, which idle ops ask for, another's."""
         return self.chunks.get(chunk, next(iter(self.chunks.values())))
 
+    def any_of(self, chunk) -> Tree:
+        """Those of a chunk that only the device knows, int32 []."""
+        each = map(self.of, range(self._virtual))
+        return jax.tree.map(lambda *chunks: lax.select_n(chunk, *chunks), *each)
+
+    def comes_before(self, phase: Phase) -> bool:
+        """Whether a chunk has come right before a phase."""
+        return phase.start in {window.stop for window in self._gathers}
+
     def sums_of(self, gradients: Tree) -> Tree:
         """{kind: leaves [C, N, ...]}: this device's shards of the sums, after the last tick."""
 

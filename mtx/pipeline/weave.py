@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import Literal
 
-from mtx.vjp import COLLECTIVES, Strand, bind, divide, inputs_of, needed_of, variables_of
+from mtx.vjp import COLLECTIVES, Strand, axes_of, bind, divide, needed_of, variables_of
 
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
 # where all devices of a node send at once, those of `tensor` each for a ring of its own.
@@ -255,7 +255,7 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
     """The way to the gathers that a function's first matmul needs, to be computed ahead, and the
     rest, which takes what the first part gives before its own inputs. after: inputs that are not
     there yet. None where there is no such gather."""
-    eqns, free = strand.eqns, set(strand.constvars)
+    eqns = strand.eqns
     first = next((eqn for eqn in eqns if _flops(eqn)), None)
     if first is None:
         return None
@@ -268,14 +268,7 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
     if not gathers:
         return None
     ahead = needed_of(eqns, [var for eqn in gathers for var in eqn.outvars])
-    before = [eqn for place, eqn in enumerate(eqns) if place in ahead]
-    rest = [eqn for place, eqn in enumerate(eqns) if place not in ahead]
-    read = {*inputs_of(rest, exclude=free), *variables_of(strand.outvars)}
-    crossing = [var for eqn in before for var in eqn.outvars if var in read]
-    return (
-        strand.part(before, strand.invars, crossing),
-        strand.part(rest, [*crossing, *strand.invars], strand.outvars),
-    )
+    return strand.divided(ahead)
 
 
 def _communicates(eqn) -> bool:
@@ -284,8 +277,7 @@ def _communicates(eqn) -> bool:
 
 def _link(eqn) -> float:
     """Bytes a second of a collective. Devices along `tensor` are neighbours in a node."""
-    over = eqn.params.get("axis_name", eqn.params.get("axes"))
-    axes = over if isinstance(over, tuple) else (over,)
+    axes = axes_of(eqn)
     if eqn.primitive.name != "all_to_all":
         return _LINK if set(axes) == {"tensor"} else _NETWORK / lax.axis_size("tensor")
     size = lax.axis_size(axes)

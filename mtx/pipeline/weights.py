@@ -11,6 +11,7 @@ Legend: C chunks · N layers of a kind in a chunk
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,6 +60,7 @@ class Weights:
     inputs: Tree  # how many of a matrix's first dims are
     shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: no chunk is gathered
     trained: Tree  # which of them are; the others have no gradients
+    row_of: Callable  # (kind, chunk) -> where the chunk's layers of the kind lie in their stack
 
     @property
     def layer(self) -> Tree:
@@ -84,11 +86,16 @@ class Weights:
             return lax.cond(wanted, self._gather, lambda _: held, chunk)
 
     def _gather(self, chunk) -> Tree:
-        def gather(a, shard, inputs):
-            whole = _gathered(slots.read(a, chunk), shard, inputs, stacked=1)
+        def gather(row, a, shard, inputs):
+            whole = _gathered(slots.read(a, row), shard, inputs, stacked=1)
             return jax.tree.map(lambda a: a[None], whole)
 
-        return jax.tree.map(gather, self.layers, self.shards, self.inputs, is_leaf=is_quantised)
+        def of_kind(kind: str) -> Tree:
+            trees = self.layers[kind], self.shards[kind], self.inputs[kind]
+            own = partial(gather, self.row_of(kind, chunk))
+            return jax.tree.map(own, *trees, is_leaf=is_quantised)
+
+        return {kind: of_kind(kind) for kind in self.layers}
 
     def sums(self) -> Tree:
         """Float32 zeros like the gradients' shards; None where gradients are summed later."""
@@ -103,14 +110,18 @@ class Weights:
             return gradients, sums
 
         def scatter(gradients, sums):
-            def add(gradient, total, shard):
+            def add(row, gradient, total, shard):
                 if gradient is None:
                     return total
-                return slots.add(total, shard.reduce_scatter(gradient[0]), chunk)
+                return slots.add(total, shard.reduce_scatter(gradient[0]), row)
 
-            is_none = lambda a: a is None  # noqa: E731
+            def of_kind(kind: str) -> Tree:
+                trees = gradients[kind], sums[kind], shards[kind]
+                own = partial(add, self.row_of(kind, chunk))
+                return jax.tree.map(own, *trees, is_leaf=lambda a: a is None)
+
             shards = chosen(self.shards, self.trained)
-            added = jax.tree.map(add, gradients, sums, shards, is_leaf=is_none)
+            added = {kind: of_kind(kind) for kind in gradients}
             return jax.tree.map(jnp.zeros_like, gradients), added
 
         with jax.named_scope("reduce_scatter"):

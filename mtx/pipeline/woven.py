@@ -1,12 +1,14 @@
 """A tick whose F and B run side by side, a layer at a time (see `weave` for what lies beside what).
 
-    receive · embed · {F and B of one layer each, woven}, layer after layer · send x and dx ·
-    W of the last layer, head and loss, gradient of the embedding
+    {F and B of one layer each, woven}, layer after layer · send x and dx · W of the last layer,
+    receive · head and loss, gradient of the last tick's embedding
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
-asked for while the layer before it is computed. What is sent has the weight gradients of B's last
-layer beside it, all W's where the table splits them from B, and the head.
+asked for while the layer before it is computed, that of a tick's first layer in the tick before.
+What is sent has the weight gradients of B's last layer beside it, all W's where the table splits
+them from B, and the head. What the embedding gives in the next tick, and the gradient that left
+the pipeline in the one before, go to all stages beside all layers of this one.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -22,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mtx.pipeline.carry import Carry
+from mtx.pipeline.carry import Carry, Messages
+from mtx.pipeline.entering import Entering
+from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.run import Run
 from mtx.pipeline.slots import read, write
-from mtx.pipeline.ticks import Op, Tick
+from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
 from mtx.pipeline.woven_layers import Kept, Side, WovenLayers
@@ -53,10 +57,39 @@ class WovenRun(Run):
     def start(self) -> Carry:
         carry = super().start()
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
-        return carry._replace(messages=carry.messages._replace(dx=dx, dy=self.zeros()))
+        messages = carry.messages._replace(dx=dx, dy=self.zeros(), left=self.zeros())
+        with jax.named_scope("embed"):
+            entered = self.stream_of(self.entering.whole(jnp.asarray(self.schedule.embed[0])))
+        rows = super().ticks()
+        first = jax.tree.map(lambda a: a[0], Following(rows.forward, rows.receives))
+        return carry._replace(messages=self.prepared(messages, first, messages.x, entered))
+
+    def ticks(self) -> Tick:
+        """With what follows; the embedding is that of the next tick, its gradient of the last."""
+        rows = super().ticks()
+        following = Following(rows.forward, rows.receives)
+        return rows._replace(
+            embed=jnp.asarray(self.schedule.enters_next),
+            embed_backward=jnp.asarray(self.schedule.left_before),
+            following=jax.tree.map(lambda a: jnp.roll(a, -1), following),
+        )
+
+    @cached_property
+    def entering(self) -> Entering:
+        def embed(item):
+            return self.model.embed(self.shared, self.batch_of(item), self.context(item, IDLE))
+
+        return Entering.of(embed)
+
+    def stream_of(self, leaves: list) -> Stream:
+        return jax.tree.unflatten(jax.tree.structure(self.stream), leaves)
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
         traffic = self.traffic
+        if traffic is not None and traffic.comes_before(phase):  # what is ahead may need it
+            op = jax.tree.map(lambda a: a[0], rows.forward)
+            ahead = self.ahead(op, carry.messages.input)
+            carry = carry._replace(messages=carry.messages._replace(ahead=ahead))
         window = traffic and traffic.window(phase)
         if traffic is None or window is None:
             return super().scan(carry, rows, phase)
@@ -83,15 +116,14 @@ class WovenRun(Run):
     def tick(self, carry: Carry, op: Tick, *, phase: Phase, cargo: Cargo | None = None):
         forward, backward = phase.forward, phase.backward
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
-        receives = self.deliver(messages.receives, messages.x, op.receives)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered = self.embed(op) if forward else self.zeros()
+        entered, left = self.beside_layers(messages, op, phase)
 
         def compute(chunks: tuple[int, int], op: Tick, kept: Kept):
             f, b = None, None
             if forward:
-                x = self.input(op, entered, receives, messages.x)
-                f = self._side(op.forward, chunks[0], weights[0], x)
+                ahead = messages.ahead if self.is_early else None
+                f = self._side(op.forward, chunks[0], weights[0], messages.input, ahead)
             if backward:
                 is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
                 taken = self.take(returns, messages.dx, op.gradient_receives)
@@ -107,14 +139,14 @@ class WovenRun(Run):
                     carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved
                 ),
             )  # fmt: skip
-        messages = messages._replace(receives=receives, gradient_receives=returns)
+        messages, arrived = messages._replace(gradient_receives=returns), self.no_arrivals()
         if forward:
             with jax.named_scope("send_x"):
-                messages = messages._replace(x=self.send(y, self.schedule.receives))
+                arrived = self.send(y, self.schedule.receives)
         if backward:
             with jax.named_scope("send_dx"):
                 sent = self.send(dx, self.schedule.gradient_receives)
-                messages = messages._replace(dx=sent)
+                messages = messages._replace(dx=sent, left=dx)
         if self.schedule.outputs.slots:
             if forward:
                 messages = messages._replace(outputs=write(messages.outputs, y, op.output))
@@ -124,18 +156,73 @@ class WovenRun(Run):
             stash=carry.stash._replace(layers=kept.rings, deferred=kept.deferred),
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
-        return self.beside_sends(carry, op, phase, y, dx, last), None
+        if backward:
+            carry, (arrived, y) = self.last_weights(carry, op, last, (arrived, y))
+        if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
+            messages = self.prepared(carry.messages, op.following, arrived, entered)
+            carry = carry._replace(messages=messages)
+        carry = self.beside_sends(carry, op, phase, y, last)
+        if self._some(self.schedule.left_before, phase):
+            carry = self.with_embedding(carry, op.embed_backward, left)
+        return carry, None
 
-    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, dx, last: Arrays) -> Carry:
-        """What a tick's sends have beside them. y, dx: what F and B have made; last: what waits for
+    def beside_layers(self, messages: Messages, op: Tick, phase: Phase) -> tuple[Stream, Stream]:
+        """(what the embedding gives in the next tick, the gradient of what it gave that has left
+        in the last one): sums over `pipe` that nothing needs before the layers are done."""
+        entered, left = self.zeros(), messages.left
+        if self._some(self.schedule.enters_next, phase):
+            with jax.named_scope("embed"):
+                parts = self.entering.of_stage(op.embed)
+                entered = self.stream_of(self.entering.summed(parts, op.embed))
+        if self._some(self.schedule.left_before, phase):
+            with jax.named_scope("embed_backward"):
+                left = self.dx_of_first(left)
+        return entered, left
+
+    def with_embedding(self, carry: Carry, item, left: Stream) -> Carry:
+        """With the gradients of an item's embedding."""
+        with jax.named_scope("embed_backward"):
+            shared = self.embed_backward(carry.gradients.shared, item, left, sent=True)
+        return carry._replace(gradients=carry.gradients._replace(shared=shared))
+
+    def finish(self, carry: Carry) -> Carry:
+        last = self.schedule.embed_backward[-1]
+        if last == IDLE:
+            return carry
+        return self.with_embedding(carry, jnp.asarray(last), self.dx_of_first(carry.messages.left))
+
+    def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
+        """With what has arrived for the F of the next tick, and later ones, and what that one
+        begins with."""
+        rings = self.deliver(messages.receives, arrived, op.receives)
+        x = self.input(op.forward, entered, rings, arrived, op.receives)
+        ahead = self.ahead(op.forward, x)
+        return messages._replace(x=(), receives=rings, input=x, ahead=ahead)
+
+    def ahead(self, op: Op, x: Stream) -> Arrays:
+        """What is computed of F's first layer in the tick before."""
+        if not self.is_early:
+            return ()
+        params = self.weights.layers
+        if self.traffic is not None:
+            params, op = self.traffic.any_of(op.chunk), op._replace(held=jnp.zeros((), jnp.int32))
+        return self.layers.ahead(Side(op, params, op.held, x))
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the parameters of the next tick's F are there, and something lies beside what is
+        gathered for it."""
+        return self.weights.shards is None and not self.schedule.split
+
+    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Arrays) -> Carry:
+        """What the rest of a tick's sends has beside it. y: what F has made; last: what waits for
         the weight gradients of B's last layer."""
-        has_head = (self.schedule.head[phase.start : phase.stop] != IDLE).any()
-        # In the branches of head and embedding nothing could lie beside these.
+        has_head = self._some(self.schedule.head, phase)
+        # In the head's branch nothing could lie beside this.
         with jax.named_scope("broadcast"):
             y = self.last_output(y) if has_head else y
-            dx = self.dx_of_first(dx) if phase.backward else dx
         if phase.backward:
-            carry = self.last_weights(carry, op, last)
+            carry, _ = self.last_weights(carry, op, last)
             # Before the head, which waits for y. Nothing may stand right behind gradients that
             # matmuls add in place; behind their branch it may.
             if self.in_branches or self.stage.shards is not None:
@@ -147,11 +234,6 @@ class WovenRun(Run):
             with jax.named_scope("head"):
                 carry, dy = self.head(carry, op, y, sent=True)
             carry = carry._replace(messages=carry.messages._replace(dy=dy))
-        if phase.backward:
-            gradients = carry.gradients
-            with jax.named_scope("embed_backward"):
-                shared = self.embed_backward(gradients.shared, op, dx, sent=True)
-            carry = carry._replace(gradients=gradients._replace(shared=shared))
         return carry
 
     def chunks(self, op: Tick, phase: Phase) -> tuple[list[tuple[int, int]], jax.Array]:
@@ -178,24 +260,40 @@ class WovenRun(Run):
                 b = self.weights.all_gather(b, op.gather_back, op.backward.chunk)
         return f, b
 
-    def last_weights(self, carry: Carry, op: Tick, waits: Arrays) -> Carry:
-        """With the weight gradients of the last layer of this tick's B, where W is not split."""
+    def last_weights(
+        self, carry: Carry, op: Tick, waits: Arrays, beside: Tree = None
+    ) -> tuple[Carry, Tree]:
+        """(carry, `beside`), with the weight gradients of the last layer of this tick's B, where W
+        is not split: with the first of them, which is computed before anything else is done with
+        `beside`, or without that with the others."""
         of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
+        first = beside is not None
         if not self.schedule.split:
             with jax.named_scope("W"):
-                of_b = self.by_chunk(self.layers.last_weights)(op.backward, waits, of_b)
-        with jax.named_scope("B"):
-            of_b, reduced = self.weights.reduce_scatter(
-                of_b, reduced, op.scatter[0], op.backward.chunk
-            )
-        return carry._replace(gradients=carry.gradients._replace(of_b=of_b, reduced=reduced))
+                run = self.by_chunk(partial(self.layers.last_weights, first=first))
+                of_b = run(op.backward, waits, of_b)
+                # Behind a branch something may stand between gradients and what is added next.
+                if self.in_branches and first:
+                    beside, of_b = lax.optimization_barrier((beside, of_b))
+        if not first:
+            with jax.named_scope("B"):
+                of_b, reduced = self.weights.reduce_scatter(
+                    of_b, reduced, op.scatter[0], op.backward.chunk
+                )
+        gradients = carry.gradients._replace(of_b=of_b, reduced=reduced)
+        return carry._replace(gradients=gradients), beside
 
     @property
     def in_branches(self) -> bool:
         return self.traffic is not None or super().in_branches
 
-    def _side(self, op: Op, chunk: int, gathered: Tree, stream: Tree) -> Side:
+    @staticmethod
+    def _some(table: np.ndarray, phase: Phase) -> bool:
+        """Whether a table of items, int32 [T], has any in a phase."""
+        return bool((table[phase.start : phase.stop] != IDLE).any())
+
+    def _side(self, op: Op, chunk: int, gathered: Tree, stream: Tree, ahead=None) -> Side:
         op = op._replace(held=chunk) if self.in_branches else op
         if self.traffic is not None:
-            return Side(op, self.traffic.of(chunk), 0, stream)
-        return Side(op, self.weights.gathered(gathered), op.held, stream)
+            return Side(op, self.traffic.of(chunk), 0, stream, ahead)
+        return Side(op, self.weights.gathered(gathered), op.held, stream, ahead)

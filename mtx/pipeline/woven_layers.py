@@ -2,7 +2,7 @@
 
 F goes through layer n while B goes through layer N - 1 - n. What F's layer n + 1 does up to its
 first gather is computed beside layer n; B's last layer leaves the matmuls of its weight gradients
-for later, beside what the tick sends.
+for later, beside what the tick sends, but for the smallest, beside what it scatters last.
 
 Legend: C chunks · N layers of a kind in a chunk · R ring slots
 """
@@ -39,6 +39,7 @@ class Side(NamedTuple):
     params: Tree  # {kind: leaves [C, N, ...]}
     held: Any  # int32 []: the place of its chunk in them
     stream: Tree  # what enters its first layer
+    ahead: Arrays | None = None  # of F: what has been computed of that layer; None: nothing yet
 
 
 class Kept(NamedTuple):
@@ -121,7 +122,11 @@ class WovenLayers:
         x, d = (nothing if side is None else side.stream for side in (f, b))
         size, braid = len(self.period), Braid()
         repeats, turns = self.layers // size, self.turns()
-        of_f = self._ahead(braid, f, turns[0].forward, 0, f.stream) if f else ()
+        of_f = ()
+        if f is not None and f.ahead is not None:
+            of_f = braid.given(f.ahead)
+        elif f is not None:
+            of_f = self._ahead(braid, f, turns[0].forward, 0, f.stream)
         of_b = self._ahead_back(braid, b, turns[0].backward, self.layers - 1) if b else ()
         braid.run()
         carry = (x, tuple(braid.read(of_f)), d, tuple(braid.read(of_b)), kept)
@@ -223,6 +228,13 @@ class WovenLayers:
         numbers = leaves if isinstance(stream, list) else braid.given(leaves)
         return braid.add(side.ahead, side.with_stream(inputs, numbers), side="F")
 
+    def ahead(self, f: Side) -> Arrays:
+        """What can be computed of F's first layer before there is a B beside it."""
+        braid = Braid()
+        numbers = self._ahead(braid, f, self.period[0], 0, f.stream)
+        braid.run()
+        return tuple(braid.read(numbers))
+
     def _ahead_back(self, braid: Braid, b: Side, kind: str, m) -> list[int]:
         """The same of B, of its parameters alone."""
         side = self.sides[kind]
@@ -235,13 +247,16 @@ class WovenLayers:
         inputs[first : first + len(numbers)] = numbers
         return braid.add(side.ahead_back, inputs, side="B")
 
-    def last_weights(self, op: Op, waits: Arrays, gradients: Tree) -> Tree:
-        """With the weight gradients of a chunk's first layer, of which B is done."""
+    def last_weights(self, op: Op, waits: Arrays, gradients: Tree, *, first: bool) -> Tree:
+        """With weight gradients of a chunk's first layer, of which B is done: the first of those
+        that wait, or the others."""
         kind, braid = self.period[0], Braid()
         cut = self.sides[kind].cut
-        made = braid.add(cut.w, braid.given(waits), side="B")
+        wanted = [(place == 0) == first for place in range(len(cut.w.outvars))]
+        made = iter(braid.add(cut.w.choose(wanted), braid.given(waits), side="B"))
         braid.run()
-        return gradients | {kind: add(gradients[kind], cut.of_w(braid.read(made)), op.held, 0)}
+        values = [braid.read([next(made)])[0] if one else None for one in wanted]
+        return gradients | {kind: add(gradients[kind], cut.of_w(values), op.held, 0)}
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
@@ -363,12 +378,15 @@ class KindStrands:
     def backward(self, *, cut: bool) -> tuple[Strand, frozenset]:
         """B, after what is computed ahead, and which of its equations only weight gradients need
         and nothing may lie beside."""
-        cut = cut or self.split
-        return self._of_b[cut][1], frozenset() if cut or not self.in_place else self._later
+        if self.split or not self.in_place:
+            return self._of_b[cut or self.split][1], frozenset()
+        return self._of_b[cut][1], self._later[cut]
 
     @cached_property
-    def _later(self) -> frozenset:
-        return weight_equations(self._of_b[False][1], self.gradients)
+    def _later(self) -> dict[bool, frozenset]:
+        """By whether B is cut."""
+        gradients = {False: self.gradients, True: jax.tree.leaves(self.cut.made_by_w).count(False)}
+        return {cut: weight_equations(self._of_b[cut][1], n) for cut, n in gradients.items()}
 
     def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
         """What B gives: (gradients of the parameters, that of the stream, what waits)"""

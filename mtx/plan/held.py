@@ -20,11 +20,12 @@ class Held(NamedTuple):
     """Parameters of one device."""
 
     total: int
-    chunk: int  # of the layers of one chunk, with the padding of uneven stages
+    layers: int  # of all layers, with the padding of uneven stages
+    chunk: int  # of those of one chunk, of every kind
     matrices: int  # of these, those that an optimizer takes for matrices
     shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
     matrices_shard: int
-    chunk_shard: int
+    layers_shard: int
 
 
 def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
@@ -42,14 +43,16 @@ def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False
             held += np.outer((1, each.is_matrix), (n, n / replicas))
         return held
 
-    counts = places(model, layout).items()
-    chunk = sum((n * count(parameters.layers[kind]) for kind, n in counts), np.zeros((2, 2)))
+    chunk = layers = np.zeros((2, 2))
+    for kind, (rows, n) in _stacks(model, layout).items():
+        own = n * count(parameters.layers[kind])
+        chunk, layers = chunk + own, layers + rows * own
     (total, shard), (matrices, matrices_shard) = np.ceil(
-        layout.virtual * chunk + count(parameters.shared)
+        layers + count(parameters.shared)
     ).astype(int).tolist()  # fmt: skip
     return Held(
-        total=total, chunk=round(chunk[0, 0]), matrices=matrices, shard=shard,
-        matrices_shard=matrices_shard, chunk_shard=math.ceil(chunk[0, 1]),
+        total=total, layers=round(layers[0, 0]), chunk=round(chunk[0, 0]), matrices=matrices,
+        shard=shard, matrices_shard=matrices_shard, layers_shard=math.ceil(layers[0, 1]),
     )  # fmt: skip
 
 
@@ -79,9 +82,14 @@ def elements_held(parameter: Parameter, model: ModelConfig, layout: Layout) -> i
 
 def places(model: ModelConfig, layout: Layout) -> dict[str, int]:
     """Layers of a chunk by kind, or places for them where stages are uneven."""
-    return _places_of(placement_of(model, layout))
+    return {kind: count for kind, (_, count) in _stacks(model, layout).items()}
+
+
+def _stacks(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
+    """(rows of a kind's stack, places in each), by kind."""
+    return _stacks_of(placement_of(model, layout))
 
 
 @lru_cache(maxsize=4096)
-def _places_of(placement: Placement) -> dict[str, int]:
-    return {kind: placement.slots_of(kind).shape[-1] for kind in placement.kinds}
+def _stacks_of(placement: Placement) -> dict[str, tuple[int, int]]:
+    return {kind: placement.slots_of(kind).shape[1:] for kind in placement.kinds}

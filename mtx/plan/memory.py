@@ -72,7 +72,7 @@ def predict_memory(
     stash += slots.caches * device.cache_bytes()
     waiting = slots.weight_stash * device.deferred_bytes()
     if _copies(layout, layout.microbatches(global_batch)):
-        layers = 4 * layout.virtual * trained.chunk
+        layers = 4 * trained.layers
         forward = stash if layout.stash == "residuals" else 0
         working = max(working + (waiting or layers), forward, layers)
     parameters, gradients, gathered = _weights_bytes(model, layout, held, trained, zero)
@@ -145,8 +145,8 @@ def _weights_bytes(
     them where that is a chunk). Frozen parameters have no other master than these."""
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
-        of_shared, of_trained = (n.total - layout.virtual * n.chunk for n in (held, trained))
-        shard = layout.virtual * trained.chunk_shard
+        of_shared, of_trained = (n.total - n.layers for n in (held, trained))
+        shard = trained.layers_shard
         # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
         parameters = item * of_shared + (0 if item == 4 else item * shard)

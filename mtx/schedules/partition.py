@@ -1,11 +1,13 @@
 """Which layer lives where: the only place that knows both model order and (stage, chunk) order.
 
-A model's layers are of one or more kinds. In memory those of a kind are stacked [P, C, N_kind, ...]
-with zeros where a chunk has fewer of them than another; on disk and in every canonical tree they
-are [L_kind, ...] in model order.
+A model's layers are of one or more kinds. In memory those of a kind are stacked
+[P, C_kind, N_kind, ...] with zeros where a chunk has fewer of them than another; on disk and in
+every canonical tree they are [L_kind, ...] in model order. A chunk without layers of a kind has no
+row in its stack: of an encoder and a decoder in two chunks each stage holds one of either.
 
-Legend: L layers (L_kind: of a kind) · P stages · C chunks per stage · N places for layers in one
-chunk (N_kind: for those of a kind)
+Legend: L layers (L_kind: of a kind) · P stages · C chunks per stage (C_kind: those that have layers
+of a kind, on the stage with most of them) · N places for layers in one chunk (N_kind: for those of
+a kind)
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Placement:
 
     layer: np.ndarray  # int32 [P, C, N]: the layer in each place, or EMPTY
     pattern: tuple[str, ...]  # the kind of each layer, in model order
+    row_a_chunk: bool = False  # in every kind's stack, also of chunks that have none of it
 
     @cached_property
     def count(self) -> np.ndarray:
@@ -86,17 +89,31 @@ class Placement:
         """int [L_kind]: the layers of a kind."""
         return np.flatnonzero(np.array(self.pattern) == kind)
 
+    def rows_of(self, kind: str) -> np.ndarray:
+        """int [P, C]: the row of each chunk in a kind's stack; any, where it has none of it."""
+        there = (self.kind == self.kinds.index(kind)).any(axis=-1)
+        if self.row_a_chunk or there.all(axis=1).any():
+            return np.broadcast_to(np.arange(there.shape[1]), there.shape)
+        return np.maximum(there.cumsum(axis=1) - 1, 0)
+
+    @cached_property
+    def row(self) -> np.ndarray | None:
+        """int32 [P, kinds, C]: `rows_of` each kind; None where each chunk has its own of all."""
+        rows = np.stack([self.rows_of(kind) for kind in self.kinds], axis=1).astype(np.int32)
+        return None if (rows == np.arange(rows.shape[-1])).all() else rows
+
     def slots_of(self, kind: str) -> np.ndarray:
-        """int32 [P, C, N_kind]: which of a kind's layers is in each of its places, or EMPTY."""
-        same = self.kind == self.kinds.index(kind)
-        slots = np.full((*self.layer.shape[:2], same.sum(axis=-1).max()), EMPTY, np.int32)
+        """int32 [P, C_kind, N_kind]: which of a kind's layers is in each place, or EMPTY."""
+        same, rows = self.kind == self.kinds.index(kind), self.rows_of(kind)
+        shape = len(rows), rows.max() + 1, same.sum(axis=-1).max()
+        slots = np.full(shape, EMPTY, np.int32)
         stage, chunk, _ = np.nonzero(same)
         numbers = np.searchsorted(self.layers_of(kind), self.layer[same])
-        slots[stage, chunk, self.index[same]] = numbers
+        slots[stage, rows[stage, chunk], self.index[same]] = numbers
         return slots
 
     def place_of_layer(self, kind: str) -> np.ndarray:
-        """int [L_kind]: where a kind's layers lie in their stack seen as [P*C*N_kind, ...]."""
+        """int [L_kind]: where a kind's layers lie in their stack, [P*C_kind*N_kind, ...]."""
         flat = self.slots_of(kind).ravel()
         places = np.flatnonzero(flat != EMPTY)
         return places[np.argsort(flat[places])]
@@ -136,10 +153,11 @@ def place_layers(
     stage_layers: tuple[int, ...] | Literal["even", "balanced"],
     virtual_stages: np.ndarray | None = None,
     costs: Sequence[float] | None = None,
+    row_a_chunk: bool = False,
 ) -> Placement:
     """Places layers in model order on the pipe*virtual virtual stages. layers: the kind of each, or
     their number where they are of one kind, "block"; `virtual_stages` int [C, P]: which one each
-    chunk of each stage is, c*P + s where not given.
+    chunk of each stage is, c*P + s where not given; row_a_chunk: see `Placement`.
 
     "even": the same number on each, else a UserError. "balanced": so that the heaviest is as light
     as can be, by the `costs` of layers in any unit; where they cost the same, or nothing is said of
@@ -175,7 +193,8 @@ def place_layers(
     if virtual_stages is None:
         virtual_stages = np.arange(pipe * virtual).reshape(virtual, pipe)
     by_chunk = layer[virtual_stages].swapaxes(0, 1)
-    return Placement(layer=np.ascontiguousarray(by_chunk, np.int32), pattern=pattern)
+    layer = np.ascontiguousarray(by_chunk, np.int32)
+    return Placement(layer=layer, pattern=pattern, row_a_chunk=row_a_chunk)
 
 
 def _balance(layers: int, number: int) -> np.ndarray:

@@ -262,6 +262,11 @@ class Schedule:
         """int32 [T]: the item that enters virtual stage 0 in this tick, or IDLE."""
         return by_tick(self.forward_ticks[:, *self.first_virtual_stage], self.ticks)
 
+    @property
+    def enters_next(self) -> np.ndarray:
+        """int32 [T]: the same of the tick after this one."""
+        return np.append(self.embed[1:], np.int32(IDLE))
+
     @cached_property
     def head(self) -> np.ndarray:
         """int32 [T]: the item whose loss is computed in this tick, or IDLE."""
@@ -272,6 +277,11 @@ class Schedule:
     def embed_backward(self) -> np.ndarray:
         """int32 [T]: the item whose gradient leaves virtual stage 0 in this tick, or IDLE."""
         return by_tick(self.backward_ticks[:, *self.first_virtual_stage], self.ticks)
+
+    @property
+    def left_before(self) -> np.ndarray:
+        """int32 [T]: the same of the tick before this one."""
+        return np.append(np.int32(IDLE), self.embed_backward[:-1])
 
     @cached_property
     def in_flight(self) -> np.ndarray:

@@ -129,19 +129,32 @@ def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes, softcap):
     if softcap is not None:  # what is padded has no error
         slope_BSv = 1 - jnp.square(logits_BSv / softcap)
         error_BSv = jnp.where(jnp.isfinite(logits_BSv), error_BSv * slope_BSv, 0)
-    # The row's factor is still to come: it is applied to x and dx, [B, S, D].
-    return loss_BS, (x_BSD, table_vD, bias_v, error_BSv.astype(x_BSD.dtype))
+    # The row's factor is still to come: it is applied to what is smaller, the error or x and dx.
+    if not _weighs_error(x_BSD, table_vD):
+        error_BSv = error_BSv.astype(x_BSD.dtype)
+    return loss_BS, (x_BSD, table_vD, bias_v, error_BSv)
+
+
+def _weighs_error(x_BSD, table_vD) -> bool:
+    """Whether it is the error: a device has few rows of the table. In float16 it might vanish."""
+    rows, hidden = table_vD.shape
+    return rows < hidden and x_BSD.dtype != jnp.float16
 
 
 def _losses_backward(vocab, axes, softcap, saved, dloss_BS):
     x_BSD, table_vD, bias_v, error_BSv = saved
     # In float32: all rows share one factor, 1 / tokens, and in bfloat16 a third would be 0.2 % too
     # large for all of them alike.
-    factor_BS1 = dloss_BS[..., None]
-    dx_BSD = factor_BS1 * lax.dot_general(
-        error_BSv, table_vD, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    weighed_BSD = (factor_BS1 * x_BSD).astype(x_BSD.dtype)
+    factor_BS1, weighed_BSD, dtype = dloss_BS[..., None], x_BSD, x_BSD.dtype
+    weighed_BSv, contract = factor_BS1 * error_BSv, (((2,), (0,)), ((), ()))
+    if _weighs_error(x_BSD, table_vD):
+        error_BSv = weighed_BSv.astype(dtype)
+        dx_BSD = lax.dot_general(error_BSv, table_vD, contract)
+    else:
+        weighed_BSD = (factor_BS1 * x_BSD).astype(dtype)
+        dx_BSD = factor_BS1 * lax.dot_general(
+            error_BSv, table_vD, contract, preferred_element_type=jnp.float32
+        )
     product = partial(
         lax.dot_general, dimension_numbers=(((0, 1), (0, 1)), ((), ())),
         preferred_element_type=jnp.float32,
@@ -152,9 +165,8 @@ def _losses_backward(vocab, axes, softcap, saved, dloss_BS):
         dtable_vD = lax.optimization_barrier(product(weighed_BSD, error_BSv)).T
     dbias_v = None
     if bias_v is not None:
-        dbias_v = (factor_BS1 * error_BSv).sum(axis=(0, 1), dtype=jnp.float32).astype(bias_v.dtype)
-    dx_BSD = dx_BSD.astype(x_BSD.dtype)
-    return dx_BSD, dtable_vD, dbias_v, None
+        dbias_v = weighed_BSv.sum(axis=(0, 1), dtype=jnp.float32).astype(bias_v.dtype)
+    return dx_BSD.astype(dtype), dtable_vD, dbias_v, None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)

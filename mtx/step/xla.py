@@ -44,6 +44,11 @@ GPU = (
         "xla_gpu_collective_permute_combine_threshold_bytes", 0, (0, 10),
         "between two stages x and dx go the same way round: sent together, both wait for the later",
     ),
+    Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes", 2**20, (0, 10),
+        "sums over stages that a tick needs at different times would wait for each other; small "
+        "ones, of losses and of norms, do go together",
+    ),
 )  # fmt: skip
 
 OFFLOAD = (

@@ -49,11 +49,6 @@ def read_conversations(names: Sequence[str]) -> list[Conversation]:
     anything else, and for a conversation in which the assistant says nothing."""
     found = []
     for where, record in read_records(names):
-        if "image" in record or "images" in record:
-            raise UserError(
-                f"{where} has an image, which --task chat does not read; use mtx train with a "
-                "model of images"
-            )
         messages = record.get("messages")
         if not isinstance(messages, list) or not messages:
             raise UserError(
@@ -199,8 +194,10 @@ def check_chat(model: ModelConfig) -> None:
             f"family={model.family!r} learns conversations about images by mtx train RUN_DIR "
             "--data.path FILE; use that"
         )
-    if not model.causal:
-        raise UserError(f"family={model.family!r} predicts no next token; use another family")
+    if model.objective != "next token":
+        raise UserError(
+            f"family={model.family!r} predicts no next token of a text alone; use another family"
+        )
 
 
 def chat_run(
