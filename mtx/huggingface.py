@@ -24,8 +24,8 @@ Json = dict[str, Any]
 Shape = tuple[int, ...]
 # vector: its numbers in one row. table: as it is. conv1d: [inputs, outputs], a layer of GPT-2.
 # linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
-# neighbours: our last two dims, turned, are its last.
-Form = Literal["vector", "table", "conv1d", "linear", "depthwise", "neighbours"]
+# neighbours: our last two dims, turned, are its last. convolution: our last dim is its first.
+Form = Literal["vector", "table", "conv1d", "linear", "depthwise", "neighbours", "convolution"]
 _MISSING = object()
 
 
@@ -79,14 +79,14 @@ class Fields:
             raise self.refused(name, " or ".join(choices))
         return choices[value]
 
-    def table(self, name: str) -> Fields | None:
-        """A table within it."""
+    def table(self, name: str, defaults: Json | None = None) -> Fields | None:
+        """A table within it; with defaults, one that is not there has these alone."""
         value = self._values.get(name)
-        if value is None:
+        if value is None and defaults is None:
             return None
-        if not isinstance(value, dict):
+        if not isinstance(value, dict | None):
             raise UserError(f"{self.where}: {name}={shown(value)} must be a table")
-        return Fields(value, {}, f"{self.where}: {name}")
+        return Fields(value or {}, defaults or {}, f"{self.where}: {name}")
 
 
 def ffn_field(fields: Fields, name: str, hidden_name: str) -> Json:
@@ -131,6 +131,8 @@ class Weight:
             return replace(self, experts=False).tensor_shape(shape[1:])
         if self.form == "neighbours":
             return *shape[:-2], shape[-2] * shape[-1]
+        if self.form == "convolution":
+            return shape[-1], *shape[:-1]
         if self.stack is not None:
             shape = shape[: self.stack] + shape[self.stack + 1 :]
         if self.form == "table":
@@ -156,6 +158,8 @@ class Weight:
         if self.form == "neighbours":
             turned = tensors[0].reshape(*shape[:-2], shape[-1], shape[-2])
             return np.swapaxes(turned, -1, -2).astype(np.float32)
+        if self.form == "convolution":
+            return np.moveaxis(tensors[0], 0, -1).astype(np.float32)
         if self.form in ("linear", "depthwise"):
             tensors = [tensor.T for tensor in tensors]
         if self.stack is None:
@@ -175,6 +179,8 @@ class Weight:
             return [tensor for own in array for tensor in one.to_tensors(own)]
         if self.form == "neighbours":
             return [np.swapaxes(array, -1, -2).reshape(*array.shape[:-2], -1)]
+        if self.form == "convolution":
+            return [np.moveaxis(array, -1, 0)]
         parts = [array] if self.stack is None else np.moveaxis(array, self.stack, 0)
         if self.form == "table":
             return list(parts)
@@ -212,6 +218,8 @@ class Names:
     twins: Mapping[str, str] = field(default_factory=dict)
     # with tied weights: tensors that, where they are there, are the same as another
     spellings: Mapping[str, str] = field(default_factory=dict)  # older endings of names
+    # Other beginnings of names, each looked for in turn
+    beginnings: Mapping[str, str] = field(default_factory=dict)
     ignored: str = r"(?!)"  # tensors that are no parameters, as a regular expression
     optional: tuple[str, ...] = ()  # paths of parts that a model may be without
     # What stands there for some kinds instead, whose layers have numbers of their own: an encoder's
@@ -220,6 +228,9 @@ class Names:
     def short(self, name: str) -> str:
         """A tensor's name without the prefix, in its newest spelling."""
         name = name.removeprefix(self.prefix)
+        for old, new in self.beginnings.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
         for old, new in self.spellings.items():
             if name.endswith(old):
                 name = name.removesuffix(old) + new

@@ -11,7 +11,8 @@ from mtx.families import presets_of
 
 _FAMILIES = {preset: name for name in families.NAMES for preset in presets_of(name)}
 NAMES = tuple(_FAMILIES)
-_ON_PYTHONS_TEXT = ("miniature", "miniature-bert", "bench-s")  # learn from what Python carries
+# Learn from what Python carries, or from pictures that are drawn.
+_WITH_DATA = ("miniature", "miniature-bert", "miniature-llava", "bench-s")
 
 
 def _letters(name: str) -> str:
@@ -34,8 +35,8 @@ def preset(name: str) -> RunConfig:
 
 def brings_data(run: RunConfig) -> bool:
     """Whether its data are known: the run names them, or its model is that of a preset so small
-    that the text which Python carries will do."""
-    return bool(run.data.path) or run.model in [preset(name).model for name in _ON_PYTHONS_TEXT]
+    that the text which Python carries, or pictures that are drawn, will do."""
+    return bool(run.data.path) or run.model in [preset(name).model for name in _WITH_DATA]
 
 
 def require_data(start: RunConfig, run: RunConfig, arguments: Iterable[str]) -> None:

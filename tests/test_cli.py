@@ -241,6 +241,7 @@ MISTAKES = {
     "train bert-336m --data.path short": "--data.tokenizer FILE or wordpiece",
     "plan --target a100-80": "a100-80 | did you mean 'a100-80gb'",
     "certify t5-small": "family=t5",
+    "certify llava-1.5-7b": "family=llava",
     "certify llama-2-7b --lora.rank 8": "lora_rank=8",
     "train --model.layer 3": "--model.layer: did you mean --model.layers?",
     "train --norm-epsilon 3": "--norm-epsilon: did you mean --model.norm-epsilon?",

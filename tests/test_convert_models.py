@@ -222,6 +222,9 @@ OTHERS = {
     "mamba2": ModelConfig(family="mamba2", layers=2, **_SIZES),
     "bamba": ModelConfig(family="bamba", layers=4, **_SIZES),
     "nemotron_h": ModelConfig(family="nemotron_h", layers=4, pattern="M-*-", **_SIZES),
+    "llava": ModelConfig(
+        family="llava", layers=6, vision_layers=3, image_size=6, patch_size=2, **_SIZES
+    ),
     "t5": ModelConfig(family="t5", layers=4, tied=False, feed_forward="gated-gelu", **_SIZES),
 }
 

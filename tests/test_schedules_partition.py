@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -206,3 +208,21 @@ def test_counts_that_do_not_fit_are_an_error_with_the_sums(counts):
     text = message(8, 2, 2, counts)
     assert f"stage_layers={counts} must give the layers of each of the pipe*virtual=2*2" in text
     assert f"8 in all; it gives {len(counts)} counts with the sum {sum(counts)}" in text
+
+
+@quick
+@given(st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0]), min_size=1, max_size=9), st.data())
+def test_balanced_by_costs_no_cut_has_a_lighter_heaviest_stage(costs, data):
+    """All cuts are tried."""
+    number = data.draw(st.integers(1, len(costs)))
+    placement = place_layers(
+        len(costs), pipe=number, virtual=1, stage_layers="balanced", costs=costs
+    )
+    held = [costs[layers[0] : layers[0] + n[0]] for layers, n in zip(
+        placement.layer[:, 0], placement.count
+    )]  # fmt: skip
+    assert [each for stage in held for each in stage] == costs
+    cuts = itertools.combinations(range(1, len(costs)), number - 1)
+    every = [[0, *cut, len(costs)] for cut in cuts]
+    least = min(max(sum(costs[i:j]) for i, j in itertools.pairwise(cut)) for cut in every)
+    assert max(map(sum, held)) == pytest.approx(least)

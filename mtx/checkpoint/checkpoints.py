@@ -40,7 +40,8 @@ from mtx.step.trainer import Trainer
 
 _SHAPE_FIELDS = (
     "family", "layers", "hidden", "heads", "groups", "sequence", "vocab", "ffn_hidden", "tied",
-    "norm_placement", "lora_rank", "lora_alpha", "lora_on",
+    "norm_placement", "lora_rank", "lora_alpha", "lora_on", "vision_layers", "unread_layers",
+    "vision_hidden", "vision_heads", "image_size", "patch_size", "projector", "projector_only",
 )  # fmt: skip
 _DAMAGED, _UNREADABLE = "damaged:", "unreadable:"
 _TEMPORARY = "*.orbax-checkpoint-tmp*"

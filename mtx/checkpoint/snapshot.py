@@ -28,6 +28,8 @@ from jax.tree_util import keystr
 
 from mtx.checkpoint.catalog import Catalog
 from mtx.checkpoint.store import Part, Region, Store
+from mtx.config import ModelConfig, from_dict
+from mtx.config.run import own_fields
 from mtx.errors import UserError
 from mtx.optimizers import NAMES, optimizer_module
 from mtx.schedules.partition import EMPTY
@@ -57,16 +59,24 @@ def odd_one_out(catalog: Catalog) -> str | None:
 
 def without_moments(catalog: Catalog, run: dict) -> str | None:
     """The name of a parameter of which there are not as many arrays of the optimizer's as the
-    run's config says: none of what is frozen beside adapters. None where all is well. Runs of
-    before there were several had AdamW."""
-    said, has_frozen = run.get("optimizer") or {}, (run.get("model") or {}).get("lora_rank")
+    run's config says: none of what is frozen. None where all is well. Runs of before there were
+    several had AdamW."""
+    said = run.get("optimizer") or {}
     names = said.get("name", "adamw"), said.get("rest") or said.get("name", "adamw")
     if not set(names) <= set(NAMES):  # of an optimizer that is not here: restoring says so
         return None
-    states = {optimizer_module(name).STATES for name in names} | ({0} if has_frozen else set())
+    states = {optimizer_module(name).STATES for name in names}
+    states |= {0} if _freezes(run.get("model") or {}) else set()
     paths = [name.partition(".")[2] for name in catalog if name not in NUMBERS]
     counts = Counter(paths)  # with the parameter itself
     return min((path for path, count in counts.items() if count - 1 not in states), default=None)
+
+
+def _freezes(model: dict) -> bool:
+    try:
+        return from_dict(ModelConfig, own_fields(model)).freezes
+    except UserError:  # of a family that is not here, perhaps: restoring says so
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

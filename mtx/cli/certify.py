@@ -63,6 +63,11 @@ def certify_command(arguments: list[str]) -> int:
             f"lora_rank={run.model.lora_rank}: certify compares training of all parameters, not of "
             "adapters; use lora_rank=0"
         )
+    if run.model.freezes:
+        raise UserError(
+            f"family={run.model.family}: certify compares training of all parameters, and some are "
+            "frozen; use another family"
+        )
     if run.model.objective == "spans":
         raise UserError(
             f"family={run.model.family}: certify has no reference with an encoder and a decoder; "

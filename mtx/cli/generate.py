@@ -17,6 +17,7 @@ from mtx.cli.output import check_writable, progress, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout
 from mtx.errors import UserError
+from mtx.families.llava import Llava
 from mtx.files import read_text
 from mtx.paths import user_path
 from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
@@ -24,7 +25,8 @@ from mtx.sizes import Interval, Seed, Sequences, Tokens, VirtualDevices
 if TYPE_CHECKING:
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.data import Tokenizer
-    from mtx.evaluation.generate import Progress
+    from mtx.data.images import ImagePrompt
+    from mtx.evaluation.generate import Progress, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class GenerateOptions:
     temperature: float = 0.8  # 0: always the most likely token
     top_k: Interval = 0  # of so many of the most likely tokens; 0: of all
     top_p: float = 1.0  # of as few of the most likely as have this probability together
+    # what a model of images sees: one for all prompts, or one for each
+    image: tuple[str, ...] = ()
     chat: Flag = False  # a prompt is what a user says, and the text the assistant's answer
     stop: tuple[str, ...] = ()  # a text ends before any of these strings
     stop_token: tuple[int, ...] = ()  # or before any of these tokens
@@ -73,14 +77,18 @@ def generate_command(line: Line[GenerateOptions]) -> None:
 
     checkpoints = Checkpoints(line.names[0])
     run, layout = changed(checkpoints.run(step), line, jax.device_count())
+    if options.image and not run.model.reads_images:
+        raise UserError(f"family={run.model.family!r} sees no images; leave --image out")
     check_asked(run.model, tokens=options.tokens, seed=options.seed, batch=options.batch)
     trainer = Trainer(replace(run, layout=layout, global_batch=layout.data * layout.microbatch))
     state, tokenizer = checkpoints.restore(trainer, step), checkpoints.tokenizer(step)
     generator = Generator(trainer, state, tokenizer, batch=options.batch)
     del state  # the generator has what it needs
     stop: tuple[str | int, ...] = *options.stop, *options.stop_token
-    given: Sequence[str | Sequence[int]] = prompts
-    if options.chat:
+    given: Sequence[Prompt] = prompts
+    if isinstance(run.model, Llava):
+        given = _seen(prompts, options, run.model, tokenizer)
+    elif options.chat:
         given, ends = _asked(prompts, checkpoints, tokenizer, step)
         stop += ends
     with _progress(silent=jax.process_index() != 0) as report:
@@ -109,6 +117,28 @@ def _asked(
     template = find_template(checkpoints, tokenizer, step=step)
     asked = [encode_prompt(tokenizer, template, [Message("user", each)]) for each in prompts]
     return [ids for ids, _ in asked], asked[0][1]
+
+
+def _seen(
+    prompts: Sequence[str], options: GenerateOptions, model: Llava, tokenizer: Tokenizer
+) -> list[ImagePrompt]:
+    """The prompts with their images."""
+    from mtx.data.images import image_prompt
+
+    pictures = [user_path(name, "image") for name in options.image]
+    if len(pictures) > 1 and len(prompts) == 1:
+        prompts = list(prompts) * len(pictures)
+    if len(pictures) == 1:
+        pictures *= len(prompts)
+    if pictures and len(pictures) != len(prompts):
+        raise UserError(
+            f"{len(pictures)} images for {len(prompts)} prompts; give one of either, or as many"
+        )
+    seen = [[each] for each in pictures] or [[]] * len(prompts)
+    return [
+        image_prompt(prompt, pair, tokenizer, model, chat=options.chat)
+        for prompt, pair in zip(prompts, seen)
+    ]
 
 
 def _prompts(options: GenerateOptions) -> Sequence[str]:

@@ -144,7 +144,7 @@ class Layout:
         even = self.stage_layers in ("even", "balanced")
         even = even and model.layers % (self.pipe * self.virtual) == 0
         several = even and self.virtual > 1 and self.token_shards > 1
-        alike = model.fp8 == "off" and not model.routed_experts and not model.lora_rank
+        alike = model.fp8 == "off" and not model.routed_experts and not model.freezes
         return self.weave == "on" and self.zero == 1 and several and alike
 
     @property
@@ -211,6 +211,11 @@ class Layout:
             raise UserError(
                 f"slices={self.slices} needs a model that sees no later positions, and family="
                 f"{model.family!r} does; use slices=1"
+            )
+        if self.slices > 1 and model.reads_images:
+            raise UserError(
+                f"slices={self.slices} cuts texts, whose images would be seen again for each; "
+                f"family={model.family!r} has them: use slices=1"
             )
         if model.sequence % self.slices:
             raise UserError(

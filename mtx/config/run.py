@@ -84,6 +84,8 @@ class RunConfig:
         if data.packed and objective != "next token":
             what = "pairs" if objective == "masked tokens" else objective
             raise UserError(f"data packed=True is not for family={family!r}, of {what}")
+        if data.packed and self.model.reads_images:
+            raise UserError(f"data packed=True is not for family={family!r}, of images")
         if data.tokenizer == "wordpiece" and objective != "masked tokens":
             raise UserError(
                 f"data tokenizer='wordpiece' is not for family={family!r}; use bytes or bpe"

@@ -25,9 +25,12 @@ from flax.traverse_util import unflatten_dict
 
 from mtx.config import ModelConfig
 from mtx.conversion.huggingface import Canonical, HuggingFaceModel
+from mtx.data.images import patch_places
 from mtx.errors import UserError, reason
+from mtx.families.llava import Llava
 from mtx.layers.model import Model
 from mtx.layers.norm import layer_norm
+from mtx.layers.vision import normed_pixels
 
 Check = Literal["auto", "transformers", "ours", "none"]
 _ROWS, _MOST_POSITIONS = 2, 32
@@ -78,12 +81,15 @@ def compare(
     tokens_BS = stream.integers(0, model.vocab, (_ROWS, size), dtype=np.int32)
     spread_S = np.arange(size) * (model.sequence - 1) // max(1, size - 1)
     positions_BS = np.stack([np.arange(size), spread_S]).astype(np.int32)
+    pixels = None
+    if isinstance(model, Llava):
+        tokens_BS, positions_BS, pixels = _with_images(model, tokens_BS, stream)
     has_head = "head.masked" not in theirs.absent
-    own = our_outputs(model, ours, tokens_BS, positions_BS, has_head=has_head)
+    own = our_outputs(model, ours, tokens_BS, positions_BS, pixels, has_head=has_head)
     if check == "transformers" or (check == "auto" and _transformers_can(theirs)):
-        other, what = _transformers_outputs(theirs, tokens_BS, positions_BS)
+        other, what = _transformers_outputs(theirs, tokens_BS, positions_BS, pixels)
     else:
-        other = our_outputs(model, theirs, tokens_BS, positions_BS, has_head=has_head)
+        other = our_outputs(model, theirs, tokens_BS, positions_BS, pixels, has_head=has_head)
         what = "our model with the other side's parameters"
     largest_difference = _largest(own.logits - other.logits)
     has_order = not {"head.pooler", "head.binary"} & set(theirs.absent)
@@ -96,6 +102,18 @@ def compare(
     )  # fmt: skip
 
 
+def _with_images(
+    model: Llava, tokens_BS: np.ndarray, stream: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, of which the first of each row stand for an image, their positions, pixels)"""
+    seen = np.full((len(tokens_BS), model.patches), model.placeholder, np.int32)
+    text_BS = np.where(tokens_BS == model.placeholder, 0, tokens_BS)
+    tokens_BS = np.concatenate([seen, text_BS], axis=1)[:, : model.sequence]
+    shape = len(tokens_BS), model.images, model.image_size, model.image_size, 3
+    places_BS = np.broadcast_to(np.arange(tokens_BS.shape[1], dtype=np.int32), tokens_BS.shape)
+    return tokens_BS, places_BS, stream.integers(0, 256, shape, dtype=np.uint8)
+
+
 def _largest(array: np.ndarray) -> float:
     """In absolute value; infinite where there is one that is no number."""
     largest = float(np.abs(array).max(initial=0.0))
@@ -106,8 +124,9 @@ def _largest(array: np.ndarray) -> float:
 
 
 def our_outputs(
-    config: ModelConfig, source: Canonical, tokens_BS, positions_BS, *, has_head: bool = True
-) -> Outputs:
+    config: ModelConfig, source: Canonical, tokens_BS, positions_BS, pixels=None, *,
+    has_head: bool = True,
+) -> Outputs:  # fmt: skip
     """Of our own modules, with a layer, or embedding and head, in memory."""
     model = _model(config)
 
@@ -122,6 +141,8 @@ def our_outputs(
     batch = {"tokens": tokens_BS, "positions": positions_BS, "types": np.zeros_like(tokens_BS)}
     if config.objective == "spans":
         batch["inputs"] = tokens_BS
+    if isinstance(config, Llava):
+        batch |= {"pixels": pixels, "patches": patch_places(tokens_BS, config.placeholder)}
     stream, context = model.embed(shared, batch), model.context(0, batch, None, None)
     for place, kind in enumerate(model.pattern):
         layer = model.pattern[:place].count(kind)
@@ -182,7 +203,9 @@ def _transformers_can(theirs: HuggingFaceModel) -> bool:
         return needed < 2 << 30
 
 
-def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> tuple[Outputs, str]:
+def _transformers_outputs(
+    theirs: HuggingFaceModel, tokens_BS, positions_BS, pixels=None
+) -> tuple[Outputs, str]:
     try:
         # Of mtx[peers], which pyright's machine need not have.
         import torch  # pyright: ignore[reportMissingImports]
@@ -207,6 +230,9 @@ def _transformers_outputs(theirs: HuggingFaceModel, tokens_BS, positions_BS) -> 
             ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
             spans = theirs.model.objective == "spans"
             further = {"decoder_input_ids": ids} if spans else {"position_ids": places}
+            if pixels is not None:  # of each row's first image, which all of its places are for
+                first = normed_pixels(pixels[:, 0])
+                further["pixel_values"] = torch.tensor(np.asarray(first)).permute(0, 3, 1, 2)
             out = model(input_ids=ids, attention_mask=torch.ones_like(ids), **further)
     except Exception as error:  # whatever it makes of a config.json
         raise UserError(

@@ -127,7 +127,11 @@ def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
     kept = {name: value for name, value in base.items() if name not in dropped}
     if form.architecture:
         ours["architectures"] = [form.architecture]
+    for part, table in ours.items():  # of a model made of several: a table for each
+        if isinstance(table, dict) and "model_type" in table:
+            ours[part] = (kept.get(part) or {}) | table
+    ours_of_text, kept_of_text = (each.get("text_config") or each for each in (ours, kept))
     if not model.sequence_is_fixed:  # the run's may be shorter than what the model can take
-        longest = kept.get("max_position_embeddings", 0)
-        ours["max_position_embeddings"] = max(model.sequence, longest)
+        longest = kept_of_text.get("max_position_embeddings", 0)
+        ours_of_text["max_position_embeddings"] = max(model.sequence, longest)
     return kept | ours | {"torch_dtype": DTYPES[form.dtype].name}

@@ -3,8 +3,9 @@
 Reading order: `batches` (samples to batches, a pure function of the number consumed before, read
 ahead), `documents` (text files in memory), `indexed`, `indices` and `gpt` (Megatron-LM's datasets
 and their samples), `pairs`, `masked` and `bert` (what a BERT trains on), `spans` (and a T5),
-`chat` (conversations), `corpus` (any of these but the last, by one config); of tokenizers,
-`tokenizer_base`, `tokenizer`, `subwords`, `sentencepiece` and `tokenizer_files`.
+`chat` (conversations), `image_records`, `pixels`, `shapes` and `images` (what a LLaVA trains on),
+`corpus` (any of these but `chat`, by one config); of tokenizers, `tokenizer_base`, `tokenizer`,
+`subwords`, `sentencepiece` and `tokenizer_files`.
 """
 
 from mtx.data.batches import Corpus, read_ahead

@@ -19,6 +19,7 @@ from mtx.data.build import split_sentences
 from mtx.data.cache import CacheError
 from mtx.data.documents import hold_out, listed, read_documents, text_files
 from mtx.data.gpt import divide_tokens, open_part
+from mtx.data.images import load_images
 from mtx.data.indexed import IndexedDataset, is_dataset, strip_suffix, token_type
 from mtx.data.neighbours import (
     check_neighbours,
@@ -45,6 +46,8 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     by weights reaches depends on it, never what a sample holds.
     Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
     """
+    if run.model.reads_images:
+        return _load_images(run)
     config, (prefixes, weights) = run.data, _datasets_of(run.data)
     if prefixes:
         samples = run.steps * run.global_batch if samples is None else samples
@@ -56,6 +59,11 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     only = ("split", "split_by", "cache")
     _refuse(config, only, "is for datasets; text is held out by eval_fraction")
     return _of_spans(corpus, run)
+
+
+def _load_images(run: RunConfig) -> Corpus:
+    _refuse(run.data, ("split", "split_by", "cache"), "is for datasets, and these are images")
+    return load_images(run, named_tokenizer(run.data, bert=False))
 
 
 def _length(run: RunConfig) -> int:
@@ -91,6 +99,9 @@ def _refuse_text(run: RunConfig) -> None:
 def check_data(run: RunConfig) -> None:
     """Raises the UserErrors of `load_data` that can be seen at once: before devices are started,
     text is tokenized and indices are built."""
+    if run.model.reads_images:
+        load_data(run)
+        return
     prefixes, _ = _datasets_of(run.data)
     if not prefixes:
         _refuse_text(run)

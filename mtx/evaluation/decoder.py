@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import ModelConfig
+from mtx.data.images import patch_places
 from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
 from mtx.schedules.makers import forward_table
@@ -67,6 +68,7 @@ class Decoder:
         check_generates(model)
         # An encoder's decoder has no positions of its own that could come to an end.
         self.sequence = model.sequence if model.causal else MOST_TOKENS
+        self._model = model
         self._vocab = np.int32(min(vocab, model.vocab))
         self.encoder_sequence = model.sequences.get("encoder_sequence", 0)
         self._programs = programs_of(trainer)
@@ -77,15 +79,16 @@ class Decoder:
 
     def begin(
         self, texts: Sequence[Sequence[int]], room: int, *, count: int = 0,
-        inputs: Sequence[Sequence[int]] = (),
+        inputs: Sequence[Sequence[int]] = (), pixels: Sequence[np.ndarray] = (),
     ) -> list[Choices]:  # fmt: skip
         """What may follow each text, of which the model sees the last `sequence` tokens; keeps
         their keys and values, with room for texts of `room` tokens. inputs: what an encoder reads
-        for each, where there is one."""
+        for each, where there is one; pixels: the images of each, uint8 [n, side, side, 3]."""
         self.forget()  # it makes way for the next
         windows = [text[-self.sequence :] for text in texts]
         kept = self._size(max(room, *map(len, windows)))
-        batch = self._placed(self._padded(windows) | self._encoded(inputs))
+        padded = self._padded(windows)
+        batch = self._placed(padded | self._encoded(inputs) | self._seen(padded["tokens"], pixels))
         chosen, self._past = self._programs.begin(count, kept, self._params, batch, self._vocab)
         return self._choices(chosen, len(texts))
 
@@ -145,6 +148,17 @@ class Decoder:
         for row, text in enumerate(inputs):
             found["inputs"][row, : len(text)], found["segments"][row, : len(text)] = text, 1
         return found
+
+    def _seen(self, tokens_GT: np.ndarray, pixels: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """{"pixels": [G, I, side, side, 3], "patches": [G, T]}; {} without any"""
+        if not any(map(len, pixels)):
+            return {}
+        model: Any = self._model
+        side = model.image_size
+        found = np.zeros((len(pixels), model.images, side, side, 3), np.uint8)
+        for row, images in enumerate(pixels):
+            found[row, : len(images)] = images
+        return {"pixels": found, "patches": patch_places(tokens_GT, model.placeholder)}
 
     def _placed(self, batch: dict[str, np.ndarray]) -> Tree:
         """On the devices; as many rows on each replica, a power of two: the first ones again."""

@@ -13,18 +13,22 @@ import numpy as np
 
 from mtx.config import ModelConfig
 from mtx.data import Tokenizer
+from mtx.data.images import ImagePrompt, ImageTokenizer
 from mtx.data.spans import SpanTokenizer
 from mtx.errors import UserError
 from mtx.evaluation.decoder import Choices, Decoder, check_generates
 from mtx.evaluation.sampling import Sampling
 from mtx.evaluation.stops import Stops
+from mtx.families.llava import Llava
 from mtx.fields import checked
 from mtx.sizes import Seed, Sequences, Tokens
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
+Prompt = str | Sequence[int] | ImagePrompt
 Ended = Literal["eod", "stop", "length"]
 _NOTHING = Choices(None, np.empty(0, np.float32))  # follows a text that has ended
+_NO_IMAGES = np.empty(0, np.uint8)
 _MOST_CANDIDATES = 1024  # sorting more on the devices costs more than bringing all to the host
 
 
@@ -63,12 +67,14 @@ class Generator:
         check_asked(trainer.run.model, batch=batch)
         if trainer.run.model.objective == "spans":
             tokenizer = SpanTokenizer(tokenizer)
+        elif isinstance(model := trainer.run.model, Llava):
+            tokenizer = ImageTokenizer(tokenizer, model.placeholder)
         self._decoder = Decoder(trainer, state, vocab=tokenizer.vocab)
         self._model, self._tokenizer, self._batch = trainer.run.model, tokenizer, batch
 
     def complete(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         *,
         tokens: int = 200,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
@@ -76,12 +82,12 @@ class Generator:
         seed: int = 0,
         report: Report | None = None,
     ) -> list[Completion]:
-        """Each prompt, a text or its tokens, with at most `tokens` tokens after it, as `generate`
-        describes."""
+        """Each prompt, a text, its tokens or these with images, with at most `tokens` tokens after
+        it, as `generate` describes."""
         check_asked(self._model, tokens=tokens, seed=seed)
         stops = Stops.of(stop, self._tokenizer)
         job = _Job(self._decoder, self._tokenizer, tokens, sampling, stops)
-        texts = [self._text(i, prompt, seed) for i, prompt in enumerate(prompts)]
+        texts = [self._text(i, prompt, seed, tokens) for i, prompt in enumerate(prompts)]
         by_length = sorted(texts, key=lambda text: len(text.prompt))  # less padding
         for first in range(0, len(texts), self._batch):
             for _ in job.write(by_length[first : first + self._batch]):
@@ -90,8 +96,15 @@ class Generator:
         self._decoder.forget()
         return [job.completion(text) for text in texts]
 
-    def _text(self, i: int, prompt: str | Sequence[int], seed: int) -> _Text:
-        tokenizer, vocab = self._tokenizer, self._model.vocab
+    def _text(self, i: int, prompt: Prompt, seed: int, tokens: int) -> _Text:
+        tokenizer, vocab, pixels = self._tokenizer, self._model.vocab, None
+        if isinstance(prompt, ImagePrompt):
+            prompt, pixels = prompt
+            if len(prompt) + tokens > self._model.sequence and len(pixels):
+                raise UserError(
+                    f"prompt {i + 1} has {len(prompt)} tokens with its images, and {tokens} more "
+                    f"are beyond sequence={self._model.sequence}; ask for fewer"
+                )
         ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else list(prompt)
         if not ids:
             if tokenizer.eod is None:
@@ -107,7 +120,7 @@ class Generator:
             )
         stream = np.random.default_rng((seed, i))
         if not isinstance(tokenizer, SpanTokenizer):
-            return _Text(prompt=ids, stream=stream)
+            return _Text(prompt=ids, stream=stream, pixels=pixels)
         ids, longest = [*ids, tokenizer.special.end], self._decoder.encoder_sequence
         if len(ids) > longest:
             raise UserError(
@@ -171,6 +184,7 @@ class _Text:
     prompt: list[int]
     stream: np.random.Generator
     inputs: list[int] = field(default_factory=list)  # what an encoder reads
+    pixels: np.ndarray | None = None  # of its images, uint8 [n, side, side, 3]
     drawn: list[int] = field(default_factory=list)
     ended: Ended | None = None
 
@@ -203,7 +217,8 @@ class _Job:
         room = min(self.decoder.sequence, max(map(len, texts)) + self.tokens)
         inputs = [text.inputs for text in texts if text.inputs]
         ids = [text.ids for text in texts]
-        choices = self.decoder.begin(ids, room, count=self.count, inputs=inputs)
+        pixels = [_NO_IMAGES if text.pixels is None else text.pixels for text in texts]
+        choices = self.decoder.begin(ids, room, count=self.count, inputs=inputs, pixels=pixels)
         while True:
             for text, choice in zip(texts, choices, strict=True):
                 if text.ended is None:

@@ -148,10 +148,20 @@ class ModelConfig:
         role: of `mtx.sharding.parameter`."""
         return not self.lora_rank or role == "adapter"
 
+    @property
+    def freezes(self) -> bool:
+        """Whether there are parameters that are frozen."""
+        return bool(self.lora_rank)
+
     def merged(self) -> ModelConfig:
         """The model without adapters, which their weights can be added to."""
         names = ("lora_rank", "lora_alpha", "lora_on")
         return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether its samples have images beside tokens."""
+        return False
 
     @property
     def head_size(self) -> int:

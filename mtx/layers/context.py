@@ -28,6 +28,7 @@ class Context(NamedTuple):
     positions_BS: jax.Array | None  # int32 [B, S] or [S]; None: 0 to S - 1
     busy: jax.Array | None = None  # bool []: whether the stage is not idle; None: it is not
     last_B: jax.Array | None = None  # int32: the place of a text's last token; padding follows
+    patches_BS: jax.Array | None = None  # int32: of images, which patch stands there; -1: a token
 
 
 def first_position(x_BsD, axes: Axes, context: Context | None):

@@ -24,9 +24,9 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
 # gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly. relu2: the square of
-# ReLU (So et al. 2021). clamped: gpt-oss's, of gated ones: gate sigmoid(1.702 gate) (up + 1), of
-# both within 7
-Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "relu2", "clamped"]
+# ReLU (So et al. 2021). quick_gelu: x sigmoid(1.702 x), of CLIP. clamped: gpt-oss's, of gated ones:
+# gate sigmoid(1.702 gate) (up + 1), of both within 7
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "relu2", "clamped"]
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -72,6 +72,8 @@ def _value(x, activation: Activation):
         return jax.nn.relu(x)
     if activation == "relu2":
         return jnp.square(jax.nn.relu(x))
+    if activation == "quick_gelu":
+        return x * jax.nn.sigmoid(CLAMP_SLOPE * x)
     if activation == "clamped":
         x = jnp.minimum(x, CLAMP_LIMIT)
         return x * jax.nn.sigmoid(CLAMP_SLOPE * x)
@@ -87,10 +89,10 @@ def _slope(x, activation: Activation):
     if activation == "silu":
         sigmoid = jax.nn.sigmoid(x)
         return sigmoid * (1 + x * (1 - sigmoid))
-    if activation == "clamped":
+    if activation in ("quick_gelu", "clamped"):
         sigmoid = jax.nn.sigmoid(CLAMP_SLOPE * x)
         slope = sigmoid * (1 + CLAMP_SLOPE * x * (1 - sigmoid))
-        return jnp.where(x <= CLAMP_LIMIT, slope, 0)
+        return slope if activation == "quick_gelu" else jnp.where(x <= CLAMP_LIMIT, slope, 0)
     if activation == "gelu":
         density = jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return (0.5 * (1 + erf(x / math.sqrt(2))) + x * density).astype(x.dtype)

@@ -150,13 +150,14 @@ class Model:
     def context(self, layer, batch: Tree, samples_B, rng, part=0, busy=None) -> Context | None:
         """What a layer is told beside its input; None where it does not matter: whole sequences of
         one segment, no dropout. rng: None for no dropout."""
-        segments, positions, last = map(batch.get, ("segments", "positions", "last"))
+        names = "segments", "positions", "last", "patches"
+        segments, positions, last, patches = map(batch.get, names)
         if not self._drops:
             rng = samples_B = None
         if positions is None and self.axes.context is not None:
             positions = places(batch["tokens"].shape[1], self.axes)
         busy = busy if self._has_aux else None
-        said = rng, segments, positions, busy, last
+        said = rng, segments, positions, busy, last, patches
         if self.slices == 1 and all(each is None for each in said):
             return None
         if self.slices > 1 and segments is not None:
@@ -165,7 +166,7 @@ class Model:
                 "slices=1, or data that is not packed"
             )
         layer, part = jnp.asarray(layer, jnp.int32), jnp.asarray(part, jnp.int32)
-        return Context(layer, samples_B, rng, part, segments, positions, busy, last)
+        return Context(layer, samples_B, rng, part, segments, positions, busy, last, patches)
 
     def embed(self, shared: Tree, batch: Tree, context: Context | None = None) -> Stream:
         """The stream before the first layer, the same on every stage: x_BsD of batch["tokens"]

@@ -10,6 +10,8 @@ from typing import Literal, TypeVar
 
 from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
+from mtx.costs.ask import pattern_of
+from mtx.costs.place import heaviest
 from mtx.errors import UserError
 from mtx.plan.calibration import calibration_for
 from mtx.plan.choose import CONTEXT_WAYS, context_attention
@@ -21,6 +23,7 @@ MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
 # From the fastest to the leanest; of long sequences the third may be faster than the second.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "around_attention", "full")
 ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
+_UNEVEN = 1.1  # of FLOPs on the heaviest stage: above, layers are balanced by what they cost
 _PART = 8192  # positions of a device, of a sequence that is cut: shorter ones need not be cut
 T = TypeVar("T")
 
@@ -179,10 +182,18 @@ class Question:
         return choices(self.fixed.tensor, tuple(n for n in divisors(self.gpus) if n <= most))
 
     def _stage_layers(self, pipe: int) -> Literal["even", "balanced"]:
-        """Where layers cannot be shared out evenly those of models with experts are balanced: these
-        have layers of other kinds beside the mixtures, whatever their number."""
-        uneven = self.model.routed_experts and self.model.layers % pipe
-        return "balanced" if uneven else "even"
+        """Layers of several kinds are balanced where as many for each stage cannot be had, or are
+        no tenth as even; so are those of models with experts, whatever their number."""
+        model = self.model
+        several = bool(model.routed_experts) or len(set(pattern_of(model))) > 1
+        if not several:
+            return "even"
+        if model.layers % pipe:
+            return "balanced"
+        even, balanced = (
+            heaviest(model, Layout(pipe=pipe, stage_layers=way)) for way in ("even", "balanced")
+        )
+        return "balanced" if even > _UNEVEN * balanced else "even"
 
     def ways_of_experts(self, layout: Layout) -> tuple[bool, ...]:
         """Whether experts may be split over `tensor`, or be whole; the layout's own way first."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from mtx.config import Idle, Layout, ModelConfig
 from mtx.costs.ask import layer_cost, model_parameters, pattern_of, shared_cost
-from mtx.costs.cost import HEAD, ExpertShards, Parameter, module_of
+from mtx.costs.cost import EMBED, HEAD, Cost, ExpertShards, Matmul, Parameter, module_of
+from mtx.costs.place import placement_of
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for
-from mtx.schedules.partition import place_layers
 from mtx.schedules.schedule import Schedule
 
 
@@ -34,7 +34,8 @@ class ForwardFlops:
     # "attention" (q, k, v and the output) and 4 f B s h^2 in "mlp"
     scores: float  # products of activations; 4 B s^2 h a layer, q k^T and that with v
     head: float  # 2 B s h V, and the layers before the logits
-    frozen: float  # of all these, products whose weight has no gradient
+    embedding: float  # of images: a lookup has none
+    backward: float  # of the backward pass: twice all these, less what is frozen
 
     @property
     def blocks(self) -> float:
@@ -42,36 +43,50 @@ class ForwardFlops:
 
     @property
     def total(self) -> float:
-        return self.blocks + self.head
+        return self.embedding + self.blocks + self.head
 
     @property
     def by_part(self) -> dict[str, float]:
-        """One after the other, as the model computes them; the embedding's lookup is none."""
-        return {**self.layers, "scores": self.scores, "head": self.head}
+        """One after the other, as the model computes them."""
+        embedding = {"embedding": self.embedding} if self.embedding else {}
+        return {**embedding, **self.layers, "scores": self.scores, "head": self.head}
 
 
 def forward_flops(model: ModelConfig, batch: int, *, causal: bool) -> ForwardFlops:
     """One forward pass of `batch` sequences. causal: scores that the mask hides are not counted."""
     model = replace(model, dropout=0.0, attention_dropout=0.0)  # which is no matmul
     layers: dict[str, float] = defaultdict(float)
-    scores = frozen = 0.0
+    scores = backward = 0.0
     for kind, count in Counter(pattern_of(model)).items():
         cost = layer_cost(model, kind=kind, kernel="cudnn")
-        for matmul in cost.matmuls:
-            flops = count * matmul.flops(batch) if matmul.during == "F" else 0.0
+        for matmul in _forward(cost):
+            flops = count * matmul.flops(batch) * (matmul.seen if causal else 1)
+            backward += flops * _products_back(matmul, cost)
             if matmul.weight:
                 layers[module_of(matmul.weight)] += flops
-                frozen += flops if matmul.weight not in cost.trained else 0.0
             else:
-                scores += flops * (matmul.seen if causal else 1)
-    of_head = shared_cost(model, HEAD)
-    head = of_head.flops("F", batch, model.vocab)
-    frozen += sum(
-        each.flops(batch, model.vocab)
-        for each in of_head.weights
-        if each.weight not in of_head.trained
+                scores += flops
+    shared = {part: shared_cost(model, part) for part in (EMBED, HEAD)}
+    backward += sum(
+        each.flops(batch, model.vocab) * _products_back(each, cost)
+        for cost in shared.values()
+        for each in _forward(cost)
     )
-    return ForwardFlops(layers=dict(layers), scores=scores, head=head, frozen=frozen)
+    embedding, head = (cost.flops("F", batch, model.vocab) for cost in shared.values())
+    return ForwardFlops(
+        layers=dict(layers), scores=scores, head=head, embedding=embedding, backward=backward
+    )
+
+
+def _forward(cost: Cost) -> list[Matmul]:
+    return [each for each in cost.matmuls if each.during == "F"]
+
+
+def _products_back(matmul: Matmul, cost: Cost) -> int:
+    """How many products of its size the backward pass of a product has: for the gradient of what it
+    was given, where one is asked for, and for that of its weight, or of both activations."""
+    same = {each.during for each in cost.matmuls if each.weight == matmul.weight}
+    return ("B" in same) + ("W" in same) if matmul.weight else 2 * ("B" in same)
 
 
 def sc21_flops(model: ModelConfig, batch: int) -> float:
@@ -82,17 +97,17 @@ def sc21_flops(model: ModelConfig, batch: int) -> float:
     another family's matmuls it is the same count.
     """
     forward = forward_flops(model, batch, causal=False)
-    return 4 * forward.blocks + 3 * forward.head - forward.frozen
+    return forward.total + forward.blocks + forward.backward
 
 
 def model_flops(model: ModelConfig, batch: int) -> float:
     """FLOPs a step as MFU counts them: 72 B s l h^2 (1 + s/(12h) + V/(12 l h)) where f = 4.
 
-    Forward and backward (3 forwards, 2 of products with frozen weights), attention halved where it
-    is causal, nothing for recomputation.
+    Forward and backward (3 forwards, 2 of products with frozen weights, 1 where nothing before is
+    trained either), attention halved where it is causal, nothing for recomputation.
     """
     forward = forward_flops(model, batch, causal=True)
-    return 3 * forward.total - forward.frozen
+    return forward.total + forward.backward
 
 
 def hardware_matmul_flops(
@@ -106,10 +121,7 @@ def hardware_matmul_flops(
     too: they are counted.
     """
     schedule = schedule_for(layout, layout.microbatches(global_batch))
-    placement = place_layers(
-        pattern_of(model), pipe=layout.pipe, virtual=layout.virtual,
-        stage_layers=layout.stage_layers, virtual_stages=schedule.virtual_stages,
-    )  # fmt: skip
+    placement = placement_of(model, layout, schedule.virtual_stages)
     alone = placement.even and placement.layer.shape[-1] == 1
     executed, useful = _executed_ops(layout.idle, schedule), schedule.items * schedule.virtual
     flops = 0.0
@@ -123,12 +135,13 @@ def hardware_matmul_flops(
             _layer_flops(model, kind, layout, backend, alone, schedule.split), executed
         ):
             flops += each * (schedule.items * layers + (ops - useful) * idle)
-    head = shared_cost(
-        model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
-        context=layout.context,
-    )  # fmt: skip
     vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
-    flops += layout.pipe * schedule.microbatches * head.flops("FBW", layout.microbatch, vocab)
+    for part in (EMBED, HEAD):
+        cost = shared_cost(
+            model, part, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,
+            context=layout.context,
+        )  # fmt: skip
+        flops += layout.pipe * schedule.microbatches * cost.flops("FBW", layout.microbatch, vocab)
     return layout.token_shards * layout.tensor * flops
 
 

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mtx.config import Layout, ModelConfig
-from mtx.costs.ask import model_parameters, pattern_of
+from mtx.costs.ask import model_parameters
 from mtx.costs.cost import ExpertShards, Parameter, Parameters
-from mtx.schedules.makers import MAKERS
-from mtx.schedules.partition import place_layers
-from mtx.schedules.schedule import vee_placement
+from mtx.costs.place import placement_of
+from mtx.schedules.partition import Placement
 from mtx.sharding.axes import replica_axes
 
 
@@ -88,20 +87,9 @@ def places(model: ModelConfig, layout: Layout) -> dict[str, int]:
 
 def _stacks(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
     """(rows of a kind's stack, places in each), by kind."""
-    maker = MAKERS.get(layout.schedule)
-    return _stacks_of(
-        pattern_of(model), layout.pipe, layout.virtual, layout.stage_layers,
-        layout.weave == "on", maker is not None and maker.virtual == 2,
-    )  # fmt: skip
+    return _stacks_of(placement_of(model, layout))
 
 
 @lru_cache(maxsize=4096)
-def _stacks_of(
-    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers, row_a_chunk: bool, vee: bool
-) -> dict[str, tuple[int, int]]:
-    """vee: those tables that are made for two chunks have them up the stages and down again."""
-    placement = place_layers(
-        pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers, row_a_chunk=row_a_chunk,
-        virtual_stages=vee_placement(pipe) if vee else None,
-    )  # fmt: skip
+def _stacks_of(placement: Placement) -> dict[str, tuple[int, int]]:
     return {kind: placement.slots_of(kind).shape[1:] for kind in placement.kinds}

@@ -97,8 +97,9 @@ def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
         width = f"{model.ffn_hidden:,}{', gated' if gated else ''}"
         rows.append(Row("Model", "inside of the MLP", width, "given"))
     rows.append(Row("Model", "parameters, exactly", f"{flops.parameters(model):,}", "computed"))
-    if model.lora_rank:
-        said = f"{flops.trained_parameters(model):,}, of adapters of rank {model.lora_rank}"
+    if model.freezes:
+        said = f"{flops.trained_parameters(model):,}"
+        said += f", of adapters of rank {model.lora_rank}" if model.lora_rank else ""
         rows.append(Row("Model", "of them trained", said, "given"))
     formula = "does not apply: it is of GPTs with f = 4 and a tied head"
     if model.family == "gpt" and as_in_paper and model.tied:

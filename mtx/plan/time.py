@@ -21,6 +21,7 @@ from operator import add
 from mtx.config import Layout, ModelConfig
 from mtx.costs.ask import pattern_of
 from mtx.costs.cost import ExpertShards
+from mtx.costs.place import placement_of
 from mtx.errors import UserError
 from mtx.plan.block import Passes, Work, embedding_work, head_work, later_work, layer_work
 from mtx.plan.calibration import Calibration, calibration_for
@@ -37,8 +38,7 @@ from mtx.plan.network import (
 from mtx.plan.offload import with_copies
 from mtx.plan.reduction import data_parallel_s, matrices_held, updated
 from mtx.plan.shard import Shard
-from mtx.schedules.partition import place_layers
-from mtx.sizes import StageLayers
+from mtx.schedules.partition import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def _on_stages(
     work = {kind: layer_work(shard, kind, recompute) for kind in dict.fromkeys(pattern)}
     on = _OnStages(
         shard=shard,
-        counts=_stage_layers(pattern, layout.pipe, layout.virtual, layout.stage_layers),
+        counts=_stage_layers(placement_of(model, layout)),
         work=with_copies(work, model, layout, shard),
         outside=_outside(shard, layout),
         hop_s=_hop_s(shard, layout, scatter_gather),
@@ -313,10 +313,7 @@ def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _stage_layers(
-    pattern: tuple[str, ...], pipe: int, virtual: int, stage_layers: StageLayers
-) -> tuple[dict[str, int], ...]:
-    placement = place_layers(pattern, pipe=pipe, virtual=virtual, stage_layers=stage_layers)
+def _stage_layers(placement: Placement) -> tuple[dict[str, int], ...]:
     return tuple(
         {kind: int((stage == number).sum()) for number, kind in enumerate(placement.kinds)}
         for stage in placement.kind

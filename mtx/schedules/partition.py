@@ -160,14 +160,17 @@ def place_layers(
     virtual: int,
     stage_layers: tuple[int, ...] | Literal["even", "balanced"],
     virtual_stages: np.ndarray | None = None,
+    costs: Sequence[float] | None = None,
     row_a_chunk: bool = False,
 ) -> Placement:
     """Places layers in model order on the pipe*virtual virtual stages. layers: the kind of each, or
     their number where they are of one kind, "block"; `virtual_stages` int [C, P]: which one each
     chunk of each stage is, c*P + s where not given; row_a_chunk: see `Placement`.
 
-    "even": the same number on each, else a UserError. "balanced": counts differ by one at most,
-    and the lighter ones stand first and last. A tuple: the number of layers of each.
+    "even": the same number on each, else a UserError. "balanced": so that the heaviest is as light
+    as can be, by the `costs` of layers in any unit; where they cost the same, or nothing is said of
+    it, counts differ by one at most, and the lighter ones stand first and last. A tuple: the number
+    of layers of each.
     """
     pattern = ("block",) * layers if isinstance(layers, int) else tuple(layers)
     number, layers = pipe * virtual, len(pattern)
@@ -182,6 +185,8 @@ def place_layers(
         counts = np.full(number, layers // number)
     elif stage_layers == "balanced":
         counts = _balance(layers, number)
+        if costs is not None and len(set(costs)) > 1:
+            counts = _weigh(np.array(costs, float), number)
     else:
         counts = np.array(stage_layers)
         if len(counts) != number or counts.sum() != layers or counts.min() < 0:
@@ -212,6 +217,28 @@ def _balance(layers: int, number: int) -> np.ndarray:
     counts = np.full(number, layers // number)
     counts[start : start + heavy] += 1
     return counts
+
+
+def _weigh(costs: np.ndarray, number: int) -> np.ndarray:
+    """Of all ways to cut the layers into so many parts of one or more, one whose heaviest part is
+    the lightest, and of these one whose squares add up to the least: by dynamic programming over
+    (parts, layers that are in them)."""
+    ends = np.concatenate([[0.0], costs.cumsum()])
+    part = ends[None] - ends[:, None]  # [i, j]: of layers i to j - 1
+    part[np.tril_indices(len(ends))] = np.inf
+    heaviest = part[0]
+    for _ in range(number - 1):
+        heaviest = np.maximum(heaviest[:, None], part).min(axis=0)
+    within = np.where(part <= heaviest[-1] * (1 + 1e-9), part**2, np.inf)
+    total, cuts = within[0], []
+    for _ in range(number - 1):
+        sums = total[:, None] + within
+        cuts.append(sums.argmin(axis=0))
+        total = sums.min(axis=0)
+    places = [len(costs)]
+    for cut in reversed(cuts):
+        places.append(int(cut[places[-1]]))
+    return np.diff([0, *reversed(places)])
 
 
 def _span(layers: np.ndarray) -> str:

@@ -233,9 +233,9 @@ def sum_over_tokens(values):
 
 
 def batch_spec(array, axes: Axes) -> P:
-    """The PartitionSpec of an array of a batch: [G], or [G, S] in the devices' order of a sequence
-    (`mtx.sharding.sequence`)."""
-    return P(BATCH) if array.ndim == 1 else P(BATCH, axes.context)
+    """The PartitionSpec of an array of a batch: [G, S] in the devices' order of a sequence
+    (`mtx.sharding.sequence`), or [G] and what has further dims, as pixels."""
+    return P(BATCH, axes.context) if array.ndim == 2 else P(BATCH)
 
 
 def _samples(batch: Tree):

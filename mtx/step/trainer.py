@@ -13,13 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
+from mtx.costs.place import placement_of
 from mtx.errors import UserError
 from mtx.layers.kernels import AttentionKernel, cudnn_takes
 from mtx.layers.model import Model
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.program import Pipeline
 from mtx.plan.choose import check_shape, resolve, schedule_for
-from mtx.schedules.partition import Placement, place_layers
+from mtx.schedules.partition import Placement
 from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH, axes_of
 from mtx.sharding.mesh import Axes, make_mesh
@@ -69,12 +70,7 @@ class Trainer:
 
     @cached_property
     def placement(self) -> Placement:
-        layout = self.run.layout
-        return place_layers(
-            self.model.pattern, pipe=layout.pipe, virtual=layout.virtual,
-            stage_layers=layout.stage_layers, virtual_stages=self.schedule.virtual_stages,
-            row_a_chunk=layout.weave == "on",
-        )  # fmt: skip
+        return placement_of(self.run.model, self.run.layout, self.schedule.virtual_stages)
 
     @cached_property
     def model(self) -> PipelineModel:

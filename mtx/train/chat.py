@@ -189,6 +189,11 @@ def hold_out(
 
 def check_chat(model: ModelConfig) -> None:
     """Raises UserError for a model that cannot go on with a conversation."""
+    if model.reads_images:
+        raise UserError(
+            f"family={model.family!r} learns conversations about images by mtx train RUN_DIR "
+            "--data.path FILE; use that"
+        )
     if model.objective != "next token":
         raise UserError(
             f"family={model.family!r} predicts no next token of a text alone; use another family"

@@ -37,7 +37,10 @@ from mtx.sharding.agree import agree
 
 RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
-_FREE = ("sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8")
+_FREE = (
+    "sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8", "images",
+    "projector_only",
+)  # fmt: skip
 
 
 class Start(Protocol):
@@ -162,7 +165,7 @@ class FromModel:
     def _check_model(self, run: RunConfig) -> None:
         """UserError for another model than that of the directory."""
         ours, theirs = run.model, self._model
-        free = {name: getattr(ours, name) for name in _FREE}
+        free = {name: getattr(ours, name) for name in _FREE if hasattr(ours, name)}
         if ours.sequence > theirs.sequence or theirs.sequence_is_fixed:
             free["sequence"] = theirs.sequence
         for name, value in vars(replace(theirs, **free)).items():

@@ -1,0 +1,83 @@
+"""Pictures as pixels, as CLIP's processor makes them: the shorter side resized to the model's, the
+middle cut out of it. What it does then, pixels over 255 and normed, the model does itself: bytes
+are read and sent to devices.
+
+Files are decoded by Pillow; arrays (.npy) of the model's size need it not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtx.errors import UserError, reason
+from mtx.files import open_file
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".npy")
+Picture = Path | np.ndarray  # a file, or uint8 [height, width, 3]
+
+
+def read_picture(picture: Picture, side: int) -> np.ndarray:
+    """uint8 [side, side, 3]. UserError for what is no picture."""
+    if isinstance(picture, np.ndarray):
+        return _fitted(picture, side, "an array of pictures")
+    if picture.name.lower().endswith(".npy"):
+        return _fitted(read_array(picture), side, str(picture))
+    image_module = _pillow(str(picture))
+    with open_file(picture) as file:
+        try:
+            with image_module.open(file) as opened:
+                return _resized(opened.convert("RGB"), side, image_module)
+        except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
+            raise UserError(
+                f"{picture} is no picture that can be read: {reason(error)}; leave it out"
+            ) from None
+
+
+def read_array(path: Path) -> np.ndarray:
+    """What a .npy file holds."""
+    with open_file(path) as file:
+        try:
+            return np.lib.format.read_array(file, allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise UserError(f"{path} is no array of numpy's: {reason(error)}") from None
+
+
+def require_pixels(array: np.ndarray, what: str) -> None:
+    """UserError where it is not uint8 [height, width, 3]."""
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3 or not array.size:
+        raise UserError(
+            f"{what} is {array.dtype} {list(array.shape)} and must be uint8 [height, width, 3], of "
+            "red, green and blue"
+        )
+
+
+def _fitted(array: np.ndarray, side: int, what: str) -> np.ndarray:
+    require_pixels(array, what)
+    if array.shape[:2] == (side, side):
+        return array
+    image_module = _pillow(f"{what} of {array.shape[0]} x {array.shape[1]} pixels")
+    return _resized(image_module.fromarray(array), side, image_module)
+
+
+def _resized(image: Any, side: int, image_module: Any) -> np.ndarray:
+    """The longer side rounded down, bicubic; then the middle."""
+    short, long = min(image.size), max(image.size)
+    scaled = side, int(side * long / short)
+    width, height = scaled if image.size[0] <= image.size[1] else scaled[::-1]
+    pixels = np.asarray(image.resize((width, height), image_module.Resampling.BICUBIC))
+    top, left = (height - side) // 2, (width - side) // 2
+    return pixels[top : top + side, left : left + side]
+
+
+def _pillow(what: str) -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UserError(
+            f"{what}: decoding and resizing need Pillow; pip install 'mtx[images]', or give arrays "
+            "(.npy) of the model's size"
+        ) from None
+    return Image
