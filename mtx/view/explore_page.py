@@ -13,6 +13,7 @@ from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.summary import title
+from mtx.view.context import Cut
 from mtx.view.explore import Look
 from mtx.view.explore_device import numbers_text
 from mtx.view.html import key, svg, table, tag
@@ -25,6 +26,7 @@ from mtx.view.picture import (
     FAINT,
     INK,
     LIMIT,
+    WEIGHT,
     Picture,
     ink,
     new_figure,
@@ -46,6 +48,7 @@ _DOTS = {
     "data": (COMMUNICATION_LIGHT, 8.5, 1.6),
     "pipe": (LIMIT, 8.5, 4.0),
     "context": ("#0f8b8d", 1.5, 4.0),
+    "expert": (WEIGHT, 5.0, 6.2),
 }
 _STYLE = (
     """
@@ -220,6 +223,8 @@ def _device(look: Look) -> Iterator[str]:
         [(axis, numbers_text(group), _nodes_text(group, node_size))
          for axis, group in groups.items()], ("axis", "its group", "in nodes"),
     )  # fmt: skip
+    if "context" in device.at:
+        yield tag("small", f"of every sequence it has positions {_positions_text(look)}")
     rows = [
         (each.name.removeprefix("layers."),
          "" if each.layers is None else numbers_text(each.layers),
@@ -235,6 +240,14 @@ def _device(look: Look) -> Iterator[str]:
         "small", "computes with: in the compute type, and a float32 gradient as large; updates: "
         "float32 master and Adam's two moments, its shard over data",
     )  # fmt: skip
+
+
+def _positions_text(look: Look) -> str:
+    """Those of the device's two chunks."""
+    cut = Cut.of(look.layout, look.plan.run.model)
+    size, own = cut.sequence // (2 * cut.devices), cut.chunks(cut.devices)
+    numbers = own[look.device.at["context"]].tolist()
+    return " and ".join(numbers_text(range(n * size, (n + 1) * size)) for n in numbers)
 
 
 def _nodes_text(ranks: range, node_size: int) -> str:
