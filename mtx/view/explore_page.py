@@ -37,7 +37,7 @@ from mtx.view.plan import fill_schedule, fill_time
 from mtx.view.spans import count
 
 _ALONE = 1024  # devices that are drawn one by one
-_LABELLED = 128  # with their numbers in them
+_NUMBERED, _LABELLED = 24, 10  # cells side by side, at most, with numbers, and with places in them
 _CELL_PIXELS = 84  # at most
 _WIDE, _HIGH = 10.0, 7.0  # of a cell, in the units of its picture
 _PER_ROW = 16  # of the devices of one cell
@@ -114,8 +114,7 @@ def _mesh(look: Look) -> Iterator[str]:
     groups = [axis for axis, size in layout.sizes.items() if size > 1]
     places = {grid.ranks(first): grid.corner(first) for first in grid.firsts()}
     yield tag("h4", "Mesh")
-    labelled = layout.devices <= _LABELLED
-    yield _svg(look, places, _CELL_PIXELS, groups, [each[1:] for each in frames], labelled=labelled)
+    yield _svg(look, places, _CELL_PIXELS, groups, [each[1:] for each in frames])
     yield tag(
         "small", f"colour: stage, p0 to p{layout.pipe - 1}; {cell}; {framed}{nodes} of {node_size}"
         "; click one, hover for what it is",
@@ -136,18 +135,20 @@ def _dot(axis: str) -> tuple[str, float, float]:
 
 def _svg(
     look: Look, places: dict[range, tuple[float, float]], pixels: float,
-    groups: Sequence[str] = (), frames: Sequence[tuple[float, ...]] = (), *, labelled: bool = True,
+    groups: Sequence[str] = (), frames: Sequence[tuple[float, ...]] = (),
 ) -> str:  # fmt: skip
     """Cells at these places, by their devices, `pixels` wide each: with their part of the model as
     a tooltip, frames around nodes (left, top, width, height) and around the device, and dots for
     its groups."""
-    drawn = [_cell(look, ranks, x * _WIDE, y * _HIGH, labelled) for ranks, (x, y) in places.items()]
+    columns, rows = (max(place[dim] for place in places.values()) + 1 for dim in (0, 1))
+    labels = (columns <= _NUMBERED) + (columns <= _LABELLED)
+    drawn = [_cell(look, ranks, x * _WIDE, y * _HIGH, labels) for ranks, (x, y) in places.items()]
     for axis in reversed(groups):
         (colour, right, down), group = _dot(axis), set(look.device.group(axis))
         drawn += [
             tag(
                 "circle", class_=axis, cx=x * _WIDE + right, cy=y * _HIGH + down, fill=colour,
-                r=0.9 if labelled else 1.4, stroke="#ffffff", stroke_width=0.25,
+                r=0.9 if labels else 1.4, stroke="#ffffff", stroke_width=0.25,
                 pointer_events="none",
             )
             for ranks, (x, y) in places.items() if group.intersection(ranks)
@@ -163,14 +164,13 @@ def _svg(
         )
         for name, (x, y, wide, high), colour, line in outlines
     ]  # fmt: skip
-    columns, rows = (max(place[dim] for place in places.values()) + 1 for dim in (0, 1))
     return svg(drawn, columns * _WIDE, rows * _HIGH, pixels * columns)
 
 
-def _cell(look: Look, ranks: range, x: float, y: float, labelled: bool) -> str:
+def _cell(look: Look, ranks: range, x: float, y: float, labels: int) -> str:
     device = Device(layout=look.layout, rank=ranks[0])
     colour = stage_colours(look.layout.pipe)[device.at["pipe"]]
-    lines = [(3.2, 2.6, f"{device.rank}"), (5.6, 1.6, device.label)] if labelled else []
+    lines = [(3.2, 2.6, f"{device.rank}"), (5.6, 1.6, device.label)][:labels]
     texts = [
         tag(
             "text", line, x=x + _WIDE / 2, y=y + down, font_size=points, fill=ink(colour),
