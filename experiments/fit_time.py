@@ -16,8 +16,8 @@ have replicas, these have many microbatches (or, in table 1's smallest, the redu
 
 Expected time: ten seconds on one core.
 Expected result: the constants that stand in `mtx/plan/calibration.py`; table 1 within 4.5 %, the
-figures 11 to 18 within 5.3 %, but for one run of figure 13; of the 44 runs that are held out a mean
-of 5.5 %, the worst 18.4 %; elsewhere steps take 6 to 20 % longer than predicted.
+figures 11 to 18 within 5.3 %, but for one run of figure 13; of the 49 runs that are held out a mean
+of 5.1 %, the worst 18.4 %; elsewhere steps take up to 20 % longer than predicted.
 """
 
 from __future__ import annotations

@@ -3,12 +3,16 @@
 SC'21 is Narayanan et al., arXiv 2104.04473v5; batches, microbatches and virtual stages of its
 figures are from the run scripts that its authors published (Megatron-LM, examples/sc21).
 KORTHIKANTI is Korthikanti et al. 2022, arXiv 2205.05198, table 5: seconds of a step; and from its
-abstract the same on eight times the GPUs. All these are on A100-SXM4-80GB with 16 bits, sequences
-of 2,048 and a vocabulary of 51,200. SC'21 recomputes every block and has no sequence parallelism.
+abstract the same on eight times the GPUs, and from its table 4 F and B of a single layer of 22B.
+All these are on A100-SXM4-80GB with 16 bits, sequences of 2,048 and a vocabulary of 51,200. SC'21
+recomputes every block and has no sequence parallelism.
 
 ELSEWHERE are runs of other software or clusters: MT-NLG (Smith et al. 2022, arXiv 2201.11990,
 section 2.4), by DeepSpeed with Megatron-LM, and the runs of Megatron-LM that MegaScale (Jiang et
-al. 2024, arXiv 2402.15627, table 2) is compared with, on A100s in a network of its own.
+al. 2024, arXiv 2402.15627, table 2) is compared with, on A100s in a network of its own; BLOOM (Le
+Scao et al. 2022, arXiv 2211.05100) by Megatron-DeepSpeed, on nodes with a quarter of Selene's
+network; and Llama 3 405B (arXiv 2407.21783, table 4), by Meta's own software on H100s, whose
+constants are assumed.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from typing import Literal
 from mtx.config import Layout, ModelConfig
 from mtx.plan.calibration import SOFTWARE, Calibration, calibration_of
 from mtx.plan.flops import forward_flops, sc21_flops
-from mtx.plan.hardware import hardware
+from mtx.plan.hardware import Hardware, hardware
 from mtx.plan.published import TABLE_1
-from mtx.plan.time import StepTime, predict_step
+from mtx.plan.time import StepTime, predict_step, stage_times
 from mtx.presets import preset
 
 MACHINE = "a100-80gb"
@@ -39,28 +43,50 @@ class PublishedRun:
     layout: Layout
     global_batch: int
     published: float
-    unit: Literal["tflops", "seconds"] = "tflops"  # a GPU, in the unit of SC'21; or of a step
+    # a GPU, in the unit of SC'21; as today's papers count, causal and nothing twice; of a step
+    unit: Literal["tflops", "model tflops", "seconds", "seconds of a layer"] = "tflops"
     zero: Literal[0, 1, 3] = 0
     scatter_gather: bool = True
     software: str = "megatron-2021"
+    on: Hardware = hardware(MACHINE)
 
     def time(self, calibration: Calibration | None = None) -> StepTime:
         """The predicted step of the run's software. calibration: whose constants; None, those that
         are fitted to the A100."""
-        machine = hardware(MACHINE)
-        constants = calibration or calibration_of(machine)
         return predict_step(
-            self.model, self.layout, self.global_batch, machine, zero=self.zero,
-            scatter_gather=self.scatter_gather,
-            calibration=replace(constants, software=SOFTWARE[self.software]),
+            self.model, self.layout, self.global_batch, self.on, zero=self.zero,
+            scatter_gather=self.scatter_gather, calibration=self._calibration(calibration),
         )  # fmt: skip
+
+    def _calibration(self, calibration: Calibration | None) -> Calibration:
+        fitted = self.on.peak_tflops == hardware(MACHINE).peak_tflops
+        constants = calibration if calibration and fitted else calibration_of(self.on)
+        return replace(constants, software=SOFTWARE[self.software])
+
+    def _layer_s(self, calibration: Calibration | None) -> float:
+        """F and B of one layer of a single stage: what as many layers again add to it."""
+
+        def of(layers: int) -> float:
+            stages, _ = stage_times(
+                replace(self.model, layers=layers), self.layout, self.on,
+                calibration=self._calibration(calibration),
+            )  # fmt: skip
+            return sum(stages[0])
+
+        return of(2) - of(1)
 
     def predicted(self, calibration: Calibration | None = None) -> float:
         """In the unit of what was published."""
+        if self.unit == "seconds of a layer":
+            return self._layer_s(calibration)
         step_s = self.time(calibration).step_s
         if self.unit == "seconds":
             return step_s
-        return sc21_flops(self.model, self.global_batch) / step_s / self.layout.devices / 1e12
+        if self.unit == "tflops":
+            flops = sc21_flops(self.model, self.global_batch)
+        else:
+            flops = 3 * forward_flops(self.model, self.global_batch, causal=True).total
+        return flops / step_s / self.layout.devices / 1e12
 
     def error(self, calibration: Calibration | None = None) -> float:
         """Predicted over published, less 1."""
@@ -244,6 +270,20 @@ def _korthikanti() -> tuple[PublishedRun, ...]:
 
 KORTHIKANTI = _korthikanti()
 
+_22B = KORTHIKANTI[0]
+KORTHIKANTI_LAYERS = _curve(
+    "Korthikanti table 4",
+    [
+        (f"recompute {recompute}, {'with' if sp else 'without'} SP", _22B.model,
+         replace(_22B.layout, recompute=recompute, sequence_parallel=sp), 4, ms / 1e3)
+        for recompute, sp, ms in (
+            ("none", False, 19.6), ("none", True, 19.0), ("full", False, 27.2),
+            ("selective", False, 20.9), ("selective", True, 20.3),
+        )
+    ],
+    series="22B, F and B of a layer", unit="seconds of a layer", software="megatron-2022",
+)  # fmt: skip
+
 
 def _on_2240_gpus(run: PublishedRun, utilization: float) -> PublishedRun:
     """A run of 530 billion parameters as eight replicas; their MFU counts the full square."""
@@ -281,7 +321,31 @@ MEGASCALE = _curve(
     ],
     series="Megatron-LM", unit="seconds", software="megatron-2023", zero=1,
 )  # fmt: skip
-ELSEWHERE = MT_NLG + MEGASCALE
+# 384 GPUs: t = 4, p = 12 with the embedding and the head as a layer each. Four links of 100 Gb/s a
+# node in place of eight of 200. "About 150 teraFLOP/s", of which recomputation is a part.
+BLOOM = _curve(
+    "BLOOM",
+    [
+        ("384 GPUs",
+         ModelConfig(layers=70, hidden=14336, heads=112, sequence=2048, vocab=250880),
+         _sc21(pipe=12, tensor=4, data=8, microbatch=2, stage_layers=(5, *[6] * 10, 5)), 2048, 150),
+    ],
+    zero=1, on=replace(hardware(MACHINE), network_gb_s=6.25),
+)  # fmt: skip
+# t = 8, p = 16. That v is 8, as in the preset, and attention's core is recomputed is assumed.
+_405B = preset("llama-3-405b")
+LLAMA_3 = _curve(
+    "Llama 3 405B",
+    [
+        (f"{16 * 8 * data * context} GPUs, c={context}", replace(_405B.model, sequence=sequence),
+         replace(_405B.layout, data=data, context=context), data * batch, tflops)
+        for data, context, sequence, batch, tflops in (
+            (64, 1, 8192, 32, 430), (128, 1, 8192, 16, 400), (8, 16, 131072, 16, 380),
+        )
+    ],
+    unit="model tflops", software="megatron-2023", zero=1, on=hardware("h100"),
+)  # fmt: skip
+ELSEWHERE = MT_NLG + MEGASCALE + BLOOM + LLAMA_3
 
 # Of figure 13 the two runs whose tensor groups leave their node: they tell the network's share.
 FITTED_RUNS = TABLE_1_RUNS + FIGURE_13[:2] + FIGURE_16 + FIGURE_18
@@ -295,4 +359,5 @@ HELD_OUT_RUNS = (
     + TABLE_2
     + KORTHIKANTI
     + KORTHIKANTI_2240
+    + KORTHIKANTI_LAYERS
 )

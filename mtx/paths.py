@@ -43,7 +43,10 @@ def check_path(name: str, path: str | os.PathLike) -> None:
         )
     if "\0" in text:
         raise UserError(f"{name}={_short(text)!r} has a NUL in it; use another")
-    encoded = os.fsencode(text)
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:  # half of a pair, out of a file of JSON
+        raise UserError(f"{name}={_short(text)!r} is no text; use another") from None
     longest = max(map(len, encoded.split(b"/")))
     if longest > _MOST_NAME or len(encoded) > _MOST_PATH:
         raise UserError(

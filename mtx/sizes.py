@@ -12,6 +12,7 @@ MOST_TOKENS = 2**27
 
 Layers = Annotated[int, Between(1, 2**14)]
 Width = Annotated[int, Between(1, 2**20)]  # of the hidden state; also the heads
+Choices = Annotated[int, Between(1, 64)]  # of experts, for each token: a gather is traced for each
 Ffn = Annotated[int, Between(1, 2**24)]
 Tokens = Annotated[int, Between(1, MOST_TOKENS)]  # of a sequence
 Vocab = Annotated[int, Between(1, 2**24)]

@@ -57,6 +57,19 @@ def test_a_round_is_the_closed_form():
         assert all(c.kind == "all_to_all" for c in found.later.collectives)
 
 
+def test_more_choices_than_int32_counts_are_counted():
+    """What is traced has 16,381 rows: with these sequences and choices 2 ** 34 of them."""
+    long = replace(MODEL, sequence=2**17, choices=8)
+    experts = ExpertShards.of(LAYOUT, long)
+    found = layer_cost(
+        long, kind="block", tensor=2, sequence_parallel=True, kernel="cudnn", experts=experts
+    )  # fmt: skip
+    assert not [each for each in found.later.matmuls if each.flops(B) <= 0]
+    with pytest.raises(UserError) as error:
+        replace(MODEL, experts=128, choices=65)
+    names(error, "choices=65", 64)
+
+
 @pytest.mark.parametrize("weave", ["off", "on"])
 def test_an_uneven_load_costs_as_many_rounds_as_the_fullest_expert_needs(weave):
     even = predict_step(MODEL, replace(LAYOUT, weave=weave), 32, H100)

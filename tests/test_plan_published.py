@@ -12,6 +12,7 @@ from published_runs import (
     FITTED_RUNS,
     HELD_OUT_RUNS,
     KORTHIKANTI,
+    LLAMA_3,
     MEGASCALE,
     TABLE_1_RUNS,
     TABLE_2,
@@ -99,10 +100,10 @@ def test_bubble_is_the_tables_idle_time_over_ideal_time(pipe, virtual, m):
 def test_every_published_run_can_be_laid_out(run):
     run.layout.check(run.model)
     assert run.layout.microbatches(run.global_batch) >= 1
-    assert run.model.sequence == 2048
     if run not in ELSEWHERE:
+        assert run.model.sequence == 2048
         assert run.model.vocab == 51200
-    if run not in MEGASCALE and not run.where.startswith("Korthikanti"):
+    if run not in MEGASCALE + LLAMA_3 and not run.where.startswith("Korthikanti"):
         assert run.layout.recompute == "full" and not run.layout.sequence_parallel
 
 

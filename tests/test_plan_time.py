@@ -7,6 +7,7 @@ from errors import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_runs import (
+    BLOOM,
     FIGURE_7,
     FIGURE_11,
     FIGURE_12,
@@ -18,6 +19,7 @@ from published_runs import (
     HELD_OUT_RUNS,
     KORTHIKANTI,
     KORTHIKANTI_2240,
+    LLAMA_3,
     MEGASCALE,
     MT_NLG,
     TABLE_1_RUNS,
@@ -153,11 +155,17 @@ def test_held_out_runs_by_6_percent_and_20_at_the_worst():
     assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.2
 
 
-@pytest.mark.parametrize("runs, mean, worst", [(MT_NLG, 0.185, 0.2), (MEGASCALE, 0.1, 0.14)])
+@pytest.mark.parametrize(
+    "runs, mean, worst",
+    [(MT_NLG, 0.185, 0.2), (MEGASCALE, 0.1, 0.14), (BLOOM, 0.1, 0.1), (LLAMA_3, 0.07, 0.12)],
+)
 def test_elsewhere_steps_took_longer_than_predicted(runs, mean, worst):
-    """By other software or on another cluster: as far off as README says, and always too fast."""
-    errors = [run.error() for run in runs]
-    assert -worst < min(errors) and max(errors) < 0 and -mean < sum(errors) / len(errors)
+    """By other software or on another cluster: as far off as README says, and too fast; but for
+    Llama 3's longest sequences, which are met."""
+    slower = [1 / (1 + run.error()) if run.unit == "seconds" else 1 + run.error() for run in runs]
+    errors = [share - 1 for share in slower]  # by how much what was reached is exceeded
+    assert -0.02 < min(errors) and max(errors) < worst / (1 - worst)
+    assert sum(errors) / len(errors) < mean / (1 - mean)
 
 
 def test_there_are_few_constants_and_all_are_shares():

@@ -316,13 +316,34 @@ def test_choices_that_do_not_go_say_so_and_can_be_taken_back(explorer):
 def test_a_device_is_chosen_by_click_and_by_coordinates(explorer):
     explorer.page._handle_custom_msg({"device": 6}, [])
     assert explorer.look.device.at == {"pipe": 1, "data": 1, "tensor": 0}
-    assert [picker.value for picker in explorer.device.values()] == [1, 1, 0]
+    assert {axis: picker.value for axis, picker in explorer.device.items() if picker.value} == {
+        "pipe": 1, "data": 1
+    }  # fmt: skip
     assert "device 6: p1 d1 t0, in node 0" in explorer.page.html
     explorer.device["tensor"].value = 1
     assert explorer.look.device.rank == 7
     explorer.sliders["data"].value = 1  # there is no second replica any more
     assert explorer.look.device.at == {"pipe": 1, "data": 0, "tensor": 1}
     assert explorer.device["data"].max == 0
+
+
+def test_sequences_and_experts_have_sliders_where_there_is_a_choice(explorer):
+    sliders, page = explorer.sliders, explorer.page
+    assert sliders["expert"].layout.display == explorer.device["context"].layout.display == "none"
+    sliders["context"].value = 4
+    assert explorer.message.value == "" and explorer.look.layout.context == 4
+    assert explorer.device["context"].layout.display is None
+    page._handle_custom_msg({"device": 5}, [])
+    assert explorer.look.device.at == {"pipe": 0, "data": 0, "context": 2, "tensor": 1}
+    assert "positions 32-47 and 80-95" in page.html and page.html.count('class="context"') == 4
+    explorer.model.value = "mixtral-8x7b"
+    assert explorer.look.layout == preset("mixtral-8x7b").layout and explorer.message.value == ""
+    assert sliders["expert"].layout.display is None and max(sliders["expert"].options)[1] == 8
+    sliders["expert"].value = 4
+    time = explorer.look.plan.time
+    assert explorer.look.sent_s["expert"] == time.expert_comm_s > 0
+    assert explorer.look.sent_s["data"] == time.data_comm_s > 0
+    assert "experts 0, 1 of 8" in page.html and "tokens to experts and back" in page.html
 
 
 def test_another_model_brings_its_own_layout(explorer):

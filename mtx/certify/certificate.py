@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mtx.certify.cases import cases_of, features
+from mtx.certify.cases import Case, cases_of, features
+from mtx.certify.channels import own_channels
 from mtx.certify.compare import Compared, compare
 from mtx.certify.step import Walked, walk_all
 from mtx.config import Layout, RunConfig
@@ -44,26 +45,29 @@ class Certificate:
 
 def certify(
     run: RunConfig, *, cases: int, seed: int, devices: int,
-    report: Report = lambda *_: None,
+    report: Report = lambda *_: None, begins: Callable[[Case], None] = lambda case: None,
 ) -> Certificate:  # fmt: skip
-    """Walks the run's step at full size, and compares so many cases of it on virtual devices."""
+    """Walks the run's step at full size, and compares so many cases of it on virtual devices.
+    begins: is told each case before it runs."""
     report(0, cases, "walks the step")
     made = Certificate(run=run, seed=seed, devices=devices, walked=walk_all(run))
-    for case in cases_of(run, seed=seed, devices=devices):
-        if len(made.compared) == cases:
-            break
-        report(len(made.compared), cases, "compares")
-        compared = compare(case)
-        if not compared.refused:
-            made.compared.append(compared)
-    failed = next((each for each in made.compared if not each.holds), None)
-    if failed is not None:
-        report(cases, cases, "reduces")
-        made.smallest = reduced(failed)
+    with own_channels():
+        for case in cases_of(run, seed=seed, devices=devices):
+            if len(made.compared) == cases:
+                break
+            report(len(made.compared), cases, "compares")
+            begins(case)
+            compared = compare(case)
+            if not compared.refused:
+                made.compared.append(compared)
+        failed = next((each for each in made.compared if not each.holds), None)
+        if failed is not None:
+            report(cases, cases, "reduces")
+            made.smallest = reduced(failed, begins)
     return made
 
 
-def reduced(failed: Compared) -> Compared:
+def reduced(failed: Compared, begins: Callable[[Case], None] = lambda case: None) -> Compared:
     """The case with as little as it needs to fail: one thing after the other is left out."""
     tried, best, again = 0, failed, True
     while again:
@@ -72,7 +76,9 @@ def reduced(failed: Compared) -> Compared:
             if tried == _LEAST_REDUCTIONS:
                 return best
             tried += 1
-            other = compare(replace(best.case, run=run, why="reduced"))
+            case = replace(best.case, run=run, why="reduced")
+            begins(case)
+            other = compare(case)
             if not (other.holds or other.refused) and bool(other.error) == bool(failed.error):
                 best, again = other, True
                 break

@@ -40,7 +40,7 @@ __all__ = [
     "COMMANDS", "OwnFields", "TrainOptions", "exit_status", "main", "parse", "start_devices",
 ]  # fmt: skip
 
-_NO_PATHS = ("--prompt", "--stop", "--cluster.coordinator")
+_NO_PATHS = ("--prompt", "--stop", "--cluster.coordinator", "--model.pattern")
 _NUMBERS = re.compile(r"[-+.,\deE]*")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from mtx.cli.options import File, Flag, read_line, split_names
 from mtx.cli.output import check_writable, progress, say, write_text
@@ -15,6 +16,8 @@ from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError
 from mtx.fields import Between
+from mtx.launch.exits import on_abort
+from mtx.launch.start import usable_cores
 from mtx.plan.plan import is_plan_file, load_run
 from mtx.presets import preset
 from mtx.sizes import Seed, Sequences
@@ -22,9 +25,6 @@ from mtx.sizes import Seed, Sequences
 _FLAGS = (
     # Each program runs a few times: to optimise it costs more than it gives.
     "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
-    # One collective after the other: two that wait for nothing run at once, and CPUs take the
-    # devices of the one for those of the other.
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )  # fmt: skip
 
 
@@ -80,6 +80,9 @@ def certify_command(arguments: list[str]) -> int:
         )
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+    # A device may wait at more than one collective at once (`mtx.certify.channels`), in a thread
+    # each.
+    os.environ.setdefault("NPROC", str(3 * options.devices + usable_cores()))
     start_devices(options.devices)
     make = _mutants if options.mutants else _certificate
     with progress("rows") as report:
@@ -101,10 +104,35 @@ def _certificate(run: RunConfig, options: CertifyOptions, report: Callable) -> M
     from mtx.certify.certificate import certify
     from mtx.certify.said import lines, numbers
 
-    made = certify(
-        run, cases=options.cases, seed=options.seed, devices=options.devices, report=report
-    )
+    with _named_if_aborted() as begins:
+        made = certify(
+            run, cases=options.cases, seed=options.seed, devices=options.devices, report=report,
+            begins=begins,
+        )  # fmt: skip
     return made.holds, numbers(made), lines(made, width=_width())
+
+
+@contextmanager
+def _named_if_aborted() -> Iterator[Callable[[Any], None]]:
+    """Takes the cases that begin: where XLA's runtime ends the process, which no exception tells,
+    the last line names the one that ran."""
+    running: list[Any] = [None]
+
+    def say_which() -> None:
+        case = running[0]
+        which = f"case {case.number} ({case.said})" if case else "the first case"
+        os.write(
+            2, f"\nmtx: XLA's runtime ended the process in {which}; nothing is known of it, use "
+            "another --seed or fewer --cases for the others\n".encode()
+        )  # fmt: skip
+        os._exit(1)
+
+    kept = on_abort(say_which)
+    try:
+        yield lambda case: running.__setitem__(0, case)
+    finally:
+        on_abort(None)
+        del kept
 
 
 def _mutants(run: RunConfig, options: CertifyOptions, report: Callable) -> Made:

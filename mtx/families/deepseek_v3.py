@@ -13,7 +13,7 @@ from mtx.families.llama import DEFAULTS, FIELDS, preset, rotary_fields, rotary_p
 from mtx.families.mixtral import AuxLoss, Mixtral, expert_names
 from mtx.fields import Between
 from mtx.huggingface import Fields, HuggingFace, Json, Weight, ffn_field
-from mtx.sizes import Ffn, NotNegative, Width
+from mtx.sizes import Choices, Ffn, NotNegative, Width
 
 _LATENT_EPSILON = 1e-6  # of norms of latents, whatever norm_epsilon is
 
@@ -35,7 +35,7 @@ class DeepseekV3(Mixtral):
     rotary_scores: NotNegative = 0.0
     dense_layers: Annotated[int, Between(0, 2**14)] = 3  # the first, with an MLP of `ffn`
     experts: Width = 256  # E, of a layer
-    choices: Width = 8  # k, experts of a token
+    choices: Choices = 8  # k, experts of a token
     expert_ffn: Ffn = 2048  # F of an expert
     shared_experts: Annotated[int, Between(0, 2**10)] = 1  # one MLP of so many times expert_ffn
     groups_of_experts: Width = 8  # as many experts in each

@@ -10,7 +10,7 @@ from mtx.families.llama import DEFAULTS, FIELDS, names, preset, to_config, to_mo
 from mtx.families.mixtral import Mixtral
 from mtx.huggingface import Fields, HuggingFace, Json, Weight
 from mtx.layers.kernels import CLAMP_LIMIT, CLAMP_SLOPE
-from mtx.sizes import Tokens, Width
+from mtx.sizes import Choices, Tokens, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class GptOss(Mixtral):
     family: str = "gpt_oss"
     head_dim: Width = 64  # K
     experts: Width = 32  # E, of a layer
-    choices: Width = 4  # k, experts of a token
+    choices: Choices = 4  # k, experts of a token
     window: Tokens = 128  # of every other layer, the first included: what a position sees
 
     def router(self, **others: Any):

@@ -9,7 +9,7 @@ from mtx.errors import UserError
 from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, silu_to_model, to_config
 from mtx.fields import Between
 from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight
-from mtx.sizes import Ffn, Width
+from mtx.sizes import Choices, Ffn, Width
 
 AuxLoss = Literal["none", "batch", "sequence"]
 Keeps = Literal["first", "best"]
@@ -21,7 +21,7 @@ class Mixtral(Llama):
 
     family: str = "mixtral"
     experts: Width = 8  # E, of a layer
-    choices: Width = 2  # k, experts of a token
+    choices: Choices = 2  # k, experts of a token
     expert_ffn: Ffn | None = None  # F of an expert; None: that of the model
     aux: AuxLoss = "batch"  # keeps experts evenly loaded: see `mtx.layers.router`
     aux_weight: float = 0.001  # of that loss

@@ -9,7 +9,7 @@ from mtx.families.llama import DEFAULTS, FIELDS, preset, silu_to_model, to_confi
 from mtx.families.mixtral import Mixtral, expert_names
 from mtx.families.qwen3 import HEAD_NORMS
 from mtx.huggingface import Fields, HuggingFace, Json
-from mtx.sizes import Width
+from mtx.sizes import Choices, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Qwen3Moe(Mixtral):
 
     family: str = "qwen3_moe"
     experts: Width = 128  # E, of a layer
-    choices: Width = 8  # k, experts of a token
+    choices: Choices = 8  # k, experts of a token
     normalised: bool = True  # what a token's experts count adds up to 1
 
     def router(self, **others: Any):

@@ -34,6 +34,7 @@ Compute = Callable[[Tree, jax.Array, jax.Array], jax.Array]
 _LATER = 4  # rounds after the first have a quarter of its room
 _UNIT = 8  # of the rows that tensor cores take
 PRODUCTS = "of_experts"  # the name of experts' matmuls in a program
+_MOST = 2**31  # that int32 counts; `mtx.costs.trace` asks for more rows, which nobody runs
 LATER_ROUNDS = "later_rounds"  # the name of what runs only where experts are too full
 
 
@@ -52,7 +53,9 @@ class Queues(NamedTuple):
         ids = jnp.minimum(ids_nk.ravel(), experts)
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
         numbers = jnp.arange(order.size, dtype=jnp.int32)
-        places = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+        places = jnp.zeros_like(order).at[order].set(
+            numbers, unique_indices=True, wrap_negative_indices=False
+        )
         counts = (ids[:, None] == jnp.arange(experts, dtype=ids.dtype)).sum(0, dtype=jnp.int32)
         starts = jnp.cumsum(counts) - counts
         place = places - jnp.append(starts, 0)[ids]
@@ -62,8 +65,9 @@ class Queues(NamedTuple):
         """(the choice in each slot [E, C] of a round that takes `room` places from `first` on,
         whether there is one)"""
         places = first + jnp.arange(room, dtype=jnp.int32)
-        at = jnp.minimum(self.starts_E[:, None] + places, self.order.size - 1)
-        return self.order[at], places < self.counts_E[:, None]
+        last = min(self.order.size, _MOST) - 1
+        at = jnp.minimum(self.starts_E[:, None] + places, last)
+        return _rows(self.order, at), places < self.counts_E[:, None]
 
     def slot_of(self, rank: int, first, room: int):
         """(the slot [n] of each token's choice of that rank, of E times C, whether it has one)"""
@@ -74,6 +78,12 @@ class Queues(NamedTuple):
     @property
     def ranks(self) -> range:
         return range(self.expert_nk.shape[1])
+
+
+def _rows(array, at):
+    """array[at], where nothing is counted from the end: JAX would add the number of rows, of which
+    a plan has more than `_MOST`."""
+    return array.at[at].get(wrap_negative_indices=False)
 
 
 def _zero_unless(there, rows):
@@ -87,13 +97,13 @@ def _sum_of_choices(queues: Queues, y_ECD, first):
     total = 0
     for rank in queues.ranks:
         slot_n, there_n = queues.slot_of(rank, first, room)
-        total += _zero_unless(there_n, rows[slot_n]).astype(jnp.float32)
+        total += _zero_unless(there_n, _rows(rows, slot_n)).astype(jnp.float32)
     return jnp.asarray(total).astype(y_ECD.dtype)
 
 
 def _of_tokens(queues: Queues, x_nD, first, room: int):
     choice_EC, used_EC = queues.slots(first, room)
-    return _zero_unless(used_EC, x_nD[choice_EC // len(queues.ranks)])
+    return _zero_unless(used_EC, _rows(x_nD, choice_EC // len(queues.ranks)))
 
 
 @custom_vjp(3)
@@ -132,7 +142,7 @@ from_slots.defvjp(
 def gates_to_slots(gates_nk, queues: Queues, first, room: int):
     """[E, C, 1]: the gate of what is in each slot, 0 in empty ones."""
     choice_EC, used_EC = queues.slots(first, room)
-    return _zero_unless(used_EC, gates_nk.ravel()[choice_EC])[..., None]
+    return _zero_unless(used_EC, _rows(gates_nk.ravel(), choice_EC))[..., None]
 
 
 def _gates_backward(room, saved, dgates_EC1):
@@ -140,7 +150,7 @@ def _gates_backward(room, saved, dgates_EC1):
     flat, gradients = dgates_EC1.ravel(), []
     for rank in queues.ranks:
         slot_n, there_n = queues.slot_of(rank, first, room)
-        gradients.append(_zero_unless(there_n, flat[slot_n]))
+        gradients.append(_zero_unless(there_n, _rows(flat, slot_n)))
     return jnp.stack(gradients, axis=1), None, None
 
 

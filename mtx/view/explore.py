@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 
 from mtx.config import Layout, RunConfig
 from mtx.plan.plan import Plan, make_plan
-from mtx.sharding.axes import MESH
+from mtx.sharding.axes import AXES, MESH
 from mtx.view.explore_device import Held, Holdings
 from mtx.view.mesh import Device
 from mtx.view.picture import Picture
 from mtx.view.plan import draw_plan
 
-CHOICES = ("data", "pipe", "tensor", "virtual", "microbatch")  # fields of the layout with a slider
+CHOICES = (*AXES, "virtual", "microbatch")  # fields of the layout with a slider
 _BATCHES = 4  # doublings and halvings of the run's own that the slider has
 _MOST_SHARDS = 64
-_SENT = {
-    "layers": "pipeline_comm_s", "batch": "data_comm_s", "sequence": "context_comm_s",
-    "weights": "tensor_comm_s",
+_SENT = {  # by an axis' name or what it splits; gradients are summed over data and expert at once
+    "expert": "expert_comm_s", "layers": "pipeline_comm_s", "batch": "data_comm_s",
+    "sequence": "context_comm_s", "weights": "tensor_comm_s",
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class Look:
         """What sends over each axis take of a step, by the plan."""
         time = self.plan.time
         return {
-            axis.name: getattr(time, _SENT.get(axis.splits, ""), 0.0)
+            axis.name: getattr(time, _SENT.get(axis.name) or _SENT.get(axis.splits, ""), 0.0)
             for axis in MESH
             if axis.name in self.layout.shown
         }
@@ -85,15 +85,23 @@ def look(
 
 def choices_of(run: RunConfig) -> dict[str, tuple[int, ...]]:
     """What the sliders of a run can be set to: for each field alone what divides the model or the
-    batch, and powers of two. Not all go together, which is then said."""
+    batch, and powers of two. Not all go together, which is then said. A single number where a model
+    leaves no choice, as a dense one of `expert`."""
     model, batch, layout = run.model, run.global_batch, run.layout
+    experts = model.routed_experts
     batches = [batch * 2**n for n in range(_BATCHES + 1)]
     batches += [batch // 2**n for n in range(1, _BATCHES + 1) if batch % 2**n == 0]
     most_data = max(layout.data, min(max(batches), 4 * layout.data, 8192))
-    return {
+    shards = {
         "data": _steps(max(batches), most_data, layout.data),
         "pipe": _steps(model.layers, model.layers, layout.pipe),
+        "expert": _steps(experts, min(experts, _MOST_SHARDS), layout.expert) if experts else (1,),
+        "context": _steps(
+            model.sequence // 2, min(model.sequence // 2, _MOST_SHARDS), layout.context
+        ),
         "tensor": _steps(model.heads, min(model.heads, _MOST_SHARDS), layout.tensor),
+    }
+    return {axis: shards.get(axis, (layout.sizes[axis],)) for axis in AXES} | {
         "virtual": _steps(model.layers, min(model.layers, 16), layout.virtual),
         "microbatch": _steps(max(batches), 16, layout.microbatch),
         "global_batch": tuple(sorted(batches)),

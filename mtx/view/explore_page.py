@@ -13,6 +13,7 @@ from mtx.plan.compare import seconds
 from mtx.plan.plan import Plan
 from mtx.plan.priced import GIB
 from mtx.plan.summary import title
+from mtx.view.context import Cut
 from mtx.view.explore import Look
 from mtx.view.explore_device import numbers_text
 from mtx.view.html import key, svg, table, tag
@@ -25,6 +26,7 @@ from mtx.view.picture import (
     FAINT,
     INK,
     LIMIT,
+    WEIGHT,
     Picture,
     ink,
     new_figure,
@@ -35,7 +37,7 @@ from mtx.view.plan import fill_schedule, fill_time
 from mtx.view.spans import count
 
 _ALONE = 1024  # devices that are drawn one by one
-_LABELLED = 128  # with their numbers in them
+_NUMBERED, _LABELLED = 24, 10  # cells side by side, at most, with numbers, and with places in them
 _CELL_PIXELS = 84  # at most
 _WIDE, _HIGH = 10.0, 7.0  # of a cell, in the units of its picture
 _PER_ROW = 16  # of the devices of one cell
@@ -46,6 +48,7 @@ _DOTS = {
     "data": (COMMUNICATION_LIGHT, 8.5, 1.6),
     "pipe": (LIMIT, 8.5, 4.0),
     "context": ("#0f8b8d", 1.5, 4.0),
+    "expert": (WEIGHT, 5.0, 6.2),
 }
 _STYLE = (
     """
@@ -111,8 +114,7 @@ def _mesh(look: Look) -> Iterator[str]:
     groups = [axis for axis, size in layout.sizes.items() if size > 1]
     places = {grid.ranks(first): grid.corner(first) for first in grid.firsts()}
     yield tag("h4", "Mesh")
-    labelled = layout.devices <= _LABELLED
-    yield _svg(look, places, _CELL_PIXELS, groups, [each[1:] for each in frames], labelled=labelled)
+    yield _svg(look, places, _CELL_PIXELS, groups, [each[1:] for each in frames])
     yield tag(
         "small", f"colour: stage, p0 to p{layout.pipe - 1}; {cell}; {framed}{nodes} of {node_size}"
         "; click one, hover for what it is",
@@ -133,18 +135,20 @@ def _dot(axis: str) -> tuple[str, float, float]:
 
 def _svg(
     look: Look, places: dict[range, tuple[float, float]], pixels: float,
-    groups: Sequence[str] = (), frames: Sequence[tuple[float, ...]] = (), *, labelled: bool = True,
+    groups: Sequence[str] = (), frames: Sequence[tuple[float, ...]] = (),
 ) -> str:  # fmt: skip
     """Cells at these places, by their devices, `pixels` wide each: with their part of the model as
     a tooltip, frames around nodes (left, top, width, height) and around the device, and dots for
     its groups."""
-    drawn = [_cell(look, ranks, x * _WIDE, y * _HIGH, labelled) for ranks, (x, y) in places.items()]
+    columns, rows = (max(place[dim] for place in places.values()) + 1 for dim in (0, 1))
+    labels = (columns <= _NUMBERED) + (columns <= _LABELLED)
+    drawn = [_cell(look, ranks, x * _WIDE, y * _HIGH, labels) for ranks, (x, y) in places.items()]
     for axis in reversed(groups):
         (colour, right, down), group = _dot(axis), set(look.device.group(axis))
         drawn += [
             tag(
                 "circle", class_=axis, cx=x * _WIDE + right, cy=y * _HIGH + down, fill=colour,
-                r=0.9 if labelled else 1.4, stroke="#ffffff", stroke_width=0.25,
+                r=0.9 if labels else 1.4, stroke="#ffffff", stroke_width=0.25,
                 pointer_events="none",
             )
             for ranks, (x, y) in places.items() if group.intersection(ranks)
@@ -160,14 +164,13 @@ def _svg(
         )
         for name, (x, y, wide, high), colour, line in outlines
     ]  # fmt: skip
-    columns, rows = (max(place[dim] for place in places.values()) + 1 for dim in (0, 1))
     return svg(drawn, columns * _WIDE, rows * _HIGH, pixels * columns)
 
 
-def _cell(look: Look, ranks: range, x: float, y: float, labelled: bool) -> str:
+def _cell(look: Look, ranks: range, x: float, y: float, labels: int) -> str:
     device = Device(layout=look.layout, rank=ranks[0])
     colour = stage_colours(look.layout.pipe)[device.at["pipe"]]
-    lines = [(3.2, 2.6, f"{device.rank}"), (5.6, 1.6, device.label)] if labelled else []
+    lines = [(3.2, 2.6, f"{device.rank}"), (5.6, 1.6, device.label)][:labels]
     texts = [
         tag(
             "text", line, x=x + _WIDE / 2, y=y + down, font_size=points, fill=ink(colour),
@@ -220,6 +223,8 @@ def _device(look: Look) -> Iterator[str]:
         [(axis, numbers_text(group), _nodes_text(group, node_size))
          for axis, group in groups.items()], ("axis", "its group", "in nodes"),
     )  # fmt: skip
+    if "context" in device.at:
+        yield tag("small", f"of every sequence it has positions {_positions_text(look)}")
     rows = [
         (each.name.removeprefix("layers."),
          "" if each.layers is None else numbers_text(each.layers),
@@ -235,6 +240,14 @@ def _device(look: Look) -> Iterator[str]:
         "small", "computes with: in the compute type, and a float32 gradient as large; updates: "
         "float32 master and Adam's two moments, its shard over data",
     )  # fmt: skip
+
+
+def _positions_text(look: Look) -> str:
+    """Those of the device's two chunks."""
+    cut = Cut.of(look.layout, look.plan.run.model)
+    size, own = cut.sequence // (2 * cut.devices), cut.chunks(cut.devices)
+    numbers = own[look.device.at["context"]].tolist()
+    return " and ".join(numbers_text(range(n * size, (n + 1) * size)) for n in numbers)
 
 
 def _nodes_text(ranks: range, node_size: int) -> str:

@@ -16,6 +16,7 @@ from mtx.errors import UserError
 from mtx.plan.hardware import HARDWARE
 from mtx.plan.summary import title
 from mtx.presets import NAMES, preset
+from mtx.sharding.axes import AXES
 from mtx.view.explore import CHOICES, Look, choices_of, look
 from mtx.view.explore_page import page_html
 from mtx.view.mesh import Device
@@ -43,6 +44,11 @@ class Page(anywidget.AnyWidget):
     html = traitlets.Unicode().tag(sync=True)
 
 
+def _show(widget: ipywidgets.DOMWidget, wanted: bool) -> None:
+    """Or leaves its place empty: a choice of one is none."""
+    widget.layout.display = None if wanted else "none"
+
+
 class Explorer:
     """A run's layout with a slider for each choice, and a page that follows them.
 
@@ -66,7 +72,7 @@ class Explorer:
         }
         self.device = {
             axis: ipywidgets.BoundedIntText(description=f"device {axis[0]}", min=0, max=0)
-            for axis in run.layout.shown
+            for axis in AXES
         }
         self.message = ipywidgets.HTML()
         self.page = Page()
@@ -98,15 +104,16 @@ class Explorer:
         self.look, self.message.value, self.page.html = shown, "", html
         with self._together():
             for axis, picker in self.device.items():
-                picker.max = getattr(shown.layout, axis) - 1
-                picker.value = shown.device.at[axis]
+                picker.max = shown.layout.sizes[axis] - 1
+                picker.value = shown.device.at.get(axis, 0)
+                _show(picker, axis in shown.layout.shown)
 
     def _click(self, page: Page, message: dict, buffers: Any) -> None:
         """Looks from the device that was clicked, of the layout that the page shows."""
         device = Device(layout=self.look.layout, rank=message["device"])
         with self._together():
             for axis, picker in self.device.items():
-                picker.value = device.at[axis]
+                picker.value = device.at.get(axis, 0)
         self._redraw()
 
     def _change_model(self, change: Any) -> None:
@@ -121,6 +128,7 @@ class Explorer:
             source = self._run if name == "global_batch" else self._run.layout
             self.sliders[name].options = [(f"{option:,}", option) for option in options]
             self.sliders[name].value = getattr(source, name)
+            _show(self.sliders[name], len(options) > 1)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

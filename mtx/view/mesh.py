@@ -1,7 +1,7 @@
 """A device mesh as text, and its devices: who holds what, and which axes cross from node to node.
 
 Devices stand in the order of the mesh's axes, the last innermost: rank = ((stage * replicas +
-replica) * context + part) * tensor + shard.
+replica) * context + part) * tensor + shard, where a replica is one of `data` and of `expert`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from mtx.config import Layout
 from mtx.fields import checked
 from mtx.plan.hardware import Hardware
-from mtx.sharding.axes import MESH
+from mtx.sharding.axes import MESH, Axis
 from mtx.sizes import Devices
 from mtx.view import picture
 from mtx.view.mesh_picture import fill_devices
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-_SENT = {  # over an axis, by what it splits
+_SENT = {  # over an axis, by its name or by what it splits
+    "expert": "tokens to experts and back; gradients",
     "layers": "activations, once a microbatch and chunk",
     "batch": "gradients and parameters, once a step",
     "sequence": "keys and values, or heads, every layer",
@@ -94,11 +95,15 @@ def axis_links(layout: Layout, node_size: int = 1) -> list[AxisLinks]:
         AxisLinks(
             axis=axis.name, size=size, stride=int(np.prod(sizes[dim + 1 :])),
             reach=_reach(np.sort(np.moveaxis(node_of, dim, -1).reshape(-1, size), axis=1)),
-            sends=_SENT.get(axis.splits, axis.splits) if size > 1 else "nothing to send",
+            sends=_sends(axis) if size > 1 else "nothing to send",
         )
         for dim, (axis, size) in enumerate(zip(MESH, sizes, strict=True))
         if axis.name in layout.shown
     ]  # fmt: skip
+
+
+def _sends(axis: Axis) -> str:
+    return _SENT.get(axis.name) or _SENT.get(axis.splits, axis.splits)
 
 
 def _reach(nodes: np.ndarray) -> str:

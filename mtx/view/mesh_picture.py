@@ -15,6 +15,7 @@ from mtx.view.picture import (
     FAINT,
     INK,
     LIMIT,
+    WEIGHT,
     ink,
     stage_colours,
 )
@@ -28,6 +29,16 @@ _MOST_DEVICES = 128  # drawn one by one, with their coordinates
 _WIDEST_NODE = 16  # whose devices are drawn one by one
 _MOST_CELLS = 1200  # of the map; above, a cell is several nodes
 _ASPECT = 2.6  # width over height of the map
+_PLACES = {  # what the coordinate on an axis is called
+    "pipe": "stage", "data": "replica", "expert": "its part, and of the experts",
+    "context": "part of sequences", "tensor": "tensor shard",
+}  # fmt: skip
+# The groups of device 0 on a map, by axis: marker, size, colour, and which lies above which. Those
+# of tensor stand beside each other in a cell.
+_GROUPS = {
+    "pipe": ("o", 18, COMMUNICATION, 4), "data": ("s", 34, COMMUNICATION_LIGHT, 3),
+    "expert": ("^", 18, WEIGHT, 5), "context": ("D", 14, LIMIT, 6),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +137,13 @@ class MeshMap:
         return f"{devices} of a node" if self.aligned else devices
 
 
+def _group_of_first(layout: Layout, axis: str) -> range:
+    """The ranks of device 0's group on an axis."""
+    inner = list(layout.sizes)[list(layout.sizes).index(axis) + 1 :]
+    stride = math.prod(layout.sizes[each] for each in inner)
+    return range(0, layout.sizes[axis] * stride, stride)
+
+
 def _gap(cells: int) -> float:
     """Between stages side by side, and twice of it between rows of them."""
     return 0.0 if cells == 1 else 0.3
@@ -184,13 +202,9 @@ def _draw_map(axes: Axes, layout: Layout, grid: MeshMap, node_size: int) -> None
         x, y = grid.corner(stage * grid.stage_devices)
         x, y, align = (x - 0.1, y + 0.7, "right") if alone else (x + 0.06, y - 0.08, "left")
         axes.text(x, y, f"p{stage}", fontsize=6, color=FAINT, ha=align, clip_on=False)
-    for axis, stride, marker, size, area, colour, order in (
-        ("pipe", grid.stage_devices, "o", layout.pipe, 18, COMMUNICATION, 4),
-        ("data", layout.context * layout.tensor, "s", layout.replicas, 34, COMMUNICATION_LIGHT, 3),
-        ("context", layout.tensor, "D", layout.context, 14, LIMIT, 5),
-    ):
-        if size > 1 and grid.unit > 1:
-            x, y = np.array(sorted({grid.corner(i * stride) for i in range(size)})).T
+    for axis, (marker, area, colour, order) in _GROUPS.items() if grid.unit > 1 else ():
+        if layout.sizes[axis] > 1:
+            x, y = np.array(sorted({grid.corner(rank) for rank in _group_of_first(layout, axis)})).T
             axes.scatter(
                 x + 0.5, y + 0.5, s=area, marker=marker, color=colour, edgecolors="white",
                 linewidths=0.6, zorder=order, label=f"{axis} group of device 0",
@@ -203,8 +217,7 @@ def _draw_map(axes: Axes, layout: Layout, grid: MeshMap, node_size: int) -> None
     axes.set_axis_off()
     text = f"colour: stage p0 to p{layout.pipe - 1}; a cell: {grid.cell_text(node_size)}"
     if grid.unit == 1:
-        part = ", c: part of sequences" if layout.context > 1 else ""
-        text = f"p: stage, d: replica{part}, t: tensor shard"
+        text = ", ".join(f"{axis[0]}: {_PLACES.get(axis, axis)}" for axis in layout.shown)
     axes.set_title(text, loc="left", fontsize=8, color=FAINT, pad=2)
     if axes.collections[1:]:
         axes.legend(

@@ -136,8 +136,10 @@ def scaled_plans(plan: Plan, *, weak: bool) -> list[Plan]:
     for factor in (2.0**doubling for doubling in range(-_DOUBLINGS, _DOUBLINGS + 1)):
         data, batch = run.layout.data * factor, run.global_batch * (factor if weak else 1)
         whole = data == int(data) and data >= 1 and batch == int(batch)
-        if whole and batch % (data * run.layout.microbatch) == 0:
-            layout = replace(run.layout, data=int(data))
+        if not whole:
+            continue
+        layout = replace(run.layout, data=int(data))
+        if batch % (layout.replicas * layout.microbatch) == 0:
             scaled.append(plan_again(plan, layout=layout, global_batch=int(batch)))
     return scaled
 
@@ -145,7 +147,10 @@ def scaled_plans(plan: Plan, *, weak: bool) -> list[Plan]:
 def plan_again(plan: Plan, **changes: object) -> Plan:
     """The plan with other fields of its run, priced in the same way."""
     run = replace(plan.run, **changes)
-    return make_plan(run, target=plan.target, zero=plan.zero, scatter_gather=plan.scatter_gather)
+    return make_plan(
+        run, target=plan.target, zero=plan.zero, scatter_gather=plan.scatter_gather,
+        expert_imbalance=plan.expert_imbalance,
+    )  # fmt: skip
 
 
 def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
@@ -157,8 +162,9 @@ def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
         axes.text(0, 1, "the schedule is too long for a picture", fontsize=9, color=FAINT, va="top")
         return
     stages, hop_s = stage_times(
-        plan.run.model, layout, plan.hardware, scatter_gather=plan.scatter_gather
-    )
+        plan.run.model, layout, plan.hardware, scatter_gather=plan.scatter_gather,
+        expert_imbalance=plan.expert_imbalance,
+    )  # fmt: skip
     times = Times(
         comm=scale * hop_s / layout.slices,
         stage_times=tuple((scale * f, scale * b, scale * w) for f, b, w in stages),
