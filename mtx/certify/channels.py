@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import cast
 
 from jax._src.interpreters import mlir  # what JAX asks for the channel, once for each collective
 
@@ -25,8 +26,9 @@ def own_channels() -> Iterator[None]:
     class Numbered(ModuleType):
         COLLECTIVE_CHANNEL_ID = property(lambda module: next(numbers))
 
-    before, mlir.__class__ = mlir.__class__, Numbered
+    module = cast(ModuleType, mlir)
+    before, module.__class__ = module.__class__, Numbered
     try:
         yield
     finally:
-        mlir.__class__ = before
+        module.__class__ = before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from mtx.config.data import OF_OBJECTIVES, DataConfig
 from mtx.config.layout import Layout
@@ -120,23 +120,27 @@ _PARTS = {
 }  # fmt: skip
 
 
-def from_dict(kind: type, values: dict):
+T = TypeVar("T")
+
+
+def from_dict(kind: type[T], values: dict) -> T:
     """The inverse of `to_dict`; an unknown name is a UserError that names the nearest one."""
-    if kind is ModelConfig:
-        kind = family_module(values.get("family", ModelConfig.family)).CONFIG
-    known = {f.name: f for f in dataclasses.fields(kind)}
+    made: Any = kind
+    if made is ModelConfig:
+        made = family_module(values.get("family", ModelConfig.family)).CONFIG
+    known = {f.name: f for f in dataclasses.fields(made)}
     for name in values:
         if name not in known:
-            raise unknown_name(f"{kind.__name__} field", name, known)
+            raise unknown_name(f"{made.__name__} field", name, known)
     read = {}
     for name, value in values.items():
-        if kind is RunConfig and name in _PARTS:
+        if made is RunConfig and name in _PARTS:
             if not isinstance(value, dict):
                 fields = _PARTS[name].__name__
                 raise UserError(f"{name}={shown(value)} must be a table of {fields} fields")
             value = from_dict(_PARTS[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**read)
+    return made(**read)
 
 
 _ONCE_SHARED = {

@@ -53,8 +53,10 @@ class Queues(NamedTuple):
         ids = jnp.minimum(ids_nk.ravel(), experts)
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
         numbers = jnp.arange(order.size, dtype=jnp.int32)
-        places = jnp.zeros_like(order).at[order].set(
-            numbers, unique_indices=True, wrap_negative_indices=False
+        places = (
+            jnp.zeros_like(order)
+            .at[order]
+            .set(numbers, unique_indices=True, wrap_negative_indices=False)
         )
         counts = (ids[:, None] == jnp.arange(experts, dtype=ids.dtype)).sum(0, dtype=jnp.int32)
         starts = jnp.cumsum(counts) - counts
