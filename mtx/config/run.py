@@ -132,13 +132,13 @@ def from_dict(kind: type[T], values: dict) -> T:
     for name in values:
         if name not in known:
             raise unknown_name(f"{made.__name__} field", name, known)
-    read = {}
+    parts, read = _PARTS if made is RunConfig else {}, {}
     for name, value in values.items():
-        if made is RunConfig and name in _PARTS:
+        if name in parts:
             if not isinstance(value, dict):
-                fields = _PARTS[name].__name__
+                fields = parts[name].__name__
                 raise UserError(f"{name}={shown(value)} must be a table of {fields} fields")
-            value = from_dict(_PARTS[name], value)
+            value = from_dict(parts[name], value)
         read[name] = tuple(value) if isinstance(value, list) else value
     return made(**read)
 
