@@ -132,7 +132,7 @@ def from_dict(kind: type[T], values: dict) -> T:
     for name in values:
         if name not in known:
             raise unknown_name(f"{made.__name__} field", name, known)
-    parts, read = _PARTS if made is RunConfig else {}, {}
+    parts, read = _PARTS if kind is RunConfig else {}, {}
     for name, value in values.items():
         if name in parts:
             if not isinstance(value, dict):
