@@ -51,8 +51,8 @@ class Queues(NamedTuple):
     def of(cls, ids_nk, experts: int) -> Queues:
         """ids: of experts; from `experts` on, choices of none."""
         ids = jnp.minimum(ids_nk.ravel(), experts)
-        numbers = lax.iota(jnp.int32, ids.size)
-        _, order = lax.sort_key_val(ids, numbers)  # stable
+        order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+        numbers = jnp.arange(order.size, dtype=jnp.int32)
         places = (
             jnp.zeros_like(order)
             .at[order]
