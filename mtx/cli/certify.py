@@ -23,8 +23,8 @@ from mtx.presets import preset
 from mtx.sizes import Seed, Sequences
 
 _FLAGS = (
-    # Each program runs a few times: to optimise it costs more than it gives, and so do jax 0.10's new
-    # fusion emitters.
+    # Each program runs a few times: to optimise it costs more than it gives, and so do new fusion
+    # emitters of jax 0.10.
     "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )  # fmt: skip
