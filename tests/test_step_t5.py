@@ -35,7 +35,7 @@ def made(model):
     [
         (T5, Layout(microbatch=2)),
         (GATED, Layout(microbatch=4, recompute="selective")),
-        (T5, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (T5, Layout(data=2, pipe=2, tensor=2, weave="on", idle="phases")),
         (GATED, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3)),
         (GATED, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
     ],
