@@ -40,7 +40,9 @@ def made(model):
         (RETRO, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3,
                        recompute="selective")),
         (SAME, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
-        (SAME, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="zb_v", recompute="full")),
+        (SAME, Layout(
+            data=2, pipe=2, tensor=2, weave="on", idle="phases", recompute="full"
+        )),
     ],
 )  # fmt: skip
 def test_retro_equals_the_reference(model, layout):

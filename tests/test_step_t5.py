@@ -34,7 +34,7 @@ def made(model):
     ("model", "layout"),
     [
         (GATED, Layout(microbatch=4, recompute="selective")),
-        (T5, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (T5, Layout(data=2, pipe=2, tensor=2, weave="on", idle="phases")),
         (GATED, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3)),
         (GATED, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
     ],
