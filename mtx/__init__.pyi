@@ -51,9 +51,9 @@ from mtx.train.loop import run_training as run_training
 from mtx.view.mesh import MeshView as MeshView
 from mtx.view.mesh import draw_mesh as draw_mesh
 from mtx.view.mesh import mesh_text as mesh_text
-from mtx.view.schedule import draw_timeline as draw_timeline
 from mtx.view.schedule import show as show
 from mtx.view.schedule import timeline_text as timeline_text
+from mtx.view.timeline import draw_timeline as draw_timeline
 from mtx.view.trace import write_trace as write_trace
 
 __version__: str
