@@ -14,6 +14,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.costs import ask, equations, trace
 from mtx.costs.ask import layer_cost, model_parameters
 from mtx.costs.cost import EMBED, HEAD, PARAMETERS, Question, Size
+from mtx.families.llama import Llama
 from mtx.plan.flops import (
     forward_flops,
     model_flops,
@@ -261,6 +262,17 @@ def test_a_cache_that_cannot_be_read_or_written_is_passed_over(tmp_path, monkeyp
 
 
 # -- FLOPs by hand ---------------------------------------------------------------------------------
+
+
+def test_a_class_of_ones_own_shares_no_file_with_its_family(tmp_path, monkeypatch):
+    class Wider(Llama):
+        ffn_hidden = 192
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = dict(layers=1, hidden=72, heads=4, sequence=16, vocab=64)
+    of_family, of_class = (layer_cost(kind(**sizes), kind="block") for kind in (Llama, Wider))
+    assert of_family.flops("F", 1) != of_class.flops("F", 1)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
 def test_forward_of_llama_by_hand():

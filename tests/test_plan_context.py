@@ -152,6 +152,17 @@ def test_memory_is_near_what_the_compiler_assigns(name, sequence, layout, gib, l
     assert memory.total_bytes / 2**30 == pytest.approx(gib, rel=0.03)
 
 
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses", "usp"])
+def test_attention_in_blocks_has_its_memory_too(way):
+    """As on CPUs, where `mtx train` asks; beside scores it has what the fused one has."""
+    layout = Layout(context=4, context_attention=way)
+    fused, blocks = (
+        predict_memory(SMALL, layout, layout.replicas, backend=backend)
+        for backend in ("cuda", "xla")
+    )
+    assert blocks.activations_bytes > fused.activations_bytes
+
+
 def test_a_long_sequence_is_cut_and_a_short_one_is_not():
     one_shard = Fixed(tensor=1, zero=3)
     found = search(SMALL, gpus=8, global_batch=2, hardware=H100, fixed=one_shard)

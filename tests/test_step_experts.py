@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 import reference
 import reference_experts
@@ -137,24 +138,52 @@ def train(model, layout, steps, batches):
     for batch in batches:
         state, metrics = trainer.train_step(state, trainer.place(batch))
         found.append(jax.device_get(metrics))
-    return found, jax.device_get(trainer.to_canonical(state.params))
+    moments = optax.tree_utils.tree_get(state.moments, "mu")
+    params, means = (jax.device_get(trainer.to_canonical(tree)) for tree in (state.params, moments))
+    for each in ("load", "balance"):  # states have no gradients
+        del means["layers"]["block"]["mlp"]["router"][each]
+    return found, params, means
 
 
-def test_all_layouts_train_alike():
-    """Loss, auxiliary loss, norm, parameters and states of 20 steps; the rules of the states."""
+@functools.cache
+def alone():
+    """20 batches, and what one device makes of them."""
     batches = [reference.random_batch(GROUPED, 8, seed) for seed in range(20)]
-    want, params = train(GROUPED, Layout(microbatch=4), 20, batches)
-    got, same = train(GROUPED, Layout(expert=2, pipe=2, tensor=2, virtual=2, zero=3), 20, batches)
+    return batches, *train(GROUPED, Layout(microbatch=4), 20, batches)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(expert=1, pipe=2, virtual=2, tensor=2, context=2, zero=3),
+        Layout(expert=2, pipe=2, virtual=2, tensor=2, zero=3),
+        Layout(expert=4, context=2, zero=3),
+        Layout(expert=8),
+    ],
+    ids=lambda layout: f"expert-{layout.expert}",
+)
+def test_all_layouts_train_alike(layout):
+    """Loss, auxiliary loss, norm, parameters, means of gradients and states of 20 steps."""
+    batches, want, params, means = alone()
+    got, same, of_gradients = train(GROUPED, layout, 20, batches)
     for a, b in zip(got, want):
         assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-6)
         assert float(a.aux_loss) == pytest.approx(float(b.aux_loss), rel=1e-5)
         assert float(a.gradient_norm) == pytest.approx(float(b.gradient_norm), rel=1e-5)
     reference.assert_same((got[-1].loss, same), (want[-1].loss, params))
+    reference.assert_same((got[-1].loss, of_gradients), (want[-1].loss, means))
+    router, alone_s = (each["layers"]["block"]["mlp"]["router"] for each in (same, params))
+    for state in ("load", "balance"):
+        np.testing.assert_array_equal(router[state], alone_s[state])
+
+
+def test_states_of_routers_follow_what_was_chosen():
+    batches, metrics, params, _ = alone()
     router = params["layers"]["block"]["mlp"]["router"]
-    load = want[-1].counted["block"]["mlp.router.load"][0, 0]
+    load = metrics[-1].counted["block"]["mlp.router.load"][0, 0]
     np.testing.assert_array_equal(router["load"], load)
     assert load.sum() == 4 * 3 * (batches[-1]["weights"] > 0).sum()
-    moved = [m.counted["block"]["mlp.router.balance"][0, 0] for m in want]
+    moved = [m.counted["block"]["mlp.router.balance"][0, 0] for m in metrics]
     moves = [np.sign(counts.mean(-1, keepdims=True) - counts) for counts in moved]
     np.testing.assert_allclose(router["balance"], 0.125 * np.sum(moves, axis=0), atol=1e-6)
 

@@ -23,8 +23,10 @@ from mtx.presets import preset
 from mtx.sizes import Seed, Sequences
 
 _FLAGS = (
-    # Each program runs a few times: to optimise it costs more than it gives.
+    # Each program runs a few times: to optimise it costs more than it gives, and so do new fusion
+    # emitters of jax 0.10.
     "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )  # fmt: skip
 
 
@@ -80,6 +82,8 @@ def certify_command(arguments: list[str]) -> int:
         )
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+    # Nobody reads which line of a file made an op: a tenth of what compiling takes.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     # A device may wait at more than one collective at once (`mtx.certify.channels`), in a thread
     # each.
     os.environ.setdefault("NPROC", str(3 * options.devices + usable_cores()))

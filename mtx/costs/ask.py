@@ -17,6 +17,7 @@ from mtx.config import ModelConfig, Recompute, to_dict
 from mtx.config.layout import ContextAttention
 from mtx.costs.cost import PARAMETERS, Cost, ExpertShards, Parameters, Question
 from mtx.errors import UserError
+from mtx.families import family_module
 from mtx.files import replacing
 
 _SHARDS = 2, 4  # of experts, with which costs are traced; others follow
@@ -112,16 +113,23 @@ def model_parameters(
 
 @lru_cache(maxsize=8192)
 def _answer(question: Question, kind: type) -> Any:
+    model = question.model
+    if type(model) is not family_module(model.family).CONFIG:
+        return _traced(question)  # a file would know neither the class nor its source
     path = _cache_folder() / f"{_fingerprint(question)}.json"
     try:
         return _decode(kind, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
         pass  # not there, or not readable: trace
-    from mtx.costs.trace import trace
-
-    answer = trace(question)
+    answer = _traced(question)
     _keep(path, json.dumps(answer, separators=(",", ":")))
     return answer
+
+
+def _traced(question: Question) -> Any:
+    from mtx.costs.trace import trace
+
+    return trace(question)
 
 
 def _decode(kind, value):

@@ -41,7 +41,7 @@ def of_attention(cost: Cost, rows: int, context: int, item: int) -> int:
     if not sent:
         return 0
     wide, gathers = _SUM_BYTES / item, sent[0].kind == "all_gather"
-    products = (each for each in cost.matmuls if each.during == "F" and each.fused)
+    products = (each for each in cost.matmuls if each.during == "F" and not each.weight)
     queries = 2 * _bytes(next(products), rows, item, "k")  # of both chunks
     of_all = sum(sorted(each.bytes.at(rows) for each in sent)[-2:])
     keys = of_all / context if gathers else of_all
