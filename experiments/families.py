@@ -11,8 +11,9 @@ apart, 20     the largest relative difference of a loss between the two runs in 
 apart, all    and in all of them: rounding grows as in any training, faster at high rates
 held out      after the last step, on eight devices and on one
 
-Expected time: ten minutes on two idle cores; `--only t5` takes those with that in their name.
-Expected result: apart by less than 1e-5 in the first 20 steps, and the same held-out loss to 1 %.
+Expected time: seven minutes of one core; `--only t5` takes those with that in their name.
+Expected result: apart by less than 1e-6 in the first 20 steps, the hybrid and the T5 in all, and
+the same held-out losses, 1.8604, 4.3179 and 0.0612.
 """
 
 from __future__ import annotations
