@@ -298,6 +298,7 @@ MISTAKES = {
     "generate . --precision float32": "--precision | --model.compute-dtype",
     "generate . --prompt a --prompt-file b": "--prompt | --prompt-file",
     "generate . --prompt a --prompt b": "--prompt a | --prompt b | leave one out",
+    f"generate . --prompt a --prompt {'b' * 5000}": "--prompt a | bbb... are both given",
     "generate . --prompt-file missing.txt": "prompt_file missing.txt",
     "generate . --prompt-file missing.jsonl": "missing.jsonl",
     "generate . --prompt-file empty": "prompt_file=empty",

@@ -182,7 +182,8 @@ def test_damaged_neighbours_are_refused_with_the_command(corpus, change, named):
         with pytest.raises(UserError) as error:
             load_data(run_of(corpus[0])).batch(0, 4)
     finally:
-        array.write_bytes(before[0]), description.write_text(before[1])
+        array.write_bytes(before[0])
+        description.write_text(before[1])
     assert names(error, named, "make it again")
 
 

@@ -271,11 +271,16 @@ def _given(arguments: list[str], default: object) -> dict[str, list[str]]:
         full = [f"--{full}", *([value] if equals else []), *group[1:]]
         if found.setdefault(path, full) != full:
             raise UserError(
-                f"{first[path]} and {' '.join(group)} are both given, and set one field, {path}; "
+                f"{first[path]} and {_shortened(group)} are both given, and set one field, {path}; "
                 "leave one out"
             )
-        first.setdefault(path, " ".join(group))
+        first.setdefault(path, _shortened(group))
     return found
+
+
+def _shortened(group: list[str]) -> str:
+    text = " ".join(group)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _groups(arguments: Iterable[str]) -> Iterator[list[str]]:
