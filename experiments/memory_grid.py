@@ -119,6 +119,14 @@ def _other_families() -> dict[str, RunConfig]:
     rows["bert, post"] = _vary(bert, {"norm_placement": "post"})
     rows["bert, post, selective"] = _vary(bert, {"norm_placement": "post"}, recompute="selective")
     rows["bert, no dropout"] = _vary(bert, {"dropout": 0.0, "attention_dropout": 0.0})
+    for name in ("t5-base", "t5-3b", "mamba2-hybrid-8b", "bamba-9b", "llava-1.5-7b", "retro-425m"):
+        run = preset(name)
+        once = run.layout.replicas * run.layout.microbatch
+        rows[f"{name}, m = 1"] = replace(run, global_batch=once)
+        piped = replace(run.layout, data=2, pipe=2, virtual=2, stage_layers="balanced")
+        rows[f"{name}, piped"] = replace(
+            run, layout=piped, global_batch=8 * piped.replicas * piped.microbatch
+        )
     return rows
 
 

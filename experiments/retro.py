@@ -8,8 +8,9 @@ from B. It prints how far the losses are apart, and the held-out loss with each 
 neighbours and with those of other samples. Each page is there twice, under two names, so that what
 comes next is there to be found; `--copies 1` has each of them once.
 
-Expected time: ten minutes on two CPU cores.
-RESULT
+Expected time: three and a half minutes of one core, the dataset's neighbours included.
+Expected result: losses within 1e-5 in the first 20 steps; held out 0.73 nats a byte with its own
+neighbours, 2.73 with those of others.
 """
 
 from __future__ import annotations

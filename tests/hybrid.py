@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import mtx
+from mtx.schedules.partition import place_layers
 from mtx.sharding.collectives import reduce_from, scatter_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, column_products, matmul
 from mtx.sharding.vocab import embed_tokens, vocab_logits, vocab_losses, vocab_scores
@@ -267,6 +268,14 @@ class HybridTrainer(mtx.Trainer):
         return Hybrid(
             self.run.model, self.pattern, axes=self.axes, recompute=layout.recompute,
             vocab_shards=layout.vocab_shards, slices=self.schedule.slices,
+        )  # fmt: skip
+
+    @cached_property
+    def placement(self):
+        layout = self.run.layout
+        return place_layers(
+            self.pattern, pipe=layout.pipe, virtual=layout.virtual,
+            stage_layers=layout.stage_layers, virtual_stages=self.schedule.virtual_stages,
         )  # fmt: skip
 
 

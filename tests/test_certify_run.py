@@ -27,7 +27,7 @@ from mtx.certify.covered import unseen
 from mtx.certify.mutants import MUTANTS
 from mtx.certify.reference import Reference, batches_of
 from mtx.certify.said import config_hash, lines, numbers
-from mtx.certify.small import small_model
+from mtx.certify.small import LAYERS, small_model
 from mtx.certify.step import Walked
 from mtx.certify.ties import NEAR, watched_choices
 from mtx.cli import main
@@ -50,6 +50,8 @@ def test_a_model_is_shrunk_with_all_that_it_is_made_of(name):
     small = small_model(model)
     assert type(small) is type(model) and small.hidden == 32
     assert small.vocab % small.vocab_multiple  # rows of the table are padding
+    kinds = model.stack().kinds.keys()
+    assert any(small_model(model, layers=n).stack().kinds.keys() == kinds for n in LAYERS)
     for field in ("tied", "dropout", "attention_dropout"):
         assert getattr(small, field) == getattr(model, field)
     if getattr(model, "window", None):

@@ -200,6 +200,12 @@ def test_a_short_name_is_the_layout_s_field_in_every_command(table):
         "--layout.pipe", "4", "--layout.virtual", "1", "--layout.data", "1", "--data.path", "a.txt"
     )
     assert parsed("--pipe", "1", "--layout.pipe=1", "--virtual", "2").run.layout.pipe == 1
+    # --dtype is a short name, too, but where it is a command's own.
+    dtypes = {row.command: row.flag.split() for row in table if "--dtype" in row.flag.split()}
+    assert {n for n, flags in dtypes.items() if flags == ["--dtype"]} == {
+        "convert", "checkpoint export"
+    }  # fmt: skip
+    assert dtypes.keys() >= {"generate", "evaluate", "train"}
 
 
 def test_the_family_that_is_named_decides_the_model_s_fields():
@@ -289,7 +295,7 @@ MISTAKES = {
     "generate nowhere": "/nowhere | `out`",
     "generate . --tokens few": "--tokens | INT | 'few'",
     "generate . --top-p 0": "top_p=0.0",
-    "generate . --dtype float32": "--dtype | --model.compute-dtype",
+    "generate . --precision float32": "--precision | --model.compute-dtype",
     "generate . --prompt a --prompt-file b": "--prompt | --prompt-file",
     "generate . --prompt a --prompt b": "--prompt a | --prompt b | leave one out",
     "generate . --prompt-file missing.txt": "prompt_file missing.txt",

@@ -94,14 +94,14 @@ def test_a_shell_completes_what_is_typed(shell):
 
 
 OFFERED = {
-    "mtx data ": "build inspect merge split index tokenizer",
+    "mtx data ": "build inspect merge split index neighbours tokenizer",
     "mtx help checkpoint ": "list inspect verify export",
     "mtx plan --layout.recompute ": "around_attention full none selective",
     # As bash cuts --recompute=.
     "mtx train --layout.recompute = ": "around_attention full none selective",
     "mtx plan --target tpu": "tpu-v5p tpu-v5e tpu-v6e",
     "mtx train --model.layers ": "",
-    "mtx plan --model.family ll": "llama",
+    "mtx plan --model.family ll": "llama llava",
     "mtx train --layout.stage_layers 1 b": "balanced",
     "mtx completion ": "bash zsh",
     "mtx nonsense ": "",

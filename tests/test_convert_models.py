@@ -304,6 +304,10 @@ def test_a_head_of_which_a_part_is_missing(tmp_path):
     assert names(error, "missing: pooler.dense.bias")
 
 
+def mamba2():
+    return {"model_type": "mamba2"}, {}
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 REFUSED = [  # what the error names; where nothing is said, the field that is changed
     (gpt2, {"activation_function": "relu"}, ["gelu_new"]),
@@ -361,6 +365,9 @@ REFUSED = [  # what the error names; where nothing is said, the field that is ch
     (gemma2, {"attn_logit_softcapping": "50"}, []),
     (gemma2, {"final_logit_softcapping": 0.0}, []),
     (gemma2, {"head_dim": None}, []),
+    (mamba2, {"time_step_limit": 7}, []),
+    (mamba2, {"time_step_limit": ["x", float("inf")]}, []),
+    (mamba2, {"time_step_limit": [0.0, 0.1]}, ["without a limit"]),
 ]
 
 

@@ -168,6 +168,37 @@ def test_what_does_not_fit_is_cut_or_left_out_and_said(tmp_path):
     assert corpus.train.distinct + corpus.held_out.distinct == 3
 
 
+ROW = np.zeros((2, 8, 8, 3), np.uint8)
+ENDLESS = b"\x93NUMPY\x01\x00\x76\x00" + (  # a header that asks for a terabyte
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8, 3), }"
+).ljust(118)
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "said"),
+    [
+        ("a.npz", ROW, "images and texts"),  # an .npy that is named so
+        ("a.npz", {"images": ROW, "texts": np.array([b"a", b"b"])}, "|S1 [2]"),
+        ("a.npz", {"images": ROW, "texts": np.array(["a", "\ud800"])}, "surrogate"),
+        ("a.npz", {"images": ROW}, "texts"),
+        ("a.npy", ENDLESS, "a.npy is no array"),
+        ("a.npy", b"", "a.npy is no array"),
+        ("a.npy", np.array([{}]), "a.npy is no array"),
+        ("a.npy", np.zeros((1, 10**5, 3), np.uint8), "1 x 100000 pixels"),
+    ],
+)  # fmt: skip
+def test_a_file_of_arrays_that_is_none_is_refused(tmp_path, name, held, said):
+    path = tmp_path / name
+    if isinstance(held, dict):
+        np.savez(path, **held)
+    else:
+        with open(path, "wb") as file:
+            file.write(held) if isinstance(held, bytes) else np.save(file, held)
+    with pytest.raises(UserError) as error:
+        read_picture(path, 8) if name == "a.npy" else read_image_records([str(path)])
+    assert names(error, "a.np", said)
+
+
 def test_tokens_and_pictures_that_cannot_be_are_refused(tmp_path, monkeypatch):
     for changes, said in (
         ({"image_token": 65}, ("image_token=65", "vocab=257")),

@@ -159,6 +159,34 @@ def test_what_a_retro_has_not_is_refused(corpus, make, named):
 
 
 @pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda said, found: said.pop("dataset"), "dataset=None"),
+        (lambda said, found: said.update(neighbours="2"), "neighbours='2'"),
+        (lambda said, found: found.clear(), "no array"),
+        (lambda said, found: found.append(found.pop().astype(np.float32)), "float32"),
+        (lambda said, found: found.append(found.pop() - 1000), "chunk -"),
+        (lambda said, found: found.append(found.pop() + 1000), "chunk 1"),
+    ],
+)
+def test_damaged_neighbours_are_refused_with_the_command(corpus, change, named):
+    array, description = paths_of(corpus[0])
+    before = array.read_bytes(), description.read_text()
+    said, found = json.loads(before[1]), [np.load(array)]
+    change(said, found)
+    try:
+        description.write_text(json.dumps(said))
+        array.write_bytes(b"")
+        for each in found:
+            np.save(array, each)
+        with pytest.raises(UserError) as error:
+            load_data(run_of(corpus[0])).batch(0, 4)
+    finally:
+        array.write_bytes(before[0]), description.write_text(before[1])
+    assert names(error, named, "make it again")
+
+
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         (["--neighbours", "500"], ["neighbours=500", "document 0"]),

@@ -91,5 +91,5 @@ def test_each_figure_is_left_out_once(monkeypatch):
 def test_residuals_are_printed(capsys):
     assert fit_time.main(["--check"]) == 0
     printed = "\n".join(lines(capsys))
-    assert "fitted: 30 runs" in printed and "held out: 44 runs" in printed
+    assert "fitted: 30 runs" in printed and "held out: 49 runs" in printed
     assert "matmul_share" not in printed

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtx.config import Layout, ModelConfig
+from mtx.conversion.checkpoint import canonical_shapes
 from mtx.errors import UserError
 from mtx.layers.model import Model
 from mtx.plan import memory as plan_memory
@@ -75,6 +77,23 @@ def test_padding_of_uneven_stages_is_held():
     assert parameters_per_device(gpt(vocab=240), layout) == parameters_per_device(
         gpt(vocab=240, layers=9), even
     )
+
+
+@pytest.mark.parametrize("sequence", [8, 1024])  # which of the two is less
+def test_where_layers_run_once_gradients_wait_for_stashes_of_other_kinds(sequence):
+    """That of T5's encoder, of one layer, is not made before the decoder's B is done."""
+    model = ModelConfig(
+        family="t5", layers=3, hidden=64, heads=4, sequence=sequence, vocab=64, encoder_layers=1,
+        encoder_sequence=8,
+    )  # fmt: skip
+    once, twice = (predict_memory(model, Layout(), rows).gradients_bytes for rows in (1, 2))
+    shapes = canonical_shapes(model).items()
+    encoder = 4 * sum(math.prod(s) for path, s in shapes if path.startswith("layers.end."))
+    stash = 2 * layer_residual_bytes(model, Layout(), recompute="none", kind="decoder")
+    assert twice - once == min(encoder, stash) and (encoder < stash) == (sequence > 8)
+    mixed = ModelConfig(family="nemotron_h", layers=4, pattern="M*M*", hidden=64, heads=4)
+    once, twice = (predict_memory(mixed, Layout(), rows).gradients_bytes for rows in (1, 2))
+    assert once == twice
 
 
 LLAMA = {"family": "llama", "kv_heads": 2, "ffn": 48}

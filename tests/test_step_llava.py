@@ -44,7 +44,7 @@ def made(model):
         (LLAVA, Layout(data=2, pipe=2, tensor=2, virtual=2)),
         (LLAVA, Layout(pipe=4, tensor=2, sequence_parallel=False, idle="phases", stash="inputs")),
         (PROJECTOR, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="deferred_zb", zero=3)),
-        (LLAVA, Layout(pipe=2, context=2, tensor=2, schedule="zb_h1")),
+        (LLAVA, Layout(pipe=2, context=2, tensor=2, schedule="zb_h1", weave="on", idle="phases")),
     ],
 )
 def test_llava_equals_the_reference(model, layout):

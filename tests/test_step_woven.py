@@ -24,8 +24,8 @@ from mtx.schedules.schedule import IDLE
 from mtx.step import xla
 
 DEEPSEEK = ModelConfig(
-    family="deepseek_v3", layers=8, hidden=32, heads=4, ffn=48, sequence=16, vocab=61, latent=16,
-    query_latent=24, plain_size=8, turned_size=4, value_dim=8, dense_layers=2, experts=8,
+    family="deepseek_v3", layers=6, hidden=32, heads=4, ffn=48, sequence=16, vocab=61, latent=16,
+    query_latent=24, plain_size=8, turned_size=4, value_dim=8, dense_layers=1, experts=8,
     choices=2, expert_ffn=16, groups_of_experts=4, top_groups=2, second_token=True,
     compute_dtype="float32", vocab_multiple=8,
 )  # fmt: skip
@@ -51,9 +51,9 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
         # chunks that differ: of other lengths, of other kinds
         (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
-        (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 3, 3, 1))),
+        (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),
         (InPlace, DEEPSEEK, Layout(
-            data=2, pipe=2, virtual=2, expert=2, schedule="zb_v", stage_layers=(1, 3, 3, 1)
+            data=2, pipe=2, virtual=2, expert=2, schedule="zb_v", stage_layers=(1, 2, 2, 1)
         )),
     ],
 )  # fmt: skip

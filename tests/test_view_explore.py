@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from matplotlib.text import Text
 
+from mtx.certify.small import small_model
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.families import NAMES as FAMILIES
@@ -140,9 +141,7 @@ def test_parts_are_said_in_words():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_dim_has_a_name(family):
-    sizes = dict(layers=4, hidden=48, heads=4, sequence=64, vocab=100)
-    sizes |= {"pattern": "M-*-"} if family == "nemotron_h" else {}
-    run = RunConfig(model=ModelConfig(family=family, **sizes), layout=Layout(data=2))
+    run = RunConfig(model=small_model(ModelConfig(family=family)), layout=Layout(data=2))
     for one in Holdings(run).of(Device(layout=run.layout, rank=0)):
         assert len(one.dims) == len(one.shape) == len(dims_of(one.name, len(one.shape)))
         assert not any(dim.startswith("dim ") for dim in one.dims), one.name

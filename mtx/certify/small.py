@@ -29,6 +29,11 @@ _WHERE_GIVEN: dict[str, Any] = {
     "dense_layers": 1, "latent": 10, "query_latent": 14, "plain_size": 6, "turned_size": 4,
     "value_dim": 8, "aux_weight": 0.1, "z_weight": 0.01, "balance_rate": 0.05,
     "ssm_heads": HEADS, "ssm_head_dim": 8, "ssm_state": 6, "ssm_chunk": 5,
+    "encoder_layers": 2, "encoder_sequence": 24, "encoder_hidden": 24, "encoder_heads": HEADS,
+    "encoder_head_dim": 6, "encoder_ffn": 40, "chunk": 8, "retrieved": 12,
+    "buckets": 8, "farthest": 12,
+    "vision_layers": 2, "vision_hidden": 32, "vision_heads": HEADS, "vision_ffn": 40,
+    "image_size": 12, "patch_size": 4, "image_token": 60,
 }  # fmt: skip
 
 
@@ -45,6 +50,8 @@ def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
         sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
     if getattr(model, "ssm_groups", 1) > 1:
         sizes["ssm_groups"] = 2  # of several heads each: of one the norm takes away D
+    if has(model, "retrieval_first"):
+        sizes |= {"retrieval_first": 2, "retrieval_every": 2}
     if pattern := getattr(model, "pattern", None):
         sizes["pattern"] = "".join(dict.fromkeys(pattern))  # a layer of each kind
     sizes |= {name: value for name, value in changes.items() if has(model, name)}

@@ -10,12 +10,12 @@ import io
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import tyro
 
-from mtx.cli.options import ALIASES, families, is_part, plain_form
+from mtx.cli.options import ALIASES, families, is_part, plain_form, spellings
 
 
 class Option(NamedTuple):
@@ -35,10 +35,12 @@ def options_of(default: object) -> list[Option]:
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
         tyro.cli(type(default), default=default, args=["--tyro-print-completion", "bash"])
     (spec,) = re.findall(r"^COMPLETION_SPEC = (.*)$", script.getvalue(), re.MULTILINE)
-    return [_option(each, default) for each in ast.literal_eval(spec)["options"]]
+    known = spellings(default)
+    short = [(f"--{alias}", f"--{known[alias]}") for alias in ALIASES if alias in known]
+    return [_option(each, default, short) for each in ast.literal_eval(spec)["options"]]
 
 
-def _option(spec: dict, default: object) -> Option:
+def _option(spec: dict, default: object, short: Sequence[tuple[str, str]]) -> Option:
     """Of one that tyro describes as "FORM \u2022 about (default: 3)", or without a form."""
     section = spec["flags"][-1].lstrip("-").rpartition(".")[0]
     switch = spec["type"] in ("flag", "boolean")
@@ -49,10 +51,9 @@ def _option(spec: dict, default: object) -> Option:
         value = ""
     if "--model.family" in spec["flags"]:
         form, about = "{" + ",".join(families()) + "}", "whose fields the model has"
-    short = (f"--{alias}" for alias, path in ALIASES.items() if f"--{path}" in spec["flags"])
     return Option(
         section=section,
-        flags=(*spec["flags"], *short),
+        flags=(*spec["flags"], *(a for a, full in short if full in spec["flags"] and a != full)),
         form=plain_form(form),
         many=not switch and spec["nargs"] not in (None, 1),
         about=about,

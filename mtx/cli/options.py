@@ -34,9 +34,9 @@ _LAYOUT = "pipe", "tensor", "data", "context", "virtual", "microbatch", "zero", 
 _MODEL = "layers", "hidden", "heads", "sequence"
 ALIASES = {name: f"layout.{name}" for name in _LAYOUT} | {name: f"model.{name}" for name in _MODEL}
 ALIASES |= {f"lora.{name}": f"model.lora-{name}" for name in ("rank", "alpha", "on")}
-_RETIRED = {  # spellings of earlier versions whose last part has changed
-    "stages": "layout.pipe", "precision": "model.compute-dtype", "dtype": "model.compute-dtype",
-}  # fmt: skip
+ALIASES |= {"dtype": "model.compute-dtype"}  # where a command has no dtype of its own
+# Spellings of earlier versions whose last part has changed.
+_RETIRED = {"stages": "layout.pipe", "precision": "model.compute-dtype"}
 _NAMED = {  # what stands before all options, as a usage writes it
     "RUN_DIR": "the folder of a training run (its --out)", "FILE": "the files to read",
     "PREFIX": "the prefix of a dataset", "SHELL": "the shell, bash or zsh",
@@ -360,6 +360,6 @@ def _as_given(option: str, arguments: list[str]) -> tuple[str, str]:
     for group in _groups(arguments):
         name, equals, value = group[0].partition("=")
         if option in (_hyphened(name), short.get(name)):
-            said = f"{name} ({option})" if name in short else option
+            said = f"{name} ({option})" if short.get(name) == option else option
             return said, value if equals else " ".join(group[1:])
     return option, ""

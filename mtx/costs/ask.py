@@ -114,20 +114,22 @@ def model_parameters(
 @lru_cache(maxsize=8192)
 def _answer(question: Question, kind: type) -> Any:
     model = question.model
-    # Of a class that is no family's a file would know neither the class nor its source.
-    kept = type(model) is family_module(model.family).CONFIG
+    if type(model) is not family_module(model.family).CONFIG:
+        return _traced(question)  # a file would know neither the class nor its source
     path = _cache_folder() / f"{_fingerprint(question)}.json"
     try:
-        if kept:
-            return _decode(kind, json.loads(path.read_text()))
+        return _decode(kind, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
         pass  # not there, or not readable: trace
+    answer = _traced(question)
+    _keep(path, json.dumps(answer, separators=(",", ":")))
+    return answer
+
+
+def _traced(question: Question) -> Any:
     from mtx.costs.trace import trace
 
-    answer = trace(question)
-    if kept:
-        _keep(path, json.dumps(answer, separators=(",", ":")))
-    return answer
+    return trace(question)
 
 
 def _decode(kind, value):

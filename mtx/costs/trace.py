@@ -12,6 +12,7 @@ Legend: B rows · S sequence (s: shard)
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,8 +87,13 @@ class _Traced:
         mesh = AbstractMesh(
             tuple(self.sizes.values()), AXES, axis_types=(AxisType.Manual,) * len(AXES)
         )
-        out = PartitionSpec()
-        jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=out, check_vma=False))
+        body = jax.shard_map(
+            run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
+        )
+        with warnings.catch_warnings():
+            # ROWS times a sequence may be more than int32 counts, which no device is asked to.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
+            jax.eval_shape(body)
         return Cost(**found)
 
     def parameters(self) -> Parameters:

@@ -9,19 +9,17 @@ the arrays "images" uint8 [n, height, width, 3] and "texts" [n].
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from mtx.data.arrays import read_arrays
 from mtx.data.chat import ROLES, Message
 from mtx.data.documents import listed
 from mtx.data.pixels import SUFFIXES, Picture, require_pixels
 from mtx.data.sources import Reading, files_below, lines_of, read_chunks, require_text
-from mtx.errors import UserError, reason, shown
-from mtx.files import open_file, parse_json, read_json, read_text
+from mtx.errors import UserError, shown
+from mtx.files import parse_json, read_json, read_text
 from mtx.paths import user_path
 
 MARK = "<image>"
@@ -67,21 +65,16 @@ def _folder(path: Path) -> Iterator[Record]:
 
 
 def _arrays(path: Path) -> Iterator[Record]:
-    try:
-        with open_file(path) as file, np.load(file, allow_pickle=False) as arrays:
-            images, texts = (arrays[name] for name in ("images", "texts"))
-    except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f'{path} must hold the arrays "images" and "texts": {reason(error)}'
-        ) from None
-    if images.ndim != 4 or texts.ndim != 1 or len(images) != len(texts):
+    images, texts = read_arrays(path, "images", "texts")
+    if images.ndim != 4 or texts.ndim != 1 or len(images) != len(texts) or texts.dtype.kind != "U":
         raise UserError(
             f"{path}: images {list(images.shape)} must be [n, height, width, 3] and texts "
-            f"{list(texts.shape)} [n]"
+            f"{texts.dtype} {list(texts.shape)} text [n]"
         )
-    for number, (image, text) in enumerate(zip(images, texts)):
-        require_pixels(image, f"{path}, image {number}")
-        yield Record((image,), str(text), f"{path}, image {number}")
+    for number, (image, text) in enumerate(zip(images, texts.tolist())):
+        where = f"{path}, image {number}"
+        require_pixels(image, where)
+        yield Record((image,), require_text(text, f"{where}: its text"), where)
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtx.config import DataConfig, ModelConfig, RunConfig
+from mtx.data.arrays import read_array
 from mtx.data.batches import Batch, Rows, rows_to_read
 from mtx.data.blend import BlendedDataset
 from mtx.data.cache import hash_of_array
@@ -33,11 +34,12 @@ from mtx.data.gpt import GPTDataset, divide_tokens
 from mtx.data.indexed import IndexedDataset, require_tokens
 from mtx.data.split import parse_split, split_range
 from mtx.data.tokenizer_base import Tokenizer
-from mtx.errors import UserError
+from mtx.errors import UserError, shown
 from mtx.families.retro import Retro
 from mtx.files import read_json, replacing
 
 _VERSION = 1
+_SAID = {"chunk": int, "neighbours": int, "split": str, "dataset": dict}
 
 
 class ChunkedDataset(IndexedDataset):
@@ -134,6 +136,11 @@ def read_neighbours(
     said = read_json(description)
     if not isinstance(said, dict) or said.get("version") != _VERSION:
         raise UserError(f"{description} is of another version; make it again: {again}")
+    for name, kind in _SAID.items():
+        if type(said.get(name)) is not kind:
+            raise UserError(
+                f"{description} is damaged: {name}={shown(said.get(name))}; make it again: {again}"
+            )
     if said["dataset"] != dataset.fingerprint:
         same = said["chunk"] == dataset.chunk
         what = "another dataset" if same else f"chunks of {said['chunk']}, not {dataset.chunk}"
@@ -149,11 +156,13 @@ def read_neighbours(
             f"{split}, which may hold them out; make it again: {again} --split {split}"
         )
     try:
-        found = np.load(array, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {array}: {error}; make it again: {again}") from None
-    if found.shape != (dataset.chunk_count, said["neighbours"]):
-        raise UserError(f"{array} is damaged: its shape is {found.shape}; make it again: {again}")
+        found = read_array(array)
+    except UserError as error:
+        raise UserError(f"{error}; make it again: {again}") from None
+    if found.shape != (dataset.chunk_count, said["neighbours"]) or found.dtype.kind != "i":
+        raise UserError(
+            f"{array} is damaged: {found.dtype} {list(found.shape)}; make it again: {again}"
+        )
     return found
 
 
@@ -220,6 +229,12 @@ class NeighbourSamples:
     def _retrieved(self, numbers: np.ndarray) -> np.ndarray:
         """int32 [N]: the tokens of these chunks' neighbours."""
         found = self._found[numbers, : self._model.neighbours].reshape(-1)
+        wrong = found[(found < 0) | (found >= self.data.chunk_count)]
+        if wrong.size:
+            raise UserError(
+                f"{paths_of(self.data.prefix)[0]} is damaged: it names chunk {wrong[0]} of "
+                f"{self.data.chunk_count:,}; make it again"
+            )
         return self.data.chunks(found, self._model.retrieved, self._eod).reshape(-1)
 
 

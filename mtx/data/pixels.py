@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from mtx.data.arrays import read_array
 from mtx.errors import UserError, reason
 from mtx.files import open_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".npy")
+_MOST_LONG = 100  # times the shorter side
 Picture = Path | np.ndarray  # a file, or uint8 [height, width, 3]
 
 
@@ -29,20 +31,12 @@ def read_picture(picture: Picture, side: int) -> np.ndarray:
     with open_file(picture) as file:
         try:
             with image_module.open(file) as opened:
-                return _resized(opened.convert("RGB"), side, image_module)
+                image = opened.convert("RGB")
         except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
             raise UserError(
                 f"{picture} is no picture that can be read: {reason(error)}; leave it out"
             ) from None
-
-
-def read_array(path: Path) -> np.ndarray:
-    """What a .npy file holds."""
-    with open_file(path) as file:
-        try:
-            return np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise UserError(f"{path} is no array of numpy's: {reason(error)}") from None
+    return _resized(image, side, image_module, str(picture))
 
 
 def require_pixels(array: np.ndarray, what: str) -> None:
@@ -59,12 +53,18 @@ def _fitted(array: np.ndarray, side: int, what: str) -> np.ndarray:
     if array.shape[:2] == (side, side):
         return array
     image_module = _pillow(f"{what} of {array.shape[0]} x {array.shape[1]} pixels")
-    return _resized(image_module.fromarray(array), side, image_module)
+    return _resized(image_module.fromarray(array), side, image_module, what)
 
 
-def _resized(image: Any, side: int, image_module: Any) -> np.ndarray:
-    """The longer side rounded down, bicubic; then the middle."""
+def _resized(image: Any, side: int, image_module: Any, what: str) -> np.ndarray:
+    """The longer side rounded down, bicubic; then the middle. UserError for a strip, of which that
+    would take memory without end."""
     short, long = min(image.size), max(image.size)
+    if long > _MOST_LONG * short:
+        raise UserError(
+            f"{what} is {short} x {long} pixels: one side must be at most {_MOST_LONG} times the "
+            "other; leave it out"
+        )
     scaled = side, int(side * long / short)
     width, height = scaled if image.size[0] <= image.size[1] else scaled[::-1]
     pixels = np.asarray(image.resize((width, height), image_module.Resampling.BICUBIC))

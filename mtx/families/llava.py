@@ -23,14 +23,14 @@ class Llava(Llama):
     the vision transformer is never trained."""
 
     family: str = "llava"
-    vision_layers: Layers = 4
+    vision_layers: Layers = 4  # of the vision transformer
     # of these, the last ones, behind the output that is read: kept for export alone
     unread_layers: Interval = 1
     vision_hidden: Width = 128  # E
-    vision_heads: Width = 4
-    vision_ffn: Ffn = 512
-    vision_activation: VisionActivation = "quick_gelu"
-    vision_norm_epsilon: float = 1e-5
+    vision_heads: Width = 4  # its heads
+    vision_ffn: Ffn = 512  # F of its MLPs
+    vision_activation: VisionActivation = "quick_gelu"  # of its MLPs; CLIP: quick_gelu
+    vision_norm_epsilon: float = 1e-5  # under the root of its norms
     image_size: Width = 32  # pixels, of the square into which an image is cut
     patch_size: Width = 8  # pixels, of a patch's side
     images: Sequences = 1  # of a sample, at most

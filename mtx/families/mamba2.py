@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from mtx.errors import UserError, nearest_divisors
 from mtx.families import ModelConfig
 from mtx.families.llama import preset
-from mtx.fields import Between
+from mtx.fields import Between, checked
 from mtx.huggingface import Fields, Form, HuggingFace, Json, Names, Weight
 from mtx.sizes import NotNegative, Tokens, Width
 
@@ -105,9 +105,10 @@ def least_step(fields: Fields) -> float:
     limit = fields.get("time_step_limit")
     if limit is None:
         return 0.0
-    if len(limit) != 2 or limit[1] not in (NO_LIMIT, float("inf"), "inf", "Infinity"):
-        raise fields.refused("time_step_limit", "without an upper limit")
-    return float(limit[0])
+    endless = NO_LIMIT, float("inf"), "inf", "Infinity"
+    if not isinstance(limit, list | tuple) or len(limit) != 2 or limit[1] not in endless:
+        raise fields.refused("time_step_limit", "two numbers, the second without a limit")
+    return float(checked(f"{fields.where}: time_step_limit", limit[0], float))
 
 
 def mixer_names(name: str) -> tuple[Weight, ...]:

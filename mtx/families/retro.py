@@ -30,9 +30,9 @@ class Retro(ModelConfig):
     retrieval_every: Layers = 3  # and from there each so many layers
     encoder_layers: Layers = 2  # of all layers; they come before the first reads neighbours
     encoder_hidden: Width | None = None  # E; None: as the decoder's, as are the three below
-    encoder_heads: Width | None = None
+    encoder_heads: Width | None = None  # of its attention; None: heads
     encoder_head_dim: Width | None = None  # None: encoder_hidden / encoder_heads
-    encoder_ffn: Ffn | None = None
+    encoder_ffn: Ffn | None = None  # F; None: ffn_multiple * encoder_hidden, or the decoder's
 
     def check(self) -> None:
         if self.head_dim is None:

@@ -82,10 +82,14 @@ def predict_memory(
     if with_zero(layout, zero).by_windows(model):
         # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
-    if zero == 3 and layout.pipe == layout.virtual == microbatches * layout.slices == 1:
-        shared, of_head, sums = _unused_by_layers(model, layout)
-        parameters, head = parameters - shared, head + of_head
-        gradients -= min(sums, stash + working)  # made when there is no stash any longer
+    if layout.pipe == layout.virtual == microbatches * layout.slices == 1:
+        if layout.stash == "residuals" and not waiting:
+            of_layers = 4 * (trained.layers_shard if zero == 3 else trained.layers)
+            gradients -= device.never_together_bytes(of_layers)
+        if zero == 3:
+            shared, of_head, sums = _unused_by_layers(model, layout)
+            parameters, head = parameters - shared, head + of_head
+            gradients -= min(sums, stash + working)  # made when there is no stash any longer
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
@@ -247,6 +251,35 @@ class _Device:
     def stash_slot_bytes(self) -> int:
         """From F to B: residuals of each layer, or the chunk's input."""
         return self.stream_bytes() if self.layout.stash == "inputs" else self._of_chunk("kept")
+
+    def never_together_bytes(self, gradients: int) -> int:
+        """Where layers run once each way: of their gradients, what is not made before the stash of
+        layers of other kinds is no longer needed, as T5's encoder's behind its decoder's B. Of one
+        kind all are in one array, which is there from its last layer's B to its first one's."""
+        model, layout, pattern = self.model, self.layout, pattern_of(self.model)
+        sizes = {
+            kind: places * sum(
+                elements_held(each, model, layout)
+                for each in parameters_of(model, layout).layers[kind]
+                if each.trained and each.role != "state"
+            )
+            for kind, places in self.places.items()
+        }  # fmt: skip
+        made = {
+            kind: gradients * size // max(1, sum(sizes.values())) for kind, size in sizes.items()
+        }
+        away = self.offloaded_layers(layout.offload_fraction)
+        kept = {
+            kind: places * (total(self.cost(kind).kept, layout.microbatch) - away[kind][1])
+            for kind, places in self.places.items()
+        }
+        ends = {kind: len(pattern) - pattern[::-1].index(kind) for kind in sizes}
+        most = max(
+            sum(kept[kind] for kind in sizes if pattern.index(kind) <= layer)
+            + sum(made[kind] for kind in sizes if ends[kind] > layer)
+            for layer in range(len(pattern))
+        )
+        return sum(kept.values()) + sum(made.values()) - most
 
     def offloaded_slot_bytes(self, fraction: float) -> int:
         """Of the residuals of a chunk's layers, what goes to the host's memory."""

@@ -42,6 +42,8 @@ _DIMS = {  # what the dims of a parameter are, by the end of its name
     "load": "experts",
     "balance": "experts",
     "sinks": "heads",
+    "vision.patches": "colours, patch rows, patch columns, hidden",
+    "vision.positions": "positions, hidden",
     "q_down.w": "hidden, latent",
     "kv_down.w": "hidden, latent",
     "q_up.w": "latent, heads, head size",

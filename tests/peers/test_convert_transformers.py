@@ -168,7 +168,7 @@ LAYOUTS = [Layout(), Layout(data=2, pipe=2, tensor=2), Layout(pipe=2, tensor=4)]
 OF_FIVE_LAYERS = [
     Layout(), Layout(pipe=2, virtual=2, tensor=2, stage_layers=(1, 2, 1, 1)),
     Layout(tensor=4),  # with two heads of keys and values
-    Layout(data=2, pipe=2, stage_layers=(2, 3)),
+    Layout(pipe=2, context=2, stage_layers=(2, 3)),
 ]  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def test_greedy_texts_are_the_same(tmp_path, name):
         want.append(written[0, ids.shape[1] :].tolist())
     assert len(set(want[0])) > 3, "a text that says something"
     checkpoints = Checkpoints(tmp_path / "run")
-    for layout in (Layout(), Layout(pipe=2, tensor=2, stage_layers=(3, 2))):
+    for layout in (Layout(context=2, tensor=2), OF_FIVE_LAYERS[1]):
         trainer = Trainer(replace(checkpoints.run(), layout=layout, global_batch=2))
         generator = Generator(trainer, checkpoints.restore(trainer), checkpoints.tokenizer())
         found = generator.complete(prompts, tokens=15, sampling=Sampling(temperature=0))
