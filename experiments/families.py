@@ -11,8 +11,9 @@ apart, 20     the largest relative difference of a loss between the two runs in 
 apart, all    and in all of them: rounding grows as in any training, faster at high rates
 held out      after the last step, on eight devices and on one
 
-Expected time: ten minutes on two idle cores; `--only t5` takes those with that in their name.
-Expected result: apart by less than 1e-5 in the first 20 steps, and the same held-out loss to 1 %.
+Expected time: seven minutes of one core; `--only t5` takes those with that in their name.
+Expected result: apart by less than 1e-6 in the first 20 steps, the hybrid and the T5 in all, and
+the same held-out losses, 1.8604, 4.3179 and 0.0612.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ def runs() -> dict[str, RunConfig]:
         optimizer=OptimizerConfig(lr=2e-3, min_lr=2e-4, warmup_steps=20),
     )  # fmt: skip
     t5 = ModelConfig(
-        family="t5", layers=8, hidden=64, heads=4, ffn=256, sequence=32, encoder_sequence=96,
+        family="t5", layers=4, hidden=64, heads=4, ffn=256, sequence=32, encoder_sequence=96,
         vocab=384, compute_dtype="float32",
     )  # fmt: skip
+    slow = OptimizerConfig(lr=5e-4, min_lr=5e-5, warmup_steps=20)  # its scores are not scaled
     return {
-        "Mamba-2 hybrid": text, "T5": replace(text, model=t5), "LLaVA": preset("miniature-llava"),
+        "Mamba-2 hybrid": text, "T5": replace(text, model=t5, optimizer=slow),
+        "LLaVA": preset("miniature-llava"),
     }  # fmt: skip
 
 

@@ -13,8 +13,7 @@ fullest          tokens of the fullest expert over the mean, of the last tenth o
 The report beside each mixture (`report.html` in its folder) has the heat map of load by expert and
 layer. Expected time: six minutes a seed on two idle cores.
 Expected result: the mixture is lower with every seed, and its fullest expert below 1.6 times the
-mean. With --help-pages, and steps enough to see them twice, there is no difference: too little
-text for three times the parameters.
+mean. With --help-pages --steps 300 they are alike: too little text for three times the parameters.
 """
 
 from __future__ import annotations

@@ -217,16 +217,27 @@ def test_what_is_wrong_is_found(name):
     assert any(where == axis and words in what for where, what in findings), findings
 
 
-def drop(x, *numbers):
+def mask_of(x, *numbers):
     key = jax.random.key(0, impl="threefry2x32")
     for number in numbers:
         key = jax.random.fold_in(key, number)
-    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0)
+    return jax.random.bernoulli(key, 0.9, x.shape)
+
+
+def drop(x, *numbers):
+    return jnp.where(mask_of(x, *numbers), x, 0)
+
+
+def drop_by_one_of_two(x, scale):
+    """Masks that wait here or there, of which one comes back."""
+    here, there = (mask_of(x, lax.axis_index("data"), number) for number in range(2))
+    return jnp.where(lax.select(scale[0] > 0, here, there), x, 0)
 
 
 def test_random_numbers_differ_where_data_do():
     of_device = lambda x: drop(x, lax.axis_index("data"))  # noqa: E731
     assert found(of_device, X, out=ROWS) == []
+    assert found(drop_by_one_of_two, X, SCALE, out=ROWS) == []
     assert found(drop, SCALE) == []
     assert found(drop, X, out=ROWS) == [
         ("data", "the same random numbers are applied to different data")

@@ -12,6 +12,7 @@ from reference import assert_same, random_batch
 from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.costs.cost import on_host
 from mtx.errors import UserError
 from mtx.plan import memory as plan_memory
 from mtx.plan.calibration import calibration_of
@@ -58,6 +59,12 @@ def wanted():
 )
 def test_the_numbers_do_not_depend_on_where_residuals_wait(layout):
     assert_same(loss_and_gradients(Layout(**layout)), wanted())
+
+
+def test_arrays_without_elements_stay():
+    """Such as experts keep where no token waits for a further round."""
+    assert on_host([(4, 400), (0, 0), (8, 800)], 0.4) == (4, 0, 0)
+    assert on_host([(0, 0)], 1.0) == (0,)
 
 
 def test_the_hosts_bytes_compiled_are_the_planners():

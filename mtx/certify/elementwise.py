@@ -182,9 +182,11 @@ def divide(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def select(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Element by element. Of unsummed partial values each device may leave out terms."""
+    """Element by element. Of unsummed partial values each device may leave out terms. Random
+    numbers are applied where they choose; where one is chosen they are applied to nothing yet."""
     chooser, *cases = inputs
-    _check_random(walk, eqn, inputs)
+    if chooser.random:
+        _check_random(walk, eqn, inputs)
     kinds = []
     for axis, (by, *each) in _by_axis(walk, inputs):
         if by.name == "partial":
@@ -203,7 +205,9 @@ def select(walk: Walk, eqn: Any, inputs: Values) -> Values:
         else:
             kinds.append(together((by, *present)))
     divisors = {case.divisor for case in cases if case.constant != 0}
-    return [Value(tuple(kinds), divisor=divisors.pop() if len(divisors) == 1 else 1.0)]
+    divisor = divisors.pop() if len(divisors) == 1 else 1.0
+    random = not chooser.random and _stays_random(cases)
+    return [Value(tuple(kinds), divisor=divisor, random=random)]
 
 
 # -- random numbers --------------------------------------------------------------------------------

@@ -70,6 +70,16 @@ def certify_command(arguments: list[str]) -> int:
             f"family={run.model.family}: certify compares training of all parameters, and some are "
             "frozen; use another family"
         )
+    if run.model.objective == "spans":
+        raise UserError(
+            f"family={run.model.family}: certify has no reference with an encoder and a decoder; "
+            "use another family"
+        )
+    if run.model.objective == "retrieval":
+        raise UserError(
+            f"family={run.model.family}: certify has no reference that reads neighbours; use "
+            "another family"
+        )
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
     # Nobody reads which line of a file made an op: a tenth of what compiling takes.

@@ -124,7 +124,7 @@ def on_host(arrays: Sequence[tuple[int, int]], fraction: float) -> tuple[int, ..
         length, size = arrays[at]
         if size <= left:
             gone[at], left = length, left - size
-    stay = [at for at in ordered if not gone[at]]
+    stay = [at for at in ordered if arrays[at][1] and not gone[at]]  # of none there is no part
     if stay:
         length, size = arrays[stay[-1]]
         gone[stay[-1]] = left * length // size
@@ -163,7 +163,8 @@ class Cost(NamedTuple):
         arrays = [(cut.length, cut.bytes.at(rows)) for cut in self.cuts]
         parts = [(*array, gone) for array, gone in zip(arrays, on_host(arrays, fraction))]
         joined = (size for length, size, gone in parts if 0 < gone < length)
-        return sum(size // length * gone for length, size, gone in parts), max(joined, default=0)
+        sent = sum(size // length * gone for length, size, gone in parts if gone)
+        return sent, max(joined, default=0)
 
     @property
     def weights(self) -> tuple[Matmul, ...]:
