@@ -11,6 +11,7 @@ from errors import names
 
 import mtx
 from mtx import optimizers
+from mtx.certify.small import small_model
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
@@ -133,9 +134,7 @@ def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_p
 
 @pytest.mark.parametrize("family", NAMES)
 def test_every_parameter_has_a_role(family):
-    tied = family != "llama"
-    own = {"pattern": "M-*-"} if family == "nemotron_h" else {}
-    model = Model(ModelConfig(family=family, tied=tied, **SIZES, **own))
+    model = Model(small_model(ModelConfig(family=family, tied=family != "llama")))
     roles = {
         ".".join(key.key for key in path): role
         for path, role in jax.tree.leaves_with_path(model.roles)
@@ -153,7 +152,7 @@ def test_every_parameter_has_a_role(family):
     outputs = (".mlp.down.w", ".mlp.down", ".out.w", ".mixer.down.w")
     downs = [role for name, role in roles.items() if name.endswith(outputs)]
     assert set(downs) == {"matrix"}
-    if not tied:
+    if not model.config.tied:
         assert roles["head.output"] == "head"
 
 
