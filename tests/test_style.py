@@ -1,5 +1,6 @@
-"""The whole tree is clean by ruff, and every README example runs."""
+"""The whole tree is clean by ruff, files are short, and every README example runs."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -23,6 +24,19 @@ def test_ruff_finds_nothing():
             [sys.executable, "-m", "ruff", *command, str(ROOT)], capture_output=True, text=True
         )
         assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_files_and_functions_are_short():
+    """In mtx/: at most 400 lines, and 60."""
+    long = {}
+    for path in (ROOT / "mtx").rglob("*.py"):
+        text = path.read_text()
+        if len(text.splitlines()) > 400:
+            long[path.name] = len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                long[path.name, node.name] = node.end_lineno - node.lineno + 1
+    assert not long
 
 
 def test_the_examples_of_the_readme_run():

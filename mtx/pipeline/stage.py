@@ -28,6 +28,7 @@ from mtx.pipeline.own import Kept, Own, entry_of
 from mtx.pipeline.past import Past
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
+from mtx.pipeline.turns import loop
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.mesh import Axes
@@ -388,12 +389,6 @@ def row_of(tables: dict[str, jax.Array], placement: Placement, kind: str, chunk)
     if placement.row is None:
         return chunk
     return read(tables["row"], placement.kinds.index(kind), chunk)
-
-
-def loop(count: int, body: Callable, start: Tree) -> Tree:
-    if count < 2:
-        return body(0, start) if count else start
-    return lax.fori_loop(0, count, body, start)
 
 
 def _plus(base, i):

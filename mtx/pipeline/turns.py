@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from mtx.pipeline.stage import loop
+from jax import lax
 
 Kinds = tuple[str, ...]
 _Side = tuple[str | None, ...]  # with None where there are no layers left
@@ -115,6 +115,13 @@ class Turns:
             else:
                 carry = loop(turn.count, lambda i, c, turn=turn: one(turn, last, i, c), carry)
         return carry, waits
+
+
+def loop(count: int, body: Callable, start: Any) -> Any:
+    """`lax.fori_loop` from 0 on; without a loop where there are less than two turns."""
+    if count < 2:
+        return body(0, start) if count else start
+    return lax.fori_loop(0, count, body, start)
 
 
 def _next(kinds: _Side, last: bool) -> _Side:
