@@ -196,3 +196,9 @@ def test_devices_that_are_drawn_alone_keep_their_tensor_group_in_a_row(pipe, dat
         x, y = corners[first]
         group = corners[first : first + tensor]
         assert group == [(x + shard, y) for shard in range(tensor)]
+
+
+def test_rows_end_where_nodes_do():
+    grid = MeshMap.of(Layout(pipe=2, data=4, expert=8, tensor=2), 8, alone=1024)
+    frames = grid.frames(8)
+    assert len(frames) == 16 and {(wide, high) for *_, wide, high in frames} == {(8, 1)}

@@ -72,7 +72,9 @@ class MeshMap:
             high, wide, per_row = way
             rows = -(-layout.pipe // per_row)
             aspect = per_row * (wide + gap) / (rows * (high + 2 * gap))
-            return abs(math.log(aspect / _ASPECT)) + high * wide / cells - 1  # and empty ones
+            empty, row = high * wide / cells - 1, wide * unit  # cells, devices
+            torn = high > 1 and row % node_size and node_size % row  # nodes, by the ends of rows
+            return abs(math.log(aspect / _ASPECT)) + empty + bool(torn)
 
         # All ways to fold a stage, its tensor groups side by side, and to wrap the row of stages.
         group = min(cells, max(1, layout.tensor // unit))
@@ -178,10 +180,12 @@ def _draw_cells(
     axes.add_collection(PatchCollection(boxes, facecolors=colours, edgecolors="none"))
     for (rank, (x, y)), colour in zip(corners.items(), colours) if unit == 1 else ():
         places = np.unravel_index(rank, tuple(layout.shown.values()))
-        label = "\n".join(f"{axis[0]}{place}" for axis, place in zip(layout.shown, places))
+        names = [f"{axis[0]}{place}" for axis, place in zip(layout.shown, places)]
+        a_line = 2 if len(names) > 3 else 1
+        lines = [" ".join(names[at : at + a_line]) for at in range(0, len(names), a_line)]
         axes.text(
-            x + 0.5, y + 0.5, label, ha="center", va="center",
-            fontsize=7 if len(corners) <= 48 else 5.5, color=ink(colour),
+            x + 0.5, y + 0.5, "\n".join(lines), ha="center", va="center",
+            fontsize=(7 if len(corners) <= 48 else 5.5) / a_line**0.25, color=ink(colour),
         )  # fmt: skip
 
 
