@@ -57,7 +57,7 @@ def test_a_plan_s_picture_has_it():
     run = preset("miniature")
     figure = draw_plan(make_plan(replace(run, layout=replace(run.layout, context=2))))
     said = "\n".join(text.get_text() for text in figure.findobj(Text))
-    assert "pipe 2 x data 2 x context 2 x tensor 2 = 16" in said and "p1\nd0\nc1\nt0" in said
+    assert "pipe 2 x data 2 x context 2 x tensor 2 = 16" in said and "p1 d0\nc1 t0" in said
     assert "context 2, attention by ulysses" in said
 
 

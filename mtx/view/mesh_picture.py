@@ -185,7 +185,7 @@ def _draw_cells(
         lines = [" ".join(names[at : at + a_line]) for at in range(0, len(names), a_line)]
         axes.text(
             x + 0.5, y + 0.5, "\n".join(lines), ha="center", va="center",
-            fontsize=(7 if len(corners) <= 48 else 5.5) / a_line**0.25, color=ink(colour),
+            fontsize=7 if len(corners) <= 48 else 5.5, color=ink(colour),
         )  # fmt: skip
 
 
