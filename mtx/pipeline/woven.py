@@ -67,11 +67,11 @@ class WovenRun(Run):
             for kind, vjp in self.stage.vjps.items()
         }
 
-    def layers(self, forward: Kinds, backward: Kinds) -> WovenLayers:
-        """Of chunks of those kinds."""
+    def layers(self, forward: Kinds, backward: Kinds, cargo: Cargo | None = None) -> WovenLayers:
+        """Of chunks of those kinds. A cargo's last bucket needs all that B has beside it."""
         return WovenLayers(
             stage=self.stage, sides=self.sides, forward=forward, backward=backward,
-            split=self.schedule.split, cuts=self.leaves_last,
+            split=self.schedule.split, cuts=self.leaves_last and cargo is None,
         )  # fmt: skip
 
     @cached_property
@@ -160,7 +160,7 @@ class WovenRun(Run):
                 taken = self.take(returns, messages.dx, op.gradient_receives)
                 d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
                 b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers(*pair.kinds).run(f, b, kept, cargo)
+            return self.layers(*pair.kinds, cargo).run(f, b, kept, cargo)
 
         pairs, number = self.chunks(op, phase)
         with jax.named_scope("woven"):
@@ -257,7 +257,7 @@ class WovenRun(Run):
             carry, _ = self.last_weights(carry, op, last)
             # Before the head, which waits for y. Nothing may stand right behind gradients that
             # matmuls add in place; behind their branch it may.
-            if self.in_branches or self.stage.shards is not None:
+            if has_head and (self.in_branches or self.stage.shards is not None):
                 y, of_b = lax.optimization_barrier((y, carry.gradients.of_b))
                 carry = carry._replace(gradients=carry.gradients._replace(of_b=of_b))
         if phase.weight and op.weight is not None:
@@ -302,7 +302,7 @@ class WovenRun(Run):
         `beside`, or without that with the others."""
         of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
         first = beside is not None
-        if self.leaves_last:
+        if waits:
             layers = self.layers(self.first_layer, self.first_layer)
             with jax.named_scope("W"):
                 run = self.by_chunk(partial(layers.last_weights, first=first))

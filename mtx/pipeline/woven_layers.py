@@ -70,7 +70,7 @@ class WovenLayers:
             if cargo is not None:
 
                 def move(n, moved):
-                    return cargo.write(moved, cargo.bucket(n), n)
+                    return cargo.write(moved, cargo.move(cargo.read(n)), n)
 
                 pairs = Turns(self.forward, self.backward).pairs
                 kept = kept._replace(moved=lax.fori_loop(0, pairs, move, kept.moved))
@@ -90,20 +90,28 @@ class WovenLayers:
 
         def pair(turn: Turn, at_f: At, at_b: At, carry):
             compute = partial(self.pair, f, b, turn, at_f, at_b)
-            return self._beside(cargo, at_f.layer, carry, compute)
+            is_last = turn.following is None and turn.preceding is None
+            return self._beside(cargo, at_f.layer, carry, compute, is_last)
 
         (x, _, d, _, kept), waits = turns.run(pair, carry)
         return x, d, kept, waits
 
-    def _beside(self, cargo: Cargo | None, n, carry: tuple, pair: Callable) -> tuple:
-        """What `pair` makes of the carry, with a bucket of the cargo moved beside it: begun before
-        and written after it."""
+    def _beside(
+        self, cargo: Cargo | None, n, carry: tuple, pair: Callable, is_last: bool
+    ) -> tuple:  # fmt: skip
+        """What `pair` makes of the carry, with a bucket of the cargo moved beside it: begun right
+        before, not earlier, where it would hold up the one that is under way, and written after,
+        with the last pair whenever it has come. Gradients are not tied to it: nothing may stand
+        behind those that matmuls add in place."""
         if cargo is None:
             return pair(carry)
-        bucket = cargo.bucket(n)
-        (x, ahead, d, ahead_back, kept), waits = pair(carry)
-        bucket, x, d, gradients = lax.optimization_barrier((bucket, x, d, kept.gradients))
-        kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, bucket, n))
+        x, ahead, d, *others = carry
+        bucket, x, d = lax.optimization_barrier((cargo.read(n), x, d))
+        bucket = cargo.move(bucket)
+        (x, ahead, d, ahead_back, kept), waits = pair((x, ahead, d, *others))
+        if not is_last:
+            bucket, x, d = lax.optimization_barrier((bucket, x, d))
+        kept = kept._replace(moved=cargo.write(kept.moved, bucket, n))
         return (x, ahead, d, ahead_back, kept), waits
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, at_f: At, at_b: At, carry):
