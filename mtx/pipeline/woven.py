@@ -25,17 +25,16 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Messages
-from mtx.pipeline.entering import Entering
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
-from mtx.pipeline.run import Run
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
 from mtx.pipeline.turns import Kinds
-from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
-from mtx.schedules.schedule import IDLE, Phase
+from mtx.pipeline.woven_ends import WovenEnds
+from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers, thirds
+from mtx.schedules.schedule import Phase
 from mtx.vjp import Arrays
 
 Tree = Any
@@ -48,7 +47,7 @@ class Pair(NamedTuple):
     kinds: tuple[Kinds, Kinds]  # of their layers
 
 
-class WovenRun(Run):
+class WovenRun(WovenEnds):
     """One call of a pipeline whose ticks are woven."""
 
     def __init__(self, pipeline: Parts, params, *arguments):
@@ -88,32 +87,29 @@ class WovenRun(Run):
     def start(self) -> Carry:
         carry = super().start()
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
-        messages = carry.messages._replace(dx=dx, dy=self.zeros(), left=self.zeros())
+        messages = carry.messages._replace(
+            dx=dx, dy=self.zeros(), left=self.zeros(), sent=self.zeros()
+        )
         with jax.named_scope("embed"):
-            entered = self.stream_of(self.entering.whole(jnp.asarray(self.schedule.embed[0])))
+            items = [jnp.asarray(item) for item in self.schedule.embed[:2]]
+            each = [self.entering.over_tensor(self.entering.of_device(i), i) for i in items]
+            summed = self.entering.over_pipe(each[0], items[0])
+            entered = self.stream_of(self.entering.whole(summed, items[0]))
+            messages = messages._replace(begun=each[1])
         rows = super().ticks()
         first = jax.tree.map(lambda a: a[0], Following(rows.forward, rows.receives))
         return carry._replace(messages=self.prepared(messages, first, messages.x, entered))
 
     def ticks(self) -> Tick:
-        """With what follows; the embedding is that of the next tick, its gradient of the last."""
+        """With what follows; the embedding is that of the next two ticks, [T, 2], its gradient that
+        of the last but one."""
         rows = super().ticks()
         following = Following(rows.forward, rows.receives)
         return rows._replace(
-            embed=jnp.asarray(self.schedule.enters_next),
-            embed_backward=jnp.asarray(self.schedule.left_before),
+            embed=jnp.stack([self.schedule.enters(1), self.schedule.enters(2)], axis=1),
+            embed_backward=jnp.asarray(self.schedule.left(2)),
             following=jax.tree.map(lambda a: jnp.roll(a, -1), following),
         )
-
-    @cached_property
-    def entering(self) -> Entering:
-        def embed(item):
-            return self.model.embed(self.shared, self.batch_of(item), self.context(item, IDLE))
-
-        return Entering.of(embed)
-
-    def stream_of(self, leaves: list) -> Stream:
-        return jax.tree.unflatten(jax.tree.structure(self.stream), leaves)
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
         traffic = self.traffic
@@ -148,7 +144,7 @@ class WovenRun(Run):
         forward, backward = phase.forward, phase.backward
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered, left = self.beside_layers(messages, op, phase)
+        entered, own, sent = self.beside_layers(messages, op, phase)
 
         def compute(pair: Pair, op: Tick, kept: Kept):
             f, b, chunks = None, None, pair.chunks
@@ -170,14 +166,21 @@ class WovenRun(Run):
                     carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved
                 ),
             )  # fmt: skip
-        messages, arrived = messages._replace(gradient_receives=returns), self.no_arrivals()
+        # What is sent beside the layers is there behind them, and what is sent next not begun.
+        y, dx, entered, own, sent, before = lax.optimization_barrier(
+            (y, dx, entered, own, sent, messages.sent)
+        )
+        last = None if cargo else last
+        messages = messages._replace(gradient_receives=returns, sent=sent)
+        if entered is None:
+            entered = self.zeros()
+        else:
+            entered = self.stream_of(self.entering.whole(entered, op.embed[0]))
+        begun, left = self.beside_weights(messages.begun, own, before, op, phase)
+        arrived = self.no_arrivals()
         if forward:
             with jax.named_scope("send_x"):
                 arrived = self.send(y, self.schedule.receives)
-        if backward:
-            with jax.named_scope("send_dx"):
-                sent = self.send(dx, self.schedule.gradient_receives)
-                messages = messages._replace(dx=sent, left=dx)
         if self.schedule.outputs.slots:
             if forward:
                 messages = messages._replace(outputs=write(messages.outputs, y, op.output))
@@ -187,40 +190,23 @@ class WovenRun(Run):
             stash=carry.stash._replace(layers=kept.rings, deferred=kept.deferred),
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
+        sent, ends = (), (arrived, y, dx, begun, left)
         if backward:
-            carry, (arrived, y) = self.last_weights(carry, op, last, (arrived, y))
+            carry, ends = self.last_weights(carry, op, last, 0, ends)
+        arrived, y, dx, begun, left = ends
+        carry = carry._replace(messages=carry.messages._replace(begun=begun))
+        if backward:
+            with jax.named_scope("send_dx"):
+                sent = self.send(dx, self.schedule.gradient_receives)
         if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
             messages = self.prepared(carry.messages, op.following, arrived, entered)
             carry = carry._replace(messages=messages)
-        carry = self.beside_sends(carry, op, phase, y, last)
-        if self._some(self.schedule.left_before, phase):
+        carry, sent = self.beside_sends(carry, op, phase, y, last, sent)
+        if backward:
+            carry = carry._replace(messages=carry.messages._replace(dx=sent, left=dx))
+        if left is not None:
             carry = self.with_embedding(carry, op.embed_backward, left)
         return carry, None
-
-    def beside_layers(self, messages: Messages, op: Tick, phase: Phase) -> tuple[Stream, Stream]:
-        """(what the embedding gives in the next tick, the gradient of what it gave that has left
-        in the last one): sums over `pipe` that nothing needs before the layers are done."""
-        entered, left = self.zeros(), messages.left
-        if self._some(self.schedule.enters_next, phase):
-            with jax.named_scope("embed"):
-                parts = self.entering.of_stage(op.embed)
-                entered = self.stream_of(self.entering.summed(parts, op.embed))
-        if self._some(self.schedule.left_before, phase):
-            with jax.named_scope("embed_backward"):
-                left = self.dx_of_first(left)
-        return entered, left
-
-    def with_embedding(self, carry: Carry, item, left: Stream) -> Carry:
-        """With the gradients of an item's embedding."""
-        with jax.named_scope("embed_backward"):
-            shared = self.embed_backward(carry.gradients.shared, item, left, sent=True)
-        return carry._replace(gradients=carry.gradients._replace(shared=shared))
-
-    def finish(self, carry: Carry) -> Carry:
-        last = self.schedule.embed_backward[-1]
-        if last == IDLE:
-            return carry
-        return self.with_embedding(carry, jnp.asarray(last), self.dx_of_first(carry.messages.left))
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
         """With what has arrived for the F of the next tick, and later ones, and what that one
@@ -246,27 +232,34 @@ class WovenRun(Run):
         gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
-    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Arrays) -> Carry:
-        """What the rest of a tick's sends has beside it. y: what F has made; last: what waits for
-        the weight gradients of B's last layer."""
-        has_head = self._some(self.schedule.head, phase)
-        # In the head's branch nothing could lie beside this.
-        with jax.named_scope("broadcast"):
-            y = self.last_output(y) if has_head else y
+    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Any, sent: tuple):
+        """(carry, `sent`): what the rest of a tick's sends has beside it. y: what F has made; last:
+        what waits for the weight gradients of B's last layer; sent: what has arrived of dx."""
+        has_head, begun = self.some(self.schedule.head, phase), ()
+        if has_head:  # in whose branch nothing could lie beside this
+            with jax.named_scope("broadcast"):
+                y = self.last_output(y)
         if phase.backward:
-            carry, _ = self.last_weights(carry, op, last)
-            # Before the head, which waits for y. Nothing may stand right behind gradients that
-            # matmuls add in place; behind their branch it may.
-            if has_head and (self.in_branches or self.stage.shards is not None):
-                y, of_b = lax.optimization_barrier((y, carry.gradients.of_b))
-                carry = carry._replace(gradients=carry.gradients._replace(of_b=of_b))
+            carry, y = self.last_weights(carry, op, last, 1, y if has_head else None)
+        if has_head and self.at_head is not None:
+            with jax.named_scope("broadcast"):
+                begun = self.at_head.begin(y, op.head)
+        if phase.backward:
+            ends = y if has_head else (), begun, sent
+            carry, (y, begun, sent) = self.last_weights(carry, op, last, 2, ends)
+            with jax.named_scope("B"):
+                of_b, reduced = self.weights.reduce_scatter(
+                    carry.gradients.of_b, carry.gradients.reduced, op.scatter[0], op.backward.chunk
+                )
+            gradients = carry.gradients._replace(of_b=of_b, reduced=reduced)
+            carry = carry._replace(gradients=gradients)
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
         if has_head:
             with jax.named_scope("head"):
-                carry, dy = self.head(carry, op, y, sent=True)
+                carry, dy = self.with_head(carry, op, partial(self.compute_head, op.head), y, begun)
             carry = carry._replace(messages=carry.messages._replace(dy=dy))
-        return carry
+        return carry, sent
 
     def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:
         """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
@@ -295,37 +288,28 @@ class WovenRun(Run):
         return f, b
 
     def last_weights(
-        self, carry: Carry, op: Tick, waits: Arrays, beside: Tree = None
+        self, carry: Carry, op: Tick, waits: Arrays | None, part: int, beside: Tree = None
     ) -> tuple[Carry, Tree]:
-        """(carry, `beside`), with the weight gradients of the last layer of this tick's B, where W
-        is not split: with the first of them, which is computed before anything else is done with
-        `beside`, or without that with the others."""
-        of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
-        first = beside is not None
-        if waits:
-            layers = self.layers(self.first_layer, self.first_layer)
+        """(carry, `beside`), with a part of the weight gradients of the last layer of this tick's
+        B, where W is not split. They are computed before anything else is done with `beside`.
+        waits: None with a cargo, which has all of them beside it."""
+        of_b = carry.gradients.of_b
+        kind = self.first_layer[:1]
+        if waits and part in thirds(self.sides[kind[0]].cut.w.outvars):
+            layers = self.layers(kind, kind)
             with jax.named_scope("W"):
-                run = self.by_chunk(partial(layers.last_weights, first=first))
+                run = self.by_chunk(partial(layers.last_weights, part=part))
                 of_b = run(op.backward, waits, of_b)
-                # Behind a branch something may stand between gradients and what is added next.
-                if self.in_branches and first:
-                    beside, of_b = lax.optimization_barrier((beside, of_b))
-        if not first:
-            with jax.named_scope("B"):
-                of_b, reduced = self.weights.reduce_scatter(
-                    of_b, reduced, op.scatter[0], op.backward.chunk
-                )
-        gradients = carry.gradients._replace(of_b=of_b, reduced=reduced)
-        return carry._replace(gradients=gradients), beside
+        # Nothing may stand right behind gradients that matmuls add in place; behind their branch
+        # it may.
+        behind = self.in_branches or (part and self.stage.shards is not None)
+        if beside is not None and waits is not None and behind:
+            beside, of_b = lax.optimization_barrier((beside, of_b))
+        return carry._replace(gradients=carry.gradients._replace(of_b=of_b)), beside
 
     @property
     def in_branches(self) -> bool:
         return self.traffic is not None or super().in_branches
-
-    @staticmethod
-    def _some(table: np.ndarray, phase: Phase) -> bool:
-        """Whether a table of items, int32 [T], has any in a phase."""
-        return bool((table[phase.start : phase.stop] != IDLE).any())
 
     def _side(self, op: Op, chunk: int, gathered: Tree, stream: Tree, ahead=None) -> Side:
         op = op._replace(held=chunk) if self.in_branches else op

@@ -10,6 +10,7 @@ Legend: C chunks · N layers of a kind in a chunk · R ring slots
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mtx.pipeline.slots import add, read, write
@@ -201,12 +203,12 @@ class WovenLayers:
         inputs[first : first + len(numbers)] = numbers
         return braid.add(side.ahead_back, inputs, side="B")
 
-    def last_weights(self, op: Op, waits: Arrays, gradients: Tree, *, first: bool) -> Tree:
-        """With weight gradients of a chunk's first layer, of which B is done: the first of those
-        that wait, or the others."""
+    def last_weights(self, op: Op, waits: Arrays, gradients: Tree, *, part: int) -> Tree:
+        """With weight gradients of a chunk's first layer, of which B is done: one of three parts of
+        those that wait."""
         kind, braid = self.backward[0], Braid()
         cut = self.sides[kind].cut
-        wanted = [(place == 0) == first for place in range(len(cut.w.outvars))]
+        wanted = [number == part for number in thirds(cut.w.outvars)]
         made = iter(braid.add(cut.w.choose(wanted), braid.given(waits), side="B"))
         braid.run()
         values = [braid.read([next(made)])[0] if one else None for one in wanted]
@@ -337,3 +339,10 @@ class KindStrands:
         structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
         return dparams, dstream, ()
+
+
+def thirds(variables: Sequence) -> list[int]:
+    """The number of the third of all of their elements that each lies in, by its middle."""
+    sizes = np.array([math.prod(v.aval.shape) for v in variables])
+    middles = np.cumsum(sizes) - sizes / 2
+    return (3 * middles // sizes.sum()).astype(int).tolist()
