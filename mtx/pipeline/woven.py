@@ -1,14 +1,13 @@
-"""A tick whose F and B run side by side, a layer at a time (see `weave` for what lies beside what).
+"""A tick whose F and B run side by side, layer by layer (see `weave` for what lies beside what).
 
-    {F and B of one layer each, woven}, layer after layer · send x and dx · W of the last layer,
-    receive · head and loss, gradient of the last tick's embedding
+    {F and B of one layer each, woven}, layer after layer · send x | W · receive, send dx | W ·
+    gather for the head and the next F | W · head and loss, gradient of an embedding
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
 asked for while the layer before it is computed, that of a tick's first layer in the tick before.
-What is sent has the weight gradients of B's last layer beside it, all W's where the table splits
-them from B, and the head. What the embedding gives in the next tick, and the gradient that left
-the pipeline in the one before, go to all stages beside all layers of this one.
+What is sent has the weight gradients of B's last layer beside it, in three parts, all W's where the
+table splits them from B. For what embedding and head send see `woven_ends`.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -145,39 +144,14 @@ class WovenRun(WovenEnds):
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered, own, sent = self.beside_layers(messages, op, phase)
-
-        def compute(pair: Pair, op: Tick, kept: Kept):
-            f, b, chunks = None, None, pair.chunks
-            if forward:
-                ahead = messages.ahead if self.is_early else None
-                f = self._side(op.forward, chunks[0], weights[0], messages.input, ahead)
-            if backward:
-                is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
-                taken = self.take(returns, messages.dx, op.gradient_receives)
-                d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
-                b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers(*pair.kinds, cargo).run(f, b, kept, cargo)
-
-        pairs, number = self.chunks(op, phase)
-        with jax.named_scope("woven"):
-            y, dx, kept, last = lax.switch(
-                number, [partial(compute, pair) for pair in pairs], op,
-                Kept(
-                    carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved
-                ),
-            )  # fmt: skip
+        y, dx, kept, last = self.through_layers(carry, op, phase, weights, returns, cargo)
         # What is sent beside the layers is there behind them, and what is sent next not begun.
         y, dx, entered, own, sent, before = lax.optimization_barrier(
             (y, dx, entered, own, sent, messages.sent)
         )
-        last = None if cargo else last
         messages = messages._replace(gradient_receives=returns, sent=sent)
-        if entered is None:
-            entered = self.zeros()
-        else:
-            entered = self.stream_of(self.entering.whole(entered, op.embed[0]))
         begun, left = self.beside_weights(messages.begun, own, before, op, phase)
-        arrived = self.no_arrivals()
+        arrived, sent = self.no_arrivals(), ()
         if forward:
             with jax.named_scope("send_x"):
                 arrived = self.send(y, self.schedule.receives)
@@ -190,15 +164,15 @@ class WovenRun(WovenEnds):
             stash=carry.stash._replace(layers=kept.rings, deferred=kept.deferred),
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
-        sent, ends = (), (arrived, y, dx, begun, left)
         if backward:
+            ends = arrived, y, dx, begun, left
             carry, ends = self.last_weights(carry, op, last, 0, ends)
-        arrived, y, dx, begun, left = ends
-        carry = carry._replace(messages=carry.messages._replace(begun=begun))
-        if backward:
+            arrived, y, dx, begun, left = ends
             with jax.named_scope("send_dx"):
                 sent = self.send(dx, self.schedule.gradient_receives)
+        carry = carry._replace(messages=carry.messages._replace(begun=begun))
         if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
+            entered = self.entered(entered, op.embed[0])
             messages = self.prepared(carry.messages, op.following, arrived, entered)
             carry = carry._replace(messages=messages)
         carry, sent = self.beside_sends(carry, op, phase, y, last, sent)
@@ -207,6 +181,32 @@ class WovenRun(WovenEnds):
         if left is not None:
             carry = self.with_embedding(carry, op.embed_backward, left)
         return carry, None
+
+    def through_layers(
+        self, carry: Carry, op: Tick, phase: Phase, weights, returns, cargo: Cargo | None
+    ):
+        """(y, dx, kept, what waits for the weight gradients of B's last layer, None with a cargo)
+        of the tick's chunks."""
+        messages = carry.messages
+
+        def compute(pair: Pair, op: Tick, kept: Kept):
+            f, b, chunks = None, None, pair.chunks
+            if phase.forward:
+                ahead = messages.ahead if self.is_early else None
+                f = self._side(op.forward, chunks[0], weights[0], messages.input, ahead)
+            if phase.backward:
+                is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
+                taken = self.take(returns, messages.dx, op.gradient_receives)
+                d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
+                b = self._side(op.backward, chunks[1], weights[1], d)
+            return self.layers(*pair.kinds, cargo).run(f, b, kept, cargo)
+
+        pairs, number = self.chunks(op, phase)
+        kept = Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved)
+        with jax.named_scope("woven"):
+            branches = [partial(compute, pair) for pair in pairs]
+            y, dx, kept, last = lax.switch(number, branches, op, kept)
+        return y, dx, kept, None if cargo else last
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
         """With what has arrived for the F of the next tick, and later ones, and what that one

@@ -68,6 +68,12 @@ class WovenEnds(Run):
                 sent = self.dx_of_first(messages.left)
         return entered, own, sent
 
+    def entered(self, summed: Arrays | None, item) -> Stream:
+        """What enters, of its sums."""
+        if summed is None:
+            return self.zeros()
+        return self.stream_of(self.entering.whole(summed, item))
+
     def beside_weights(
         self, begun: Arrays, own: Arrays | None, sent: Stream, op: Tick, phase: Phase
     ):  # fmt: skip
