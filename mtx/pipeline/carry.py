@@ -29,7 +29,6 @@ class Messages(NamedTuple):
     ahead: tuple[jax.Array, ...] = ()
     begun: tuple[jax.Array, ...] = ()  # of the embedding of what enters in the tick after
     left: Any = None  # the dx of the tick before, which the embedding may need
-    sent: Any = None  # that of two ticks before, the first virtual stage's, on every stage
 
 
 class Stash(NamedTuple):

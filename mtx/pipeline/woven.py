@@ -86,9 +86,7 @@ class WovenRun(WovenEnds):
     def start(self) -> Carry:
         carry = super().start()
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
-        messages = carry.messages._replace(
-            dx=dx, dy=self.zeros(), left=self.zeros(), sent=self.zeros()
-        )
+        messages = carry.messages._replace(dx=dx, dy=self.zeros(), left=self.zeros())
         with jax.named_scope("embed"):
             items = [jnp.asarray(item) for item in self.schedule.embed[:2]]
             each = [self.entering.over_tensor(self.entering.of_device(i), i) for i in items]
@@ -101,12 +99,12 @@ class WovenRun(WovenEnds):
 
     def ticks(self) -> Tick:
         """With what follows; the embedding is that of the next two ticks, [T, 2], its gradient that
-        of the last but one."""
+        of the last."""
         rows = super().ticks()
         following = Following(rows.forward, rows.receives)
         return rows._replace(
             embed=jnp.stack([self.schedule.enters(1), self.schedule.enters(2)], axis=1),
-            embed_backward=jnp.asarray(self.schedule.left(2)),
+            embed_backward=jnp.asarray(self.schedule.left(1)),
             following=jax.tree.map(lambda a: jnp.roll(a, -1), following),
         )
 
@@ -143,14 +141,12 @@ class WovenRun(WovenEnds):
         forward, backward = phase.forward, phase.backward
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered, own, sent = self.beside_layers(messages, op, phase)
+        entered, own, left = self.beside_layers(messages, op, phase)
         y, dx, kept, last = self.through_layers(carry, op, phase, weights, returns, cargo)
         # What is sent beside the layers is there behind them, and what is sent next not begun.
-        y, dx, entered, own, sent, before = lax.optimization_barrier(
-            (y, dx, entered, own, sent, messages.sent)
-        )
-        messages = messages._replace(gradient_receives=returns, sent=sent)
-        begun, left = self.beside_weights(messages.begun, own, before, op, phase)
+        y, dx, entered, own, left = lax.optimization_barrier((y, dx, entered, own, left))
+        messages = messages._replace(gradient_receives=returns)
+        begun, gathered = self.beside_weights(messages.begun, own, left, op)
         arrived, sent = self.no_arrivals(), ()
         if forward:
             with jax.named_scope("send_x"):
@@ -165,9 +161,9 @@ class WovenRun(WovenEnds):
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
         if backward:
-            ends = arrived, y, dx, begun, left
+            ends = arrived, y, dx, begun, gathered
             carry, ends = self.last_weights(carry, op, last, 0, ends)
-            arrived, y, dx, begun, left = ends
+            arrived, y, dx, begun, gathered = ends
             with jax.named_scope("send_dx"):
                 sent = self.send(dx, self.schedule.gradient_receives)
         carry = carry._replace(messages=carry.messages._replace(begun=begun))
@@ -179,7 +175,7 @@ class WovenRun(WovenEnds):
         if backward:
             carry = carry._replace(messages=carry.messages._replace(dx=sent, left=dx))
         if left is not None:
-            carry = self.with_embedding(carry, op.embed_backward, left)
+            carry = self.with_embedding(carry, op.embed_backward, left, gathered)
         return carry, None
 
     def through_layers(

@@ -1,8 +1,8 @@
 """The ends of a woven tick: embedding, its gradient and head, and when each of their parts is sent.
 
 Of the microbatch whose F is in tick n the embedding is looked up in tick n - 2 and summed over
-`tensor`; over `pipe` in tick n - 1. Of the gradient that leaves the first stage in tick n the sum
-over `pipe` is in tick n + 1, the rest in n + 2. Sums over `pipe` lie beside all layers of a tick;
+`tensor`; over `pipe` in tick n - 1. The gradient that leaves the first stage in tick n goes to all
+stages and into the embedding's in tick n + 1. Sums over `pipe` lie beside all layers of a tick;
 what goes over `tensor` beside the weight gradients behind them.
 """
 
@@ -56,8 +56,9 @@ class WovenEnds(Run):
 
     def beside_layers(self, messages: Messages, op: Tick, phase: Phase):
         """(what is summed of the embedding in the next tick, this device's rows of that in the one
-        after, the dx of the last tick on every stage): sums over `pipe`."""
-        entered, own, sent, schedule = None, None, messages.sent, self.schedule
+        after, the dx of the last tick on every stage): sums over `pipe`; None where there is
+        nothing to be summed."""
+        entered, own, left, schedule = None, None, None, self.schedule
         with jax.named_scope("embed"):
             if self.some(schedule.enters(1), phase):
                 entered = self.entering.over_pipe(messages.begun, op.embed[0])
@@ -65,8 +66,20 @@ class WovenEnds(Run):
                 own = self.entering.of_device(op.embed[1])
         if self.trains_embedding and self.some(schedule.left(1), phase):
             with jax.named_scope("embed_backward"):
-                sent = self.dx_of_first(messages.left)
-        return entered, own, sent
+                left = self.dx_of_first(messages.left)
+        return entered, own, left
+
+    def beside_weights(self, begun: Arrays, own: Arrays | None, left: Stream | None, op: Tick):
+        """(what the embedding has begun with, what its gradient begins with), of those rows and of
+        that dx: what both send over `tensor`."""
+        gathered = None
+        if own is not None:
+            with jax.named_scope("embed"):
+                begun = self.entering.over_tensor(own, op.embed[1])
+        if left is not None:
+            with jax.named_scope("embed_backward"):
+                gathered = self.leaving.begin(left, op.embed_backward)
+        return begun, gathered
 
     def entered(self, summed: Arrays | None, item) -> Stream:
         """What enters, of its sums."""
@@ -74,41 +87,29 @@ class WovenEnds(Run):
             return self.zeros()
         return self.stream_of(self.entering.whole(summed, item))
 
-    def beside_weights(
-        self, begun: Arrays, own: Arrays | None, sent: Stream, op: Tick, phase: Phase
-    ):  # fmt: skip
-        """(what the embedding has begun with, what its gradient is made of), of those rows and of
-        the dx that left in the last tick but one: what both send over `tensor`."""
-        left = None
-        if own is not None:
-            with jax.named_scope("embed"):
-                begun = self.entering.over_tensor(own, op.embed[1])
-        if self.trains_embedding and self.some(self.schedule.left(2), phase):
-            with jax.named_scope("embed_backward"):
-                left = sent, self.leaving.begin(sent, op.embed_backward)
-        return begun, left
-
-    def with_embedding(self, carry: Carry, item, left: tuple[Stream, Arrays]) -> Carry:
+    def with_embedding(self, carry: Carry, item, left: Stream, gathered: Arrays) -> Carry:
         """With the gradients of an item's embedding."""
 
-        def compute(total, dx, begun):
-            return self.leaving.add_up(total, begun, dx, item)
+        def compute(total, left, gathered):
+            return self.leaving.add_up(total, gathered, left, item)
 
         shared = carry.gradients.shared
         with jax.named_scope("embed_backward"):
-            shared = lax.cond(item != IDLE, compute, lambda kept, *_: kept, shared, *left)
+            shared = lax.cond(
+                item != IDLE, compute, lambda kept, *_: kept, shared, left, gathered
+            )  # fmt: skip
         return carry._replace(gradients=carry.gradients._replace(shared=shared))
 
     def finish(self, carry: Carry) -> Carry:
-        """With the gradients of the embeddings that have left in the last two ticks."""
-        messages, items = carry.messages, self.schedule.embed_backward[-2:]
-        streams = (lambda: messages.sent), (lambda: self.dx_of_first(messages.left))
-        for item, stream in zip(items.tolist(), streams):
-            if item != IDLE and self.trains_embedding:
-                with jax.named_scope("embed_backward"):
-                    left = stream(), self.leaving.begin(stream(), jnp.asarray(item))
-                carry = self.with_embedding(carry, jnp.asarray(item), left)
-        return carry
+        """With the gradients of the embedding that has left in the last tick."""
+        last = self.schedule.embed_backward[-1]
+        if last == IDLE or not self.trains_embedding:
+            return carry
+        item = jnp.asarray(last)
+        with jax.named_scope("embed_backward"):
+            left = self.dx_of_first(carry.messages.left)
+            gathered = self.leaving.begin(left, item)
+        return self.with_embedding(carry, item, left, gathered)
 
     def compute_head(self, item, sums: tuple, y: Stream, begun: Arrays):
         if self.at_head is None:
