@@ -279,6 +279,7 @@ def busy_shares(
     if woven:  # which looks two ticks ahead, and one back
         shares["embed"] = share_of(schedule.enters(2) >= 0, "any")
         shares["embed_backward"] = share_of(schedule.left(1) >= 0, "any")
+        shares["W"] = shares["B"]  # of a tick's last layer
     if weight is not None:
         shares |= {
             "W": share_of(weight.busy, "weight"),

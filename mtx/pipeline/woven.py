@@ -15,6 +15,7 @@ T ticks · P stages
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
 from mtx.pipeline.turns import Kinds
 from mtx.pipeline.woven_ends import WovenEnds
-from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers, thirds
+from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
 from mtx.schedules.schedule import Phase
 from mtx.vjp import Arrays
 
@@ -290,18 +291,32 @@ class WovenRun(WovenEnds):
         B, where W is not split. They are computed before anything else is done with `beside`.
         waits: None with a cargo, which has all of them beside it."""
         of_b = carry.gradients.of_b
-        kind = self.first_layer[:1]
-        if waits and part in thirds(self.sides[kind[0]].cut.w.outvars):
-            layers = self.layers(kind, kind)
+        made, behind = of_b, self.in_branches or (part and self.stage.shards is not None)
+        if waits:
+            kind = self.first_layer[0]
+            layers = self.layers(self.first_layer, self.first_layer)
+            mine = layers.waiting(part)
+            made = [a for a, one in zip(jax.tree.leaves(of_b[kind]), mine, strict=True) if one]
             with jax.named_scope("W"):
-                run = self.by_chunk(partial(layers.last_weights, part=part))
-                of_b = run(op.backward, waits, of_b)
+                run = partial(layers.last_weights, part=part)
+                made = self.in_a_branch(run, op.backward, waits, made) if made else made
+            behind = behind or self.axes.in_place
         # Nothing may stand right behind gradients that matmuls add in place; behind their branch
         # it may.
-        behind = self.in_branches or (part and self.stage.shards is not None)
         if beside is not None and waits is not None and behind:
-            beside, of_b = lax.optimization_barrier((beside, of_b))
-        return carry._replace(gradients=carry.gradients._replace(of_b=of_b)), beside
+            beside, made = lax.optimization_barrier((beside, made))
+        if waits:
+            leaves, structure = jax.tree.flatten(of_b[kind])
+            rest = iter(made)
+            leaves = [next(rest) if one else a for a, one in zip(leaves, mine, strict=True)]
+            made = of_b | {kind: structure.unflatten(leaves)}
+        return carry._replace(gradients=carry.gradients._replace(of_b=made)), beside
+
+    def in_a_branch(self, run: Callable, op: Op, waits: Arrays, gradients: list) -> list:
+        """Of a chunk's own, or that of a stage which is not idle."""
+        if self.in_branches or not self.axes.in_place or self.stage.shards is not None:
+            return self.by_chunk(run)(op, waits, gradients)
+        return lax.cond(op.busy, run, lambda op, waits, kept: kept, op, waits, gradients)
 
     @property
     def in_branches(self) -> bool:

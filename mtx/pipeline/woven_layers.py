@@ -203,16 +203,20 @@ class WovenLayers:
         inputs[first : first + len(numbers)] = numbers
         return braid.add(side.ahead_back, inputs, side="B")
 
-    def last_weights(self, op: Op, waits: Arrays, gradients: Tree, *, part: int) -> Tree:
-        """With weight gradients of a chunk's first layer, of which B is done: one of three parts of
-        those that wait."""
-        kind, braid = self.backward[0], Braid()
-        cut = self.sides[kind].cut
+    def waiting(self, part: int) -> list[bool]:
+        """Of the leaves of a chunk's first layer, those whose gradients wait when B is done, and
+        are in one of three parts of them."""
+        cut = self.sides[self.backward[0]].cut
+        parts = cut.of_w(thirds(cut.w.outvars))
+        return [one == part for one in jax.tree.leaves(parts, is_leaf=lambda a: a is None)]
+
+    def last_weights(self, op: Op, waits: Arrays, gradients: list, *, part: int) -> list:
+        """Those gradients of a part, with what B has left of them."""
+        braid, cut = Braid(), self.sides[self.backward[0]].cut
         wanted = [number == part for number in thirds(cut.w.outvars)]
-        made = iter(braid.add(cut.w.choose(wanted), braid.given(waits), side="B"))
+        made = braid.add(cut.w.choose(wanted), braid.given(waits), side="B")
         braid.run()
-        values = [braid.read([next(made)])[0] if one else None for one in wanted]
-        return gradients | {kind: add(gradients[kind], cut.of_w(values), op.held, 0)}
+        return add(gradients, braid.read(made), op.held, 0)
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
