@@ -124,7 +124,8 @@ class Model:
         rule = fp8.Delayed(self.config.fp8_steps)
         states = (
             (self.shapes, jax.ShapeDtypeStruct(fp8.HISTORY, jnp.float32)),
-            (self.specs, P(None, None)), (self.inputs, 1), (self.rules, rule), (self.roles, "state"),
+            (self.specs, P(None, None)), (self.inputs, 1), (self.rules, rule),
+            (self.roles, "state"),
         )  # fmt: skip
         for kind in self.kinds:
             roles = self.roles["layers"][kind]

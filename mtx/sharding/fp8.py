@@ -164,7 +164,8 @@ def output_gradient(dy, w: Quantised, axes=None) -> Quantised:
 
 def _beside(x, w: Quantised, dtype: str, row: int, axes) -> Quantised:
     if w.history is None:
-        (values, unit), seen = quantise(x, dtype, largest(x, axes)), None
+        seen = None
+        values, unit = quantise(x, dtype, largest(x, axes))
     else:
         values, unit = quantise_delayed(x, dtype, w.history[row], w.margin)
         seen = largest(x)
@@ -178,7 +179,8 @@ def weight(
     fp8: a format; dtype: of products; history: that of each, [..., 3, 256], with delayed scaling.
     Not yet transposed; units, and what was seen, have the stack's dims, then 1."""
     if history is None:
-        (values, unit), seen = quantise(master, _FORWARD, largest(master, axes, stacked=stacked)), None
+        amax, seen = largest(master, axes, stacked=stacked), None
+        values, unit = quantise(master, _FORWARD, amax)
     else:
         seen = largest(master, stacked=stacked)
         of_weight = history[..., _WEIGHT, :].reshape(*seen.shape, -1)
@@ -235,6 +237,11 @@ def history_of(params: Tree, path: tuple) -> Any:
     for name in names if found is not None else ():
         found = found[name]
     return found
+
+
+def is_history(name: str) -> bool:
+    """Whether an array of a checkpoint, params.layers.block.amax..., is one, or of its moments."""
+    return name.split(".")[1:4:2] == ["layers", AMAX]
 
 
 def with_histories(params: Tree, busy=None) -> Tree:
