@@ -57,12 +57,12 @@ class Quantised:
     transposed: jax.Array | None
     dtype: str = struct.field(pytree_node=False)  # of products
     gradients: str = struct.field(pytree_node=False)  # of output gradients, a name of float8
-    # With delayed scaling: the largest magnitude of what this device has of it, float32 like unit;
-    # of a weight that a linear layer is given, its history; by how many powers of two less it is
-    # scaled than it could be.
+    # With delayed scaling. Of any tensor: the largest magnitude of what this device has of it,
+    # float32 like unit. Of a weight: (scale, unit) of its linear layer's input, itself, and its
+    # output gradient, float32 [3, 2]; and the history that counts go to.
     seen: jax.Array | None = None
+    scales: jax.Array | None = None
     history: jax.Array | None = None
-    margin: int = struct.field(pytree_node=False, default=0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class Quantised:
 
     def gradient(self, dvalues, counts=None) -> Quantised:
         """The gradient of a weight, as a custom VJP gives it, and that of its history."""
-        none = {"unit": None, "transposed": None, "seen": None}
+        none = dict.fromkeys(("unit", "transposed", "seen", "scales"))
         return replace(self, values=dvalues, history=counts, **none)
 
     def turned(self) -> Quantised:
@@ -121,8 +121,8 @@ def saturate(x, dtype: str):
 
 def _powers(amax, dtype: str):
     """(scale, 1 / scale) for a largest magnitude."""
-    finite = jnp.isfinite(amax)
-    return tuple(jnp.where(finite, power, jnp.nan) for power in _powers_of(_bin(amax), dtype))
+    finite, powers = jnp.isfinite(amax), _powers_of(_bin(amax), _exponent(dtype))
+    return tuple(jnp.where(finite, power, jnp.nan) for power in powers)
 
 
 def _bin(amax):
@@ -131,9 +131,8 @@ def _bin(amax):
     return (bits + 0x1FFFFF) >> 23
 
 
-def _powers_of(bin, dtype: str):
+def _powers_of(bin, exponent):
     """(scale, 1 / scale) for what lies in a bin, as float32 with only an exponent."""
-    exponent = _exponent(dtype)
     bin = jnp.clip(bin, exponent + 1, 254)
     biased = 254 + exponent - bin, bin - exponent
     return tuple(lax.bitcast_convert_type(each << 23, jnp.float32) for each in biased)
@@ -163,51 +162,57 @@ def output_gradient(dy, w: Quantised, axes=None) -> Quantised:
 
 
 def _beside(x, w: Quantised, dtype: str, row: int, axes) -> Quantised:
-    if w.history is None:
+    if w.scales is None:
         seen = None
         values, unit = quantise(x, dtype, largest(x, axes))
     else:
-        values, unit = quantise_delayed(x, dtype, w.history[row], w.margin)
-        seen = largest(x)
-    return replace(w, values=values, unit=unit, transposed=None, seen=seen, history=None)
+        (scale, unit), seen = w.scales[row], largest(x)
+        values = quantise_delayed(x, dtype, scale)
+    none = {"transposed": None, "scales": None, "history": None}
+    return replace(w, values=values, unit=unit, seen=seen, **none)
 
 
 def weight(
     master, *, fp8: str, dtype: str, axes=(), stacked: int = 0, history=None, margin: int = 0
 ) -> Quantised:  # fmt: skip
     """A float32 parameter, or a stack of such with `stacked` dims, shards on `axes` of the whole.
-    fp8: a format; dtype: of products; history: that of each, [..., 3, 256], with delayed scaling.
+    fp8: a format; dtype: of products; history: with delayed scaling that of each, [..., 3, 256].
     Not yet transposed; units, and what was seen, have the stack's dims, then 1."""
+    gradients = GRADIENTS[fp8]
     if history is None:
-        amax, seen = largest(master, axes, stacked=stacked), None
-        values, unit = quantise(master, _FORWARD, amax)
-    else:
-        seen = largest(master, stacked=stacked)
-        of_weight = history[..., _WEIGHT, :].reshape(*seen.shape, -1)
-        values, unit = quantise_delayed(master, _FORWARD, of_weight, margin)
-    return Quantised(values, unit, None, dtype, GRADIENTS[fp8], seen=seen, margin=margin)
+        values, unit = quantise(master, _FORWARD, largest(master, axes, stacked=stacked))
+        return Quantised(values, unit, None, dtype, gradients)
+    scales, seen = scales_of(history, gradients, margin), largest(master, stacked=stacked)
+    scale, unit = (scales[..., _WEIGHT, n].reshape(seen.shape) for n in range(2))
+    values = quantise_delayed(master, _FORWARD, scale)
+    return Quantised(values, unit, None, dtype, gradients, seen, scales)
 
 
 # -- delayed scaling -------------------------------------------------------------------------------
 
 
-def quantise_delayed(x, dtype: str, history, margin: int = 0):
-    """(values, unit) of x, scaled by what earlier steps have seen of it, [..., 256]; by 1 where
-    that is nothing. What lies beyond saturates; what is infinite becomes NaN."""
+def scales_of(history, gradients: str, margin: int = 0):
+    """float32 [..., 3, 2]: (scale, 1 / scale) of input, weight and output gradient, from what
+    earlier steps have seen of them, [..., 3, 256]; 1 where that is nothing."""
+    exponents = np.array([_exponent(dtype) for dtype in (_FORWARD, _FORWARD, gradients)])
     bins = jnp.where(history > 0, jnp.arange(_BINS), 0).max(axis=-1)
-    bins = jnp.where(bins > 0, bins + margin, _exponent(dtype) + 127)
-    scale, unit = _powers_of(bins, dtype)
+    bins = jnp.where(bins > 0, bins + margin, exponents + 127)
+    return jnp.stack(_powers_of(bins, exponents), axis=-1)
+
+
+def quantise_delayed(x, dtype: str, scale):
+    """x * scale in a type of float8. What lies beyond saturates; what is infinite becomes NaN."""
     x = x.astype(jnp.float32)
-    return saturate(jnp.where(jnp.isinf(x), jnp.nan, x * scale), dtype), unit
+    return saturate(jnp.where(jnp.isinf(x), jnp.nan, x * scale), dtype)
 
 
 def counts_of(x: Quantised, w: Quantised, dy: Quantised):
     """float32 [3, 256]: one in the bin of what was seen of each; of zeros, and of what is not
     finite, none."""
     seen = jnp.stack([x.seen, w.seen, dy.seen])
-    counts = (seen > 0) & jnp.isfinite(seen)
     bins = jnp.maximum(_bin(seen), 1)[:, None] == jnp.arange(_BINS)
-    return (bins & counts[:, None]).astype(w.history.dtype)
+    counts = bins & ((seen > 0) & jnp.isfinite(seen))[:, None]
+    return counts.astype(w.history.dtype)
 
 
 @dataclass(frozen=True)

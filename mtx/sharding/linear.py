@@ -76,7 +76,7 @@ def _gradient_of(w, dw, x, dy, axes: Axes):
     """Of a weight: dw, and with delayed scaling what was seen of x, w and dy."""
     if not fp8.is_quantised(w):
         return dw
-    if w.history is None:
+    if w.scales is None:
         return w.gradient(dw)
     counts = fp8.counts_of(x, w, dy)
     if axes.tensor and not axes.sequence_parallel:  # else the step's

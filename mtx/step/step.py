@@ -180,15 +180,17 @@ class Step:
             history=history, margin=model.fp8_margin,
         )  # fmt: skip
 
-        def of_layers(a):
+        def of_layers(a, *dims: int):
             if a is None:
                 return None
             a = shard.gather(a, a.dtype) if by_layers else a
-            return a.reshape(a.shape[:2])
+            return a.reshape(*a.shape[:2], *dims)
 
         if not late:
             w = w.apply(lambda values: shard.gather(values, values.dtype))
-        return replace(w, unit=of_layers(w.unit), seen=of_layers(w.seen))
+        return replace(
+            w, unit=of_layers(w.unit), seen=of_layers(w.seen), scales=of_layers(w.scales, 3, 2)
+        )
 
     def _reduce(self, gradient, spec, shard, summed):
         """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the
