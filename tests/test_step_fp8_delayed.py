@@ -16,13 +16,18 @@ import mtx
 from mtx.certify.small import small_model
 from mtx.certify.step import walk_run
 from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.cli.evaluate import EvaluateOptions
+from mtx.cli.opened import ComputedIn, changed
+from mtx.cli.options import Line
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.conversion.checkpoint import SavedParameters, canonical_shapes
 from mtx.costs.ask import layer_cost
+from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
 from mtx.plan.held import parameters_held
 from mtx.plan.memory import weights_bytes
-from mtx.step.optimizer import state_arrays
+from mtx.sharding import fp8
+from mtx.sharding.linear import matmul
 
 GPT = ModelConfig(
     fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=2, fp8_margin=1, layers=4, hidden=32,
@@ -110,3 +115,108 @@ def test_histories_matter():
         assert step or abs(loss / wanted[step] - 1) > 2 * LOSS
     most = histories["up"][:, 2]
     assert (most[:, 2] > 4 * most[:, 1]).all()
+
+
+def test_a_run_goes_on_bit_by_bit_and_on_another_layout(tmp_path):
+    trainer, other = (trainer_of(layout) for layout in (LAYOUTS[0], LAYOUTS[2]))
+    _, state = steps_of(trainer, trainer.state_from(params_of(GPT)), batches()[:2])
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(trainer, state, tokenizer=ByteTokenizer())
+        checkpoints.wait()
+        there, here = (checkpoints.restore(each) for each in (other, trainer))
+    kept = jax.device_get(trainer.to_canonical(state.params))
+    jax.tree.map(
+        np.testing.assert_array_equal, kept, jax.device_get(other.to_canonical(there.params))
+    )
+    losses, state = steps_of(trainer, state, batches()[2:])
+    again, here = steps_of(trainer, here, batches()[2:])
+    assert losses == again
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state, here)))
+    np.testing.assert_allclose(steps_of(other, there, batches()[2:])[0], losses, rtol=LOSS)
+
+    # Nobody else has histories.
+    with checkpoints.open(2) as store:
+        saved = SavedParameters(store)
+        assert saved.shapes == canonical_shapes(GPT) == canonical_shapes(CURRENT)
+        saved.expect(saved.shapes)
+
+
+def test_histories_begin_anew_where_a_checkpoint_has_none(tmp_path):
+    run = RunConfig(model=CURRENT, layout=LAYOUTS[0], global_batch=4, optimizer=STILL)
+    before, trainer = mtx.Trainer(run), trainer_of(LAYOUTS[0])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(before, before.state_from(params_of(CURRENT)), tokenizer=ByteTokenizer())
+        checkpoints.wait()
+        state = checkpoints.restore(trainer)
+    got = jax.device_get(trainer.to_canonical(state.params))
+    jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(params_of(GPT)))
+    assert not any(amax.any() for amax in amax_of(trainer, state).values())
+
+
+def test_what_an_idle_stage_sees_does_not_count():
+    history = jnp.zeros(fp8.HISTORY)
+
+    def seen(busy):
+        def linear(history):
+            w = fp8.weight(jnp.ones((16, 16)), fp8="hybrid", dtype="float32", history=history)
+            params = fp8.with_histories(
+                {"w": w.with_transposed(1, 0), "amax": {"w": history}}, busy
+            )
+            return matmul(jnp.ones((1, 16, 16)), params["w"]).sum()
+
+        return jax.grad(linear)(history)
+
+    assert seen(None).sum() == seen(jnp.array(True)).sum() == 3
+    assert not seen(jnp.array(False)).any()
+
+
+def test_no_largest_magnitude_is_asked_of_other_devices():
+    """One all-reduce a step takes their place, of what was counted."""
+    current, delayed = (
+        layer_cost(model, kind="block", tensor=2, sequence_parallel=True)
+        for model in (CURRENT, GPT)
+    )
+    assert [each.kind for each in current.collectives].count("pmax") == 8
+    assert not [each for each in delayed.collectives if each.kind in ("pmax", "psum")]
+    assert delayed.flops("FBW", 2) == current.flops("FBW", 2)
+    assert sum(each.float8 for each in delayed.matmuls) == 12
+
+
+def test_a_plan_counts_histories_and_no_parameters():
+    layout, elements = Layout(pipe=2, tensor=2, data=2), 2 * 4 * 3 * 256
+    delayed, current = (parameters_held(model, layout) for model in (GPT, CURRENT))
+    assert delayed == current._replace(states=elements)
+    more = weights_bytes(GPT, layout, 1) - weights_bytes(CURRENT, layout, 1)
+    assert more == 4 * 4 * elements  # gradients, masters, two moments
+
+
+def test_a_certificate_takes_them_for_what_they_are():
+    layout = Layout(data=2, pipe=2, tensor=2, sequence_parallel=False, idle="phases")
+    walked = walk_run(RunConfig(model=GPT, layout=layout, global_batch=8))
+    assert not walked.findings and not walked.unknown
+    assert small_model(GPT).fp8_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"fp8": "off"}, ("fp8_recipe='delayed'", "fp8='off'", "fp8='hybrid'")),
+        (
+            {"fp8_recipe": "tensorwise"},
+            ("fp8_amax_history_len=2", "fp8_recipe='tensorwise'", "fp8_recipe='delayed'"),
+        ),
+        ({"fp8_amax_history_len": 0}, ("fp8_amax_history_len=0",)),
+        ({"compute_dtype": "float16"}, ("fp8='hybrid'", "float16")),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_is_refused(changes, values):
+    with pytest.raises(UserError) as error:
+        replace(GPT, **changes)
+    names(error, *values)
+
+
+def test_a_command_leaves_float8_out():
+    """`mtx evaluate RUN --model.fp8 off`, whatever the run's recipe."""
+    options = EvaluateOptions(model=ComputedIn(fp8="off"))
+    line = Line(("RUN",), options, frozenset({"--model.fp8"}))
+    assert changed(RunConfig(model=GPT, global_batch=4), line, 1)[0].model == GPT.without_fp8()
