@@ -22,7 +22,8 @@ layer whose weight comes as `Quantised` computes in float8. What is no such laye
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import jax
@@ -60,9 +61,9 @@ class Quantised:
     # With delayed scaling. Of any tensor: the largest magnitude of what this device has of it,
     # float32 like unit. Of a weight: (scale, unit) of its linear layer's input, itself, and its
     # output gradient, float32 [3, 2]; and the history that counts go to.
-    seen: jax.Array | None = None
-    scales: jax.Array | None = None
-    history: jax.Array | None = None
+    seen: Any = None
+    scales: Any = None
+    history: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -238,10 +239,9 @@ def histories(roles: Tree, value: Any) -> Tree:
 def history_of(params: Tree, path: tuple) -> Any:
     """That of a parameter of a layer, by its path in all parameters; None without."""
     part, kind, *names = (key.key for key in path)
-    found = params[part][kind].get(AMAX)
-    for name in names if found is not None else ():
-        found = found[name]
-    return found
+    if AMAX not in params[part][kind]:
+        return None
+    return reduce(getitem, names, params[part][kind][AMAX])
 
 
 def is_history(name: str) -> bool:
