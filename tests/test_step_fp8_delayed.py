@@ -215,6 +215,12 @@ def test_what_does_not_go_is_refused(changes, values):
     names(error, *values)
 
 
+def test_experts_are_refused():
+    with pytest.raises(UserError) as error:
+        ModelConfig(family="mixtral", experts=4, choices=2, fp8="hybrid", fp8_recipe="delayed")
+    names(error, "fp8='hybrid'", "experts=4", "fp8='off'")
+
+
 def test_a_command_leaves_float8_out():
     """`mtx evaluate RUN --model.fp8 off`, whatever the run's recipe."""
     options = EvaluateOptions(model=ComputedIn(fp8="off"))
