@@ -1,6 +1,7 @@
 """Sequences cut over `context`: the numbers of one device, however attention goes over them."""
 
 import functools
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,9 +13,10 @@ from jax.interpreters import partial_eval
 from reference import assert_same, random_batch
 
 from mtx.api import init_params
+from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.evaluation.decoder import Decoder
+from mtx.evaluation.decoder import Decoder, programs_of
 from mtx.layers import fused
 from mtx.sharding.sequence import zigzag
 from mtx.step.trainer import Trainer
@@ -204,7 +206,7 @@ def test_scores_come_back_in_the_order_of_positions():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("layout", [{"context": 4}, {"context": 2, "tensor": 2, "pipe": 2}])
+@pytest.mark.parametrize("layout", [{"context": 8}, {"context": 2, "tensor": 2, "pipe": 2}])
 def test_texts_go_on_with_keys_and_values_kept_in_parts(layout):
     def written(**layout):
         trainer = trainer_of(WIDE_WINDOW, **layout)
@@ -222,6 +224,20 @@ def test_texts_go_on_with_keys_and_values_kept_in_parts(layout):
     got, kept = written(**layout)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     assert kept.addressable_shards[0].data.shape[-2] == whole.shape[-2] // layout["context"]
+
+
+def test_a_first_pass_is_a_part_of_it_for_each_device():
+    """Work falls by c, and nothing that is computed has all positions."""
+    model, flops = replace(LLAMA, layers=1, hidden=24, vocab=40, sequence=128), []
+    for context in (1, 4):
+        trainer = trainer_of(model, context=context, context_attention="ring")
+        decoder, programs = Decoder(trainer, trainer.init(), vocab=40), programs_of(trainer)
+        batch = decoder._placed(decoder._padded([range(64)]))
+        lowered = programs.begin.lower(1, 64, decoder._params, batch, decoder._vocab)
+        compiled = lowered.compile().as_text()
+        flops.append(read_program(compiled).matmul_flops())
+        assert bool(re.search(r"f32\[(\d+,)*64(,\d+)*\]", compiled)) == (context == 1)
+    assert flops[0] / 4 * 0.9 < flops[1] < flops[0] / 4 * 1.02  # the head takes one position
 
 
 def test_a_device_has_an_early_and_a_late_chunk():
