@@ -279,11 +279,6 @@ class Layout:
                 f"slices={self.slices} and context={self.context} both cut the sequence; use "
                 "slices=1 or context=1"
             )
-        if model.attention_dropout and self.context_attention not in ("auto", "gather"):
-            raise UserError(
-                f"context_attention={self.context_attention!r} is not made for attention_dropout="
-                f"{model.attention_dropout}; use context_attention='gather' or attention_dropout=0"
-            )
         heads = max(1, model.groups // self.tensor)
         if self.context_attention == "ulysses" and heads % self.context:
             raise UserError(
