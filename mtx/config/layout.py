@@ -249,6 +249,11 @@ class Layout:
             )
         if not experts:
             return
+        if self.slices > 1 and model.counted_by_sequence:
+            raise UserError(
+                f"{model.counted_by_sequence} counts the choices of whole sequences, and slices="
+                f"{self.slices} cuts them; use slices=1, or capacity=None with aux='batch'"
+            )
         if experts % self.expert_shards:
             over = "expert" if self.expert_tensor else "expert*tensor"
             raise UserError(
