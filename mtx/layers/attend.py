@@ -62,7 +62,7 @@ class Drops(NamedTuple):
     """What a mask of dropout follows from, on every layout: see `random.dropout_heads`."""
 
     key: jax.Array  # uint32 [2]
-    samples_B: jax.Array  # int32
+    samples_B: Any  # int32 [B]
     first_head: Any  # int32 []: the global number of this device's head 0
     queries_S: jax.Array  # int32: the global positions of queries
     keys_T: jax.Array  # and of keys
