@@ -2,6 +2,8 @@
 
 import pytest
 
+from mtx.certify.cases import Case
+from mtx.certify.compare import compare
 from mtx.certify.mutants import MUTANTS, try_mutant
 from mtx.certify.said import mutant_lines, mutant_numbers
 from mtx.certify.step import walk_run
@@ -9,7 +11,7 @@ from mtx.certify.step import walk_run
 BY_RUN = {  # constant factors, orders, stages: no equation is of another kind
     "loss scaled", "labels after cutting", "second loss scaled",
     "labels of a part", "plain order", "shards backwards", "mean of sums",
-    "head of the first stage", "experts scaled", "tokens dropped",
+    "head of the first stage", "encoder of own stage", "experts scaled", "tokens dropped",
 }  # fmt: skip
 # A run of experts takes as long as six others: `mtx certify --mutants` makes these as well.
 BY_LONG_RUN = {
@@ -32,3 +34,9 @@ def test_every_mutant_is_caught(mutant):
 def test_without_its_mistake_the_step_passes():
     for run in {id(mutant.run): mutant.run for mutant in MUTANTS}.values():
         assert not walk_run(run).findings
+
+
+def test_an_encoder_and_a_decoder_on_two_stages_are_those_of_one_device():
+    (run,) = [mutant.run for mutant in MUTANTS if mutant.name == "encoder of own stage"]
+    found = compare(Case(number=0, run=run))
+    assert found.holds and found.differences, found.said

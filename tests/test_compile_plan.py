@@ -202,7 +202,7 @@ def test_cudnn_attention_is_compiled_where_its_library_is_there(monkeypatch):
     compiler = find_compiler("h100", 8, kernel="cudnn")
     assert (compiler.attention, compiler.hint) == ("cudnn", "")
     assert "cuDNN's attention" in compiler.label
-    for kernel, said in (("blocked", "in blocks"), ("dropout", "dropout"), ("sliced", "slices")):
+    for kernel, said in (("blocked", "in blocks"), ("sliced", "slices")):
         compiler = find_compiler("h100", 8, kernel=kernel)  # of a model that it does not serve
         assert (compiler.attention, compiler.hint) == ("blocked", "") and said in compiler.label
     there.clear()
@@ -218,7 +218,7 @@ def test_cudnn_attention_is_compiled_where_its_library_is_there(monkeypatch):
         ("h100", {}, {"attention": "blocked"}, "blocked"),
         ("h100", {"compute_dtype": "float32"}, {}, "blocked"),
         ("h100", {"hidden": 60}, {}, "blocked"),  # heads of 15
-        ("h100", {"attention_dropout": 0.1}, {}, "dropout"),
+        ("h100", {"attention_dropout": 0.1}, {}, "blocked"),
         ("h100", {}, {"schedule": "seq1f1b", "slices": 4, "virtual": 1}, "sliced"),
         ("mi300x", {}, {}, "blocked"),
     ],

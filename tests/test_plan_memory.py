@@ -185,12 +185,11 @@ def test_residuals_are_korthikantis_where_the_blocks_are_the_same():
         assert kept == korthikanti + small
 
 
-def test_only_dropout_keeps_scores():
+def test_no_attention_keeps_scores():
     layout = Layout(microbatch=1)
     base = layer_residual_bytes(gpt(), layout, recompute="none")
     kept = layer_residual_bytes(gpt(attention_dropout=0.1), layout, recompute="none")
-    rows = 32 * 4
-    assert kept - base == 8 * rows * 32 + (8 - 4) * rows
+    assert kept - base == 4 * (32 + 1 + 1)  # positions, the sample, and the first head's number
     assert layer_residual_bytes(gpt(), layout, recompute="full") == 32 * 64 * 2
 
 
@@ -368,8 +367,8 @@ COMPILED_GIB = {
     "llama-3-8b": (21.48,),
     "llama-3-70b": (33.01,),
     "llama-3-405b": (66.40,),
-    "bert-336m": (11.51,),
-    "bert-3.9b": (17.21,),
+    "bert-336m": (5.74,),  # these two of 0.12.0.1
+    "bert-3.9b": (9.83,),
 }
 
 

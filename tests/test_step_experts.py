@@ -274,6 +274,15 @@ def test_layouts_that_do_not_divide_experts_are_refused(layout, values):
     assert names(error, *values)
 
 
+@pytest.mark.parametrize("change", [{"capacity": 1.5}, {"aux": "sequence", "aux_weight": 0.1}])
+def test_slices_do_not_count_choices_of_whole_sequences(change):
+    layout = Layout(slices=2, schedule="seq1f1b")
+    layout.check(replace(MIXTRAL, aux="batch", capacity=None))
+    with pytest.raises(UserError) as error:
+        layout.check(replace(MIXTRAL, **change))
+    assert names(error, "slices=2", "{}={!r}".format(*next(iter(change.items()))))
+
+
 def test_a_dense_model_has_no_axis_of_experts():
     with pytest.raises(UserError) as error:
         Layout(expert=2, data=2).check(MIXTRAL.of_family("llama"))

@@ -383,7 +383,8 @@ def scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": broadcast_in_dim, "reshape": reshape, "transpose": transpose,
-    "squeeze": squeeze, "rev": same_dims, "cumsum": same_dims, "slice": slice_, "pad": pad,
+    "squeeze": squeeze, "slice": slice_, "pad": pad,
+    **dict.fromkeys(("rev", "tile", "cumsum"), same_dims),
     "concatenate": concatenate, "stack": stack, "unstack": unstack, "split": split, "iota": iota,
     "empty": iota,
     "reduce_sum": reduce_sum, "dot_general": dot_general, "sort": sort, "top_k": sort,

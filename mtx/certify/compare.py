@@ -145,7 +145,7 @@ def _gradients(run: RunConfig, means: Tree, norm: float) -> Tree:
 
 def _moments(trainer: Trainer, state: Any) -> dict[str, Tree]:
     arrays = state_arrays(state.moments)
-    masters = by_field(arrays, state.params)
+    masters = by_field(arrays, trainer.states.of_trained(state.params))
     return {name: _canonical(trainer, tree) for name, tree in masters.items()}
 
 

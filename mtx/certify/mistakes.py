@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mtx.layers import attention, bert, context
+from mtx.layers import attention, bert, context, vision
+from mtx.layers.encoder_decoder import ENCODER
 from mtx.pipeline.program import Pipeline
 from mtx.pipeline.run import Run
 from mtx.schedules.schedule import IDLE
 from mtx.sharding import linear, optimizer, vocab
 from mtx.sharding.axes import BATCH, TOKENS, axes_of
+from mtx.sharding.collectives import all_gather_sequence, shard_of_sequence
+from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.optimizer import DataShard
 from mtx.sharding.ring import Ring
 from mtx.step import step, trainer
@@ -235,6 +238,22 @@ def sequences_in_plain_order() -> Change:
     return mock.patch.object(trainer, "zigzag", lambda sequence, parts: np.arange(sequence))
 
 
+def projector_of_own_images() -> Change:
+    return mock.patch.object(vision, "gather_sequence", _own_backward)
+
+
+@custom_vjp(1)
+def _own_backward(x_GpD, axis):
+    """A gather whose backward pass takes a device's part of its own gradient, and sums nothing."""
+    return all_gather_sequence(x_GpD, axis)
+
+
+_own_backward.defvjp(
+    lambda x_GpD, axis: (all_gather_sequence(x_GpD, axis), None),
+    lambda axis, _, dy_GPD: (shard_of_sequence(dy_GPD, axis),),
+)
+
+
 # -- random numbers --------------------------------------------------------------------------------
 
 
@@ -276,6 +295,17 @@ def head_of_own_stage() -> Change:
 
 def embedding_of_own_stage() -> Change:
     return mock.patch.object(Run, "dx_of_first", lambda self, dx: dx)
+
+
+def encoder_of_own_stage() -> Change:
+    real = Run.send
+
+    def send(self, stream, routes):
+        if routes is self.schedule.gradient_receives:
+            stream = stream | {ENCODER: jnp.zeros_like(stream[ENCODER])}
+        return real(self, stream, routes)
+
+    return mock.patch.object(Run, "send", send)
 
 
 def head_of_another_stage() -> Change:

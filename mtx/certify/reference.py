@@ -24,6 +24,7 @@ from mtx.errors import UserError
 from mtx.layers.model import Model
 from mtx.schedules.schedule import IDLE
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import chosen, with_chosen
 from mtx.sharding.random import fold, key_data
 from mtx.step.optimizer import make_optimizer, state_arrays
 from mtx.step.step import DROPOUT_STREAM, by_rule
@@ -61,6 +62,12 @@ def _batch(model: Model, run: RunConfig, random: np.random.Generator) -> dict[st
         if name == "weights":
             batch[name] = (random.random(field.shape) < share).astype(np.float32)
             batch[name][-1] = 0
+        elif name == "pixels":
+            batch[name] = random.integers(0, 256, field.shape, dtype=np.uint8)
+        elif name == "patches":  # of all images of the row; -1: a token
+            images: Any = run.model
+            patches = random.integers(0, images.images * images.patches, field.shape)
+            batch[name] = np.where(random.random(field.shape) < 0.6, -1, patches).astype(np.int32)
         elif name == "segments":  # text, then padding
             length = random.integers(1, field.shape[1] + 1, (rows, 1))
             batch[name] = (np.arange(field.shape[1]) < length).astype(np.int32)
@@ -140,7 +147,7 @@ class Reference:
             norms.append(float(norm))
             first = gradients if first is None else first
         params = jax.device_get(params)
-        found = by_field(jax.device_get(state_arrays(moments)), params)
+        found = by_field(jax.device_get(state_arrays(moments)), self._of_trained(params))
         return Trained(
             losses={name: [float(each[name]) for each in losses] for name in losses[0]},
             norms=norms, gradients=first, params=params, moments=found, draw=draw,
@@ -148,33 +155,40 @@ class Reference:
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
-        return make_optimizer(self.run.optimizer, self.run.steps, self.model.roles)
+        roles = self._of_trained(self.model.roles)
+        return make_optimizer(self.run.optimizer, self.run.steps, roles)
+
+    def _of_trained(self, tree: Tree) -> Tree:
+        return chosen(tree, self.model.trained)
 
     @cached_property
     def _start(self) -> Callable:
         def start():
             params = self.first()
-            return params, self._optimizer.init(params)
+            return params, self._optimizer.init(self._of_trained(params))
 
         return jax.jit(start)
 
     @cached_property
     def _update(self) -> Callable:
-        config, rules = self.run.optimizer, self.model.rules
+        config, rules = self.run.optimizer, self._of_trained(self.model.rules)
 
         def update(params, moments, batch, step):
-            of_losses = jax.value_and_grad(self.losses, has_aux=True)
-            (_, losses), gradients = of_losses(params, batch, step)
+            trained = self._of_trained(params)
+            of_losses = jax.value_and_grad(
+                lambda trained: self.losses(with_chosen(params, trained), batch, step), has_aux=True
+            )
+            (_, losses), gradients = of_losses(trained)
             moved = by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
             norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(moved)))
             factor = jnp.minimum(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
             clipped = jax.tree.map(lambda g: g * factor, moved)
-            updates, moments = self._optimizer.update(clipped, moments, params)
+            updates, moments = self._optimizer.update(clipped, moments, trained)
             new = by_rule(
                 lambda rule, new, old, sums: rule(old, sums) if rule else new,
-                rules, optax.apply_updates(params, updates), params, gradients,
+                rules, optax.apply_updates(trained, updates), trained, gradients,
             )  # fmt: skip
-            return new, moments, losses, norm, moved
+            return with_chosen(params, new), moments, losses, norm, moved
 
         return jax.jit(update)
 

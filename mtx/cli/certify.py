@@ -14,7 +14,6 @@ from mtx.cli.options import File, Flag, read_line, split_names
 from mtx.cli.output import check_writable, progress, say, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
-from mtx.errors import UserError
 from mtx.fields import Between
 from mtx.launch.exits import on_abort
 from mtx.launch.start import usable_cores
@@ -60,26 +59,6 @@ def certify_command(arguments: list[str]) -> int:
     usage = "mtx certify [PRESET | PLAN]"
     options = read_line(arguments, CertifyOptions(**parts), usage, certify_command).options
     run = replace(run, seed=options.seed, **{name: getattr(options, name) for name in parts})
-    if run.model.lora_rank:
-        raise UserError(
-            f"lora_rank={run.model.lora_rank}: certify compares training of all parameters, not of "
-            "adapters; use lora_rank=0"
-        )
-    if run.model.freezes:
-        raise UserError(
-            f"family={run.model.family}: certify compares training of all parameters, and some are "
-            "frozen; use another family"
-        )
-    if run.model.objective == "spans":
-        raise UserError(
-            f"family={run.model.family}: certify has no reference with an encoder and a decoder; "
-            "use another family"
-        )
-    if run.model.objective == "retrieval":
-        raise UserError(
-            f"family={run.model.family}: certify has no reference that reads neighbours; use "
-            "another family"
-        )
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
     # Nobody reads which line of a file made an op: a tenth of what compiling takes.

@@ -29,7 +29,6 @@ _KERNELS: dict[Kernel, str] = {
     "cudnn": "cuDNN's attention",
     "blocked": "attention in blocks",
     "sliced": "attention in slices",
-    "dropout": "attention with dropout on its probabilities",
 }
 MOST_CPU_DEVICES = 2048  # above that XLA:CPU starts and lowers but does not compile
 

@@ -249,6 +249,11 @@ class Layout:
             )
         if not experts:
             return
+        if self.slices > 1 and model.counted_by_sequence:
+            raise UserError(
+                f"{model.counted_by_sequence} counts the choices of whole sequences, and slices="
+                f"{self.slices} cuts them; use slices=1, or capacity=None with aux='batch'"
+            )
         if experts % self.expert_shards:
             over = "expert" if self.expert_tensor else "expert*tensor"
             raise UserError(
@@ -278,11 +283,6 @@ class Layout:
             raise UserError(
                 f"slices={self.slices} and context={self.context} both cut the sequence; use "
                 "slices=1 or context=1"
-            )
-        if model.attention_dropout and self.context_attention not in ("auto", "gather"):
-            raise UserError(
-                f"context_attention={self.context_attention!r} is not made for attention_dropout="
-                f"{model.attention_dropout}; use context_attention='gather' or attention_dropout=0"
             )
         heads = max(1, model.groups // self.tensor)
         if self.context_attention == "ulysses" and heads % self.context:

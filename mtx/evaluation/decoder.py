@@ -5,7 +5,8 @@ of every layer; then each token is a pass over one position a text. Both run the
 the trainer's own pipeline, so that they go over any layout: kept keys and values lie with their
 layers over `pipe`, with their heads over `tensor`, with their texts over `data`, with their
 positions over `context`, and stay there. A layer's state, of any text's length one, lies with them,
-whole on each device of `context`. All devices of `context` compute the same.
+whole on each device of `context`. A first pass is cut over `context` as training is; of a single
+position all of its devices compute the same.
 
 Legend: G rows of a batch, one a text · T positions of a first pass · t of any pass · S positions
 kept · K head size · n = 2 for keys, values · k candidates · V vocabulary (v: shard) · B rows of a
@@ -35,6 +36,7 @@ from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import is_state
 from mtx.sizes import MOST_TOKENS
 from mtx.step.state import TrainState
+from mtx.step.step import batch_spec
 from mtx.step.trainer import Trainer
 
 Tree = Any
@@ -126,10 +128,10 @@ class Decoder:
     # -- to the devices and back ------------------------------------------------------------------
 
     def _size(self, positions: int) -> int:
-        """The power of two that holds so many positions, or as many more as `context` divides; at
-        most the model's sequence."""
-        size, shards = max(_FEWEST, _power_of_two_from(positions)), self._programs.shards
-        return min(self.sequence, -(-size // shards) * shards)
+        """The power of two that holds so many positions, or as many more as give each of the 2c
+        chunks of `context` a multiple of c, see `kept_of_parts`; at most the model's sequence."""
+        size, unit = max(_FEWEST, _power_of_two_from(positions)), 2 * self._programs.shards**2
+        return min(self.sequence, -(-size // unit) * unit)
 
     def _padded(self, windows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
         """{"tokens": [G, T], "last": [G], the place of each text's last token}"""
@@ -208,22 +210,31 @@ class Programs:
         layout = replace(trainer.run.layout, slices=1, sequence_parallel=False)
         run = replace(trainer.run, layout=layout, global_batch=layout.replicas * layout.microbatch)
         table = forward_table(trainer.schedule.virtual_stages, 1)
-        self._trainer = _Whole(run, mesh=trainer.mesh, schedule=table)
+        self._whole = _Whole(run, mesh=trainer.mesh, schedule=table)
+        self._cut = self._whole
+        if layout.context > 1:
+            self._cut = Trainer(run, mesh=trainer.mesh, schedule=table)
         self._microbatch = layout.microbatch
         self.data = layout.replicas
-        self.shards = layout.context  # of what is kept of a text
-        self.place = self._trainer.place
+        self.shards = layout.context  # of a text, and of what is kept of it
+
+    def place(self, batch: dict[str, np.ndarray]) -> Tree:
+        return self._trainer_of(batch).place(batch)
+
+    def _trainer_of(self, batch: Tree) -> Trainer:
+        """Of a single position a text, or of several."""
+        return self._whole if batch["tokens"].shape[1] == 1 else self._cut
 
     @cached_property
     def gather(self):
         """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
 
         def gather(masters):
-            params = self._trainer.step.gather(masters, float8=False)
+            params = self._whole.step.gather(masters, float8=False)
             return params | {"layers": jax.tree.map(lambda a: a[None], params["layers"])}
 
-        masters = self._trainer.states.specs.params
-        return jax.jit(self._trainer.shard_map(gather, (masters,), self._specs))
+        masters = self._whole.states.specs.params
+        return jax.jit(self._whole.shard_map(gather, (masters,), self._specs))
 
     @cached_property
     def begin(self):
@@ -264,9 +275,11 @@ class Programs:
 
         def run(*arguments):
             count, arrays = arguments[0], arguments[static:]
-            chosen = (_ROWS, _ROWS) if count else (None, P(BATCH, self._trainer.axes.vocab or None))
-            specs = (self._specs, _ROWS, P(), self._past_specs)[: len(arrays)]
-            mapped = self._trainer.shard_map(
+            axes = self._trainer_of(arrays[1]).axes
+            of_batch = jax.tree.map(lambda a: batch_spec(a, axes), arrays[1])
+            chosen = (_ROWS, _ROWS) if count else (None, P(BATCH, axes.vocab or None))
+            specs = (self._specs, of_batch, P(), self._past_specs)[: len(arrays)]
+            mapped = self._whole.shard_map(
                 partial(local, *arguments[:static]), specs,
                 (chosen, self._past_specs) if keeps else chosen,
             )  # fmt: skip
@@ -277,8 +290,7 @@ class Programs:
     @cached_property
     def _specs(self) -> Tree:
         """Of gathered parameters."""
-        trainer = self._trainer
-        states = trainer.states
+        states = self._whole.states
         return jax.tree.map(
             lambda by_pipeline, master, whole: master if by_pipeline else whole,
             states.by_pipeline, states.specs.params, states.param_specs,
@@ -287,7 +299,7 @@ class Programs:
     @cached_property
     def _past_specs(self) -> Tree:
         """Of what is kept, an entry a kind's sublayer."""
-        model = self._trainer.model
+        model = self._whole.model
 
         def specs(kind: str) -> Tree:
             past = jax.eval_shape(lambda: model.empty_past(kind, 1, self.shards))
@@ -301,7 +313,7 @@ class Programs:
         """For the rows of this replica, in microbatches of `most` at most."""
         rows = len(batch["tokens"])
         size = min(rows, 1 << (most.bit_length() - 1))  # a power of two, as the rows are
-        trainer = self._trainer
+        trainer = self._trainer_of(batch)
         table = forward_table(trainer.schedule.virtual_stages, rows // size)
         return replace(trainer.pipeline, schedule=table)
 

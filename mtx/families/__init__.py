@@ -220,6 +220,11 @@ class ModelConfig:
         return 0
 
     @property
+    def counted_by_sequence(self) -> str:
+        """What routers count in whole sequences, "field=value"; "": nothing."""
+        return ""
+
+    @property
     def sequence_is_fixed(self) -> bool:
         """Whether parameters depend on the sequence: a table of positions."""
         return True

@@ -63,6 +63,12 @@ class Mixtral(Llama):
         return self.choices
 
     @property
+    def counted_by_sequence(self) -> str:
+        if self.capacity is not None:
+            return f"capacity={self.capacity}"
+        return "aux='sequence'" if self.aux == "sequence" and self.aux_weight else ""
+
+    @property
     def split_widths(self) -> dict[str, int]:
         return super().split_widths | {"expert_ffn": self.expert_width}
 

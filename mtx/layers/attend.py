@@ -1,11 +1,10 @@
-"""Attention of projected queries, keys and values: in blocks, fused, in slices, with dropout, or of
-the next positions of texts.
+"""Attention of projected queries, keys and values: in blocks, fused, or in slices.
 
 Heads of keys and values may be fewer than those of queries (Ainslie et al. 2023): each of them
 serves a group of neighbours. They come as they are projected (`mtx.layers.projected`): so no copy
 of them waits for the backward pass beside it.
 
-Legend: B rows · S sequence (T: keys, t: the next positions) · H heads of queries (h: shard) ·
+Legend: B rows · S sequence (T: keys) · H heads of queries (h: shard) ·
 G heads of keys and values (g: shard) · R = H / G · K head size (V: of values, where it is another)
 · b a block of queries
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +28,14 @@ from mtx.layers.projected import (
     heads_first,
     in_a_row,
     in_groups,
-    keys_and_values,
     positions_first,
     projected_like_blocks,
     separate,
     sinks_of,
 )
-from mtx.layers.sinks import by_heads, with_sinks
+from mtx.layers.sinks import with_sinks
 from mtx.sharding.custom_vjp import custom_vjp
-from mtx.sharding.mesh import Axes
 from mtx.sharding.random import dropout_heads
-from mtx.sharding.sequence import places, whole_sequence
 
 ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all that its own backward pass keeps
 
@@ -52,6 +48,7 @@ class Scores:
     window: int | None = None  # causal: it sees itself and window - 1 positions before it
     scale: float | None = None  # of the products; None: 1 / sqrt(K)
     softcap: float | None = None  # c tanh(score / c), before the mask (Gemma 2)
+    dropout: float = 0.0  # on the probabilities, where there are `Drops`
 
     def scaled_by(self, size: int) -> float:
         return 1 / math.sqrt(size) if self.scale is None else self.scale
@@ -61,16 +58,32 @@ class Scores:
         return 0 if self.window is None else max(0, first_query - self.window + 1)
 
 
-def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: AttentionKernel):
+class Drops(NamedTuple):
+    """What a mask of dropout follows from, on every layout: see `random.dropout_heads`."""
+
+    key: jax.Array  # uint32 [2]
+    samples_B: Any  # int32 [B]
+    first_head: Any  # int32 []: the global number of this device's head 0
+    queries_S: jax.Array  # int32: the global positions of queries
+    keys_T: jax.Array  # and of keys
+
+    def of(self, queries: slice, keys: slice) -> Drops:
+        return self._replace(queries_S=self.queries_S[queries], keys_T=self.keys_T[keys])
+
+
+def attention(
+    projected: Projected, segments_BS=None, drops: Drops | None = None, *, rules: Scores,
+    kernel: AttentionKernel,
+):  # fmt: skip
     """softmax(scores) v -> [B, S, h, V].
 
     The mask hides positions of another of `segments_BS`, and what `rules` hide. "cudnn": the fused
     kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs (`kernels.cudnn_takes`).
-    "blocked": `blocked_attention`, everywhere. "described":
+    "blocked": `blocked_attention`, everywhere, alone with dropout. "described":
     the fused one to be traced, not run, anywhere.
     """
     if kernel == "blocked":
-        return blocked_attention(projected, segments_BS, rules)
+        return blocked_attention(projected, segments_BS, drops, rules)
     assert len(projected) < 3, "see mtx.layers.over_context"
     q_BShK, k_BSgK, v_BSgK = separate(projected)
     mask_B1ST = None
@@ -85,15 +98,15 @@ def attention(projected: Projected, segments_BS=None, *, rules: Scores, kernel: 
     )  # fmt: skip
 
 
-@custom_vjp(2)
-def blocked_attention(projected: Projected, segments_BS=None, rules: Scores = Scores()):  # noqa: B008
+@custom_vjp(3)
+def blocked_attention(projected: Projected, segments_BS, drops: Drops | None, rules: Scores):
     """Attention in blocks of queries, each with the keys only that one of its queries sees: where
     causal, (n+1)/2n of the square for n blocks.
 
     Like FlashAttention (Dao et al. 2022) it keeps q, k, v, its output and a number a row, and
     computes the probabilities again in the backward pass.
     """
-    return _blocked_forward(projected, segments_BS, rules)[0]
+    return _blocked_forward(projected, segments_BS, drops, rules)[0]
 
 
 # -- a block of queries ----------------------------------------------------------------------------
@@ -107,7 +120,7 @@ class Mask(NamedTuple):
     first_key: int  # and of the first key
     # segments of queries and keys, [B, b] and [B, T]; None: all of a row's positions are of one
     segments: tuple[jax.Array, jax.Array] | None = None
-    places: jax.Array | None = None  # int32 [b]: of the queries, where they are not in a row
+    drops: Drops | None = None
 
     def __call__(self, scores_BgRbT):
         seen = self.seen(scores_BgRbT.shape)
@@ -118,8 +131,6 @@ class Mask(NamedTuple):
         seen = None
         if self.rules.causal:
             query = self.first + lax.broadcasted_iota(jnp.int32, shape, 3)
-            if self.places is not None:
-                query = self.places[:, None]
             key = lax.broadcasted_iota(jnp.int32, shape, 4)
             key = key + self.first_key if self.first_key else key
             seen = query >= key
@@ -130,6 +141,13 @@ class Mask(NamedTuple):
             same = (queries_Bb[:, :, None] == keys_BT[:, None, :])[:, None, None]
             seen = same if seen is None else seen & same
         return seen
+
+    def dropped(self, p_BgRbT):
+        """Probabilities, or their gradient, with dropout."""
+        if self.drops is None:
+            return p_BgRbT
+        p_BhbT = dropout_heads(in_a_row(p_BgRbT), self.rules.dropout, *self.drops)
+        return in_groups(p_BhbT, p_BgRbT.shape[1])
 
 
 product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -150,6 +168,7 @@ def attend(q_BgRbK, k_BgTK, v_BgTK, mask: Mask):
     largest = jnp.maximum(scores_BgRbT.max(axis=-1, keepdims=True), -1e30)
     p_BgRbT = jnp.exp(scores_BgRbT - largest)
     total = jnp.maximum(p_BgRbT.sum(axis=-1, keepdims=True), 1e-30)
+    p_BgRbT = mask.dropped(p_BgRbT)
     o_BgRbK = product("BgRbT,BgTK->BgRbK", p_BgRbT.astype(v_BgTK.dtype), v_BgTK) / total
     return o_BgRbK, (largest + jnp.log(total))[..., 0]
 
@@ -161,7 +180,7 @@ def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_B
     scores_BgRbT = mask(raw_BgRbT) - logsumexp_BgRb[..., None]
     # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
     p_BgRbT = jnp.exp(jnp.minimum(scores_BgRbT, 0))
-    dp_BgRbT = product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK)
+    dp_BgRbT = mask.dropped(product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK))
     ds_BgRbT = p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * rules.scaled_by(q_BgRbK.shape[-1])
     if rules.softcap is not None:
         ds_BgRbT *= 1 - jnp.square(raw_BgRbT / rules.softcap)
@@ -170,7 +189,7 @@ def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_B
     # Keys last, and a barrier to keep them there: matmuls on CPUs transpose their first operand,
     # which is to be a small one, and not the probabilities.
     dk_BgKT = product("BgRbK,BgRbT->BgKT", q_BgRbK, ds_BgRbT)
-    dv_BgKT = product("BgRbK,BgRbT->BgKT", do_BgRbK, p_BgRbT.astype(dtype))
+    dv_BgKT = product("BgRbK,BgRbT->BgKT", do_BgRbK, mask.dropped(p_BgRbT).astype(dtype))
     return dq_BgRbK, *lax.optimization_barrier((dk_BgKT, dv_BgKT))
 
 
@@ -184,7 +203,9 @@ def output_gradient(do_BShK, o_BShK, groups: int):
 # -- whole sequences -------------------------------------------------------------------------------
 
 
-def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slice, Mask]]:
+def _blocks(
+    sequence: int, segments_BS, drops: Drops | None, rules: Scores
+) -> list[tuple[slice, slice, Mask]]:
     """(queries, keys, mask) of each block."""
     size = sequence // query_blocks(sequence)
     blocks = []
@@ -194,14 +215,15 @@ def _blocks(sequence: int, segments_BS, rules: Scores) -> list[tuple[slice, slic
         segments = None
         if segments_BS is not None:
             segments = segments_BS[:, queries], segments_BS[:, keys]
-        blocks.append((queries, keys, Mask(rules, start, keys.start, segments)))
+        of_block = drops and drops.of(queries, keys)
+        blocks.append((queries, keys, Mask(rules, start, keys.start, segments, of_block)))
     return blocks
 
 
-def _blocked_forward(projected, segments_BS, rules):
+def _blocked_forward(projected, segments_BS, drops, rules):
     q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
     outputs, logsumexps, sinks_h = [], [], sinks_of(projected)
-    for queries, keys, mask in _blocks(k_BgSK.shape[2], segments_BS, rules):
+    for queries, keys, mask in _blocks(k_BgSK.shape[2], segments_BS, drops, rules):
         part = attend(q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask)
         o_BgRbK, logsumexp_BgRb = with_sinks(*part, sinks_h)
         outputs.append(o_BgRbK.astype(v_BgSK.dtype))
@@ -209,16 +231,16 @@ def _blocked_forward(projected, segments_BS, rules):
     o_BShK = positions_first(jnp.concatenate(outputs, axis=3))
     o_BShK = checkpoint_name(o_BShK, ATTENTION_OUTPUT)
     logsumexp_BgRS = checkpoint_name(jnp.concatenate(logsumexps, axis=3), ATTENTION_OUTPUT)
-    return o_BShK, (projected, segments_BS, o_BShK, logsumexp_BgRS)
+    return o_BShK, (projected, segments_BS, drops, o_BShK, logsumexp_BgRS)
 
 
 def _blocked_backward(rules, saved, do_BShK):
-    projected, segments_BS, o_BShK, logsumexp_BgRS = saved
+    projected, segments_BS, drops, o_BShK, logsumexp_BgRS = saved
     q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
     sequence = k_BgSK.shape[2]
     do_BgRSK, along_BgRS = output_gradient(do_BShK, o_BShK, k_BgSK.shape[1])
     dq, dk_BgKS, dv_BgKS = [], 0.0, 0.0
-    for queries, keys, mask in _blocks(sequence, segments_BS, rules):
+    for queries, keys, mask in _blocks(sequence, segments_BS, drops, rules):
         dq_BgRbK, dk_BgKT, dv_BgKT = attend_backward(
             q_BgRSK[:, :, :, queries], k_BgSK[:, :, keys], v_BgSK[:, :, keys], mask,
             logsumexp_BgRS[..., queries], along_BgRS[..., queries], do_BgRSK[:, :, :, queries],
@@ -228,7 +250,7 @@ def _blocked_backward(rules, saved, do_BShK):
         dk_BgKS += jnp.pad(dk_BgKT, hidden)
         dv_BgKS += jnp.pad(dv_BgKT, hidden)
     dq_BgRSK, sums = jnp.concatenate(dq, axis=3), (logsumexp_BgRS, along_BgRS)
-    return projected_like_blocks(projected, dq_BgRSK, dk_BgKS, dv_BgKS, *sums), None
+    return projected_like_blocks(projected, dq_BgRSK, dk_BgKS, dv_BgKS, *sums), None, None
 
 
 blocked_attention.defvjp(_blocked_forward, _blocked_backward)
@@ -295,37 +317,3 @@ def _slice_backward(slices, rules, saved, do_BbhK):
 
 
 sliced_attention.defvjp(_slice_forward, _slice_backward)
-
-
-# -- dropout ---------------------------------------------------------------------------------------
-
-
-def attention_with_dropout(
-    projected: Projected, segments_BS, *, rules: Scores, rate: float, key, samples_B, first_head,
-    axes: Axes,
-):  # fmt: skip
-    """`attention` with dropout on its probabilities -> [B, S, h, K], in the values' type.
-
-    All scores [B, h, S, T] are computed at once, in float32. segments_BS: int32 or None. A mask is
-    that of its sample, global head and position, on every layout: samples_B int32, first_head the
-    global number of this device's head 0, key as `mtx.sharding.random.dropout_heads` takes it.
-    Over `context` all keys and values are gathered.
-    """
-    places_S, segments = places(projected[0].shape[1], axes), None
-    if segments_BS is not None:
-        segments = segments_BS, whole_sequence(segments_BS, axes)
-    if axes.context is not None:
-        if len(projected) == 1:
-            projected = separate(projected)[0], keys_and_values(projected)
-        keys = (whole_sequence(a_BSgK, axes) for a_BSgK in projected[1:3])
-        projected = projected[0], *keys, *projected[3:]
-    q_BgRSK, k_BgSK, v_BgSK = heads_first(projected)
-    scores_BgRST = Mask(rules, 0, 0, segments, places_S)(scores_of(q_BgRSK, k_BgSK, rules))
-    if (sinks_h := sinks_of(projected)) is not None:
-        sinks_gR11 = by_heads(sinks_h, scores_BgRST[..., 0])[..., None]
-        sinks = jnp.broadcast_to(sinks_gR11, (*scores_BgRST.shape[:-1], 1))
-        scores_BgRST = jnp.concatenate([scores_BgRST, sinks], axis=-1)
-    p_BgRST = jax.nn.softmax(scores_BgRST, axis=-1)[..., : k_BgSK.shape[2]]
-    p_BhST = dropout_heads(in_a_row(p_BgRST), rate, key, samples_B, first_head, places_S)
-    p_BgRST = in_groups(p_BhST, k_BgSK.shape[1]).astype(v_BgSK.dtype)
-    return positions_first(jnp.einsum("BgRST,BgTK->BgRSK", p_BgRST, v_BgSK))

@@ -9,7 +9,7 @@ Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden · H 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mtx.layers.attend import Scores, attention_with_dropout, sliced_attention
+from mtx.layers.attend import Drops, Scores, sliced_attention
 from mtx.layers.cached import cached_attention, kept_of
 from mtx.layers.context import Context, positions_of
 from mtx.layers.kernels import AttentionKernel
@@ -40,6 +40,7 @@ from mtx.sharding.linear import (
 )
 from mtx.sharding.parameter import parameter
 from mtx.sharding.random import fold
+from mtx.sharding.sequence import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,20 +199,23 @@ class AttentionModule(nnx.Module):
     def __call__(self, x_BsD, context: Context | None = None):
         projected, config = self.project(x_BsD, context), self.config
         segments_BS = None if context is None else context.segments_BS
-        if context is None or context.rng is None or not config.dropout:
-            return self.out(self._attend(projected, segments_BS))
-        heads, tensor = projected[0].shape[-2], self.build.axes.tensor
-        o_BShK = attention_with_dropout(
-            projected, segments_BS, rules=config.scores, rate=config.dropout,
-            key=fold(context.rng, context.layer, self.build.site), samples_B=context.samples_B,
-            first_head=lax.axis_index(tensor) * heads if tensor else 0, axes=self.build.axes,
-        )  # fmt: skip
-        return self.out(o_BShK)
+        drops = None
+        if context is not None and context.rng is not None and config.dropout:
+            drops = self._drops(context, projected)
+        return self.out(self._attend(projected, segments_BS, drops))
 
-    def _attend(self, projected: Projected, segments_BS=None):
+    def _drops(self, context: Context, projected: Projected) -> Drops:
+        axes, (_, size, *_, heads, _) = self.build.axes, projected[0].shape
+        first_head = lax.axis_index(axes.tensor) * heads if axes.tensor else 0
+        key, at_S = fold(context.rng, context.layer, self.build.site), places(size, axes)
+        return Drops(key, context.samples_B, first_head, at_S, at_S)
+
+    def _attend(self, projected: Projected, segments_BS=None, drops: Drops | None = None):
+        rules = self.config.scores
         return attention_over_context(
-            projected, segments_BS, rules=self.config.scores, kernel=self._kernel,
-            axes=self.build.axes,
+            projected, segments_BS, drops,
+            rules=replace(rules, dropout=self.config.dropout) if drops else rules,
+            kernel="blocked" if drops else self._kernel, axes=self.build.axes,
         )  # fmt: skip
 
     # -- slices of sequences, and texts that go on -------------------------------------------------

@@ -12,7 +12,7 @@ from jax import lax
 from mtx.layers.attend import Scores, product, scores_of
 from mtx.layers.projected import Projected, keys_and_values
 from mtx.sharding.mesh import Axes
-from mtx.sharding.sequence import kept_places, own_of
+from mtx.sharding.sequence import kept_of_parts, kept_places
 
 
 def kept_of(projected: Projected, axes: Axes):
@@ -20,8 +20,7 @@ def kept_of(projected: Projected, axes: Axes):
     them as they lie. (With positions first, XLA transposes all of them for every token: five times
     the time on a CPU.) Where they are kept by positions over several devices, those of this one."""
     own_nBgtK = jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
-    new = own_nBgtK.shape[3]
-    return own_nBgtK if axes.past is None or new == 1 else own_of(own_nBgtK, 3, axes)
+    return kept_of_parts(own_nBgtK, 3, axes)
 
 
 def cached_attention(

@@ -30,7 +30,7 @@ from mtx.layers.rotary import Rotary, rotate
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.collectives import copy_to, gather_sequence
 from mtx.sharding.linear import ColumnLinear, RowLinear, WholeLinear
-from mtx.sharding.sequence import own_of
+from mtx.sharding.sequence import kept_of_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,7 @@ class LatentModule(AttentionModule):
         q_BthK = self._queries(x_BtD, context)
         c_BtL, k_BtR = self._latents(x_BtD, context)
         own_nB1tK = jnp.concatenate([c_BtL, k_BtR], axis=-1)[None, :, None]
-        shared = axes.past is not None and own_nB1tK.shape[3] > 1
-        held = keep(own_of(own_nB1tK, 3, axes) if shared else own_nB1tK)
+        held = keep(kept_of_parts(own_nB1tK, 3, axes))
         if held is None:
             return self.out(self._attend(self._expanded(q_BthK, c_BtL, k_BtR)))
         q_BthN, q_BthR = jnp.split(q_BthK, [config.size], axis=-1)

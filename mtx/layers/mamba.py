@@ -36,7 +36,7 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import MATMUL_OUTPUT, RowLinear, column_products, used_by_heads
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
-from mtx.sharding.sequence import State
+from mtx.sharding.sequence import State, places
 
 # What dt and A begin with, as in Dao and Gu's code: drawn evenly, dt by its logarithm.
 _DT, _A = (1e-3, 1e-1), (1.0, 16.0)
@@ -231,7 +231,8 @@ def mixed(
     b_BpSgN, c_BpSgN = bc_BpSngN[:, :, :, 0], bc_BpSngN[:, :, :, 1]
     groups = b_BpSgN.shape[3]
     x_BpSgRK = x_BpShK.reshape(*x_BpShK.shape[:3], groups, -1, config.size)
-    dt_BpSgR = spans.cut(_steps(dt_BSh, weights, config, last_B)).reshape(x_BpSgRK.shape[:-1])
+    dt_BSh = _steps(dt_BSh, weights, config, last_B, axes)
+    dt_BpSgR = spans.cut(dt_BSh).reshape(x_BpSgRK.shape[:-1])
     a_gR = -jnp.exp(weights.A_log.astype(jnp.float32)).reshape(groups, -1)
     head = *x_BpSgRK.shape[3:], config.state
     y_BpSgRK, state_BgRKN = ssd(
@@ -243,16 +244,18 @@ def mixed(
     y_BShK += skip_hK * x_BpShK.reshape(x_BShK.shape).astype(jnp.float32)
     y_BShK = gated_norm(y_BShK, z_BShK, weights.scale, config, axes)
     state_BhKN = state_BgRKN.reshape(-1, *x_BShK.shape[2:], config.state)
+    if last_B is not None:
+        state_BhKN = spans.of_last(state_BhKN)
     return y_BShK, Kept(state_BhKN, x_after, bc_after)
 
 
-def _steps(dt_BSh, weights: Weights, config: Mamba, last_B):
+def _steps(dt_BSh, weights: Weights, config: Mamba, last_B, axes: Axes):
     """dt, float32; 0 of padding, which then neither decays the state nor adds to it."""
     dt_BSh = dt_BSh.astype(jnp.float32) + weights.dt_bias.astype(jnp.float32)
     dt_BSh = jnp.maximum(jax.nn.softplus(dt_BSh), config.least_dt)
     if last_B is None:
         return dt_BSh
-    counts_BS = jnp.arange(dt_BSh.shape[1]) <= last_B[:, None]
+    counts_BS = places(dt_BSh.shape[1], axes) <= last_B[:, None]
     return jnp.where(counts_BS[..., None], dt_BSh, 0)
 
 
@@ -274,7 +277,9 @@ def _convolved(a_BS, weights, before_Bw, last_B, spans: Spans):
         before_Bpw = jnp.zeros((a_BpS.shape[0], 1, width, *a_BpS.shape[3:]), a_BpS.dtype)
     whole_BS = jnp.concatenate([before_Bpw[:, -1], a_BpS[:, -1]], axis=1)
     after_Bw = whole_BS[:, whole_BS.shape[1] - width :]
-    if last_B is not None:
+    if last_B is not None and spans.count > 1:
+        after_Bw = spans.at(a_BS, last_B[:, None] + 1 - width + jnp.arange(width))
+    elif last_B is not None:
         places_Bw = last_B[:, None] + 1 + jnp.arange(width)
         places_Bw = places_Bw.reshape(*places_Bw.shape, *(1,) * (a_BS.ndim - 2))
         after_Bw = jnp.take_along_axis(whole_BS, places_Bw, axis=1)

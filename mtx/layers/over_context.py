@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtx.layers.attend import ATTENTION_OUTPUT, Scores, attention
+from mtx.layers.attend import ATTENTION_OUTPUT, Drops, Scores, attention
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.pairs import Part
 from mtx.layers.projected import Projected, projected_like, separate, sinks_of
@@ -37,15 +37,16 @@ from mtx.sharding.sequence import as_devices_have, in_order
 
 
 def attention_over_context(
-    projected: Projected, segments_Bs, *, rules: Scores, kernel: AttentionKernel, axes: Axes
-):
+    projected: Projected, segments_Bs, drops: Drops | None = None, *, rules: Scores,
+    kernel: AttentionKernel, axes: Axes,
+):  # fmt: skip
     """softmax(scores) v -> [B, s, h, V] of this device's positions; see `attend.attention`."""
     if axes.context is None:
-        return _of_whole(projected, segments_Bs, rules, kernel)
+        return _of_whole(projected, segments_Bs, drops, rules, kernel)
     group, ring = Ring.of(axes).split(_by_heads(axes, separate(projected)[1].shape[2]))
     if group.size == 1:
         gathers = axes.attention == "gather"
-        return ring_attention(projected, segments_Bs, rules, kernel, ring, gathers)
+        return ring_attention(projected, segments_Bs, drops, rules, kernel, ring, gathers)
 
     def whole(x_Bs):
         return in_order(x_Bs, 1, group.size)
@@ -58,19 +59,25 @@ def attention_over_context(
 
     ours = tuple(map(of_heads, projected))
     segments = None if segments_Bs is None else whole(group.all_gather(segments_Bs, axis=1))
+    if drops is not None:
+        at_S = whole(group.all_gather(drops.queries_S[None], axis=1))[0]
+        first_head = drops.first_head + group.index * ours[0].shape[-2]
+        drops = drops._replace(first_head=first_head, queries_S=at_S, keys_T=at_S)
     if ring.size == 1:
-        o_BShK = _of_whole(ours, segments, rules, kernel)
+        o_BShK = _of_whole(ours, segments, drops, rules, kernel)
     else:
-        o_BShK = ring_attention(ours, segments, rules, kernel, ring, False)
+        o_BShK = ring_attention(ours, segments, drops, rules, kernel, ring, False)
     return group.all_to_all(as_devices_have(o_BShK, 1, group.size), split=1, join=2)
 
 
-def _of_whole(projected: Projected, segments_BS, rules: Scores, kernel: AttentionKernel):
+def _of_whole(
+    projected: Projected, segments_BS, drops: Drops | None, rules: Scores, kernel: AttentionKernel
+):
     """What JAX's function of the fused kernel has not, values of another size and sinks, its
     parts have."""
     if len(projected) < 3 or kernel == "blocked":
-        return attention(projected, segments_BS, rules=rules, kernel=kernel)
-    return ring_attention(projected, segments_BS, rules, kernel, None, False)
+        return attention(projected, segments_BS, drops, rules=rules, kernel=kernel)
+    return ring_attention(projected, segments_BS, drops, rules, kernel, None, False)
 
 
 def in_parts(axes: Axes, heads: int) -> bool:
@@ -84,41 +91,49 @@ def _by_heads(axes: Axes, heads: int) -> int:
     return math.gcd(heads, axes.context_shards) if shared else 1
 
 
-@custom_vjp(2, 3, 4, 5)
+@custom_vjp(3, 4, 5, 6)
 def ring_attention(
-    projected: Projected, segments_Bs, rules: Scores, kernel: AttentionKernel, ring: Ring | None,
-    gathers: bool,
+    projected: Projected, segments_Bs, drops: Drops | None, rules: Scores, kernel: AttentionKernel,
+    ring: Ring | None, gathers: bool,
 ):  # fmt: skip
     """Attention of this device's two chunks of queries to all keys of the ring, o_BshV. ring: None
     where it has whole sequences; gathers: every device has all keys at once."""
-    return _forward(projected, segments_Bs, rules, kernel, ring, gathers)[0]
+    return _forward(projected, segments_Bs, drops, rules, kernel, ring, gathers)[0]
 
 
-def _forward(projected, segments_Bs, rules, kernel, ring, gathers):
+def _met(projected: Projected, segments_Bs, drops: Drops | None) -> tuple[Queries, Keys]:
     q_BshK, k_BsgK, v_BsgK = separate(projected)
     queries, keys = Queries(q_BshK, segments_Bs), Keys(k_BsgK, v_BsgK, segments_Bs)
-    part = way_of(rules, kernel, ring, gathers, q_BshK.shape[1]).forward(queries, keys)
+    if drops is None:
+        return queries, keys
+    return queries._replace(places=drops.queries_S[None]), keys._replace(places=drops.keys_T[None])
+
+
+def _forward(projected, segments_Bs, drops, rules, kernel, ring, gathers):
+    queries, keys = _met(projected, segments_Bs, drops)
+    q_BshK = queries.q
+    way = way_of(rules, kernel, ring, gathers, q_BshK.shape[1], drops)
+    part = way.forward(queries, keys)
     if (sinks_h := sinks_of(projected)) is not None:
         o_BhsK, logsumexp = with_sinks(jnp.swapaxes(part.output, 1, 2), part.logsumexp, sinks_h)
         part = Part(jnp.swapaxes(o_BhsK, 1, 2), logsumexp)
     o_BshK = checkpoint_name(part.output.astype(q_BshK.dtype), ATTENTION_OUTPUT)
     logsumexp_Bhs = checkpoint_name(part.logsumexp, ATTENTION_OUTPUT)
-    return o_BshK, (projected, segments_Bs, o_BshK, logsumexp_Bhs)
+    return o_BshK, (projected, segments_Bs, drops, o_BshK, logsumexp_Bhs)
 
 
 def _backward(rules, kernel, ring, gathers, saved, do_BshK):
     if ring is not None and not gathers:
         # Else keys are sent, and parts of queries made, while the layer's MLP goes backward.
         saved, do_BshK = lax.optimization_barrier((saved, do_BshK))
-    projected, segments_Bs, o_BshK, logsumexp_Bhs = saved
-    q_BshK, k_BsgK, v_BsgK = separate(projected)
-    queries, keys = Queries(q_BshK, segments_Bs), Keys(k_BsgK, v_BsgK, segments_Bs)
+    projected, segments_Bs, drops, o_BshK, logsumexp_Bhs = saved
+    queries, keys = _met(projected, segments_Bs, drops)
     output = Output(Part(o_BshK, logsumexp_Bhs), do_BshK)
-    way = way_of(rules, kernel, ring, gathers, q_BshK.shape[1])
+    way = way_of(rules, kernel, ring, gathers, o_BshK.shape[1], drops)
     gradients = way.backward(queries, keys, output)
     along_Bsh = (do_BshK.astype(jnp.float32) * o_BshK.astype(jnp.float32)).sum(axis=-1)
     sums = logsumexp_Bhs, jnp.swapaxes(along_Bsh, 1, 2)
-    return projected_like(projected, *gradients, *sums), None
+    return projected_like(projected, *gradients, *sums), None, None
 
 
 ring_attention.defvjp(_forward, _backward)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtx.layers.attend import Mask, Scores, attend, attend_backward, output_gradient
+from mtx.layers.attend import Drops, Mask, Scores, attend, attend_backward, output_gradient
 from mtx.layers.fused import BACKWARD, FORWARD
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.projected import positions_first, queries_first
@@ -57,10 +57,14 @@ class Pair:
     rules: Scores
     kernel: AttentionKernel
     offset: int = 0
+    drops: Drops | None = None  # "blocked" alone
 
-    @classmethod
-    def all_seen(cls, rules: Scores, kernel: AttentionKernel) -> Pair:
-        return cls(rules=replace(rules, causal=False, window=None), kernel=kernel)
+    def at(self, queries_1n, keys_1m) -> Pair:
+        """With dropout of these positions, where there is any."""
+        if self.drops is None:
+            return self
+        drops = self.drops._replace(queries_S=queries_1n[0], keys_T=keys_1m[0])
+        return replace(self, drops=drops)
 
     def forward(self, q_BnhK, k_BmgK, v_BmgK, segments) -> Part:
         """segments: of queries int32 [B, n] and of keys [B, m], which see each other where they are
@@ -99,7 +103,8 @@ class Pair:
             block = slice(start, min(start + _QUERIES, queries))
             keys = slice(0, block.stop + self.offset if self.rules.causal else None)
             of_block = None if segments is None else (segments[0][:, block], segments[1][:, keys])
-            yield block, keys, Mask(self.rules, start + self.offset, 0, of_block)
+            drops = self.drops and self.drops.of(block, keys)
+            yield block, keys, Mask(self.rules, start + self.offset, 0, of_block, drops)
 
     def _blocked_forward(self, q_BnhK, k_BmgK, v_BmgK, segments) -> Part:
         q_BgRnK = queries_first(q_BnhK, k_BmgK.shape[2])

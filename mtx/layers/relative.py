@@ -161,10 +161,11 @@ def with_dropout(
     first_head,
 ):  # fmt: skip
     """`relative_attention` with dropout on its probabilities, all of which are there at once: see
-    `attention_with_dropout`."""
+    `mtx.layers.attend.Drops`."""
     q_BhSK, k_BhTK, v_BhTK = _heads_first(q_BShK, k_BThK, v_BThK)
     p_BhST = jax.nn.softmax(scores_of_block(q_BhSK, k_BhTK, bias_Nh, seen_BT, rules, 0), axis=-1)
-    p_BhST = dropout_heads(p_BhST, rate, key, samples_B, first_head, jnp.arange(p_BhST.shape[2]))
+    at_S, at_T = map(jnp.arange, p_BhST.shape[2:])
+    p_BhST = dropout_heads(p_BhST, rate, key, samples_B, first_head, at_S, at_T)
     o_BhSK = product("BhST,BhTK->BhSK", p_BhST.astype(v_BhTK.dtype), v_BhTK)
     return jnp.swapaxes(o_BhSK, 1, 2).astype(v_BThK.dtype)
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.layers.attend import product
+from mtx.sharding.collectives import broadcast_from, reduce_from
 from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import places, whole_sequence
 
@@ -55,6 +56,19 @@ class Spans:
     def own(self, all_Bp):
         """This device's, of what all spans have, in the order of positions."""
         return jnp.take(all_Bp, places(self.count, self.axes), axis=1)
+
+    def of_last(self, a):
+        """On all devices, what the one has whose second span is the sequence's last: the first."""
+        axis = self.axes.context
+        return a if axis is None else broadcast_from(a, lax.axis_index(axis) == 0, axis)
+
+    def at(self, a_BS, places_Bw):
+        """On all devices, what stands at places of the whole sequence; 0 below its first."""
+        here_BwS = places_Bw[..., None] == places(a_BS.shape[1], self.axes)
+        found_Bw = jnp.einsum(
+            "BwS,BS...->Bw...", here_BwS.astype(a_BS.dtype), a_BS, precision=lax.Precision.HIGHEST
+        )
+        return reduce_from(found_Bw, self.axes.context)
 
     @cached_property
     def documents_BpS(self):

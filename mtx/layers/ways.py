@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mtx.layers.attend import Scores
+from mtx.layers.attend import Drops, Scores
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.pairs import NOTHING, Pair, Part, merge, only_if
 from mtx.sharding.ring import Ring
@@ -26,6 +26,7 @@ class Keys(NamedTuple):
     k: jax.Array  # [B, m, g, K]
     v: jax.Array
     segments: jax.Array | None  # int32 [B, m]
+    places: jax.Array | None = None  # int32 [1, m], for dropout
 
 
 class Queries(NamedTuple):
@@ -33,6 +34,7 @@ class Queries(NamedTuple):
 
     q: jax.Array  # [B, n, h, K]
     segments: jax.Array | None  # int32 [B, n]
+    places: jax.Array | None = None  # int32 [1, n], for dropout
 
 
 class Output(NamedTuple):
@@ -46,10 +48,13 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]  # of q, k, v
 
 
 def way_of(
-    rules: Scores, kernel: AttentionKernel, ring: Ring | None, gathers: bool, positions: int
-) -> Way:
+    rules: Scores, kernel: AttentionKernel, ring: Ring | None, gathers: bool, positions: int,
+    drops: Drops | None,
+) -> Way:  # fmt: skip
     """How they meet; positions: of a device."""
-    common: Any = {"rules": rules, "kernel": kernel, "ring": ring, "gathers": gathers}
+    common: Any = {
+        "rules": rules, "kernel": kernel, "ring": ring, "gathers": gathers, "drops": drops
+    }  # fmt: skip
     if ring is None:
         return Alone(**common)
     if not rules.causal:
@@ -67,11 +72,17 @@ class Way:
     kernel: AttentionKernel
     ring: Any  # a Ring; None: one device
     gathers: bool
+    drops: Drops | None
+
+    @property
+    def _own(self) -> Pair:
+        """Queries and keys of the same positions."""
+        return Pair(rules=self.rules, kernel=self.kernel, drops=self.drops)
 
     @property
     def _all(self) -> Pair:
         """Queries that see all of some keys."""
-        return Pair.all_seen(self.rules, self.kernel)
+        return replace(self._own, rules=replace(self.rules, causal=False, window=None))
 
     def _go(self, own: Keys, state, body):
         go = self.ring.through_all if self.gathers else self.ring.go_round
@@ -96,10 +107,10 @@ class Alone(Way):
     """One device has all of them."""
 
     def forward(self, queries: Queries, keys: Keys) -> Part:
-        return _forward_of(Pair(rules=self.rules, kernel=self.kernel), queries, keys)
+        return _forward_of(self._own, queries, keys)
 
     def backward(self, queries: Queries, keys: Keys, output: Output) -> Gradients:
-        return _backward_of(Pair(rules=self.rules, kernel=self.kernel), queries, keys, output)
+        return _backward_of(self._own, queries, keys, output)
 
 
 class AllSeen(Way):
@@ -127,10 +138,6 @@ class Causal(Way):
     has the earlier second chunk: its second queries see the other's first chunk, and else either
     its first queries see that one too, or its second queries the other's second chunk. So every
     meeting is two pairs of chunks, for every device."""
-
-    @property
-    def _own(self) -> Pair:
-        return Pair(rules=self.rules, kernel=self.kernel)
 
     def forward(self, queries: Queries, keys: Keys) -> Part:
         first, second = _halves(queries)
@@ -224,7 +231,7 @@ class Windowed(Way):
         return number >= by
 
     def _pair(self, by: int, chunk: int) -> Pair:
-        return Pair(rules=self.rules, kernel=self.kernel, offset=by * chunk)
+        return replace(self._own, offset=by * chunk)
 
     def forward(self, queries: Queries, keys: Keys) -> Part:
         chunk, parts = queries.q.shape[1] // 2, []
@@ -239,7 +246,7 @@ class Windowed(Way):
 
     def backward(self, queries: Queries, keys: Keys, output: Output) -> Gradients:
         def sent(k, v):
-            before = self._before(Keys(k, v, keys.segments))
+            before = self._before(keys._replace(k=k, v=v))
             return [[each[:2] for each in some] for some in before]
 
         chunk = queries.q.shape[1] // 2
@@ -288,7 +295,7 @@ def _forward_of(pair: Pair, queries: Queries, keys: Keys) -> Part:
     def attend():
         return pair.forward(queries.q, keys.k, keys.v, segments)
 
-    segments = _segments(queries, keys)
+    pair, segments = pair.at(queries.places, keys.places), _segments(queries, keys)
     if segments is None or pair.rules.causal:
         return attend()
     shape = jax.eval_shape(attend)
@@ -300,7 +307,7 @@ def _backward_of(pair: Pair, queries: Queries, keys: Keys, output: Output) -> Gr
     def attend():
         return pair.backward(queries.q, keys.k, keys.v, segments, output.whole, output.gradient)
 
-    segments = _segments(queries, keys)
+    pair, segments = pair.at(queries.places, keys.places), _segments(queries, keys)
     if segments is None or pair.rules.causal:
         return attend()
     return lax.cond(

@@ -8,22 +8,20 @@ from mtx.config import ModelConfig
 from mtx.layers.kernels import cudnn_takes
 
 Backend = Literal["cuda", "xla"]
-Kernel = Literal["cudnn", "blocked", "sliced", "dropout"]
+Kernel = Literal["cudnn", "blocked", "sliced"]
 
 
 def kernel_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Kernel:
     """The kernel that runs this model's attention on NVIDIA GPUs ("cuda") or elsewhere ("xla").
 
-    dropout: on the probabilities; the full square of scores, in float32, all of it kept.
     cudnn: the fused kernel, where `cudnn_takes` such heads.
-    blocked: blocks of queries with the keys that they see; it keeps a number a row.
+    blocked: blocks of queries with the keys that they see; it keeps a number a row. It alone has
+    dropout on the probabilities.
     sliced: where the schedule cuts sequences; each slice with the keys up to its end.
     """
-    if model.attention_dropout:
-        return "dropout"
     if slices > 1:
         return "sliced"
-    fused = backend == "cuda" and cudnn_takes(
+    fused = backend == "cuda" and not model.attention_dropout and cudnn_takes(
         head_size=model.head_size, value_size=model.value_size, sequence=model.sequence,
         dtype=model.compute_dtype,
     )  # fmt: skip

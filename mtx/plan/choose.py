@@ -125,7 +125,7 @@ def context_ways(
     """Those that the layout allows, the fastest first: by the seconds of a layer, as nothing else
     of a step depends on them. device: None, a plan's by default, which training takes too; a plan's
     file keeps what was chosen for its target."""
-    if model.attention_dropout or not model.causal:
+    if not model.causal:
         return ("gather",)
     heads = max(1, model.groups // layout.tensor)
     whole = heads % layout.context == 0

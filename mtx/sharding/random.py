@@ -7,8 +7,11 @@ part of the mask that an unsharded run would draw.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _IMPLEMENTATION = "threefry2x32"  # counter-based: a row's bits depend on its key alone
 
@@ -31,6 +34,13 @@ def _row_mask(data, keep, width):
     return jax.random.bernoulli(key, keep, (width,))
 
 
+def _row_mask_at(data, keep, at_T):
+    """What stands at these places of a `_row_mask` of any width: a counter's bits."""
+    bits_T2 = jax.vmap(lambda at: fold(data, at))(at_T)
+    most = math.ceil(np.float32(keep) * 2.0**23)  # of a float's 23 bits between 1 and 2
+    return ((bits_T2[:, 0] ^ bits_T2[:, 1]) >> 9) < most
+
+
 def dropout_rows(x_BsD, rate: float, data, samples_B, positions_s):
     """x_BsD with dropout; one key for every (sample, global position)."""
 
@@ -41,13 +51,13 @@ def dropout_rows(x_BsD, rate: float, data, samples_B, positions_s):
     return _drop(x_BsD, keep_BsD, rate)
 
 
-def dropout_heads(p_BhsT, rate: float, data, samples_B, first_head, positions_s):
+def dropout_heads(p_BhsT, rate: float, data, samples_B, first_head, positions_s, keys_T):
     """Attention probabilities p_BhsT with dropout; one key for every (sample, global head, global
-    position of the query)."""
+    position of the query), and of its row the bits at the positions of the keys."""
     heads_h = first_head + jnp.arange(p_BhsT.shape[1])
 
     def mask(sample, head, position):
-        return _row_mask(fold(data, sample, head, position), 1 - rate, p_BhsT.shape[3])
+        return _row_mask_at(fold(data, sample, head, position), 1 - rate, keys_T)
 
     of_head = jax.vmap(mask, (None, None, 0))
     keep_BhsT = jax.vmap(jax.vmap(of_head, (None, 0, None)), (0, None, None))(

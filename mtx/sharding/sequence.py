@@ -82,11 +82,22 @@ def is_state(entry: Any) -> bool:
     return isinstance(entry, State)
 
 
-def own_of(whole, axis: int, axes: Axes):
-    """What this device keeps of arrays with all positions, from 0 on, in dim `axis`."""
-    devices = lax.axis_size(axes.past)
-    by_device = whole.reshape(*whole.shape[:axis], -1, devices, *whole.shape[axis + 1 :])
-    return lax.dynamic_index_in_dim(by_device, lax.axis_index(axes.past), axis + 1, keepdims=False)
+def kept_of_parts(part, axis: int, axes: Axes):
+    """What this device keeps of positions, from 0 on, of which each has its part in dim `axis`: by
+    an all-to-all, or where c does not divide n, by a gather. As it is where nothing is cut."""
+    if axes.context is None:
+        return part
+    devices, split = axes.context_shards, axis + 1
+
+    def by_device(a):
+        return a.reshape(*a.shape[:axis], -1, devices, *a.shape[split:])
+
+    if part.shape[axis] % (2 * devices):
+        whole = in_order(lax.all_gather(part, axes.context, axis=axis, tiled=True), axis, devices)
+        index = lax.axis_index(axes.context)
+        return lax.dynamic_index_in_dim(by_device(whole), index, split, keepdims=False)
+    mine = lax.all_to_all(by_device(part), axes.context, split, axis, tiled=True)
+    return in_order(lax.squeeze(mine, (split,)), axis, devices)
 
 
 def kept_places(size: int, axes: Axes):
