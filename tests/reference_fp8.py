@@ -1,9 +1,15 @@
 """The oracle of float8: the GPT of `reference`, unsharded, a sequence at a time; products with the
 weights of layers in plain float32, of operands that were rounded. Nothing of `mtx`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from reference import _norm
+
+E4M3 = jnp.float8_e4m3fn
+LINEARS = "qkv", "out", "up", "down"
 
 
 def rounded(x, dtype):
@@ -13,50 +19,72 @@ def rounded(x, dtype):
     return (x * scale).astype(dtype).astype(jnp.float32) / scale
 
 
+def scaled(x, dtype, scale):
+    """x as numbers of float8 times 1 / scale; what lies beyond its range is the end of it."""
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x * scale, -most, most).astype(dtype).astype(jnp.float32) / scale
+
+
 def linear_in(of_gradients):
-    """x[S, I] and w[I, O] -> [S, O], with output gradients in that type of float8."""
-    e4m3 = jnp.float8_e4m3fn
+    """x[S, I] and w[I, O] -> [S, O], with output gradients in that type of float8. scales: of x, w
+    and dy, whose gradients are then their largest magnitudes; None: each by its own."""
+
+    def all_rounded(x, w, scales):
+        if scales is None:
+            return rounded(x, E4M3), rounded(w, E4M3)
+        return scaled(x, E4M3, scales[0]), scaled(w, E4M3, scales[1])
 
     @jax.custom_vjp
-    def linear(x, w):
-        return rounded(x, e4m3) @ rounded(w, e4m3)
+    def linear(x, w, scales):
+        x, w = all_rounded(x, w, scales)
+        return x @ w
 
     def backward(saved, dy):
-        x, w = saved
-        dy = rounded(dy, of_gradients)
-        return dy @ rounded(w, e4m3).T, rounded(x, e4m3).T @ dy
+        x8, w8 = all_rounded(*saved)
+        scales = saved[2]
+        if scales is None:
+            dy8, most = rounded(dy, of_gradients), None
+        else:
+            dy8 = scaled(dy, of_gradients, scales[2])
+            most = jnp.stack([jnp.abs(a).max() for a in (*saved[:2], dy)])
+        return dy8 @ w8.T, x8.T @ dy8, most
 
-    linear.defvjp(lambda x, w: (linear(x, w), (x, w)), backward)
+    linear.defvjp(lambda x, w, scales: (linear(x, w, scales), (x, w, scales)), backward)
     return linear
 
 
 def _attention(x, p, linear):
     w, b = p["qkv"]["w"], p["qkv"]["b"]
-    qkv = linear(x, w.reshape(len(w), -1)).reshape(len(x), *b.shape) + b
+    qkv = linear("qkv", x, w.reshape(len(w), -1)).reshape(len(x), *b.shape) + b
     q, k, v = qkv.transpose(1, 2, 0, 3)
     scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
     future = jnp.triu(jnp.ones(scores.shape[-2:], bool), 1)
     weights = jax.nn.softmax(jnp.where(future, -1e30, scores), axis=-1)
     o = (weights @ v).transpose(1, 0, 2).reshape(len(x), -1)
-    return linear(o, p["out"]["w"].reshape(o.shape[-1], -1)) + p["out"]["b"]
+    return linear("out", o, p["out"]["w"].reshape(o.shape[-1], -1)) + p["out"]["b"]
 
 
 def _mlp(x, p, linear):
-    h = linear(x, p["up"]["w"]) + p["up"]["b"]
+    h = linear("up", x, p["up"]["w"]) + p["up"]["b"]
     h = 0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h**3)))
-    return linear(h, p["down"]["w"]) + p["down"]["b"]
+    return linear("down", h, p["down"]["w"]) + p["down"]["b"]
 
 
-def _losses(params, tokens, targets, linear):
-    """[S]"""
+def _losses(params, scales, tokens, targets, linear):
+    """[S]; scales: {linear: [L, 3]}, or None each"""
     embed, head = params["embed"], params["head"]
     x = embed["tokens"][tokens] + embed["positions"][: len(tokens)]
 
-    def layer(x, p):
-        x = x + _attention(_norm(x, p["attention_norm"]), p["attention"], linear)
-        return x + _mlp(_norm(x, p["mlp_norm"]), p["mlp"], linear), None
+    def layer(x, of_layer):
+        p, scales = of_layer
 
-    x, _ = jax.lax.scan(layer, x, params["layers"]["block"])
+        def named(name, x, w):
+            return linear(x, w, scales[name])
+
+        x = x + _attention(_norm(x, p["attention_norm"]), p["attention"], named)
+        return x + _mlp(_norm(x, p["mlp_norm"]), p["mlp"], named), None
+
+    x, _ = jax.lax.scan(layer, x, (params["layers"]["block"], scales))
     logits = _norm(x, head["norm"]) @ embed["tokens"].T
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
@@ -64,11 +92,44 @@ def _losses(params, tokens, targets, linear):
 
 def loss_and_gradients(params, batch, of_gradients):
     """Of a batch [G, S], with tied embeddings."""
+    scales = dict.fromkeys(LINEARS)
+    loss, (gradients, _) = _with_scales(of_gradients)(params, scales, batch)
+    return loss, gradients
+
+
+@functools.cache
+def _with_scales(of_gradients):
     linear = linear_in(of_gradients)
 
-    def loss(params):
-        losses = jax.vmap(lambda *row: _losses(params, *row, linear))
-        total = (losses(batch["tokens"], batch["targets"]) * batch["weights"]).sum()
-        return total / batch["weights"].sum()
+    def loss(params, scales, batch):
+        losses = jax.vmap(lambda scales, *row: _losses(params, scales, *row, linear))
+        losses_GS = losses(scales, batch["tokens"], batch["targets"])
+        return (losses_GS * batch["weights"]).sum() / batch["weights"].sum()
 
-    return jax.jit(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def delayed(params, batches, of_gradients, *, steps, margin=0):
+    """(losses, gradients, histories) with these parameters and each of the batches in turn:
+    tensors are scaled by the largest of their largest magnitudes in so many batches before.
+    histories: {linear: [L, 3, batches]}, of input, weight and output gradient."""
+    run, rows = _with_scales(of_gradients), len(batches[0]["tokens"])
+    layers = len(params["layers"]["block"]["mlp"]["up"]["w"])
+    ends = np.array([float(jnp.finfo(dtype).max) for dtype in (E4M3, E4M3, of_gradients)])
+    histories = {name: np.zeros((layers, 3, 0)) for name in LINEARS}
+    losses, gradients = [], []
+    for batch in batches:
+        most = {n: h[..., -steps:].max(axis=-1, initial=0) for n, h in histories.items()}
+        scales = {
+            n: np.where(m > 0, 2.0 ** (np.floor(np.log2(ends / np.where(m > 0, m, 1))) - margin), 1)
+            for n, m in most.items()
+        }
+        each = {n: np.tile(np.float32(s), (rows, 1, 1)) for n, s in scales.items()}
+        loss, (of_params, seen) = jax.device_get(run(params, each, batch))
+        losses.append(loss)
+        gradients.append(of_params)
+        histories = {
+            n: np.concatenate([h, seen[n].max(axis=0)[..., None]], axis=-1)
+            for n, h in histories.items()
+        }
+    return losses, gradients, histories

@@ -30,10 +30,12 @@ def test_a_short_training_goes_as_in_bfloat16(bench_fp8):
         steps=60, layers=2, hidden=64, sequence=32, lr=3e-3, layouts="1x1x2"
     )
     exact, _, _ = bench_fp8.train(options, "off")
+    delayed, *_ = bench_fp8.train(options, "delayed")
     float8, trainer, state = bench_fp8.train(options, "hybrid")
-    ends = [np.mean(losses[-6:]) for losses in (exact, float8)]
+    ends = [np.mean(losses[-6:]) for losses in (exact, float8, delayed)]
     assert max(ends) < exact[0] - 0.03
     assert 0 < abs(ends[1] / ends[0] - 1) < 2.5e-3
+    assert 0 < abs(ends[2] / ends[0] - 1) < 2.5e-3
     assert np.abs(np.subtract(exact, float8)).max() > 1e-5
     one, other = bench_fp8.apart(options, trainer, state).values()
     assert one == pytest.approx(other, rel=1e-5)
@@ -41,13 +43,19 @@ def test_a_short_training_goes_as_in_bfloat16(bench_fp8):
 
 def test_the_table_compares_with_bfloat16(bench_fp8):
     result = {"rows": {
-        "off": {"losses": [5.0] * 18 + [4.0] * 2, "layouts": {"1x1x1": 4.0, "1x1x2": 4.0}},
-        "hybrid": {"losses": [5.0] * 18 + [4.01] * 2, "layouts": {"1x1x1": 4.0, "1x1x2": 4.0002}},
+        "off": {
+            "losses": [5.0] * 18 + [4.0] * 2, "held_out": 4.0,
+            "layouts": {"1x1x1": 4.0, "1x1x2": 4.0},
+        },
+        "hybrid": {
+            "losses": [5.0] * 18 + [4.01] * 2, "held_out": 4.02,
+            "layouts": {"1x1x1": 4.0, "1x1x2": 4.0002},
+        },
     }}  # fmt: skip
     console = Console(width=80, file=io.StringIO())
     console.print(bench_fp8.table_of(result))
     line = console.file.getvalue().splitlines()[-1]
-    assert line.split() == ["hybrid", "4.0100", "+0.250%", "5.0e-05"]
+    assert line.split() == ["hybrid", "4.0100", "+0.250%", "4.0200", "+0.500%", "5.0e-05"]
 
 
 @pytest.mark.parametrize("wrong", [{"layouts": "1x2"}, {"steps": 3}])

@@ -142,7 +142,8 @@ def test_what_a_user_types(tmp_path, capsys):
 
 
 def test_each_stage_hides_its_own_collectives():
-    """A stage of dense layers has no all-to-all to hide, and no less to do for that of others."""
+    """A stage of dense layers has no all-to-all to hide, and no less to do for that of others;
+    what embedding and head send all stages hide."""
     deepseek = preset("deepseek-v3")
     times = {
         weave: stage_times(deepseek.model, replace(deepseek.layout, weave=weave), H100)[0]
@@ -152,7 +153,7 @@ def test_each_stage_hides_its_own_collectives():
         [woven / plain for plain, woven in zip(*stages)] for stages in zip(*times.values())
     )
     assert all(0 < share <= 1 for share in (*dense, *mixtures[:2]))
-    assert min(dense) > 0.9 and max(mixtures[:2]) < 0.9
+    assert min(dense) > 0.8 and max(mixtures[:2]) < 0.6
 
 
 def test_a_search_finds_the_best_shards_of_experts():

@@ -449,15 +449,16 @@ def woven_and_plain(*, machine=H100, **layout):
 
 @pytest.mark.parametrize("schedule", [{"virtual": 2}, {"schedule": "zb_v", "virtual": 2}, {}])
 def test_weaving_hides_collectives_over_tensor(schedule):
-    """As compiled for 1,024 H100s: 6.08 s in place of 7.04, of which collectives 0.32 and 1.26."""
+    """As compiled for 1,024 H100s: 5.64 s in place of 7.00, of which collectives 0.13 and 1.27."""
     woven, plain = woven_and_plain(data=16, pipe=8, tensor=8, **schedule)
     assert woven.tensor_comm_s < 0.4 * plain.tensor_comm_s
     assert woven.step_s < 0.9 * plain.step_s
     for same in ("matmul_s", "attention_s", "elementwise_s", "embedding_and_head_s"):
         assert getattr(woven, same) == pytest.approx(getattr(plain, same), rel=1e-12)
     if schedule == {"virtual": 2}:
-        assert woven.step_s == pytest.approx(6.08, rel=0.03)
-        assert plain.step_s == pytest.approx(7.04, rel=0.03)
+        assert woven.step_s == pytest.approx(5.64, rel=0.03)
+        assert plain.step_s == pytest.approx(7.00, rel=0.03)
+        assert woven.tensor_comm_s == pytest.approx(0.134, rel=0.1)
 
 
 def test_weaving_hides_no_more_than_there_is_beside_and_nothing_where_f_and_b_lie_apart():
@@ -467,7 +468,8 @@ def test_weaving_hides_no_more_than_there_is_beside_and_nothing_where_f_and_b_li
     assert 0.5 * computed_s < plain.tensor_comm_s - woven.tensor_comm_s < computed_s
     woven, plain = woven_and_plain(data=16, pipe=8, tensor=8, schedule="gpipe")
     assert woven.tensor_comm_s == pytest.approx(plain.tensor_comm_s, rel=0.1)
+    # Of what embedding and head send over `pipe`, all but the gradient of the head's input.
     woven, plain = woven_and_plain(data=128, pipe=8, tensor=1, virtual=2)
-    assert woven.tensor_comm_s == plain.tensor_comm_s
+    assert 0.2 < woven.tensor_comm_s / plain.tensor_comm_s < 0.3
     woven, plain = woven_and_plain(machine=A100, data=16, pipe=8, tensor=8, virtual=2)
     assert woven.tensor_comm_s == plain.tensor_comm_s, "Megatron-LM of 2021 does not weave"

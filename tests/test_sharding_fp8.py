@@ -1,5 +1,7 @@
 """Tensors in float8: what is rounded to what, scales, and products."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -126,3 +128,53 @@ def test_a_matmul_of_something_else_is_refused():
     with pytest.raises(UserError) as error:
         jnp.ones((2, 16)) @ w
     names(error, "fp8", "'matrix'", "mtx.sharding.linear")
+
+
+# -- delayed scaling -------------------------------------------------------------------------------
+
+
+def history_after(steps, *seen):
+    """Of what steps have seen of an input, a weight and an output gradient, in turn."""
+    history, rule = jnp.zeros(fp8.HISTORY), fp8.Delayed(steps)
+    w = quantised(np.ones((16, 16), np.float32), 1, "hybrid")
+    for devices in seen:
+        counts = sum(
+            fp8.counts_of(*(replace(w, seen=jnp.float32(each), history=history) for each in three))
+            for three in devices
+        )
+        history = rule(history, counts)
+    return history
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_scales_follow_from_earlier_steps(steps):
+    """As Transformer Engine's DelayedScaling has them, of a list of largest magnitudes: the largest
+    of the last `steps`, over devices and microbatches; its scale as it was where that is zero."""
+    random = np.random.default_rng(0)
+    seen = 2.0 ** random.integers(-30, 30, (12, 4, 3)) * random.uniform(1, 2, (12, 4, 3))
+    seen[3] = seen[7:11, :, 2] = 0  # nothing in one step, and in more than are looked at
+    kept = np.ones(3)
+    for n in range(12):
+        amax = seen[max(0, n - steps) : n].max(axis=(0, 1), initial=0)
+        for row, name in enumerate((TYPES[0], *TYPES)):
+            if amax[row]:
+                kept[row] = 2.0 ** np.floor(np.log2(float(jnp.finfo(name).max) / amax[row]))
+        got = fp8.scales_of(history_after(steps, *seen[:n]), TYPES[1])
+        np.testing.assert_array_equal(got, np.stack([kept, 1 / kept], axis=-1))
+        less = fp8.scales_of(history_after(steps, *seen[:n]), TYPES[1], margin=2)
+        first = (seen[:n].max(axis=(0, 1), initial=0) > 0) * 2
+        np.testing.assert_array_equal(less[:, 0], kept / 2.0**first)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_beyond_the_scale_is_the_end_of_the_range(name):
+    """What is infinite is NaN, so that the step is skipped; neither moves a history."""
+    most = float(jnp.finfo(name).max)
+    x = np.float32([0.5 * most, most, 1.5 * most, -1e30, 3e38, np.inf, -np.inf, np.nan])
+    got = np.asarray(fp8.quantise_delayed(x, name, jnp.float32(4)), np.float32)
+    np.testing.assert_array_equal(got, [most] * 3 + [-most, most] + [np.nan] * 3)
+    one = np.asarray(fp8.quantise_delayed(x[:1], name, jnp.float32(1)), np.float32)
+    assert one == x[0]
+    before = history_after(3, [(1, 1, 1)])
+    after = history_after(3, [(1, 1, 1)], [(np.inf, np.nan, 0)])
+    np.testing.assert_array_equal(after, np.maximum(before - 1, 0))

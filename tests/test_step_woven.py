@@ -77,8 +77,8 @@ def test_the_head_runs_a_tick_before_its_backward(name, stages, virtual):
     for item in range(6):
         (head,) = [tick for tick, each in enumerate(woven.head) if each == item]
         assert forward[item] <= head == backward[item] - 1
-    assert woven.enters_next.tolist() == [*woven.embed[1:], IDLE]
-    assert woven.left_before.tolist() == [IDLE, *woven.embed_backward[:-1]]
+    assert woven.enters(2).tolist() == [*woven.embed[2:], IDLE, IDLE]
+    assert woven.left(2).tolist() == [IDLE, IDLE, *woven.embed_backward[:-2]]
     late = woven.ticks - table.ticks
     assert 0 <= late <= 1 and (woven.backward_ticks == table.backward_ticks + late).all()
     assert woven.slots <= table.slots + 1

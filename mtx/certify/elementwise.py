@@ -42,6 +42,7 @@ NONLINEAR = (
     "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor "
     "random_fold_in"
 ).split()
+ZERO_STAYS = "abs", "sign", "sqrt", "square"  # of these NONLINEAR ones, as of states' gradients
 
 
 def linear(walk: Walk, eqn: Any, inputs: Values) -> Values:
@@ -86,7 +87,8 @@ def nonlinear(walk: Walk, eqn: Any, inputs: Values) -> Values:
                 walk.report(eqn, axis, f"{eqn.primitive.name} of an unsummed partial value")
             each = [DIFFERENT if kind == PARTIAL else kind for kind in each]
         kind = together(each)
-        kinds.append(SAME if kind.name == "zero" else kind)
+        stays = eqn.primitive.name in ZERO_STAYS
+        kinds.append(SAME if kind.name == "zero" and not stays else kind)
     return [Value(tuple(kinds), random=_stays_random(inputs))]
 
 

@@ -21,7 +21,7 @@ LAYERS = (4, 8)  # of which a case has one
 # Fields of a model that are sizes, and what they become; those that a family lacks are left out.
 _SIZES: dict[str, Any] = {
     "hidden": 32, "heads": HEADS, "sequence": SEQUENCE, "vocab": 61, "vocab_multiple": 4,
-    "ffn_multiple": 2, "init_std": 0.1, "compute_dtype": "float32", "fp8": "off",
+    "ffn_multiple": 2, "init_std": 0.1, "compute_dtype": "float32",
 }  # fmt: skip
 _WHERE_GIVEN: dict[str, Any] = {
     "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8,
@@ -55,7 +55,7 @@ def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
     if pattern := getattr(model, "pattern", None):
         sizes["pattern"] = "".join(dict.fromkeys(pattern))  # a layer of each kind
     sizes |= {name: value for name, value in changes.items() if has(model, name)}
-    return replace(model, **sizes)
+    return replace(model.without_fp8(), **sizes)
 
 
 def small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:

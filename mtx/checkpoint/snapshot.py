@@ -33,6 +33,7 @@ from mtx.config.run import own_fields
 from mtx.errors import UserError
 from mtx.optimizers import NAMES, optimizer_module
 from mtx.schedules.partition import EMPTY
+from mtx.sharding.fp8 import is_history
 from mtx.step.optimizer import LossScale, state_arrays, state_with
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
@@ -211,9 +212,12 @@ class Snapshot:
     # -- and back ---------------------------------------------------------------------------------
 
     def check(self, store: Store) -> None:
-        """Raises UserError where `store` has not all arrays of this trainer's model."""
+        """Raises UserError where `store` has not all arrays of this trainer's model; histories of
+        float8 begin anew where it has none."""
         for leaf in self.leaves.values():
             there = store.catalog.get(leaf.name)
+            if there is None and is_history(leaf.name):
+                continue
             if there is None or there.shape != leaf.shape or there.dtype != leaf.dtype:
                 what = "none" if there is None else f"{there.dtype} {list(there.shape)}"
                 other = "model" if leaf.name.startswith("params.") else "optimizer"
@@ -227,11 +231,13 @@ class Snapshot:
         """The state that `store` holds, on this trainer's layout. Raises Damaged, and UserError
         where it is not of this trainer's model."""
         self.check(store)
-        largest_first = sorted(self.leaves, key=lambda name: -store.catalog[name].size_bytes)
+        there = [name for name in self.leaves if name in store.catalog]
+        largest_first = sorted(there, key=lambda name: -store.catalog[name].size_bytes)
         with ThreadPoolExecutor(_READING) as pool:
             loaded = pool.map(lambda name: self._load(store, self.leaves[name]), largest_first)
             arrays = dict(zip(largest_first, loaded))
-        return self._state(arrays)
+        anew = {name: _zeros(leaf) for name, leaf in self.leaves.items() if name not in arrays}
+        return self._state(arrays | anew)
 
     def _load(self, store: Store, leaf: Leaf) -> jax.Array:
         """Reads what this process holds of an array, once for all devices that hold the same."""
@@ -275,6 +281,13 @@ class Snapshot:
             loss_scale=LossScale(*(arrays[f"loss_scale.{field}"] for field in LossScale._fields)),
             skipped=arrays["skipped"],
         )
+
+
+def _zeros(leaf: Leaf) -> jax.Array:
+    shape = leaf.sharding.shard_shape(leaf.master_shape)
+    return jax.make_array_from_callback(
+        leaf.master_shape, leaf.sharding, lambda _: np.zeros(shape, leaf.dtype)
+    )
 
 
 def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:

@@ -18,4 +18,6 @@ def changed(run: RunConfig, line: Line[Any], devices: int) -> tuple[RunConfig, L
     from mtx.plan.fit import fit_layout
 
     layout = replace(fit_layout(run.layout, devices), **line.changes("layout"))
-    return replace(run, model=replace(run.model, **line.changes("model"))), layout
+    changes = line.changes("model")
+    model = run.model.without_fp8() if changes.get("fp8") == "off" else run.model
+    return replace(run, model=replace(model, **changes)), layout

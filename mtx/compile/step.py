@@ -276,9 +276,10 @@ def busy_shares(
         "B/all_gather": share_of(backward.runs[0], "backward"),
         "B/reduce_scatter": share_of(backward.runs[1], "backward"),
     }
-    if woven:  # which looks a tick ahead, and a tick back
-        shares["embed"] = share_of(schedule.enters_next >= 0, "any")
-        shares["embed_backward"] = share_of(schedule.left_before >= 0, "any")
+    if woven:  # which looks two ticks ahead, and one back
+        shares["embed"] = share_of(schedule.enters(2) >= 0, "any")
+        shares["embed_backward"] = share_of(schedule.left(1) >= 0, "any")
+        shares["W"] = shares["B"]  # of a tick's last layer
     if weight is not None:
         shares |= {
             "W": share_of(weight.busy, "weight"),

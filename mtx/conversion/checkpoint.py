@@ -22,6 +22,7 @@ from mtx.conversion.safetensors import DTYPES, SHORT_NAMES
 from mtx.errors import UserError
 from mtx.huggingface import Shape
 from mtx.layers.model import Model
+from mtx.sharding.fp8 import is_history
 from mtx.step.optimizer import LossScale, state_arrays
 from mtx.step.trainer import Trainer
 
@@ -31,8 +32,9 @@ _ADAPTER = "_lora."  # behind the name of the weight that it is beside
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`."""
-    plain = Model(replace(model, vocab_multiple=1))  # canonical arrays have no padding
+    """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`; without float8's
+    histories, which nobody else has."""
+    plain = Model(replace(model.without_fp8(), vocab_multiple=1))  # there is no padding
     leaves: dict[str, Any] = flatten_dict(plain.shapes, sep=".")
     layers = Counter(f"layers.{kind}" for kind in plain.pattern)
 
@@ -57,7 +59,7 @@ class SavedParameters:
         shapes: Mapping[str, Shape] = {
             name.removeprefix(start): info.shape
             for name, info in self._store.catalog.items()
-            if name.startswith(start)
+            if name.startswith(start) and not is_history(name)
         }
         adapters = {path for path in shapes if _ADAPTER in path} if self._lora else set()
         self.shapes: Mapping[str, Shape] = {
@@ -170,7 +172,8 @@ def _scalars(run: RunConfig) -> dict[str, np.ndarray]:
 
 def _moments(run: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The canonical shapes of the arrays in the optimizer's state, by name: a parameter's each."""
-    trainer = Trainer(RunConfig(model=run.model, optimizer=run.optimizer, global_batch=1))
+    model = run.model.without_fp8()
+    trainer = Trainer(RunConfig(model=model, optimizer=run.optimizer, global_batch=1))
     names = state_arrays(trainer.states.shapes.moments)
     return {name: shapes[name.partition(".")[2]] for name in names}
 

@@ -39,7 +39,7 @@ from mtx.costs.cost import (
 from mtx.costs.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
 from mtx.layers.model import Model
 from mtx.sharding.axes import AXES, axes_of
-from mtx.sharding.fp8 import is_quantised, weight
+from mtx.sharding.fp8 import HISTORY, is_quantised, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import QUANTISED
 from mtx.vjp import LayerVJP
@@ -130,10 +130,12 @@ class _Traced:
             local = jax.ShapeDtypeStruct(shape, dtype)
             if fp8 == "off" or names[0] != "layers" or role not in QUANTISED:
                 return local
-            quantised = partial(weight, fp8=fp8, dtype=dtype.name)
+            history = jnp.zeros(HISTORY) if config.fp8_steps else None
+            quantised = partial(weight, fp8=fp8, dtype=dtype.name, history=history)
             return jax.eval_shape(lambda w: quantised(w).with_transposed(inputs, 0), local)
 
-        model, fp8 = self.model, self.model.config.fp8
+        model, config = self.model, self.model.config
+        fp8 = config.fp8
         trees = model.shapes, model.specs, model.roles, model.inputs
         return jax.tree.map(cut, *(self._tree(tree, *names) for tree in trees))
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Fp8 = Literal["off", "hybrid", "e4m3"]  # as Megatron-LM's --fp8-format
+Fp8Recipe = Literal["tensorwise", "delayed"]
+_OF_FP8 = "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"
 # "retrieval": the next token, of a text and its neighbours (RETRO)
 Objective = Literal["next token", "masked tokens", "spans", "retrieval"]
 
@@ -77,6 +79,12 @@ class ModelConfig:
     compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
     # matmuls of layers' weights in float8: e4m3, "hybrid" with output gradients in e5m2
     fp8: Fp8 = "off"
+    # tensors are scaled by their own largest magnitudes, or by those of earlier steps
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    fp8_amax_history_len: Annotated[int, Between(1, 2**20)] = 1024  # so many steps; of "delayed"
+    # "most_recent": by those of the last step alone
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    fp8_margin: Annotated[int, Between(0, 16)] = 0  # scales of "delayed" are 2^margin smaller
     # r of adapters beside weights that are then frozen, as is all else (LoRA); 0: there are none
     lora_rank: Annotated[int, Between(0, 2**14)] = 0
     lora_alpha: float = 16.0  # what they add is scaled by lora_alpha / lora_rank
@@ -101,13 +109,25 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        self._check_fp8()
+        self._check_lora()
+        self.check()
+
+    def _check_fp8(self) -> None:
         if self.fp8 != "off" and self.compute_dtype == "float16":
             raise UserError(
                 f"fp8={self.fp8!r} is not for compute_dtype='float16', in which products of float8 "
                 "overflow; use compute_dtype='bfloat16' or fp8='off'"
             )
-        self._check_lora()
-        self.check()
+        names = _OF_FP8 if self.fp8 == "off" else _OF_FP8[1:] if not self.fp8_steps else ()
+        for name in names:
+            if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                other = "fp8" if self.fp8 == "off" else "fp8_recipe"
+                raise UserError(
+                    f"{name}={value!r} goes with fp8_recipe='delayed', and {other}="
+                    f"{getattr(self, other)!r}; use fp8='hybrid' and fp8_recipe='delayed', or "
+                    "leave it out"
+                )
 
     def _check_lora(self) -> None:
         require_above(self, 0, "lora_alpha")
@@ -156,6 +176,17 @@ class ModelConfig:
     def merged(self) -> ModelConfig:
         """The model without adapters, which their weights can be added to."""
         names = ("lora_rank", "lora_alpha", "lora_on")
+        return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
+
+    @property
+    def fp8_steps(self) -> int:
+        """Earlier steps whose largest magnitudes scale a tensor in float8; 0: its own scales it."""
+        if self.fp8 == "off" or self.fp8_recipe == "tensorwise":
+            return 0
+        return 1 if self.fp8_amax_compute_algo == "most_recent" else self.fp8_amax_history_len
+
+    def without_fp8(self) -> ModelConfig:
+        names = ("fp8", *_OF_FP8)
         return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
 
     @property

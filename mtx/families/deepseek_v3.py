@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from mtx.errors import UserError, nearest_divisors, nearest_multiples
+from mtx.errors import UserError, nearest_divisors
 from mtx.families.llama import DEFAULTS, FIELDS, preset, rotary_fields, rotary_parameters
 from mtx.families.mixtral import AuxLoss, Mixtral, expert_names
 from mtx.fields import Between
@@ -75,16 +75,6 @@ class DeepseekV3(Mixtral):
                 f"choices={self.choices} experts, and have {most} of experts={self.experts}; use "
                 f"top_groups={groups}"
             )
-        down = {
-            "query_latent": self.query_latent or 16, "latent": self.latent,
-            "latent+turned_size": self.latent + self.turned_size,
-        }  # fmt: skip
-        for name, value in down.items() if self.fp8 != "off" else ():
-            if value % 16:
-                raise UserError(
-                    f"fp8={self.fp8!r} needs multiples of 16, and {name}={value}; use "
-                    f"{nearest_multiples(value, 16)}, or fp8='off'"
-                )
         self.check_rotary()
         self.check_experts()
 

@@ -36,6 +36,10 @@ class Mixtral(Llama):
 
     def check_experts(self) -> None:
         """UserError for values of experts that do not go together."""
+        if self.fp8 != "off":
+            raise UserError(
+                f"fp8={self.fp8!r} is not made for experts={self.experts}; use fp8='off'"
+            )
         if self.choices > self.experts:
             raise UserError(
                 f"choices={self.choices} must be at most experts={self.experts}; use "

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from mtx.errors import UserError, unknown_name
@@ -28,6 +29,7 @@ from mtx.layers.layer import Stack
 from mtx.layers.multi_token import NEXT, of_next, of_second, predicts_second, with_second
 from mtx.layers.over_context import in_parts
 from mtx.layers.sublayer import Build
+from mtx.sharding import fp8
 from mtx.sharding.adapter import Adapters
 from mtx.sharding.collectives import reduce_from, shard_of_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
@@ -91,6 +93,8 @@ class Model:
         self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
         self.rules = _metadata(states, "rule")  # of states, how a step moves them; None: of others
+        if config.fp8_steps:
+            self._add_histories()
         self.trained = jax.tree.map_with_path(
             lambda path, role: config.trains(keystr(path, simple=True, separator="."), role),
             self.roles,
@@ -110,6 +114,19 @@ class Model:
                 raise unknown_name("lora_on", name, names)
         return Adapters(rank=config.lora_rank, alpha=config.lora_alpha, on=config.lora_on)
 
+    def _add_histories(self) -> None:
+        """Those of delayed scaling, beside the other parameters of layers."""
+        rule = fp8.Delayed(self.config.fp8_steps)
+        states = (
+            (self.shapes, jax.ShapeDtypeStruct(fp8.HISTORY, jnp.float32)),
+            (self.specs, P(None, None)), (self.inputs, 1), (self.rules, rule),
+            (self.roles, "state"),
+        )  # fmt: skip
+        for kind in self.kinds:
+            roles = self.roles["layers"][kind]
+            for tree, value in states:
+                tree["layers"][kind] |= {fp8.AMAX: fp8.histories(roles, value)}
+
     def init_shared(self, seed: int) -> Tree:
         """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
         build, rows, rngs = self._build, self.vocab_rows, _rngs_of(_init_key(seed, -1))
@@ -118,7 +135,11 @@ class Model:
 
     def init_layer(self, kind: str, seed: int, layer) -> Tree:
         """Float32 parameters of a layer, global shapes."""
-        return _plain(self.kinds[kind].module(self._build, _rngs_of(_init_key(seed, layer))))
+        params = _plain(self.kinds[kind].module(self._build, _rngs_of(_init_key(seed, layer))))
+        if self.config.fp8_steps:
+            zeros = jnp.zeros(fp8.HISTORY, jnp.float32)
+            params[fp8.AMAX] = fp8.histories(self.roles["layers"][kind], zeros)
+        return params
 
     # -- batches ----------------------------------------------------------------------------------
 
@@ -152,7 +173,7 @@ class Model:
             rng = samples_B = None
         if positions is None and self.axes.context is not None:
             positions = places(batch["tokens"].shape[1], self.axes)
-        busy = busy if self._has_aux else None
+        busy = busy if self._has_aux or self.config.fp8_steps else None
         said = rng, segments, positions, busy, last, patches
         if self.slices == 1 and all(each is None for each in said):
             return None
@@ -184,6 +205,7 @@ class Model:
         (stream, its own part of one)."""
 
         def run(params, stream, context, *cache):
+            params = fp8.with_histories(params, None if context is None else context.busy)
             return nnx.merge(self._graphs[kind], params)(stream, context, *cache)
 
         if self.recompute != "none":
@@ -251,7 +273,7 @@ class Model:
         """The stream after a layer on the next t positions of texts, which hands what is to be kept
         of them to `keep`. Their positions are those of the context, or the first t. Neither dropout
         nor sequence parallelism."""
-        layer = nnx.merge(self._graphs[kind], params)
+        layer = nnx.merge(self._graphs[kind], fp8.with_histories(params))
         return layer.of_text(stream, context, keep)
 
 

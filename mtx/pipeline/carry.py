@@ -27,6 +27,7 @@ class Messages(NamedTuple):
     # computed ahead of that one's first layer
     input: Any = None
     ahead: tuple[jax.Array, ...] = ()
+    begun: tuple[jax.Array, ...] = ()  # of the embedding of what enters in the tick after
     left: Any = None  # the dx of the tick before, which the embedding may need
 
 

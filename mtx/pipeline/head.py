@@ -80,22 +80,38 @@ class _Parts:
         return lax.dynamic_update_slice_in_dim(by_shard, part, start, axis=2).reshape(whole.shape)
 
 
+def gradients(
+    model: PipelineModel, shared: Tree, y: Stream, batch: Tree, weight
+) -> tuple[dict[str, jax.Array], Tree, Stream]:  # fmt: skip
+    """(losses by name, gradients of `shared`, dy); gradients are those of `weight` times the sum of
+    the losses."""
+    trained = chosen(shared, {part: model.trained[part] for part in shared})
+    values, vjp = jax.vjp(
+        lambda trained, y: model.losses(with_chosen(shared, trained), y, batch), trained, y
+    )
+    return values, *vjp({name: jnp.asarray(weight, a.dtype) for name, a in values.items()})
+
+
+def added(sums: tuple[Any, Tree], losses: dict[str, jax.Array], dshared: Tree) -> tuple[Any, Tree]:
+    """(sums of the losses, of the gradients), with these."""
+    before, total = sums
+    return {name: before[name] + value for name, value in losses.items()}, add_up(total, dshared)
+
+
+def is_whole(model: PipelineModel, shared: Tree, stream: Stream) -> bool:
+    """Whether all positions are taken at once."""
+    return not _Parts.of(model, shared, stream).others
+
+
 def add_gradients(
     model: PipelineModel, shared: Tree, y: Stream, batch: Tree, weight, sums: tuple[Any, Tree]
 ) -> tuple[tuple[Any, Tree], Stream]:
     """(sums, dy): sums of the losses, by name, and of their gradients of `shared`, those of this
     microbatch added, of which each is `weight` times that of the losses."""
 
-    trained = chosen(shared, {part: model.trained[part] for part in shared})
-
     def add(sums, y, batch):
-        losses, total = sums
-        values, vjp = jax.vjp(
-            lambda trained, y: model.losses(with_chosen(shared, trained), y, batch), trained, y
-        )
-        dshared, dy = vjp({name: jnp.asarray(weight, a.dtype) for name, a in values.items()})
-        losses = {name: losses[name] + value for name, value in values.items()}
-        return (losses, add_up(total, dshared)), dy
+        *made, dy = gradients(model, shared, y, batch, weight)
+        return added(sums, *made), dy
 
     parts = _Parts.of(model, shared, y)
     if not parts.others:

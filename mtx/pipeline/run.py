@@ -184,22 +184,28 @@ class Run(Call):
         """The last virtual stage's, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_last, self.axes.pipe), y)
 
-    def head(self, carry: Carry, op: Tick, y: Stream, *, sent=False) -> tuple[Carry, Stream]:
-        """(carry with the loss and its gradients of embedding and head added, dy). sent: y is the
-        last virtual stage's already."""
+    def head(self, carry: Carry, op: Tick, y: Stream) -> tuple[Carry, Stream]:
+        """(carry with the loss and its gradients of embedding and head added, dy)"""
 
         def compute(sums, y):
-            y = y if sent else self.last_output(y)
-            batch = self.batch_of(op.head)
-            return add_gradients(self.model, self.shared, y, batch, self.loss_weight, sums)
+            return self.add_gradients(sums, self.last_output(y), op.head)
 
-        def idle(sums, y):
+        return self.with_head(carry, op, compute, y)
+
+    def with_head(self, carry: Carry, op: Tick, compute: Callable, y, *more):
+        """(carry with `compute(sums, y, *more)` where there is a microbatch for the head, dy)"""
+
+        def idle(sums, y, *_):
             return sums, jax.tree.map(jnp.zeros_like, y)
 
         gradients = carry.gradients
         sums = carry.losses, gradients.shared
-        (losses, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y)
+        (losses, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y, *more)
         return carry._replace(losses=losses, gradients=gradients._replace(shared=shared)), dy
+
+    def add_gradients(self, sums: tuple, y: Stream, item):
+        batch = self.batch_of(item)
+        return add_gradients(self.model, self.shared, y, batch, self.loss_weight, sums)
 
     def backward_op(self, carry: Carry, tick: Tick, arrived, dy: Stream) -> tuple[Carry, Stream]:
         """(carry, dx). dy: that of the last virtual stage, from the head."""
@@ -259,23 +265,30 @@ class Run(Call):
         """The first virtual stage's, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
 
-    def embed_backward(self, total: Tree, item, dx: Stream, *, sent=False) -> Tree:
+    def embed_backward(self, total: Tree, item, dx: Stream) -> Tree:
         """`total` with the gradients of an item's embedding added, on virtual stage 0; none are of
-        IDLE. sent: dx is that of virtual stage 0 already."""
+        IDLE."""
 
         def compute(total, dx):
-            dx = dx if sent else self.dx_of_first(dx)
-            batch, context = self.batch_of(item), self.context(item, IDLE)
+            return add_up(total, self.embedding_gradients(self.dx_of_first(dx), item))
 
-            def embed(trained):
-                return self.model.embed(with_chosen(self.shared, trained), batch, context)
-
-            _, vjp = jax.vjp(embed, self.of_trained(self.shared))
-            return add_up(total, vjp(dx)[0])
-
-        if not any(jax.tree.leaves(self.trained["embed"])):
+        if not self.trains_embedding:
             return total
         return lax.cond(item != IDLE, compute, lambda kept, _: kept, total, dx)
+
+    @property
+    def trains_embedding(self) -> bool:
+        return any(jax.tree.leaves(self.trained["embed"]))
+
+    def embedding_gradients(self, dx: Stream, item) -> Tree:
+        """Those of what is trained of embedding and head, of an item's embedding."""
+        batch, context = self.batch_of(item), self.context(item, IDLE)
+
+        def embed(trained):
+            return self.model.embed(with_chosen(self.shared, trained), batch, context)
+
+        _, vjp = jax.vjp(embed, self.of_trained(self.shared))
+        return vjp(dx)[0]
 
     def unless_idle(self, half: str, op: Op, compute: Callable, idle: Callable, *args):
         """Without a conditional where none is idle: XLA may copy what that changes."""

@@ -111,9 +111,9 @@ class Cargo(NamedTuple):
     first: jax.Array  # int32 [], of the tick's
     move: Callable
 
-    def bucket(self, n) -> jax.Array:
-        """Moved, with the tick's layer n."""
-        return self.move(read(self.buckets, self.first + n))
+    def read(self, n) -> jax.Array:
+        """The bucket that moves with the tick's layer n."""
+        return read(self.buckets, self.first + n)
 
     def write(self, moved: jax.Array, bucket: jax.Array, n) -> jax.Array:
         return write(moved, bucket, self.first + n)

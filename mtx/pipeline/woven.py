@@ -1,14 +1,13 @@
-"""A tick whose F and B run side by side, a layer at a time (see `weave` for what lies beside what).
+"""A tick whose F and B run side by side, layer by layer (see `weave` for what lies beside what).
 
-    {F and B of one layer each, woven}, layer after layer · send x and dx · W of the last layer,
-    receive · head and loss, gradient of the last tick's embedding
+    {F and B of one layer each, woven}, layer after layer · send x | W · receive, send dx | W ·
+    gather for the head and the next F | W · head and loss, gradient of an embedding
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
 asked for while the layer before it is computed, that of a tick's first layer in the tick before.
-What is sent has the weight gradients of B's last layer beside it, all W's where the table splits
-them from B, and the head. What the embedding gives in the next tick, and the gradient that left
-the pipeline in the one before, go to all stages beside all layers of this one.
+What is sent has the weight gradients of B's last layer beside it, in three parts, all W's where the
+table splits them from B. For what embedding and head send see `woven_ends`.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -16,6 +15,7 @@ T ticks · P stages
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -25,17 +25,16 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Messages
-from mtx.pipeline.entering import Entering
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
-from mtx.pipeline.run import Run
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
 from mtx.pipeline.turns import Kinds
+from mtx.pipeline.woven_ends import WovenEnds
 from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
-from mtx.schedules.schedule import IDLE, Phase
+from mtx.schedules.schedule import Phase
 from mtx.vjp import Arrays
 
 Tree = Any
@@ -48,7 +47,7 @@ class Pair(NamedTuple):
     kinds: tuple[Kinds, Kinds]  # of their layers
 
 
-class WovenRun(Run):
+class WovenRun(WovenEnds):
     """One call of a pipeline whose ticks are woven."""
 
     def __init__(self, pipeline: Parts, params, *arguments):
@@ -67,11 +66,11 @@ class WovenRun(Run):
             for kind, vjp in self.stage.vjps.items()
         }
 
-    def layers(self, forward: Kinds, backward: Kinds) -> WovenLayers:
-        """Of chunks of those kinds."""
+    def layers(self, forward: Kinds, backward: Kinds, cargo: Cargo | None = None) -> WovenLayers:
+        """Of chunks of those kinds. A cargo's last bucket needs all that B has beside it."""
         return WovenLayers(
             stage=self.stage, sides=self.sides, forward=forward, backward=backward,
-            split=self.schedule.split, cuts=self.leaves_last,
+            split=self.schedule.split, cuts=self.leaves_last and cargo is None,
         )  # fmt: skip
 
     @cached_property
@@ -90,30 +89,25 @@ class WovenRun(Run):
         dx = tuple(self.zeros() for _ in self.schedule.gradient_receives)
         messages = carry.messages._replace(dx=dx, dy=self.zeros(), left=self.zeros())
         with jax.named_scope("embed"):
-            entered = self.stream_of(self.entering.whole(jnp.asarray(self.schedule.embed[0])))
+            items = [jnp.asarray(item) for item in self.schedule.embed[:2]]
+            each = [self.entering.over_tensor(self.entering.of_device(i), i) for i in items]
+            summed = self.entering.over_pipe(each[0], items[0])
+            entered = self.stream_of(self.entering.whole(summed, items[0]))
+            messages = messages._replace(begun=each[1])
         rows = super().ticks()
         first = jax.tree.map(lambda a: a[0], Following(rows.forward, rows.receives))
         return carry._replace(messages=self.prepared(messages, first, messages.x, entered))
 
     def ticks(self) -> Tick:
-        """With what follows; the embedding is that of the next tick, its gradient of the last."""
+        """With what follows; the embedding is that of the next two ticks, [T, 2], its gradient that
+        of the last."""
         rows = super().ticks()
         following = Following(rows.forward, rows.receives)
         return rows._replace(
-            embed=jnp.asarray(self.schedule.enters_next),
-            embed_backward=jnp.asarray(self.schedule.left_before),
+            embed=jnp.stack([self.schedule.enters(1), self.schedule.enters(2)], axis=1),
+            embed_backward=jnp.asarray(self.schedule.left(1)),
             following=jax.tree.map(lambda a: jnp.roll(a, -1), following),
         )
-
-    @cached_property
-    def entering(self) -> Entering:
-        def embed(item):
-            return self.model.embed(self.shared, self.batch_of(item), self.context(item, IDLE))
-
-        return Entering.of(embed)
-
-    def stream_of(self, leaves: list) -> Stream:
-        return jax.tree.unflatten(jax.tree.structure(self.stream), leaves)
 
     def scan(self, carry: Carry, rows: Tick, phase: Phase) -> Carry:
         traffic = self.traffic
@@ -148,36 +142,16 @@ class WovenRun(Run):
         forward, backward = phase.forward, phase.backward
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
-        entered, left = self.beside_layers(messages, op, phase)
-
-        def compute(pair: Pair, op: Tick, kept: Kept):
-            f, b, chunks = None, None, pair.chunks
-            if forward:
-                ahead = messages.ahead if self.is_early else None
-                f = self._side(op.forward, chunks[0], weights[0], messages.input, ahead)
-            if backward:
-                is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
-                taken = self.take(returns, messages.dx, op.gradient_receives)
-                d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
-                b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers(*pair.kinds).run(f, b, kept, cargo)
-
-        pairs, number = self.chunks(op, phase)
-        with jax.named_scope("woven"):
-            y, dx, kept, last = lax.switch(
-                number, [partial(compute, pair) for pair in pairs], op,
-                Kept(
-                    carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved
-                ),
-            )  # fmt: skip
-        messages, arrived = messages._replace(gradient_receives=returns), self.no_arrivals()
+        entered, own, left = self.beside_layers(messages, op, phase)
+        y, dx, kept, last = self.through_layers(carry, op, phase, weights, returns, cargo)
+        # What is sent beside the layers is there behind them, and what is sent next not begun.
+        y, dx, entered, own, left = lax.optimization_barrier((y, dx, entered, own, left))
+        messages = messages._replace(gradient_receives=returns)
+        begun, gathered = self.beside_weights(messages.begun, own, left, op)
+        arrived, sent = self.no_arrivals(), ()
         if forward:
             with jax.named_scope("send_x"):
                 arrived = self.send(y, self.schedule.receives)
-        if backward:
-            with jax.named_scope("send_dx"):
-                sent = self.send(dx, self.schedule.gradient_receives)
-                messages = messages._replace(dx=sent, left=dx)
         if self.schedule.outputs.slots:
             if forward:
                 messages = messages._replace(outputs=write(messages.outputs, y, op.output))
@@ -188,39 +162,48 @@ class WovenRun(Run):
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
         if backward:
-            carry, (arrived, y) = self.last_weights(carry, op, last, (arrived, y))
+            ends = arrived, y, dx, begun, gathered
+            carry, ends = self.last_weights(carry, op, last, 0, ends)
+            arrived, y, dx, begun, gathered = ends
+            with jax.named_scope("send_dx"):
+                sent = self.send(dx, self.schedule.gradient_receives)
+        carry = carry._replace(messages=carry.messages._replace(begun=begun))
         if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
+            entered = self.entered(entered, op.embed[0])
             messages = self.prepared(carry.messages, op.following, arrived, entered)
             carry = carry._replace(messages=messages)
-        carry = self.beside_sends(carry, op, phase, y, last)
-        if self._some(self.schedule.left_before, phase):
-            carry = self.with_embedding(carry, op.embed_backward, left)
+        carry, sent = self.beside_sends(carry, op, phase, y, last, sent)
+        if backward:
+            carry = carry._replace(messages=carry.messages._replace(dx=sent, left=dx))
+        if left is not None:
+            carry = self.with_embedding(carry, op.embed_backward, left, gathered)
         return carry, None
 
-    def beside_layers(self, messages: Messages, op: Tick, phase: Phase) -> tuple[Stream, Stream]:
-        """(what the embedding gives in the next tick, the gradient of what it gave that has left
-        in the last one): sums over `pipe` that nothing needs before the layers are done."""
-        entered, left = self.zeros(), messages.left
-        if self._some(self.schedule.enters_next, phase):
-            with jax.named_scope("embed"):
-                parts = self.entering.of_stage(op.embed)
-                entered = self.stream_of(self.entering.summed(parts, op.embed))
-        if self._some(self.schedule.left_before, phase):
-            with jax.named_scope("embed_backward"):
-                left = self.dx_of_first(left)
-        return entered, left
+    def through_layers(
+        self, carry: Carry, op: Tick, phase: Phase, weights, returns, cargo: Cargo | None
+    ):
+        """(y, dx, kept, what waits for the weight gradients of B's last layer, None with a cargo)
+        of the tick's chunks."""
+        messages = carry.messages
 
-    def with_embedding(self, carry: Carry, item, left: Stream) -> Carry:
-        """With the gradients of an item's embedding."""
-        with jax.named_scope("embed_backward"):
-            shared = self.embed_backward(carry.gradients.shared, item, left, sent=True)
-        return carry._replace(gradients=carry.gradients._replace(shared=shared))
+        def compute(pair: Pair, op: Tick, kept: Kept):
+            f, b, chunks = None, None, pair.chunks
+            if phase.forward:
+                ahead = messages.ahead if self.is_early else None
+                f = self._side(op.forward, chunks[0], weights[0], messages.input, ahead)
+            if phase.backward:
+                is_output = self.holds_last & (op.backward.chunk == self.last_chunk)
+                taken = self.take(returns, messages.dx, op.gradient_receives)
+                d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
+                b = self._side(op.backward, chunks[1], weights[1], d)
+            return self.layers(*pair.kinds, cargo).run(f, b, kept, cargo)
 
-    def finish(self, carry: Carry) -> Carry:
-        last = self.schedule.embed_backward[-1]
-        if last == IDLE:
-            return carry
-        return self.with_embedding(carry, jnp.asarray(last), self.dx_of_first(carry.messages.left))
+        pairs, number = self.chunks(op, phase)
+        kept = Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved)
+        with jax.named_scope("woven"):
+            branches = [partial(compute, pair) for pair in pairs]
+            y, dx, kept, last = lax.switch(number, branches, op, kept)
+        return y, dx, kept, None if cargo else last
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
         """With what has arrived for the F of the next tick, and later ones, and what that one
@@ -246,27 +229,34 @@ class WovenRun(Run):
         gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
-    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Arrays) -> Carry:
-        """What the rest of a tick's sends has beside it. y: what F has made; last: what waits for
-        the weight gradients of B's last layer."""
-        has_head = self._some(self.schedule.head, phase)
-        # In the head's branch nothing could lie beside this.
-        with jax.named_scope("broadcast"):
-            y = self.last_output(y) if has_head else y
+    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Any, sent: tuple):
+        """(carry, `sent`): what the rest of a tick's sends has beside it. y: what F has made; last:
+        what waits for the weight gradients of B's last layer; sent: what has arrived of dx."""
+        has_head, begun = self.some(self.schedule.head, phase), ()
+        if has_head:  # in whose branch nothing could lie beside this
+            with jax.named_scope("broadcast"):
+                y = self.last_output(y)
         if phase.backward:
-            carry, _ = self.last_weights(carry, op, last)
-            # Before the head, which waits for y. Nothing may stand right behind gradients that
-            # matmuls add in place; behind their branch it may.
-            if self.in_branches or self.stage.shards is not None:
-                y, of_b = lax.optimization_barrier((y, carry.gradients.of_b))
-                carry = carry._replace(gradients=carry.gradients._replace(of_b=of_b))
+            carry, y = self.last_weights(carry, op, last, 1, y if has_head else None)
+        if has_head and self.at_head is not None:
+            with jax.named_scope("broadcast"):
+                begun = self.at_head.begin(y, op.head)
+        if phase.backward:
+            ends = y if has_head else (), begun, sent
+            carry, (y, begun, sent) = self.last_weights(carry, op, last, 2, ends)
+            with jax.named_scope("B"):
+                of_b, reduced = self.weights.reduce_scatter(
+                    carry.gradients.of_b, carry.gradients.reduced, op.scatter[0], op.backward.chunk
+                )
+            gradients = carry.gradients._replace(of_b=of_b, reduced=reduced)
+            carry = carry._replace(gradients=gradients)
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
         if has_head:
             with jax.named_scope("head"):
-                carry, dy = self.head(carry, op, y, sent=True)
+                carry, dy = self.with_head(carry, op, partial(self.compute_head, op.head), y, begun)
             carry = carry._replace(messages=carry.messages._replace(dy=dy))
-        return carry
+        return carry, sent
 
     def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:
         """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
@@ -295,37 +285,42 @@ class WovenRun(Run):
         return f, b
 
     def last_weights(
-        self, carry: Carry, op: Tick, waits: Arrays, beside: Tree = None
+        self, carry: Carry, op: Tick, waits: Arrays | None, part: int, beside: Tree = None
     ) -> tuple[Carry, Tree]:
-        """(carry, `beside`), with the weight gradients of the last layer of this tick's B, where W
-        is not split: with the first of them, which is computed before anything else is done with
-        `beside`, or without that with the others."""
-        of_b, reduced = carry.gradients.of_b, carry.gradients.reduced
-        first = beside is not None
-        if self.leaves_last:
+        """(carry, `beside`), with a part of the weight gradients of the last layer of this tick's
+        B, where W is not split. They are computed before anything else is done with `beside`.
+        waits: None with a cargo, which has all of them beside it."""
+        of_b = carry.gradients.of_b
+        made, behind = of_b, self.in_branches or (part and self.stage.shards is not None)
+        if waits:
+            kind = self.first_layer[0]
             layers = self.layers(self.first_layer, self.first_layer)
+            mine = layers.waiting(part)
+            made = [a for a, one in zip(jax.tree.leaves(of_b[kind]), mine, strict=True) if one]
             with jax.named_scope("W"):
-                run = self.by_chunk(partial(layers.last_weights, first=first))
-                of_b = run(op.backward, waits, of_b)
-                # Behind a branch something may stand between gradients and what is added next.
-                if self.in_branches and first:
-                    beside, of_b = lax.optimization_barrier((beside, of_b))
-        if not first:
-            with jax.named_scope("B"):
-                of_b, reduced = self.weights.reduce_scatter(
-                    of_b, reduced, op.scatter[0], op.backward.chunk
-                )
-        gradients = carry.gradients._replace(of_b=of_b, reduced=reduced)
-        return carry._replace(gradients=gradients), beside
+                run = partial(layers.last_weights, part=part)
+                made = self.in_a_branch(run, op.backward, waits, made) if made else made
+            behind = behind or self.axes.in_place
+        # Nothing may stand right behind gradients that matmuls add in place; behind their branch
+        # it may.
+        if beside is not None and waits is not None and behind:
+            beside, made = lax.optimization_barrier((beside, made))
+        if waits:
+            leaves, structure = jax.tree.flatten(of_b[kind])
+            rest = iter(made)
+            leaves = [next(rest) if one else a for a, one in zip(leaves, mine, strict=True)]
+            made = of_b | {kind: structure.unflatten(leaves)}
+        return carry._replace(gradients=carry.gradients._replace(of_b=made)), beside
+
+    def in_a_branch(self, run: Callable, op: Op, waits: Arrays, gradients: list) -> list:
+        """Of a chunk's own, or that of a stage which is not idle."""
+        if self.in_branches or not self.axes.in_place or self.stage.shards is not None:
+            return self.by_chunk(run)(op, waits, gradients)
+        return lax.cond(op.busy, run, lambda op, waits, kept: kept, op, waits, gradients)
 
     @property
     def in_branches(self) -> bool:
         return self.traffic is not None or super().in_branches
-
-    @staticmethod
-    def _some(table: np.ndarray, phase: Phase) -> bool:
-        """Whether a table of items, int32 [T], has any in a phase."""
-        return bool((table[phase.start : phase.stop] != IDLE).any())
 
     def _side(self, op: Op, chunk: int, gathered: Tree, stream: Tree, ahead=None) -> Side:
         op = op._replace(held=chunk) if self.in_branches else op

@@ -10,6 +10,7 @@ Legend: C chunks · N layers of a kind in a chunk · R ring slots
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mtx.pipeline.slots import add, read, write
@@ -70,7 +72,7 @@ class WovenLayers:
             if cargo is not None:
 
                 def move(n, moved):
-                    return cargo.write(moved, cargo.bucket(n), n)
+                    return cargo.write(moved, cargo.move(cargo.read(n)), n)
 
                 pairs = Turns(self.forward, self.backward).pairs
                 kept = kept._replace(moved=lax.fori_loop(0, pairs, move, kept.moved))
@@ -90,20 +92,28 @@ class WovenLayers:
 
         def pair(turn: Turn, at_f: At, at_b: At, carry):
             compute = partial(self.pair, f, b, turn, at_f, at_b)
-            return self._beside(cargo, at_f.layer, carry, compute)
+            is_last = turn.following is None and turn.preceding is None
+            return self._beside(cargo, at_f.layer, carry, compute, is_last)
 
         (x, _, d, _, kept), waits = turns.run(pair, carry)
         return x, d, kept, waits
 
-    def _beside(self, cargo: Cargo | None, n, carry: tuple, pair: Callable) -> tuple:
-        """What `pair` makes of the carry, with a bucket of the cargo moved beside it: begun before
-        and written after it."""
+    def _beside(
+        self, cargo: Cargo | None, n, carry: tuple, pair: Callable, is_last: bool
+    ) -> tuple:  # fmt: skip
+        """What `pair` makes of the carry, with a bucket of the cargo moved beside it: begun right
+        before, not earlier, where it would hold up the one that is under way, and written after,
+        with the last pair whenever it has come. Gradients are not tied to it: nothing may stand
+        behind those that matmuls add in place."""
         if cargo is None:
             return pair(carry)
-        bucket = cargo.bucket(n)
-        (x, ahead, d, ahead_back, kept), waits = pair(carry)
-        bucket, x, d, gradients = lax.optimization_barrier((bucket, x, d, kept.gradients))
-        kept = kept._replace(gradients=gradients, moved=cargo.write(kept.moved, bucket, n))
+        x, ahead, d, *others = carry
+        bucket, x, d = lax.optimization_barrier((cargo.read(n), x, d))
+        bucket = cargo.move(bucket)
+        (x, ahead, d, ahead_back, kept), waits = pair((x, ahead, d, *others))
+        if not is_last:
+            bucket, x, d = lax.optimization_barrier((bucket, x, d))
+        kept = kept._replace(moved=cargo.write(kept.moved, bucket, n))
         return (x, ahead, d, ahead_back, kept), waits
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, at_f: At, at_b: At, carry):
@@ -193,16 +203,20 @@ class WovenLayers:
         inputs[first : first + len(numbers)] = numbers
         return braid.add(side.ahead_back, inputs, side="B")
 
-    def last_weights(self, op: Op, waits: Arrays, gradients: Tree, *, first: bool) -> Tree:
-        """With weight gradients of a chunk's first layer, of which B is done: the first of those
-        that wait, or the others."""
-        kind, braid = self.backward[0], Braid()
-        cut = self.sides[kind].cut
-        wanted = [(place == 0) == first for place in range(len(cut.w.outvars))]
-        made = iter(braid.add(cut.w.choose(wanted), braid.given(waits), side="B"))
+    def waiting(self, part: int) -> list[bool]:
+        """Of the leaves of a chunk's first layer, those whose gradients wait when B is done, and
+        are in one of three parts of them."""
+        cut = self.sides[self.backward[0]].cut
+        parts = cut.of_w(thirds(cut.w.outvars))
+        return [one == part for one in jax.tree.leaves(parts, is_leaf=lambda a: a is None)]
+
+    def last_weights(self, op: Op, waits: Arrays, gradients: list, *, part: int) -> list:
+        """Those gradients of a part, with what B has left of them."""
+        braid, cut = Braid(), self.sides[self.backward[0]].cut
+        wanted = [number == part for number in thirds(cut.w.outvars)]
+        made = braid.add(cut.w.choose(wanted), braid.given(waits), side="B")
         braid.run()
-        values = [braid.read([next(made)])[0] if one else None for one in wanted]
-        return gradients | {kind: add(gradients[kind], cut.of_w(values), op.held, 0)}
+        return add(gradients, braid.read(made), op.held, 0)
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
@@ -329,3 +343,10 @@ class KindStrands:
         structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
         return dparams, dstream, ()
+
+
+def thirds(variables: Sequence) -> list[int]:
+    """The number of the third of all of their elements that each lies in, by its middle."""
+    sizes = np.array([math.prod(v.aval.shape) for v in variables])
+    middles = np.cumsum(sizes) - sizes / 2
+    return (3 * middles // sizes.sum()).astype(int).tolist()

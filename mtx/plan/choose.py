@@ -130,8 +130,9 @@ def context_ways(
     heads = max(1, model.groups // layout.tensor)
     whole = heads % layout.context == 0
     ways: list[ContextAttention] = [way for way in CONTEXT_WAYS if whole or way != "ulysses"]
-    target = device or hardware(DEFAULT)
-    return tuple(sorted(ways, key=lambda way: _layers_s(layout, model, way, target)))
+    if device is None:
+        device, model = hardware(DEFAULT), model.without_fp8()  # which has no unit for float8
+    return tuple(sorted(ways, key=lambda way: _layers_s(layout, model, way, device)))
 
 
 def _layers_s(layout: Layout, model: ModelConfig, way: ContextAttention, device: Hardware) -> float:

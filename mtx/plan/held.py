@@ -26,12 +26,13 @@ class Held(NamedTuple):
     shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
     matrices_shard: int
     layers_shard: int
+    states: int  # elements of states, which are no parameters and not sharded over replicas
 
 
 def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
-    """Padding of vocabulary and of uneven stages included; states of routers are none. trained: of
-    these alone."""
-    parameters = parameters_of(model, layout)
+    """Padding of vocabulary and of uneven stages included; states, of routers and of float8, are
+    none. trained: of these alone."""
+    parameters, states = parameters_of(model, layout), 0
     vocab, sizes = model.padded_vocab(layout.vocab_shards), tuple(layout.sizes.items())
 
     def count(these: tuple[Parameter, ...]) -> np.ndarray:
@@ -41,12 +42,15 @@ def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False
     for kind, (rows, n) in _stacks(model, layout).items():
         own = n * count(parameters.layers[kind])
         chunk, layers = chunk + own, layers + rows * own
+        of_kind = (each for each in parameters.layers[kind] if each.role == "state")
+        states += rows * n * sum(elements_held(each, model, layout) for each in of_kind)
     (total, shard), (matrices, matrices_shard) = np.ceil(
         layers + count(parameters.shared)
     ).astype(int).tolist()  # fmt: skip
     return Held(
         total=total, layers=round(layers[0, 0]), chunk=round(chunk[0, 0]), matrices=matrices,
         shard=shard, matrices_shard=matrices_shard, layers_shard=math.ceil(layers[0, 1]),
+        states=states,
     )  # fmt: skip
 
 

@@ -166,10 +166,12 @@ def _weights_bytes(
         # not yet scattered. Masters in the compute type are the shards themselves.
         parameters = item * of_shared + (0 if item == 4 else item * shard)
         parameters += item * (held.shard - trained.shard)
-        return parameters, 4 * (of_trained + shard), (2 * item * held.chunk, 4 * trained.chunk)
+        gradients = 4 * (of_trained + shard + held.states)
+        return parameters, gradients, (2 * item * held.chunk, 4 * trained.chunk)
     # Masters that are neither sharded nor of another type are the parameters themselves.
     same = item == 4 and (layout.token_shards == 1 or zero == 0)
-    return item * (held.total - same * trained.total), 4 * trained.total, (0, 0)
+    gradients = 4 * (trained.total + held.states)
+    return item * (held.total - same * trained.total), gradients, (0, 0)
 
 
 def _unused_by_layers(model: ModelConfig, layout: Layout) -> tuple[int, int, int]:
@@ -194,7 +196,8 @@ def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None, *, sharded: 
     total, matrices = held.total, held.matrices
     if sharded:
         total, matrices = held.shard, held.matrices_shard
-    return 4 * (total + states * matrices + of_rest * (total - matrices))
+    of_states = (1 + of_rest) * held.states
+    return 4 * (total + states * matrices + of_rest * (total - matrices) + of_states)
 
 
 # -- activations -----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from mtx.plan.makespan import Seconds, lone_ticks, pipeline_s
 from mtx.plan.memory import Zero
 from mtx.plan.network import (
     all_reduce_s,
+    gather_s,
     pipe_group,
     send_s,
 )
@@ -257,22 +258,21 @@ def _on_stages(
     shard = replace(shard, calibration=apart)
     alone = replace(on, work={kind: layer_work(shard, kind, recompute) for kind in on.work})
     last_s = on.layers.weight.matmul_s / on.shard.model.layers
-    hides = partial(_hidden, on, alone, layout.virtual)
+    hides = partial(_hidden, on, alone)
     woven = replace(on, hides=hides, hop_s=max(0.0, on.hop_s - last_s))
     return woven.with_more(later)
 
 
-def _hidden(on: _OnStages, alone: _OnStages, virtual: int, counts: Mapping[str, int]) -> Passes:
+def _hidden(on: _OnStages, alone: _OnStages, counts: Mapping[str, int]) -> Passes:
     """What of its collectives a stage hides with such layers in ticks in which F and B are woven:
-    of those over `tensor`, and of those to experts and back, all but a tick's first gather and a
-    layer's first all-to-all (`first_alone_s`), as far as F and B compute so long. (Of messages, as
-    much as the weight gradients of a layer last.) alone: with all collectives, of which B's matmuls
-    hide none.
+    all of those over `tensor`, and of those to experts and back all but a layer's first all-to-all
+    (`first_alone_s`), as far as F and B compute so long. (Of messages, as much as the weight
+    gradients of a layer last.) alone: with all collectives, of which B's matmuls hide none.
     """
     each, collectives = on.of(counts), alone.of(counts)
     whole_s = collectives.all.sent.total_s
     beside_s = collectives.all.total_s - whole_s
-    first_s = virtual * on.shard.gather_s() + sum(
+    first_s = sum(
         n * first_alone_s(on.shard, on.shard.cost(kind), alone.work[kind].forward.attention_s)
         for kind, n in counts.items()
     )
@@ -325,11 +325,17 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     if shard.calibration.software.head == "last stage":
         return embedding_work(shard, layout.tensor), head_work(shard, layout.tensor), Passes()
     # All stages look up and compute logits: embeddings come from all, the last one's output goes to
-    # all, and so do their gradients; the loss needs a maximum and a sum over all logits.
+    # all, and so do their gradients; the loss needs three numbers of all shards' logits. Woven
+    # ticks have something beside all of that but the loss and the head's gradient.
     stream_bytes = shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
     pipe, machine = pipe_group(layout), shard.machine
-    shared = Work(tensor_comm_s=2 * all_reduce_s(stream_bytes, pipe, **machine))
-    each_s = sum(all_reduce_s(4 * shard.tokens, group, **machine) for group in (pipe, shard.group))
-    loss = Work(tensor_comm_s=2 * each_s)
+    sum_s = all_reduce_s(stream_bytes, pipe, **machine)
+    numbers_bytes = 3 * 4 * shard.tokens * layout.tensor
+    loss_s = gather_s(numbers_bytes, shard.group, **machine)
+    loss_s += gather_s(numbers_bytes * layout.pipe, pipe, **machine)
     both = embedding_work(shard, layout.vocab_shards) + head_work(shard, layout.vocab_shards)
-    return Passes(), Passes(), both + Passes(forward=shared + loss, backward=shared)
+    sent = Passes(Work(tensor_comm_s=2 * sum_s), Work(tensor_comm_s=2 * sum_s))
+    if layout.weave == "on":
+        both = Passes(*(work._replace(tensor_comm_s=0.0) for work in both))
+        sent = Passes(backward=Work(tensor_comm_s=sum_s + shard.gather_s()))
+    return Passes(), Passes(), both + sent + Passes(forward=Work(tensor_comm_s=loss_s))

@@ -262,10 +262,9 @@ class Schedule:
         """int32 [T]: the item that enters virtual stage 0 in this tick, or IDLE."""
         return by_tick(self.forward_ticks[:, *self.first_virtual_stage], self.ticks)
 
-    @property
-    def enters_next(self) -> np.ndarray:
-        """int32 [T]: the same of the tick after this one."""
-        return np.append(self.embed[1:], np.int32(IDLE))
+    def enters(self, ahead: int) -> np.ndarray:
+        """int32 [T]: the same of so many ticks after this one."""
+        return np.append(self.embed, np.full(ahead, IDLE, np.int32))[ahead:]
 
     @cached_property
     def head(self) -> np.ndarray:
@@ -278,10 +277,9 @@ class Schedule:
         """int32 [T]: the item whose gradient leaves virtual stage 0 in this tick, or IDLE."""
         return by_tick(self.backward_ticks[:, *self.first_virtual_stage], self.ticks)
 
-    @property
-    def left_before(self) -> np.ndarray:
-        """int32 [T]: the same of the tick before this one."""
-        return np.append(np.int32(IDLE), self.embed_backward[:-1])
+    def left(self, before: int) -> np.ndarray:
+        """int32 [T]: the same of so many ticks before this one."""
+        return np.append(np.full(before, IDLE, np.int32), self.embed_backward)[: self.ticks]
 
     @cached_property
     def in_flight(self) -> np.ndarray:

@@ -72,8 +72,16 @@ def _weight_gradient(x, dy, axes: Axes):
     return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
 
 
-def _gradient_of(w, dw):
-    return w.gradient(dw) if fp8.is_quantised(w) else dw
+def _gradient_of(w, dw, x, dy, axes: Axes):
+    """Of a weight: dw, and with delayed scaling what was seen of x, w and dy."""
+    if not fp8.is_quantised(w):
+        return dw
+    if w.scales is None:
+        return w.gradient(dw)
+    counts = fp8.counts_of(x, w, dy)
+    if axes.tensor and not axes.sequence_parallel:  # else the step's
+        counts = lax.psum(counts, axes.tensor)
+    return w.gradient(dw, counts)
 
 
 def _gathered(x, axes: Axes):
@@ -118,7 +126,8 @@ def _matmul_backward(inputs, axes, saved, dy):
     if fp8.is_quantised(w):
         dy = fp8.output_gradient(dy, w, axes.tensor if axes.sequence_parallel else None)
     dy = _gathered(dy, axes)
-    return _input_gradient(dy, w, inputs), _gradient_of(w, _weight_gradient(x, dy, axes))
+    dx = _input_gradient(dy, w, inputs)
+    return dx, _gradient_of(w, _weight_gradient(x, dy, axes), x, dy, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -165,7 +174,7 @@ def _column_products_backward(repeats, axes, saved, dys):
     def gradient(w, dim, dy):
         dw = _weight_gradient(x, dy, axes)
         if dim is None:
-            return _gradient_of(w, dw)
+            return _gradient_of(w, dw, x, dy, axes)
         dw = lax.dynamic_update_slice_in_dim(
             jnp.zeros(w.shape, dw.dtype), dw, _head(w, dim, axes), dim
         )

@@ -66,6 +66,12 @@ class DataShard:
         shape = *whole.shape[:dim], lax.axis_size(self.axes), -1, *whole.shape[dim + 1 :]
         return jnp.moveaxis(whole.reshape(shape), dim, 0)
 
+    def own(self, whole):
+        """This device's shard of what every device has whole. In `shard_map`."""
+        if self.dim is None:
+            return whole
+        return self.to_shards(whole)[lax.axis_index(self.axes)]
+
     def gather(self, master, dtype, *, stacked: bool = True):
         """This device's shard of the parameter, from its shard of the master. In `shard_map`.
         stacked: of layers, whose dims are in front."""

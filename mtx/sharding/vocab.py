@@ -2,7 +2,8 @@
 
 Every stage then holds the same share of the table and does the same share of the head's work:
 no stage is longer than the others, and tied weights cost nothing. Logits are never gathered:
-the loss needs their maximum, the sum of their exponentials and the target's logit, [B, S] each.
+the loss needs their maximum, the sum of their exponentials and the target's logit, [B, S] each,
+which every device gathers of all shards at once: in one collective, not one after the other.
 The padded part of the vocabulary is masked.
 
 Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard)
@@ -80,7 +81,7 @@ def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=Non
     masked.
 
     Expects the same x on every stage, and gives each the same input gradient. Forward: all-gather
-    over `tensor` with sequence parallelism, and three all-reduces of [B, S] over the vocabulary's
+    over `tensor` with sequence parallelism, and an all-gather of [3, B, S] over the vocabulary's
     shards. Backward: the sum of the input gradient over those shards.
     """
     x_BSD = _enter_head(x_BsD, axes)
@@ -104,18 +105,21 @@ def _from_logits(logits_BSv, targets_BS, axes: Axes):
     """(loss_BS, largest_BS, the gradient of each loss with respect to logits_BSv)"""
     shard = logits_BSv.shape[-1]
     largest_BS = logits_BSv.max(axis=-1)
-    if axes.vocab:
-        largest_BS = lax.pmax(largest_BS, axes.vocab)
-    shifted_BSv = logits_BSv - largest_BS[..., None]
+    # -inf where all of a device's rows are padding.
+    from_BS = jnp.where(jnp.isfinite(largest_BS), largest_BS, 0.0)
+    total_BS = jnp.exp(logits_BSv - from_BS[..., None]).sum(axis=-1)
     rows_BS, mine_BS = _rows(targets_BS, shard, axes)
-    picked_BS = jnp.take_along_axis(logits_BSv, rows_BS[..., None], axis=-1)[..., 0] - largest_BS
-    target_BS = jnp.where(mine_BS, picked_BS, 0.0)
-    is_target_BSv = _ids(shard, axes) == targets_BS[..., None]
-    total_BS = jnp.exp(shifted_BSv).sum(axis=-1)
+    target_BS = jnp.take_along_axis(logits_BSv, rows_BS[..., None], axis=-1)[..., 0]
+    target_BS = jnp.where(mine_BS, target_BS, 0.0)
     if axes.vocab:
-        target_BS, total_BS = lax.psum((target_BS, total_BS), axes.vocab)
-    error_BSv = jnp.exp(shifted_BSv) / total_BS[..., None] - is_target_BSv
-    return jnp.log(total_BS) - target_BS, largest_BS, error_BSv
+        of_each = lax.all_gather(jnp.stack([largest_BS, total_BS, target_BS]), axes.vocab)
+        each_BS, totals_BS, picked_BS = jnp.moveaxis(of_each, 1, 0)
+        largest_BS = each_BS.max(axis=0)
+        total_BS = (totals_BS * jnp.exp(each_BS - largest_BS)).sum(axis=0)
+        target_BS = picked_BS.sum(axis=0)
+    is_target_BSv = _ids(shard, axes) == targets_BS[..., None]
+    error_BSv = jnp.exp(logits_BSv - largest_BS[..., None]) / total_BS[..., None] - is_target_BSv
+    return jnp.log(total_BS) - (target_BS - largest_BS), largest_BS, error_BSv
 
 
 @custom_vjp(4, 5, 6)

@@ -31,7 +31,7 @@ from mtx.errors import UserError
 from mtx.pipeline.program import Pipeline
 from mtx.sharding.axes import AXES, BATCH, TOKENS, axes_of, replica_axes, sum_axes
 from mtx.sharding.checksum import checksum, on_each_device
-from mtx.sharding.fp8 import Quantised, weight
+from mtx.sharding.fp8 import AMAX, Quantised, history_of, weight
 from mtx.sharding.mesh import Axes
 from mtx.sharding.optimizer import global_norm
 from mtx.sharding.parameter import FLOAT32, QUANTISED, with_chosen
@@ -128,13 +128,15 @@ class Step:
         return self.states.of_trained(self.states.model.rules)
 
     def _of_all_stages(self, counted: Tree) -> Tree:
-        """{kind: {path: [P, C, N, ...]}} on every device; None where there are no states."""
+        """{kind: {path: [P, C, N, ...]}} on every device, but of float8's histories; None where
+        there are no states."""
         found = {
             kind: {
                 keystr(path, simple=True, separator="."): lax.all_gather(
                     a, "pipe", axis=0, tiled=True
                 )
                 for path, a in jax.tree.leaves_with_path(leaves)
+                if path[0].key != AMAX
             }
             for kind, leaves in counted["layers"].items()
         }
@@ -152,7 +154,8 @@ class Step:
             late = by_pipeline or (is_of_layers(path) and not whole)
             kept = jnp.dtype("float32") if role in FLOAT32 else dtype
             if quantises and is_of_layers(path) and role in QUANTISED:
-                w = self._quantised(master[0], shard.below(1), late)
+                history = history_of(masters, path)
+                w = self._quantised(master[0], history, shard.below(1), late)
                 return w if late else w.with_transposed(inputs, stacked=2)
             if late:
                 return master[0].astype(kept)
@@ -165,16 +168,29 @@ class Step:
             gather, masters, states.shards, states.by_pipeline, model.roles, model.inputs
         )
 
-    def _quantised(self, master, shard, late: bool) -> Quantised:
-        """A stage's weights [C, N, ...], each layer's a tensor of its own. late: left to be
-        gathered; else gathered here, a byte an element."""
+    def _quantised(self, master, history, shard, late: bool) -> Quantised:
+        """A stage's weights [C, N, ...], each layer's a tensor of its own. history: theirs, [1, C,
+        N, ...]; None without. late: left to be gathered; else gathered here, a byte an element."""
         model, over = self.run.model, axes_of(shard.spec[2:])
-        w = weight(master, fp8=model.fp8, dtype=model.compute_dtype, axes=over, stacked=2)
+        by_layers = shard.dim is not None and shard.dim < 2
+        if history is not None:
+            history = shard.own(history[0]) if by_layers else history[0]
+        w = weight(
+            master, fp8=model.fp8, dtype=model.compute_dtype, axes=over, stacked=2,
+            history=history, margin=model.fp8_margin,
+        )  # fmt: skip
+
+        def of_layers(a, *dims: int):
+            if a is None:
+                return None
+            a = shard.gather(a, a.dtype) if by_layers else a
+            return a.reshape(*a.shape[:2], *dims)
+
         if not late:
             w = w.apply(lambda values: shard.gather(values, values.dtype))
-            if shard.dim is not None and shard.dim < 2:
-                w = replace(w, unit=shard.gather(w.unit, w.unit.dtype))
-        return replace(w, unit=w.unit.reshape(w.unit.shape[:2]))
+        return replace(
+            w, unit=of_layers(w.unit), seen=of_layers(w.seen), scales=of_layers(w.scales, 3, 2)
+        )
 
     def _reduce(self, gradient, spec, shard, summed):
         """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the

@@ -38,7 +38,8 @@ from mtx.sharding.agree import agree
 RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
 _FREE = (
-    "sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8", "images",
+    "sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8",
+    "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin", "images",
     "projector_only",
 )  # fmt: skip
 
