@@ -37,9 +37,20 @@ def resolve_types(config: Any, *, prefix: str = "") -> None:
         value = getattr(config, name)
         if type(value) in resolved_types and (bounds is None or value is None or value in bounds):
             continue  # a search over layouts makes thousands of configs
+        if isinstance(value, (str, int, float)) and _is_right(type(value), value, kind):
+            continue
         resolved = checked(prefix + name, value, kind)
         if resolved is not value:
             object.__setattr__(config, name, resolved)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_right(_: type, value: str | int | float, kind: Any) -> bool:
+    """Whether a value of that type is of that kind as it is."""
+    try:
+        return _resolve("", value, kind) is value
+    except (TypeError, UserError):
+        return False
 
 
 def checked(name: str, value: Any, kind: Any) -> Any:

@@ -342,16 +342,17 @@ def divide(
                 made_later.update(eqn.outvars)
     # What only W uses moves there too, where that leaves less, or no more, to wait.
     free = set(flat.constvars)
-    outputs = {var for var in flat.outvars if not isinstance(var, Literal)}
     waiting = set(inputs_of([flat.eqns[i] for i in sorted(later)], exclude=free))
+    readers = {var: {-1} for var in variables_of(flat.outvars)}  # -1: an output is no equation's
+    for i in wanted:
+        for var in variables_of(flat.eqns[i].invars):
+            readers.setdefault(var, set()).add(i)
     for i in sorted(wanted - needed - later, reverse=True):
         eqn = flat.eqns[i]
-        users = [j for j in wanted if set(eqn.outvars) & set(variables_of(flat.eqns[j].invars))]
-        if not users or not set(users) <= later or set(eqn.outvars) & outputs:
+        users = set().union(*(readers.get(var, ()) for var in eqn.outvars))
+        if not users or not users <= later or eqn.primitive.name in stay:
             continue
-        if eqn.primitive.name in stay:
-            continue
-        inputs = {var for var in variables_of(eqn.invars) if var not in free | waiting}
+        inputs = set(variables_of(eqn.invars)) - free - waiting
         if _bytes(inputs) <= _bytes(eqn.outvars):
             later.add(i)
             waiting = (waiting - set(eqn.outvars)) | inputs

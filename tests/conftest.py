@@ -45,6 +45,11 @@ settings.register_profile("mtx", deadline=None, suppress_health_check=[HealthChe
 settings.load_profile("mtx")
 
 
+def pytest_collection_modifyitems(items):
+    """The longest begins first: else one process of two waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_types.py")
+
+
 @pytest.fixture(scope="module")
 def kept_programs(tmp_path_factory):
     """What is compiled is kept for the module's other runs, as `mtx train` does."""

@@ -27,7 +27,7 @@ def sharded():
 
 def log_probabilities_of(trainer, state):
     """A function: ids [1 to S] -> ln p float64 [V] of the token after them."""
-    params = jax.device_get(trainer.to_canonical(state.params))
+    params = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
     logits = jax.jit(reference.logits)
     sequence = trainer.run.model.sequence
 

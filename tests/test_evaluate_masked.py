@@ -50,7 +50,7 @@ def masked_row(part, index, *, seed):
 
 def test_masked_perplexity_is_that_of_the_reference(sharded):
     trainer, state = sharded
-    params = jax.device_get(trainer.to_canonical(state.params))
+    params = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
     logits = jax.jit(reference_bert.logits, static_argnames=("post", "form"))
     texts = [np.frombuffer(text.encode(), np.uint8) for text in TEXTS]
     parts = [text[start : start + 14] for text in texts for start in range(0, len(text), 14)]

@@ -48,6 +48,7 @@ def wanted(pattern, rows):
     return jax.device_get(hybrid.loss_and_gradients(params_of(pattern), batch, pattern))
 
 
+logits = jax.jit(hybrid.logits, static_argnums=2)
 LAYOUTS = {
     "one device": (RUNS, Layout(microbatch=2)),
     "tensor": (RUNS, Layout(data=2, pipe=2, tensor=2, microbatch=2)),
@@ -89,7 +90,7 @@ def test_held_out_losses_and_scores_equal_the_reference(layout):
     state, batch = trainer.state_from(params_of(THREE)), reference.random_batch(MODEL, 4)
     total, weight = trainer.evaluate(state, trainer.place(batch))
     assert float(total / weight) == pytest.approx(float(wanted(THREE, 4)[0]), rel=1e-6)
-    all_logits = hybrid.logits(params_of(THREE), batch["tokens"], THREE)
+    all_logits = logits(params_of(THREE), batch["tokens"], THREE)
     losses = (
         jax.nn.logsumexp(all_logits, axis=-1)
         - np.take_along_axis(np.asarray(all_logits), batch["targets"][..., None], axis=-1)[..., 0]
@@ -162,11 +163,11 @@ def test_a_state_of_kinds_is_restored_on_layouts_where_they_fall_otherwise(tmp_p
         checkpoints.wait()
         names = set(checkpoints.manifest(1).catalog)
         assert {"params.layers.mixer.kernel", "nu.layers.attention.qkv", "mu.embed.tokens"} <= names
-        want = jax.device_get(one.to_canonical(state.params))
+        want = jax.device_get(jax.jit(one.to_canonical)(state.params))
         _, metrics = one.train_step(state, one.place(batch))
         for other in others:
             moved = checkpoints.restore(other, 1)
-            got = jax.device_get(other.to_canonical(moved.params))
+            got = jax.device_get(jax.jit(other.to_canonical)(moved.params))
             jax.tree.map(np.testing.assert_array_equal, got, want)
             _, after = other.train_step(moved, other.place(batch))
             assert float(after.loss) == pytest.approx(float(metrics.loss), rel=1e-6)

@@ -83,6 +83,9 @@ def test_losses_and_gradients_are_those_of_the_reference(name, layout):
     reference.assert_same(got, want)
 
 
+logits = jax.jit(reference_decoder.logits, static_argnums=2)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "qwen2", "mistral"])
 def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name):
     """Token by token beyond a window, on stages of different kinds."""
@@ -100,5 +103,5 @@ def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name):
         for each, choices in zip(texts, got, strict=True):
             tokens = np.zeros((1, model.sequence), np.int32)
             tokens[0, : len(each)] = each
-            want = reference_decoder.logits(params, {"tokens": tokens}, MODELS[name][1])
+            want = logits(params, {"tokens": tokens}, MODELS[name][1])
             np.testing.assert_allclose(choices.logits, want[0, len(each) - 1], atol=2e-5)

@@ -139,7 +139,8 @@ def train(model, layout, steps, batches):
         state, metrics = trainer.train_step(state, trainer.place(batch))
         found.append(jax.device_get(metrics))
     moments = optax.tree_utils.tree_get(state.moments, "mu")
-    params, means = (jax.device_get(trainer.to_canonical(tree)) for tree in (state.params, moments))
+    canonical = jax.jit(trainer.to_canonical)
+    params, means = (jax.device_get(canonical(tree)) for tree in (state.params, moments))
     for each in ("load", "balance"):  # states have no gradients
         del means["layers"]["block"]["mlp"]["router"][each]
     return found, params, means

@@ -77,7 +77,7 @@ def test_chunks_are_the_recurrence(documents):
             y, after = f(*arguments)
             return (y * dy).sum() + jnp.sin(after).sum(), (y, after)
 
-        return jax.value_and_grad(of, argnums=range(6), has_aux=True)
+        return jax.jit(jax.value_and_grad(of, argnums=range(6), has_aux=True))
 
     (_, want), want_gradients = summed(one_by_one)(x, dt, a, b, c, start)
     (_, got), gradients = summed(in_chunks)(x, dt, a, b, c, start)
@@ -89,14 +89,19 @@ def test_chunks_are_the_recurrence(documents):
 # -- models ----------------------------------------------------------------------------------------
 
 
+params_of = functools.cache(mtx.init_params)
+
+
 @functools.cache
 def wanted(model, documents):
-    """(parameters, batch, loss and gradients of the reference)"""
-    params, batch = mtx.init_params(model), reference.random_batch(model, 8)
+    """(batch, loss and gradients of the reference, compiled once for both)"""
+    batch = reference.random_batch(model, 8)
     batch = packed(batch) if documents else batch
+    given = {"segments": np.zeros_like(batch["tokens"])} | batch
+    given = {name: given[name] for name in ("tokens", "targets", "weights", "segments")}
     pattern = model.stack().pattern
-    found = reference_mamba.loss_and_gradients(params, batch, pattern, model.least_dt)
-    return params, batch, jax.device_get(found)
+    found = reference_mamba.loss_and_gradients(params_of(model), given, pattern, model.least_dt)
+    return batch, jax.device_get(found)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +115,16 @@ def wanted(model, documents):
     ],
 )
 def test_models_equal_the_reference(model, layout, documents):
-    params, batch, want = wanted(model, documents)
-    reference.assert_same(mtx.loss_and_gradients(model, layout, batch, params=params), want)
+    batch, want = wanted(model, documents)
+    got = mtx.loss_and_gradients(model, layout, batch, params=params_of(model))
+    reference.assert_same(got, want)
 
 
 def test_a_hybrid_trains_as_on_one_device():
     def losses(**layout):
         run = RunConfig(model=BAMBA, layout=Layout(**layout), global_batch=8, steps=10)
         trainer = Trainer(run)
-        state, found = trainer.init(), []
+        state, found = trainer.state_from(params_of(BAMBA)), []
         for step in range(5):
             batch = reference.random_batch(BAMBA, 8, seed=step)
             state, metrics = trainer.train_step(state, trainer.place(batch))
@@ -143,7 +149,7 @@ def test_a_hybrid_trains_as_on_one_device():
 def test_texts_go_on_from_states(model, layout):
     """Of prompts of several lengths: the logits of all that is read again for each token."""
     trainer = Trainer(RunConfig(model=model, layout=Layout(**layout), global_batch=8))
-    decoder = Decoder(trainer, trainer.init(), vocab=61)
+    decoder = Decoder(trainer, trainer.state_from(params_of(model)), vocab=61)
     texts = [[3, 4, 5], [7, 11] * 9, [9], [2, 1, 2]]
     found = decoder.begin(texts, 30)
     for _ in range(6):

@@ -10,8 +10,9 @@ Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, lru_cache, partial
+from itertools import count
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ Tree = Any
 Stream = dict[str, jax.Array]
 Recompute = Literal["none", "selective", "around_attention", "full"]
 _ONE_DEVICE = Axes()
+_FIRST = 32  # keys of a layer's parameters; few have more
 # cuDNN's attention, as jax.nn calls it, and as it is described where it cannot be traced. Their
 # results have no names.
 _FUSED = ("dot_product_attention_fwd_wrapper", fused.FORWARD.name)
@@ -74,18 +76,19 @@ class Model:
             output_std=output_std(config.init_std, config.layers), dtype=config.compute_dtype,
             slices=slices, adapters=self._adapters(),
         )  # fmt: skip
-        shared = nnx.eval_shape(lambda: self._make_shared(_rngs_of(0)))
-        layers = {
-            kind: nnx.eval_shape(lambda kind=kind: self._make_layer(kind, _rngs_of(0)))
-            for kind in self.kinds
-        }
+        build, rows = self._build, self.vocab_rows
+        found = {"embed": _abstract(stack.embedding, build, rows)}
+        found["head"] = _abstract(self._head, build, rows)
+        layers = {kind: _abstract(config, build) for kind, config in self.kinds.items()}
         self._graphs: dict[str, Any] = {
-            name: nnx.split(module)[0] for name, module in (shared | layers).items()
+            name: graph for name, (graph, _) in (found | layers).items()
         }
-        states: Tree = {name: nnx.state(module) for name, module in shared.items()}
-        states["layers"] = {kind: nnx.state(module) for kind, module in layers.items()}
-        self.shapes = {name: _plain(module) for name, module in shared.items()}
-        self.shapes["layers"] = {kind: _plain(module) for kind, module in layers.items()}
+        states: Tree = {name: state for name, (_, state) in found.items()}
+        states["layers"] = {kind: state for kind, (_, state) in layers.items()}
+        self.shapes = {name: nnx.to_pure_dict(state) for name, (_, state) in found.items()}
+        self.shapes["layers"] = {
+            kind: nnx.to_pure_dict(state) for kind, (_, state) in layers.items()
+        }
         self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
         self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
@@ -111,14 +114,6 @@ class Model:
                 raise unknown_name("lora_on", name, names)
         return Adapters(rank=config.lora_rank, alpha=config.lora_alpha, on=config.lora_on)
 
-    def _make_shared(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        rows = self.vocab_rows
-        embed = self._embedding.module(self._build, rows, rngs)
-        return {"embed": embed, "head": self._head.module(self._build, rows, rngs)}
-
-    def _make_layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        return self.kinds[kind].module(self._build, rngs)
-
     def _add_histories(self) -> None:
         """Those of delayed scaling, beside the other parameters of layers."""
         rule = fp8.Delayed(self.config.fp8_steps)
@@ -134,12 +129,13 @@ class Model:
 
     def init_shared(self, seed: int) -> Tree:
         """Float32 {"embed": ..., "head": ...}, global shapes, vocabulary padded."""
-        modules = self._make_shared(_rngs_of(_init_key(seed, -1)))
-        return {name: _plain(module) for name, module in modules.items()}
+        build, rows, rngs = self._build, self.vocab_rows, _rngs_of(_init_key(seed, -1))
+        embed = self._embedding.module(build, rows, rngs)
+        return {"embed": _plain(embed), "head": _plain(self._head.module(build, rows, rngs))}
 
     def init_layer(self, kind: str, seed: int, layer) -> Tree:
         """Float32 parameters of a layer, global shapes."""
-        params = _plain(self._make_layer(kind, _rngs_of(_init_key(seed, layer))))
+        params = _plain(self.kinds[kind].module(self._build, _rngs_of(_init_key(seed, layer))))
         if self.config.fp8_steps:
             zeros = jnp.zeros(fp8.HISTORY, jnp.float32)
             params[fp8.AMAX] = fp8.histories(self.roles["layers"][kind], zeros)
@@ -300,11 +296,32 @@ def _init_key(seed: int, layer):
     return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
+class _Keys:
+    """`nnx.Rngs(params=key, adapter=...)`, with the keys of parameters made at once: a program with
+    a loop for each takes a third longer to compile. Adapters have a stream of their own: beside
+    them, parameters begin as they do without."""
+
+    def __init__(self, key):
+        self._key, self._used = key, count()
+        self._first = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(_FIRST, dtype="uint32"))
+        self.adapter = nnx.RngStream(jax.random.fold_in(key, 1), tag="adapter")
+
+    def params(self):
+        n = next(self._used)
+        return self._first[n] if n < _FIRST else jax.random.fold_in(self._key, n)
+
+
 def _rngs_of(key) -> nnx.Rngs:
-    """Adapters have a stream of their own: beside them, parameters begin as they do without."""
-    if isinstance(key, int):
-        key = jax.random.key(key)
-    return nnx.Rngs(params=key, adapter=jax.random.fold_in(key, 1))
+    return cast(nnx.Rngs, _Keys(key))
+
+
+@lru_cache(maxsize=1024)
+def _abstract(config: Any, build: Build, *rows: int) -> tuple[Any, nnx.State]:
+    """(graph, parameters as shapes with their metadata) of the module of a layer, embedding or
+    head; many models, most of all those of a plan, are made of the same ones."""
+    return nnx.split(
+        nnx.eval_shape(lambda: config.module(build, *rows, _rngs_of(jax.random.key(0))))
+    )
 
 
 def _plain(module: nnx.Module) -> Tree:

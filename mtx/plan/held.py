@@ -33,16 +33,10 @@ def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False
     """Padding of vocabulary and of uneven stages included; states, of routers and of float8, are
     none. trained: of these alone."""
     parameters, states = parameters_of(model, layout), 0
+    vocab, sizes = model.padded_vocab(layout.vocab_shards), tuple(layout.sizes.items())
 
     def count(these: tuple[Parameter, ...]) -> np.ndarray:
-        """(all, matrices), whole and sharded over replicas"""
-        held = np.zeros((2, 2))
-        for each in these:
-            if each.role == "state" or (trained and not each.trained):
-                continue
-            n, replicas = elements_held(each, model, layout), _replicas(each, layout)
-            held += np.outer((1, each.is_matrix), (n, n / replicas))
-        return held
+        return _count(these, vocab, sizes, trained)
 
     chunk = layers = np.zeros((2, 2))
     for kind, (rows, n) in _stacks(model, layout).items():
@@ -71,16 +65,30 @@ def parameters_of(model: ModelConfig, layout: Layout) -> Parameters:
     return model_parameters(model, tensor=layout.tensor, experts=experts)
 
 
-def _replicas(parameter: Parameter, layout: Layout) -> int:
-    """The devices that hold the same shard of it."""
-    return math.prod(layout.sizes[axis] for axis in replica_axes(parameter.axes))
+@lru_cache(maxsize=4096)
+def _count(
+    these: tuple[Parameter, ...], vocab: int, sizes: tuple[tuple[str, int], ...], trained: bool
+) -> np.ndarray:
+    """Elements of (all, matrices), whole and sharded over replicas; vocab: padded."""
+    held, by_axis = np.zeros((2, 2)), dict(sizes)
+    for each in these:
+        if each.role == "state" or (trained and not each.trained):
+            continue
+        n = _elements(each, vocab, by_axis)
+        replicas = math.prod(by_axis[axis] for axis in replica_axes(each.axes))
+        held += np.outer((1, each.is_matrix), (n, n / replicas))
+    return held
 
 
 def elements_held(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
     """Elements of one parameter that a device has."""
-    whole = parameter.elements.at(1, model.padded_vocab(layout.vocab_shards))
+    return _elements(parameter, model.padded_vocab(layout.vocab_shards), layout.sizes)
+
+
+def _elements(parameter: Parameter, vocab: int, sizes: dict[str, int]) -> int:
+    whole = parameter.elements.at(1, vocab)
     for axis in parameter.axes:
-        whole //= layout.sizes[axis]
+        whole //= sizes[axis]
     return whole
 
 

@@ -53,7 +53,8 @@ def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
 def replica_axes(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
     """The axes along which devices have the same shard of an array of that PartitionSpec, and other
     tokens: over them ZeRO shards it and its gradient is summed."""
-    return tuple(axis for axis in TOKENS if axis not in axes_of(spec))
+    sharded = axes_of(spec)
+    return tuple(axis for axis in TOKENS if axis not in sharded)
 
 
 def sum_axes(

@@ -197,8 +197,10 @@ class States:
 
 def stacked(a, *, slots: np.ndarray):
     """A leaf [P*C*N, ...] of the layers in these slots as [P, C, N, ...], zero in empty ones."""
-    used = jnp.asarray(slots.ravel() != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
-    return jnp.where(used, a, 0).reshape(*slots.shape, *a.shape[1:])
+    if (slots == EMPTY).any():
+        used = jnp.asarray(slots.ravel() != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+        a = jnp.where(used, a, 0)
+    return a.reshape(*slots.shape, *a.shape[1:])
 
 
 def is_of_layers(path: tuple) -> bool:
