@@ -323,9 +323,8 @@ def head_of_another_stage() -> Change:
 def head_where_it_is_held() -> Change:
     real = Run.head
 
-    def head(self, carry, op, y, *, sent=False):
-        return real(
-            self, carry, op._replace(head=jnp.where(self.holds_last, op.head, IDLE)), y, sent=sent
-        )
+    def head(self, carry, op, y):
+        op = op._replace(head=jnp.where(self.holds_last, op.head, IDLE))
+        return real(self, carry, op, y)
 
     return mock.patch.object(Run, "head", head)

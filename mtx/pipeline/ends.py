@@ -18,7 +18,7 @@ from jax import lax
 
 from mtx.pipeline.model import Stream
 from mtx.schedules.schedule import IDLE
-from mtx.vjp import Arrays, Strand, axes_of, is_matmul, needed_of, variables_of
+from mtx.vjp import Arrays, Strand, axes_of, is_matmul, is_nested, needed_of, variables_of
 
 Tree = Any
 _ITEM = jax.ShapeDtypeStruct((), jnp.int32)
@@ -121,7 +121,7 @@ class Gathering:
             self.rest.part(eqns, self.rest.invars, outvars)(*begun, *jax.tree.leaves(stream), item)
         )
         for place, var in enumerate(self.rest.outvars):
-            eqn = writes.get(var)
+            eqn: Any = writes.get(var)
             given = [next(values) for _ in (eqn.invars[1:] if eqn else (var,))]
             leaves[place] = _added_to(leaves[place], eqn, *given)
         return jax.tree.unflatten(jax.tree.structure(totals), leaves)
@@ -175,5 +175,4 @@ def _gathered(strand: Strand, stream: list) -> set[int]:
 
 
 def _is_heavy(eqn) -> bool:
-    inner = any("jaxpr" in name or name == "branches" for name in eqn.params)
-    return bool(axes_of(eqn)) or is_matmul(eqn) or inner
+    return bool(axes_of(eqn)) or is_matmul(eqn) or is_nested(eqn)

@@ -15,7 +15,6 @@ T ticks · P stages
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -175,7 +174,7 @@ class WovenRun(WovenEnds):
         carry, sent = self.beside_sends(carry, op, phase, y, last, sent)
         if backward:
             carry = carry._replace(messages=carry.messages._replace(dx=sent, left=dx))
-        if left is not None:
+        if left is not None and gathered is not None:
             carry = self.with_embedding(carry, op.embed_backward, left, gathered)
         return carry, None
 
@@ -297,10 +296,15 @@ class WovenRun(WovenEnds):
             layers = self.layers(self.first_layer, self.first_layer)
             mine = layers.waiting(part)
             made = [a for a, one in zip(jax.tree.leaves(of_b[kind]), mine, strict=True) if one]
+            apart = self.axes.in_place and self.stage.shards is None and layers.has_plain_weights
+            behind = behind or apart
             with jax.named_scope("W"):
                 run = partial(layers.last_weights, part=part)
-                made = self.in_a_branch(run, op.backward, waits, made) if made else made
-            behind = behind or self.axes.in_place
+                if apart and not self.in_branches:  # in one that idle stages do not take
+                    idle = lambda op, waits, made: made  # noqa: E731
+                    made = lax.cond(op.backward.busy, run, idle, op.backward, waits, made)
+                else:
+                    made = self.by_chunk(run)(op.backward, waits, made)
         # Nothing may stand right behind gradients that matmuls add in place; behind their branch
         # it may.
         if beside is not None and waits is not None and behind:
@@ -311,12 +315,6 @@ class WovenRun(WovenEnds):
             leaves = [next(rest) if one else a for a, one in zip(leaves, mine, strict=True)]
             made = of_b | {kind: structure.unflatten(leaves)}
         return carry._replace(gradients=carry.gradients._replace(of_b=made)), beside
-
-    def in_a_branch(self, run: Callable, op: Op, waits: Arrays, gradients: list) -> list:
-        """Of a chunk's own, or that of a stage which is not idle."""
-        if self.in_branches or not self.axes.in_place or self.stage.shards is not None:
-            return self.by_chunk(run)(op, waits, gradients)
-        return lax.cond(op.busy, run, lambda op, waits, kept: kept, op, waits, gradients)
 
     @property
     def in_branches(self) -> bool:

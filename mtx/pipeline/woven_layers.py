@@ -27,7 +27,7 @@ from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.turns import At, Kinds, Turn, Turns
 from mtx.pipeline.weave import Braid, split_ahead, weight_equations
-from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
+from mtx.vjp import Arrays, Cut, LayerVJP, Strand, is_nested, variables_of
 
 Tree = Any
 
@@ -202,6 +202,11 @@ class WovenLayers:
         first = len(side.vjp.residuals)
         inputs[first : first + len(numbers)] = numbers
         return braid.add(side.ahead_back, inputs, side="B")
+
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether the weight gradients that B's last layer leaves are made without loops."""
+        return not any(map(is_nested, self.sides[self.backward[0]].cut.w.eqns))
 
     def waiting(self, part: int) -> list[bool]:
         """Of the leaves of a chunk's first layer, those whose gradients wait when B is done, and
