@@ -385,11 +385,6 @@ def axes_of(eqn) -> tuple[str, ...]:
     return over if isinstance(over, tuple) else (over,)
 
 
-def is_nested(eqn) -> bool:
-    """Whether an equation has a function of its own: a loop, a conditional."""
-    return any("jaxpr" in name or name == "branches" for name in eqn.params)
-
-
 def variables_of(atoms) -> list:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 

@@ -82,7 +82,7 @@ def test_by_itself_attention_goes_the_fastest_way(layout, sequence):
     model = replace(LLAMA, sequence=sequence)
     plan = plan_of(model, **layout)
     times = {way: time.step_s for way, time in plan.context_ways.items()}
-    assert plan.time.step_s == min(times.values())
+    assert plan.time.step_s == pytest.approx(min(times.values()), rel=1e-12)
     alone = Layout(recompute="around_attention", zero=3, **layout)
     for_default = make_plan(RunConfig(model=model, layout=alone, global_batch=8))
     assert resolve(alone, model, 8)[0] == for_default.run.layout  # as training has it

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.model import Stream
+from mtx.pipeline.weave import is_nested
 from mtx.schedules.schedule import IDLE
-from mtx.vjp import Arrays, Strand, axes_of, is_matmul, is_nested, needed_of, variables_of
+from mtx.vjp import Arrays, Strand, axes_of, is_matmul, needed_of, variables_of
 
 Tree = Any
 _ITEM = jax.ShapeDtypeStruct((), jnp.int32)
@@ -138,9 +139,9 @@ def _writes(strand: Strand) -> dict:
         if eqn is None or eqn.primitive.name not in ("scatter-add", "dynamic_update_slice"):
             return False
         zeros = made.get(eqn.invars[0])
-        is_zero = zeros is not None and zeros.primitive.name == "broadcast_in_dim"
-        is_zero = is_zero and getattr(zeros.invars[0], "val", 1) == 0
-        return is_zero and [*read, *outputs].count(var) == 1
+        if zeros is None or zeros.primitive.name != "broadcast_in_dim":
+            return False
+        return getattr(zeros.invars[0], "val", 1) == 0 and [*read, *outputs].count(var) == 1
 
     return {var: made[var] for var in outputs if is_written(var)}
 

@@ -376,3 +376,8 @@ def _has_collective(closed) -> bool:
 
 def _flops_of(closed) -> float:
     return sum(map(_flops, closed.jaxpr.eqns))
+
+
+def is_nested(eqn) -> bool:
+    """Whether an equation has a function of its own: a loop, a conditional."""
+    return any("jaxpr" in name or name == "branches" for name in eqn.params)

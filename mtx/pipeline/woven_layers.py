@@ -26,8 +26,8 @@ from mtx.pipeline.stage import Stage
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.turns import At, Kinds, Turn, Turns
-from mtx.pipeline.weave import Braid, split_ahead, weight_equations
-from mtx.vjp import Arrays, Cut, LayerVJP, Strand, is_nested, variables_of
+from mtx.pipeline.weave import Braid, is_nested, split_ahead, weight_equations
+from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
 
 Tree = Any
 
