@@ -201,12 +201,6 @@ def test_what_an_index_cannot_do_is_said_in_a_line(corpus, capsys, options, name
     assert all(name in said for name in named) and "Traceback" not in said
 
 
-def test_certify_says_that_it_has_no_reference(capsys):
-    assert main(["certify", "retro-172m"]) == 2
-    said = capsys.readouterr().err
-    assert "retro" in said and "reference" in said and "Traceback" not in said
-
-
 def test_without_faiss_a_line_says_what_to_install(corpus, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     assert main(["data", "neighbours", corpus[0], "--chunk", "8"]) != 0
