@@ -54,8 +54,18 @@ def wanted():
         {"pipe": 2, "data": 2, "zero": 3, "offload": 1.0},
         {"pipe": 2, "context": 2, "stage_layers": (3, 1), "offload": 0.5},
         {"pipe": 2, "schedule": "zb_h1", "offload": 0.5},
+        # Chunks without layers between others, before the copy out that an earlier F has left to
+        # the next, and between the copy back and its B.
+        {
+            "pipe": 3,
+            "virtual": 2,
+            "schedule": "v_min",
+            "stage_layers": (2, 0, 0, 1, 0, 1),
+            "idle": "phases",
+            "offload": 0.5,
+        },
     ],
-    ids=["interleaved", "zero 3", "uneven", "split"],
+    ids=["interleaved", "zero 3", "uneven", "split", "empty chunks"],
 )
 def test_the_numbers_do_not_depend_on_where_residuals_wait(layout):
     assert_same(loss_and_gradients(Layout(**layout)), wanted())

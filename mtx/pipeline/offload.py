@@ -53,7 +53,8 @@ class Offload:
 
     fraction: float
     residuals: dict[str, Arrays]  # {kind: of one layer}; shapes and dtypes
-    last: Callable  # (chunk, kind) -> the index of its last layer of the kind
+    last: Callable  # (chunk, kind) -> the index of its last layer of the kind; -1 without layers
+    some_empty: bool  # there are chunks without layers
 
     def rings(self, zeros: Callable[[Callable[[str], Tree]], Tree]) -> Tree:
         """{kind: parts of leaves [R, N, ...]}, by a function that makes zeros for each layer."""
@@ -93,6 +94,11 @@ class Offload:
         own.trees["left"] = _where(own.index >= 0, host, own.trees["left"])
         return stream
 
+    def left_after(self, op: Op, before: Left, parts: Tree) -> Left:
+        """What is left after the op's F; without layers, what was left `before` it still is."""
+        after = Left(parts, op.slot, op.chunk)
+        return _where(self._is_empty(op.chunk), before, after) if self.some_empty else after
+
     # -- B ----------------------------------------------------------------------------------------
 
     def fetch(self, op: Op, rings: Tree, left: Left) -> Tree:
@@ -128,6 +134,17 @@ class Offload:
         still_here = (own.index == 0) & (coming.slot == left.slot)
         own.trees["ahead"] = _where(still_here, left.parts[own.kind], fetched)
         return dstream
+
+    def ahead_after(self, op: Op, coming: Op, rings: Tree, left: Left, ahead: Tree) -> Tree:
+        """What is ahead after the op's B; without layers nothing has come back beside them."""
+        if not self.some_empty:
+            return ahead
+        fetch = lambda: self.fetch(coming, rings, left)  # noqa: E731
+        return lax.cond(self._is_empty(op.chunk), fetch, lambda: ahead)
+
+    def _is_empty(self, chunk) -> jax.Array:
+        (kind,) = self.residuals
+        return self.last(chunk, kind) < 0
 
     # -- parts ------------------------------------------------------------------------------------
 

@@ -97,8 +97,10 @@ class Stage:
                 f"of layers, {', '.join(self.placement.kinds)}; use stage_layers='even' or "
                 "offload=0"
             )
-        residuals = {kind: vjp.residuals for kind, vjp in self.vjps.items()}
-        return Offload(fraction=self.offload_fraction, residuals=residuals, last=self._last)
+        return Offload(
+            fraction=self.offload_fraction, last=self._last, some_empty=self.placement.some_empty,
+            residuals={kind: vjp.residuals for kind, vjp in self.vjps.items()},
+        )  # fmt: skip
 
     def _last(self, chunk, kind: str):
         """The index of a chunk's last layer of a kind."""
@@ -153,7 +155,7 @@ class Stage:
         kept = {"ring": (rings, op.slot), "cache": (caches, op.cache)}
         kept["left"] = left and left.parts, None
         stream, kept = self._layers(op, layer, stream, kept)
-        left = left and Left(kept["left"], op.slot, op.chunk)
+        left = left and self.offload.left_after(op, left, kept["left"])
         return stream, kept["ring"], kept["cache"], left
 
     def forward_only(self, op: Op, params, stream, caches=None):
@@ -231,6 +233,8 @@ class Stage:
         places = op.held, op.deferred, op.cache_gradient, None
         trees = {name: (tree, at) for (name, tree), at in zip(kept._asdict().items(), places)}
         dstream, trees = self._layers(op, layer, dstream, trees, backward=True)
+        if self.offload and coming is not None and left is not None:
+            trees["ahead"] = self.offload.ahead_after(op, coming, rings, left, trees["ahead"])
         return dstream, Kept(**trees)
 
     def weight(self, op: Op, deferred, gradients):

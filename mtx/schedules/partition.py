@@ -63,6 +63,11 @@ class Placement:
     def even(self) -> bool:
         return bool((self.layer != EMPTY).all())
 
+    @property
+    def some_empty(self) -> bool:
+        """Whether there are chunks without layers."""
+        return not self.count.all()
+
     # -- kinds ------------------------------------------------------------------------------------
 
     @cached_property
