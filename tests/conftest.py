@@ -72,6 +72,13 @@ def kept_programs(tmp_path_factory):
 
 
 @pytest.fixture
+def optimised(monkeypatch):
+    """LLVM optimises the training steps: these run often enough to be worth it."""
+    options = {"xla_backend_optimization_level": 2}
+    monkeypatch.setattr("mtx.step.xla.options", lambda *_, **__: options)
+
+
+@pytest.fixture
 def few_presets(monkeypatch):
     """Among which the largest that fits is found soon: each costs the traces of its layers."""
     monkeypatch.setattr("mtx.plan.fit.NAMES", ("miniature", "gpt-1.7b", "gpt-18b"))

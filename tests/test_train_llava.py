@@ -33,7 +33,7 @@ def trained(layout, steps):
     return trainer, state, losses
 
 
-def test_it_reads_the_picture_on_any_layout():
+def test_it_reads_the_picture_on_any_layout(optimised):
     trainer, state, losses = trained(RUN.layout, STEPS)
     assert (trainer.placement.count.ravel() > 0).all() and not trainer.placement.even
     *_, alone = trained(Layout(microbatch=RUN.global_batch), ALIKE)

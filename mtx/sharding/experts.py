@@ -71,11 +71,11 @@ class Queues(NamedTuple):
         at = jnp.minimum(self.starts_E[:, None] + places, last)
         return _rows(self.order, at), places < self.counts_E[:, None]
 
-    def slot_of(self, rank: int, first, room: int):
-        """(the slot [n] of each token's choice of that rank, of E times C, whether it has one)"""
-        expert, place = self.expert_nk[:, rank], self.place_nk[:, rank] - first
-        there = (expert < len(self.counts_E)) & (place >= 0) & (place < room)
-        return jnp.where(there, expert * room + place, 0), there
+    def slots_of(self, first, room: int):
+        """(the slot [n, k] of each choice, of E times C, whether it has one)"""
+        places = self.place_nk - first
+        there = (self.expert_nk < len(self.counts_E)) & (places >= 0) & (places < room)
+        return jnp.where(there, self.expert_nk * room + places, 0), there
 
     @property
     def ranks(self) -> range:
@@ -95,11 +95,11 @@ def _zero_unless(there, rows):
 def _sum_of_choices(queues: Queues, y_ECD, first):
     """[n, D]: for each token the sum of what is in the slots of its choices, in float32."""
     experts, room, size = y_ECD.shape
-    rows = y_ECD.reshape(experts * room, size)
-    total = 0
+    rows, total = y_ECD.reshape(experts * room, size), 0
+    slots_nk, there_nk = queues.slots_of(first, room)
     for rank in queues.ranks:
-        slot_n, there_n = queues.slot_of(rank, first, room)
-        total += _zero_unless(there_n, _rows(rows, slot_n)).astype(jnp.float32)
+        found = _rows(rows, slots_nk[:, rank])
+        total += _zero_unless(there_nk[:, rank], found).astype(jnp.float32)
     return jnp.asarray(total).astype(y_ECD.dtype)
 
 
@@ -149,11 +149,8 @@ def gates_to_slots(gates_nk, queues: Queues, first, room: int):
 
 def _gates_backward(room, saved, dgates_EC1):
     queues, first = saved
-    flat, gradients = dgates_EC1.ravel(), []
-    for rank in queues.ranks:
-        slot_n, there_n = queues.slot_of(rank, first, room)
-        gradients.append(_zero_unless(there_n, _rows(flat, slot_n)))
-    return jnp.stack(gradients, axis=1), None, None
+    slots_nk, there_nk = queues.slots_of(first, room)
+    return _zero_unless(there_nk, _rows(dgates_EC1.ravel(), slots_nk)), None, None
 
 
 gates_to_slots.defvjp(
