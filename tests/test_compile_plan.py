@@ -145,6 +145,10 @@ def test_branches_of_split_sharded_and_sliced_steps():
     trainer = Trainer(split)
     share = plan_compile.busy_shares(trainer)
     assert share(conditional("W"))[1] == 4 / trainer.schedule.ticks
+    layers = RUN.model.layers
+    uneven = Layout(pipe=2, virtual=2, stage_layers=(layers - 1, 0, 1, 0), offload=0.5)
+    share = plan_compile.busy_shares(Trainer(dataclasses.replace(split, layout=uneven)))
+    assert share(conditional("B/chunk/cond/branch_0_fun/empty"))[1] == 2 / 4
     sliced = Layout(pipe=2, schedule="seq1f1b", slices=4)
     share = plan_compile.busy_shares(Trainer(dataclasses.replace(RUN, layout=sliced)))
     inside = "F/while/body/attention"

@@ -241,7 +241,7 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
 
 
 _TAKEN_OR_NOT = re.compile(
-    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward)/cond$"
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward|empty)/cond$"
 )
 
 
@@ -250,9 +250,9 @@ def busy_shares(
 ) -> Callable[[Instruction], Sequence[float]]:
     """For each conditional of the step, the shares of its executions that take each branch.
 
-    The step's conditionals are the ops that a stage sits out and, with zero=3, the begins and ends
-    of runs of one chunk's ops; the schedule's table says how often. Shares are those of the mean
-    stage; `of_slowest`: in each tick, of the stage that has most to do, for which the others wait.
+    The step's conditionals are the ops that a stage sits out, or has no layers for, and, with
+    zero=3, begins and ends of runs of one chunk's ops. Shares are those of the mean stage;
+    `of_slowest`: in each tick, of the stage that has most to do, for which the others wait.
     """
     schedule, phases = trainer.schedule, trainer.pipeline.phases
 
@@ -271,10 +271,10 @@ def busy_shares(
         "embed": share_of(schedule.embed >= 0, "forward"),
         "head": share_of(schedule.head >= 0, "any" if woven else "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
-        "all_gather": share_of(forward.runs[0], "forward"),
-        "F/all_gather": share_of(forward.runs[0], "forward"),
+        **dict.fromkeys(("all_gather", "F/all_gather"), share_of(forward.runs[0], "forward")),
         "B/all_gather": share_of(backward.runs[0], "backward"),
         "B/reduce_scatter": share_of(backward.runs[1], "backward"),
+        "empty": _without_layers(trainer),
     }
     if woven:  # which looks two ticks ahead, and one back
         shares["embed"] = share_of(schedule.enters(2) >= 0, "any")
@@ -305,6 +305,13 @@ def busy_shares(
         )
 
     return branches
+
+
+def _without_layers(trainer: Trainer) -> float:
+    """The share of all B whose chunk has none."""
+    schedule = trainer.schedule
+    layers = trainer.placement.count[np.arange(schedule.stages), schedule.backward.chunk]
+    return float((layers == 0)[schedule.backward.busy].mean())
 
 
 def _of_stages(trainer: Trainer, count: int) -> Sequence[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from mtx.costs.cost import Collective, Later, Matmul, Moved, Pass, Size
 from mtx.costs.fusion import Kernels
@@ -189,7 +189,7 @@ class Reader:
             bodies, inputs = (eqn.params["body_jaxpr"],), eqn.invars[eqn.params["cond_nconsts"] :]
             reader = self.later = self.later or Reader()
         for body in bodies:
-            flat = Equations.of(jaxpr_as_fun(body), *body.in_avals)
+            flat = Equations.flat(body)
             names = {at: tags.get(a) for at, a in enumerate(inputs) if not isinstance(a, Literal)}
             known = {at: min(tag) for at, tag in names.items() if tag}
             needed = needed_of(flat.eqns, flat.outvars)

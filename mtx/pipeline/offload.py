@@ -140,7 +140,8 @@ class Offload:
         if not self.some_empty:
             return ahead
         fetch = lambda: self.fetch(coming, rings, left)  # noqa: E731
-        return lax.cond(self._is_empty(op.chunk), fetch, lambda: ahead)
+        with jax.named_scope("empty"):
+            return lax.cond(self._is_empty(op.chunk), fetch, lambda: ahead)
 
     def _is_empty(self, chunk) -> jax.Array:
         (kind,) = self.residuals
