@@ -111,16 +111,16 @@ HUGGING_FACE = (
 
 # Sizes from the model card (arXiv 2508.10925, table 1) and the config.json of
 # huggingface.co/openai/gpt-oss-20b and -120b; the sequence is that before YaRN, rate and layout are
-# ours.
+# ours: a layer's experts lie in a node.
 PRESETS = {
     name: preset(
         {"layers": layers, "hidden": 2880, "heads": 64, "kv_heads": 8, "ffn": 2880,
          "experts": experts, "vocab": 201088, "sequence": 4096, "rotary_base": 1.5e5,
          "tied": False},
-        lr=3e-4, global_batch=1024, data=data, pipe=pipe, tensor=tensor, virtual=virtual, expert=8,
+        lr=3e-4, global_batch=1024, data=data, pipe=pipe, tensor=1, virtual=virtual, expert=8,
     )
-    for name, layers, experts, data, pipe, tensor, virtual in (
-        ("gpt-oss-20b", 24, 32, 8, 1, 2, 1),
-        ("gpt-oss-120b", 36, 128, 4, 4, 2, 3),
+    for name, layers, experts, data, pipe, virtual in (
+        ("gpt-oss-20b", 24, 32, 16, 1, 1),
+        ("gpt-oss-120b", 36, 128, 8, 4, 3),
     )
 }  # fmt: skip

@@ -150,15 +150,16 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from the config.json of huggingface.co/mistralai/Mixtral-8x7B-v0.1 and -8x22B-v0.1; rate and
-# layout are ours.
+# layout are ours: a layer's experts lie in a node.
 PRESETS = {
     name: preset(
         {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn": ffn,
          "vocab": vocab, "sequence": 4096, "rotary_base": 1e6, "tied": False},
-        lr=lr, global_batch=1024, data=data, pipe=pipe, tensor=tensor, virtual=virtual, expert=8,
+        lr=lr, global_batch=1024, data=data, pipe=pipe, expert=expert, tensor=8 // expert,
+        virtual=virtual,
     )
-    for name, layers, hidden, heads, ffn, vocab, lr, data, pipe, tensor, virtual in (
-        ("mixtral-8x7b", 32, 4096, 32, 14336, 32000, 3e-4, 4, 2, 2, 4),
-        ("mixtral-8x22b", 56, 6144, 48, 16384, 32768, 1.5e-4, 4, 4, 4, 2),
+    for name, layers, hidden, heads, ffn, vocab, lr, data, pipe, expert, virtual in (
+        ("mixtral-8x7b", 32, 4096, 32, 14336, 32000, 3e-4, 4, 4, 8, 4),
+        ("mixtral-8x22b", 56, 6144, 48, 16384, 32768, 1.5e-4, 8, 8, 4, 7),
     )
 }  # fmt: skip

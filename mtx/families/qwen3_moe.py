@@ -76,17 +76,17 @@ HUGGING_FACE = (
 
 # Sizes from the Qwen3 report (arXiv 2505.09388, table 2) and the config.json of
 # huggingface.co/Qwen/Qwen3-30B-A3B and -235B-A22B; the sequence is that of the first stages of
-# training, rate and layout are ours.
+# training, rate and layout are ours: a layer's experts lie in a node.
 PRESETS = {
     name: preset(
         {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 4, "head_dim": 128,
          "ffn": ffn, "expert_ffn": expert_ffn, "vocab": 151936, "sequence": 4096,
          "rotary_base": 1e6, "norm_epsilon": 1e-6, "tied": False},
-        lr=lr, global_batch=1024, data=8, pipe=pipe, tensor=tensor, virtual=1, expert=8,
+        lr=lr, global_batch=1024, data=16, pipe=pipe, tensor=1, virtual=virtual, expert=8,
         stage_layers=stages,
     )
-    for name, layers, hidden, heads, ffn, expert_ffn, lr, pipe, tensor, stages in (
-        ("qwen3-30b-a3b", 48, 2048, 32, 6144, 768, 3e-4, 1, 2, "even"),
-        ("qwen3-235b-a22b", 94, 4096, 64, 12288, 1536, 1.5e-4, 8, 4, (11, *(12,) * 6, 11)),
+    for name, layers, hidden, heads, ffn, expert_ffn, lr, pipe, virtual, stages in (
+        ("qwen3-30b-a3b", 48, 2048, 32, 6144, 768, 3e-4, 1, 1, "even"),
+        ("qwen3-235b-a22b", 94, 4096, 64, 12288, 1536, 1.5e-4, 8, 4, "balanced"),
     )
 }  # fmt: skip
