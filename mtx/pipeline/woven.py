@@ -26,7 +26,7 @@ from jax import lax
 from mtx.pipeline.carry import Carry, Messages
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
-from mtx.pipeline.slots import read, write
+from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
@@ -303,8 +303,14 @@ class WovenRun(WovenEnds):
                 if apart and not self.in_branches:  # in one that idle stages do not take
                     idle = lambda op, waits, made: made  # noqa: E731
                     made = lax.cond(op.backward.busy, run, idle, op.backward, waits, made)
-                else:
+                elif layers.has_plain_weights:
                     made = self.by_chunk(run)(op.backward, waits, made)
+                else:  # XLA takes loops for cover, which hardly ever run
+                    begun, finish = layers.weights_with_loops(waits, part=part)
+                    if beside is not None:
+                        beside, begun = lax.optimization_barrier((beside, begun))
+                    added = lambda op, more, made: add(made, more, op.held, 0)  # noqa: E731
+                    made, behind = self.by_chunk(added)(op.backward, finish(begun), made), False
         # Nothing may stand right behind gradients that matmuls add in place; behind their branch
         # it may.
         if beside is not None and waits is not None and behind:

@@ -223,6 +223,19 @@ class WovenLayers:
         braid.run()
         return add(gradients, braid.read(made), op.held, 0)
 
+    def weights_with_loops(self, waits: Arrays, *, part: int) -> tuple[Arrays, Callable]:
+        """The same gradients by themselves: (what is computed before any loop, a function of that
+        to what B has left of them)"""
+        cut = self.sides[self.backward[0]].cut
+        strand = cut.w.choose([number == part for number in thirds(cut.w.outvars)])
+        late: set = set()
+        for eqn in strand.eqns:
+            if is_nested(eqn) or late.intersection(variables_of(eqn.invars)):
+                late.update(eqn.outvars)
+        eqns = enumerate(strand.eqns)
+        begin, finish = strand.divided({n for n, eqn in eqns if late.isdisjoint(eqn.outvars)})
+        return tuple(begin(*waits)), lambda begun: finish(*begun, *waits)
+
     # -- a layer's arguments ----------------------------------------------------------------------
 
     def _given(self, side: Side, kind: str, n, index) -> tuple[Tree, tuple]:
