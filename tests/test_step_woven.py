@@ -29,6 +29,9 @@ DEEPSEEK = ModelConfig(
     choices=2, expert_ffn=16, groups_of_experts=4, top_groups=2, second_token=True,
     compute_dtype="float32", vocab_multiple=8,
 )  # fmt: skip
+MIXTRAL = ModelConfig(
+    family="mixtral", kv_heads=2, experts=4, choices=2, **SIZES | {"vocab_multiple": 4}
+)
 GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4})
 
 
@@ -49,6 +52,8 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),
         (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
+        # loops in the weight gradients
+        (InPlace, MIXTRAL, Layout(pipe=2, expert=2, tensor=2, virtual=2)),
         # chunks that differ: of other lengths, of other kinds
         (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
         (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),

@@ -303,9 +303,9 @@ class WovenRun(WovenEnds):
                 if apart and not self.in_branches:  # in one that idle stages do not take
                     idle = lambda op, waits, made: made  # noqa: E731
                     made = lax.cond(op.backward.busy, run, idle, op.backward, waits, made)
-                elif layers.has_plain_weights:
+                elif layers.has_plain_weights or not self.in_branches:
                     made = self.by_chunk(run)(op.backward, waits, made)
-                else:  # XLA takes loops for cover, which hardly ever run
+                else:  # no loops in a branch: XLA puts no send beside it, nor takes them for cover
                     begun, finish = layers.weights_with_loops(waits, part=part)
                     if beside is not None:
                         beside, begun = lax.optimization_barrier((beside, begun))
