@@ -104,6 +104,27 @@ def test_most_of_a_tick_is_matmuls_and_attention(compiled, virtual, most):
     assert uncovered(compiled(virtual, "on")[1]) < most
 
 
+def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls():
+    """Of a mixture in chunks, the experts of a layer within a node; loops of later rounds, which
+    hardly ever run, cover nothing."""
+    model = ModelConfig(
+        family="mixtral", layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, sequence=4096,
+        vocab=32000,
+    )  # fmt: skip
+    layout = Layout(pipe=2, expert=8, virtual=2, weave="on", idle="phases", recompute="selective")
+    found = step.compile_plan(
+        RunConfig(model=model, layout=layout, global_batch=128), target="h100"
+    )
+    assert found.timeline and found.timeline.tick
+    tick = found.timeline.tick
+    exposed = dict.fromkeys(("exposed over expert", "exposed over pipe"), 0.0)
+    for one in tick.spent:
+        if one.what in exposed:
+            exposed[one.what] += one.seconds / tick.seconds
+    to_experts, sends = exposed.values()
+    assert to_experts < 1e-3 and sends < 0.02, exposed
+
+
 def test_all_of_this_is_seen_where_it_is_not_so(compiled):
     """Without weaving, and without XLA's fusions of slices."""
     tick, times, shapes = compiled(2, "off", in_place=False)
