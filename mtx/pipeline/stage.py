@@ -155,7 +155,7 @@ class Stage:
         kept = {"ring": (rings, op.slot), "cache": (caches, op.cache)}
         kept["left"] = left and left.parts, None
         stream, kept = self._layers(op, layer, stream, kept)
-        left = left and self.offload.left_after(op, left, kept["left"])
+        left = self.offload and left and self.offload.left_after(op, left, kept["left"])
         return stream, kept["ring"], kept["cache"], left
 
     def forward_only(self, op: Op, params, stream, caches=None):
