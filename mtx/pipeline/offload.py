@@ -96,8 +96,10 @@ class Offload:
 
     def left_after(self, op: Op, before: Left, parts: Tree) -> Left:
         """What is left after the op's F; without layers, what was left `before` it still is."""
-        after = Left(parts, op.slot, op.chunk)
-        return _where(self._is_empty(op.chunk), before, after) if self.some_empty else after
+        place = op.slot, op.chunk
+        if self.some_empty:
+            place = _where(self._is_empty(op.chunk), (before.slot, before.chunk), place)
+        return Left(parts, *place)
 
     # -- B ----------------------------------------------------------------------------------------
 

@@ -217,24 +217,26 @@ class WovenLayers:
 
     def last_weights(self, op: Op, waits: Arrays, gradients: list, *, part: int) -> list:
         """Those gradients of a part, with what B has left of them."""
-        braid, cut = Braid(), self.sides[self.backward[0]].cut
-        wanted = [number == part for number in thirds(cut.w.outvars)]
-        made = braid.add(cut.w.choose(wanted), braid.given(waits), side="B")
+        braid = Braid()
+        made = braid.add(self._third(part), braid.given(waits), side="B")
         braid.run()
         return add(gradients, braid.read(made), op.held, 0)
 
     def weights_with_loops(self, waits: Arrays, *, part: int) -> tuple[Arrays, Callable]:
         """The same gradients by themselves: (what is computed before any loop, a function of that
         to what B has left of them)"""
-        cut = self.sides[self.backward[0]].cut
-        strand = cut.w.choose([number == part for number in thirds(cut.w.outvars)])
-        late: set = set()
+        strand, late = self._third(part), set()
         for eqn in strand.eqns:
             if is_nested(eqn) or late.intersection(variables_of(eqn.invars)):
                 late.update(eqn.outvars)
         eqns = enumerate(strand.eqns)
         begin, finish = strand.divided({n for n, eqn in eqns if late.isdisjoint(eqn.outvars)})
         return tuple(begin(*waits)), lambda begun: finish(*begun, *waits)
+
+    def _third(self, part: int) -> Strand:
+        """The weight gradients of a part."""
+        w = self.sides[self.backward[0]].cut.w
+        return w.choose([number == part for number in thirds(w.outvars)])
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
