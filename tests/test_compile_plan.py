@@ -425,13 +425,13 @@ def test_a_gpu_that_is_not_there():
 STEP = """
 import jax
 from mtx.compile.compiler import find_compiler
-from mtx.compile.step import _mesh
+from mtx.compile.step import mesh_of
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.step.trainer import Trainer
 model = ModelConfig(layers=8, hidden=1024, heads=8, sequence=1024, vocab=8000)
 layout = Layout(pipe=2, tensor=2, virtual=2, idle="phases", attention="blocked")
 run = RunConfig(model=model, layout=layout, global_batch=8)
-mesh = _mesh(run, "h100", find_compiler("h100", 4, kernel="blocked"))
+mesh = mesh_of(run, "h100", find_compiler("h100", 4, kernel="blocked"))
 print(Trainer(run, mesh=mesh).compile_step(mesh).as_text())
 """
 

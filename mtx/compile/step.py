@@ -153,7 +153,7 @@ def _compile(
     compiled_run = dataclasses.replace(run, layout=layout, model=model)
     if compiler.attention == "cudnn":
         _answer_for(target)
-    mesh = _mesh(compiled_run, target, compiler)
+    mesh = mesh_of(compiled_run, target, compiler)
     trainer = Trainer(compiled_run, mesh=mesh)
     executable = trainer.compile_step(mesh)
     elapsed = time.perf_counter() - start
@@ -210,7 +210,8 @@ def _answer_for(target: str) -> None:
     fused_attention_stablehlo.check_compute_capability = check
 
 
-def _mesh(run: RunConfig, target: str, compiler: Compiler) -> Mesh:
+def mesh_of(run: RunConfig, target: str, compiler: Compiler) -> Mesh:
+    """The mesh of the run's layout, of devices that need not be there."""
     import jax
     from jax.experimental import topologies
 

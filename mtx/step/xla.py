@@ -22,7 +22,7 @@ class Option:
 
 # A weight is read at an offset into its stack, and its gradient added there, by the matmul itself:
 # what it takes are float32 gradients in the weight's order, constant offsets of chunks, and these.
-IN_PLACE = (0, 12)
+IN_PLACE = (0, 11)
 GPU = (
     Option(
         "xla_gpu_enable_dynamic_slice_fusion", True, IN_PLACE,
