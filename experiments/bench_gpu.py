@@ -8,7 +8,8 @@ parity    loss and gradients of small models on the GPU, in ways that differ, fr
 rates     matmuls of GPT's layers, attention, memory: measured, and what the planner takes them for
 layers    steps of a few layers as one device of a tensor-parallel group has them, plain and woven:
           measured, by the timeline of the compiled program, and compiled without the GPU
-steps     GPT-2 345M and GPT 1.3B with AdamW, in tokens a second, beside PyTorch's torch.compile
+steps     GPT-2 345M and GPT 1.3B with AdamW, plain and woven
+torch     the same models and batches by PyTorch, as well as torch.compile makes them
 pipeline  what the table's scan costs beside a plain loop that adds up gradients
 options   steps without one of XLA's options that mtx sets
 
@@ -48,7 +49,7 @@ from mtx.plan.flops import model_flops
 from mtx.plan.gemm import matmul_s
 from mtx.plan.hardware import Hardware, find_hardware, hardware
 
-Part = Literal["parity", "rates", "layers", "steps", "pipeline", "options"]
+Part = Literal["parity", "rates", "layers", "steps", "torch", "pipeline", "options"]
 PARTS: tuple[Part, ...] = typing.get_args(Part)
 _TORCH = Path(__file__).resolve().parent / "peers" / "torch_gpu.py"
 _GIB = 2**30
@@ -419,24 +420,28 @@ def measure_layers(options: Options, card: Hardware) -> Iterator[dict]:
 
 
 def measure_steps(options: Options, card: Hardware) -> Iterator[dict]:
-    cases = step_cases(options.tiny)
-    for case in cases[::2]:  # torch is given the card before JAX takes its memory
-        model, layout = case.run.model, case.run.layout
-        command = [sys.executable, str(_TORCH), str(model.layers), str(model.hidden),
-                   str(model.heads), str(model.sequence), str(layout.microbatch),
-                   str(case.run.global_batch)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            row = json.loads(done.stdout.splitlines()[-1])
-            flops = model_flops(model, case.run.global_batch)
-            row["mfu"] = flops / row["step_s"] / card.peak_flops(model.compute_dtype)
-            row["tokens_s"] = case.run.global_batch * model.sequence / row["step_s"]
-            yield row | {"name": f"{case.name}, torch.compile"}
-        else:
-            last = (done.stderr.strip().splitlines() or ["?"])[-1]
-            yield {"name": f"{case.name}, torch.compile", "failed": last}
-    for case in cases:
+    for case in step_cases(options.tiny):
         yield measure_step(case, card=card, keep=options.keep)
+
+
+def measure_torch(options: Options, card: Hardware) -> Iterator[dict]:
+    for case in step_cases(options.tiny)[::2]:
+        model, layout = case.run.model, case.run.layout
+        sizes = (
+            model.layers, model.hidden, model.heads, model.sequence, layout.microbatch,
+            case.run.global_batch,
+        )  # fmt: skip
+        command = [sys.executable, str(_TORCH), *map(str, sizes)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["?"])[-1]
+            yield {"name": case.name, "failed": last}
+            continue
+        row = json.loads(done.stdout.splitlines()[-1])
+        flops = model_flops(model, case.run.global_batch)
+        row["mfu"] = flops / row["step_s"] / card.peak_flops(model.compute_dtype)
+        row["tokens_s"] = case.run.global_batch * model.sequence / row["step_s"]
+        yield row | {"name": f"{case.name}, torch.compile"}
 
 
 def measure_pipeline(options: Options, card: Hardware) -> Iterator[dict]:
@@ -543,7 +548,8 @@ def _option(name: str, value) -> Iterator[None]:
 
 MEASURES: dict[Part, Callable[[Options, Hardware], Iterator[dict]]] = {
     "parity": measure_parity, "rates": measure_rates, "layers": measure_layers,
-    "steps": measure_steps, "pipeline": measure_pipeline, "options": measure_options,
+    "steps": measure_steps, "torch": measure_torch, "pipeline": measure_pipeline,
+    "options": measure_options,
 }  # fmt: skip
 
 # -- saying it -------------------------------------------------------------------------------------
