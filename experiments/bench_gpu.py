@@ -1,4 +1,4 @@
-"""What one NVIDIA GPU makes of mtx: rates, layers, whole steps, and the planner's estimates of them.
+"""What one NVIDIA GPU makes of mtx: rates, layers and steps, and the planner's estimates.
 
     python experiments/bench_gpu.py
 
@@ -101,7 +101,7 @@ class Case:
 
 
 def layer_cases(tiny: bool) -> list[Case]:
-    """SC'21, table 1: 175B, 7.5B and 1.7B, the devices over `tensor` that those runs had or more."""
+    """SC'21, table 1: 175B, 7.5B and 1.7B, on as many devices over `tensor` as there."""
     if tiny:
         shards = [("tiny / 2", shard(64, 4, 2, layers=2, sequence=64, vocab=256), 1)]
     else:
@@ -385,8 +385,9 @@ def measure_rates(options: Options, card: Hardware) -> Iterator[dict]:
             yield product(f"{name} {what}", m, n, k)
             yield product(f"{name} {what}, dw in float32", k, n, m, float32=True)
     elements = 2**30 // scale**3
-    yield row("copy", lambda a: a + 1, ((elements,),), moved=4.0 * elements,
-              predicted=4.0 * elements / (card.memory_gb_s * 1e9 * calibration.memory_share))  # fmt: skip
+    rate = card.memory_gb_s * 1e9 * calibration.memory_share
+    moved = 4.0 * elements
+    yield row("copy", lambda a: a + 1, ((elements,),), moved=moved, predicted=moved / rate)
     for rows, sequence, heads, size in [(1, 2048, 12, 128), (2, 2048, 8, 128), (8, 2048, 24, 96),
                                         (1, 8192, 16, 128)]:  # fmt: skip
         yield from _attention(row, rows, sequence // scale, heads, size, card, options.tiny)
@@ -562,9 +563,7 @@ def table_of(part: Part, rows: Sequence[dict]) -> Table:
     names = {
         "parity": ("plain: loss, gradients off", "woven: loss, gradients off"),
         "rates": ("ms", "TFLOP/s", "GB/s", "planner ms", "off"),
-    }.get(
-        part, ("step ms", "MFU", "tokens/s", "timeline", "off", "temp GiB", "AOT", "compile s")
-    )
+    }.get(part, ("step ms", "MFU", "tokens/s", "timeline", "off", "temp GiB", "AOT", "compile s"))
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:

@@ -1,7 +1,8 @@
 """What XLA needs to know of an accelerator that is not there, to compile for it.
 
 GPUs: the numbers of a GpuTargetConfigProto, as published with XLA itself
-(github.com/openxla/xla, xla/backends/gpu/target_config/specs). Leaving out `core_count`,
+(github.com/openxla/xla, xla/backends/gpu/target_config/specs); memory, its rate and the second
+cache of the H200 as XLA of jax 0.11.2 read them off one. Leaving out `core_count`,
 `clock_rate_ghz` or `device_memory_size` changes the compiled memory by GiBs; without
 `runtime_version` cuBLAS is thought too old for float8 and computes it in 16 bits. TPUs: libtpu
 knows them; only the shape of the slice is to be said.
@@ -86,8 +87,8 @@ GPU_TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
             memory_bytes_per_s=3352320000000,
         ),
         "h200": _HOPPER(
-            description="NVIDIA H200 141GB HBM3e", memory_bytes=151397597184,
-            memory_bytes_per_s=4800000000000,
+            description="NVIDIA H200 141GB HBM3e", memory_bytes=150109880320,
+            memory_bytes_per_s=4814304000000, l2_bytes=62914560,
         ),
         "b200": _BLACKWELL(
             description="NVIDIA B200", cores=148, clock_ghz=1.965, memory_bytes=191514411008,

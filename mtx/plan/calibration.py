@@ -123,8 +123,8 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
             ),
             Software(
                 name="mtx",
-                source="this program, counted and never measured: fused attention, float32 "
-                "gradients added inside of the matmuls (GPUs, jax 0.12), logits over pipe and "
+                source="this program, counted: fused attention, float32 "
+                "gradients added inside of the matmuls (GPUs, jax 0.11), logits over pipe and "
                 "tensor, collectives overlapped in B",
                 attention="fused",
                 dropout=False,
