@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from mtx.cli.help import Option, options_of
@@ -67,11 +68,16 @@ def of_all_families(default: object) -> list[Option]:
     """The options of a command, with those that only other families of models have."""
     found = {option.flags: option for option in options_of(default)}
     for name in families() if ("--model.family",) in found else ():
-        for option in options_of(_Model(model=with_family(RunConfig(), name).model)):
+        for option in _of_family(name):
             if option.flags not in found or not found[option.flags].about:
                 found[option.flags] = option
     sections = list(dict.fromkeys(option.section for option in found.values()))
     return sorted(found.values(), key=lambda option: sections.index(option.section))
+
+
+@cache  # of many commands
+def _of_family(name: str) -> list[Option]:
+    return options_of(_Model(model=with_family(RunConfig(), name).model))
 
 
 def _row(command: str, option: Option) -> Row:
