@@ -132,11 +132,11 @@ def logits(params, batch, model):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params, batch, model):
-    def loss(params):
-        found = logits(params, batch, model)
-        chosen = jnp.take_along_axis(found, batch["targets"][..., None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(found, axis=-1) - chosen
-        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+def loss(params, batch, model):
+    found = logits(params, batch, model)
+    chosen = jnp.take_along_axis(found, batch["targets"][..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(found, axis=-1) - chosen
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
-    return jax.value_and_grad(loss)(params)
+
+loss_and_gradients = jax.jit(jax.value_and_grad(loss), static_argnums=2)

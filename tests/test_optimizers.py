@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from errors import names
+from parameters import params_of
 
 import mtx
 from mtx import optimizers
@@ -65,9 +66,6 @@ def by_hand(p, g, state, step: int, *, name: str, lr, b1, b2, decay):
     return p - lr * (direction + decay * p), state
 
 
-init_params = functools.cache(mtx.init_params)
-
-
 @functools.cache
 def differing_on(layout):
     """For gradients, which no optimizer changes."""
@@ -81,7 +79,7 @@ def differing_on(layout):
 def test_updates_are_those_of_the_papers_for_each_role(config, layout):
     trainer = trainer_on(layout, config)
     differ = differing_on(layout)
-    state, seen = trainer.state_from(init_params(MODEL)), {}
+    state, seen = trainer.state_from(params_of(MODEL)), {}
     for step, batch in enumerate(batches(3), start=1):
         before = canonical(trainer, state.params)
         _, gradients = differ.loss_and_gradients(differ.state_from(before), batch)

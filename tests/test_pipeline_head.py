@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 import reference
+from parameters import params_of
 from test_step_families import BERT, LLAMA, of_bert, packed
 
-import mtx
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.layers import kernels
@@ -31,11 +31,6 @@ LAYOUTS = [
     Layout(pipe=2, tensor=2, microbatch=2, sequence_parallel=False, schedule="zb_h1"),
     Layout(data=2, zero=3, tensor=2, idle="phases", weave="on"),
 ]
-
-
-@functools.cache
-def params_of(model):
-    return mtx.init_params(model)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Sequences cut over `context`: the numbers of one device, however attention goes over them."""
 
-import functools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 from errors import names
 from jax.interpreters import partial_eval
+from parameters import params_of
 from reference import assert_same, random_batch
 
-from mtx.api import init_params
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
@@ -57,9 +56,6 @@ def batch_of(model):
         "segments": (np.arange(model.sequence) < lengths).astype(np.int32),
         "order": np.array([1, 1, 1, -1, 1, 1, 0, 1], np.int32),
     }
-
-
-params_of = functools.cache(init_params)
 
 
 def trainer_of(model, **layout):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import reference_decoder
+from parameters import params_of
 from reference_decoder import Rules
 
 import mtx
@@ -54,7 +55,7 @@ def made(name):
         small = path[-1].key in ("q_bias", "kv_bias", "scale")
         return a + 0.3 * random.normal(size=a.shape).astype(np.float32) if small else a
 
-    params = jax.tree.map_with_path(stirred, mtx.init_params(model))
+    params = jax.tree.map_with_path(stirred, params_of(model))
     batch = reference.random_batch(model, 6)
     want = reference_decoder.loss_and_gradients(params, batch, rules)
     return model, params, batch, jax.device_get(want)

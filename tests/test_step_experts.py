@@ -12,6 +12,7 @@ import reference
 import reference_experts
 import reference_llama
 from errors import names
+from parameters import params_of as drawn_of
 from reference_experts import Rules
 from test_step_families import packed
 
@@ -83,7 +84,7 @@ def uneven(params, seed=1):
 
 @functools.cache
 def params_of(model):
-    return uneven(mtx.init_params(model))
+    return uneven(drawn_of(model))
 
 
 @functools.cache

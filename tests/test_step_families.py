@@ -10,6 +10,7 @@ import reference
 import reference_bert
 import reference_llama
 from errors import names
+from parameters import params_of
 
 import mtx
 from mtx.config import Layout, ModelConfig
@@ -25,8 +26,6 @@ BERT = ModelConfig(
     vocab_multiple=8, init_std=0.1,
 )  # fmt: skip
 POST = dataclasses.replace(BERT, norm_placement="post", gelu="erf")
-
-params_of = functools.cache(mtx.init_params)
 
 
 def packed(batch, seed=0):

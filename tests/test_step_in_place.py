@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 import reference
+from parameters import params_of
 
 import mtx
 from mtx.config import Layout, ModelConfig, RunConfig
@@ -26,9 +27,6 @@ class InPlace(mtx.Trainer):
     @functools.cached_property
     def axes(self):
         return replace(super().axes, in_place=True)
-
-
-params_of = functools.cache(mtx.init_params)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 import reference_decoder
+from parameters import params_of
 from reference_decoder import Rules
 
 import mtx
@@ -101,7 +102,7 @@ def made(name):
         small = path[-1].key in ("scale", "sinks")
         return a + 0.5 * random.normal(size=a.shape).astype(np.float32) if small else a
 
-    params = jax.tree.map_with_path(stirred, mtx.init_params(model))
+    params = jax.tree.map_with_path(stirred, params_of(model))
     batch = reference.random_batch(model, 4)
     want = reference_decoder.loss_and_gradients(params, batch, rules)
     return model, params, batch, jax.device_get(want)

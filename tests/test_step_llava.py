@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import reference_llava
+from parameters import params_of
 
 import mtx
 from mtx.api import trainer_for
@@ -25,8 +26,6 @@ LLAVA = ModelConfig(
 PROJECTOR = dataclasses.replace(
     LLAVA, projector_only=True, projector="linear", images=1, image_size=20, unread_layers=0
 )
-
-params_of = functools.cache(mtx.init_params)
 
 
 @functools.cache

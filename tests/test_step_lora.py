@@ -12,6 +12,7 @@ import pytest
 import reference
 import reference_llama
 from errors import names
+from parameters import params_of as drawn_of
 
 import mtx
 from mtx.api import trainer_for
@@ -40,7 +41,7 @@ ROWS = 8
 @functools.cache
 def params_of(model):
     """Those that training starts from, but that no B is zero."""
-    params = mtx.init_params(model)
+    params = drawn_of(model)
     keys = iter(jax.random.split(jax.random.key(1), 100))
 
     def moved(path, a):

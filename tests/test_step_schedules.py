@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 from errors import names
+from parameters import params_of
 
 import mtx
 from mtx.config import Layout, ModelConfig
@@ -24,8 +25,6 @@ TIED = ModelConfig(**SMALL, compute_dtype="float32")
 UNTIED = ModelConfig(**SMALL, compute_dtype="float32", tied=False)
 DROPOUT = ModelConfig(**SMALL, compute_dtype="float32", dropout=0.1)
 ROWS = 24  # the most of any case
-
-params_of = functools.cache(mtx.init_params)
 
 
 batch_of = reference.random_batch
@@ -290,7 +289,8 @@ def test_a_toy_schedule_of_ones_own_draws_and_trains_with_the_same_gradients():
     assert show(table).svg().startswith("<svg")
     check(TIED, Layout(pipe=4, tensor=2), 6, schedule=table)
     trainer = mtx.trainer_for(TIED, Layout(pipe=4, tensor=2), global_batch=6, schedule=table)
-    state, metrics = trainer.train_step(trainer.init(), trainer.place(batch_of(TIED, 6)))
+    state = trainer.state_from(params_of(TIED))
+    _, metrics = trainer.train_step(state, trainer.place(batch_of(TIED, 6)))
     assert float(metrics.loss) == pytest.approx(float(wanted(TIED, 6)[0]), rel=1e-6)
 
 

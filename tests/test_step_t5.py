@@ -7,6 +7,7 @@ import jax
 import pytest
 import reference
 import reference_t5
+from parameters import params_of
 
 import mtx
 from mtx.config import Layout, ModelConfig
@@ -20,8 +21,6 @@ T5 = ModelConfig(
 GATED = dataclasses.replace(
     T5, feed_forward="gated-gelu", tied=False, encoder_layers=3, sequence=64, encoder_sequence=28
 )
-
-params_of = functools.cache(mtx.init_params)
 
 
 @functools.cache
