@@ -27,7 +27,7 @@ def bench_fp8():
 def test_a_short_training_goes_as_in_bfloat16(bench_fp8):
     """Both learn; float8 ends within a quarter of a per cent, and is not the same."""
     options = bench_fp8.Options(
-        steps=60, layers=1, hidden=64, sequence=32, rows=8, lr=3e-3, layouts="1x1x2"
+        steps=60, layers=2, hidden=64, sequence=32, lr=3e-3, layouts="1x1x2"
     )
     exact, _, _ = bench_fp8.train(options, "off")
     delayed, *_ = bench_fp8.train(options, "delayed")
