@@ -149,9 +149,9 @@ def train(model, layout, steps, batches):
 
 @functools.cache
 def alone():
-    """8 batches, and what one device makes of them."""
-    batches = [reference.random_batch(GROUPED, 8, seed) for seed in range(8)]
-    return batches, *train(GROUPED, Layout(microbatch=4), 8, batches)
+    """20 batches, and what one device makes of them."""
+    batches = [reference.random_batch(GROUPED, 8, seed) for seed in range(20)]
+    return batches, *train(GROUPED, Layout(microbatch=4), 20, batches)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def alone():
     ids=lambda layout: f"expert-{layout.expert}",
 )
 def test_all_layouts_train_alike(layout):
-    """Loss, auxiliary loss, norm, parameters, means of gradients and states of 8 steps."""
+    """Loss, auxiliary loss, norm, parameters, means of gradients and states of 20 steps."""
     batches, want, params, means = alone()
-    got, same, of_gradients = train(GROUPED, layout, 8, batches)
+    got, same, of_gradients = train(GROUPED, layout, 20, batches)
     for a, b in zip(got, want):
         assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-6)
         assert float(a.aux_loss) == pytest.approx(float(b.aux_loss), rel=1e-5)
