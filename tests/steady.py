@@ -62,11 +62,12 @@ class SteadyTick:
 
     def flops(self, computation: Computation, each: Instruction) -> float:
         """Of the matmuls that an instruction runs; of a conditional, those of the branch that has
-        least, but of one of weight gradients, which only idle stages skip, those of the other."""
+        least, but of one of weight gradients those of the other: only idle stages skip them."""
         if each.opcode in ("while", "conditional") or each.called:
             inside = [self._flops_of(name) for name in self._called(each)]
             trips = self.program.trips(each, 1.0) if each.opcode == "while" else 1
-            skips = each.opcode == "conditional" and each.op_name.endswith("/W/cond")
+            skipped = each.op_name.endswith(("/W/cond", "/head/cond"))
+            skips = each.opcode == "conditional" and skipped
             return trips * (max(inside) if skips else min(inside))
         return matmul_flops(computation, each)
 

@@ -440,25 +440,26 @@ def test_twice_the_layers_take_longer(case, machine, options):
 # --- weaving --------------------------------------------------------------------------------------
 
 
-def woven_and_plain(*, machine=H100, **layout):
+def woven_and_plain(model=GPT3, *, machine=H100, **layout):
     layout = {"sequence_parallel": True, "recompute": "selective", "idle": "phases"} | layout
     return tuple(
-        predict(batch=1536, machine=machine, weave=weave, **layout) for weave in ("on", "off")
+        predict(model, batch=1536, machine=machine, weave=weave, **layout)
+        for weave in ("on", "off")
     )
 
 
 @pytest.mark.parametrize("schedule", [{"virtual": 2}, {"schedule": "zb_v", "virtual": 2}, {}])
 def test_weaving_hides_collectives_over_tensor(schedule):
-    """As compiled for 1,024 H100s: 5.64 s in place of 7.00, of which collectives 0.13 and 1.27."""
+    """As compiled for 1,024 H100s: 5.62 s in place of 7.00, of which collectives 0.10 and 1.27."""
     woven, plain = woven_and_plain(data=16, pipe=8, tensor=8, **schedule)
     assert woven.tensor_comm_s < 0.4 * plain.tensor_comm_s
     assert woven.step_s < 0.9 * plain.step_s
     for same in ("matmul_s", "attention_s", "elementwise_s", "embedding_and_head_s"):
         assert getattr(woven, same) == pytest.approx(getattr(plain, same), rel=1e-12)
     if schedule == {"virtual": 2}:
-        assert woven.step_s == pytest.approx(5.64, rel=0.03)
+        assert woven.step_s == pytest.approx(5.62, rel=0.03)
         assert plain.step_s == pytest.approx(7.00, rel=0.03)
-        assert woven.tensor_comm_s == pytest.approx(0.134, rel=0.1)
+        assert woven.tensor_comm_s == pytest.approx(0.098, rel=0.1)
 
 
 def test_weaving_hides_no_more_than_there_is_beside_and_nothing_where_f_and_b_lie_apart():
@@ -466,10 +467,11 @@ def test_weaving_hides_no_more_than_there_is_beside_and_nothing_where_f_and_b_li
     woven, plain = woven_and_plain(machine=slow, data=16, pipe=8, tensor=8, virtual=2)
     computed_s = woven.matmul_s + woven.attention_s + woven.elementwise_s
     assert 0.5 * computed_s < plain.tensor_comm_s - woven.tensor_comm_s < computed_s
-    woven, plain = woven_and_plain(data=16, pipe=8, tensor=8, schedule="gpipe")
+    deep = dataclasses.replace(GPT3, layers=2 * GPT3.layers)  # embedding and head weigh little
+    woven, plain = woven_and_plain(deep, data=16, pipe=8, tensor=8, schedule="gpipe")
     assert woven.tensor_comm_s == pytest.approx(plain.tensor_comm_s, rel=0.1)
-    # Of what embedding and head send over `pipe`, all but the gradient of the head's input.
+    # Of what embedding and head send over `pipe`, all but three numbers for each loss.
     woven, plain = woven_and_plain(data=128, pipe=8, tensor=1, virtual=2)
-    assert 0.2 < woven.tensor_comm_s / plain.tensor_comm_s < 0.3
+    assert 0 < woven.tensor_comm_s < 0.02 * plain.tensor_comm_s
     woven, plain = woven_and_plain(machine=A100, data=16, pipe=8, tensor=8, virtual=2)
     assert woven.tensor_comm_s == plain.tensor_comm_s, "Megatron-LM of 2021 does not weave"

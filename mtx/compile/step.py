@@ -46,7 +46,8 @@ from mtx.sharding.experts import LATER_ROUNDS
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mtx.step.trainer import Trainer
+    from mtx.schedules.schedule import Phase
+from mtx.step.trainer import Trainer
 
 __all__ = ["Compiled", "compile_plan"]
 
@@ -242,7 +243,7 @@ def _halve_temp(temp: int, run: RunConfig) -> int:
 
 
 _TAKEN_OR_NOT = re.compile(
-    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|embed_backward|empty)/cond$"
+    r"/(F|(?:B/)?(?:all_gather|reduce_scatter)|B|W|embed|head|ends|embed_backward|empty)/cond$"
 )
 
 
@@ -258,11 +259,7 @@ def busy_shares(
     schedule, phases = trainer.schedule, trainer.pipeline.phases
 
     def share_of(taken, kind: str) -> float:
-        """taken: bool [T] or [T, P]; kind: of the phases in which it is asked."""
-        taken = taken.reshape(len(taken), -1)
-        asked = [p for p in phases if getattr(p, kind, taken[p.start : p.stop].any())]
-        taken = np.concatenate([taken[:0], *(taken[p.start : p.stop] for p in asked)])
-        return float((taken.any(axis=1) if of_slowest else taken).mean()) if len(taken) else 0.0
+        return _share(taken, phases, kind, of_slowest=of_slowest)
 
     forward, backward, weight = schedule.forward, schedule.backward, schedule.weight
     woven = trainer.run.layout.weave == "on"
@@ -270,7 +267,7 @@ def busy_shares(
         "F": share_of(forward.busy, "forward"),
         "B": share_of(backward.busy, "backward"),
         "embed": share_of(schedule.embed >= 0, "forward"),
-        "head": share_of(schedule.head >= 0, "any" if woven else "backward"),
+        "head": share_of(schedule.head >= 0, "backward"),
         "embed_backward": share_of(schedule.embed_backward >= 0, "backward"),
         **dict.fromkeys(("all_gather", "F/all_gather"), share_of(forward.runs[0], "forward")),
         "B/all_gather": share_of(backward.runs[0], "backward"),
@@ -280,6 +277,7 @@ def busy_shares(
     if woven:  # which looks two ticks ahead, and one back
         shares["embed"] = share_of(schedule.enters(2) >= 0, "any")
         shares["embed_backward"] = share_of(schedule.left(1) >= 0, "any")
+        shares["ends"] = share_of(schedule.head >= 0, "some")
         shares["W"] = shares["B"]  # of a tick's last layer
     if weight is not None:
         shares |= {
@@ -306,6 +304,20 @@ def busy_shares(
         )
 
     return branches
+
+
+def _share(taken, phases: Sequence[Phase], kind: str, *, of_slowest: bool) -> float:
+    """Of the ticks in which it is asked whether to take a branch, those that do. taken: bool [T] or
+    [T, P]; kind: of the phases in which it is asked, or those in which "any" tick takes it, or in
+    which "some" do."""
+    taken = taken.reshape(len(taken), -1)
+    ticks = {phase: taken[phase.start : phase.stop] for phase in phases}
+    asked = [
+        own for phase, own in ticks.items()
+        if getattr(phase, kind, own.any() and not (kind == "some" and own.all()))
+    ]  # fmt: skip
+    taken = np.concatenate([taken[:0], *asked])
+    return float((taken.any(axis=1) if of_slowest else taken).mean()) if len(taken) else 0.0
 
 
 def _without_layers(trainer: Trainer) -> float:

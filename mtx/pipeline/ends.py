@@ -2,13 +2,14 @@
 
 Ticks in which nothing enters the pipeline, or leaves it, skip them, by a conditional; and what is
 sent inside of one has nothing beside it. So a woven tick sends outside of them, in every tick: what
-comes last in the embedding, and what its gradient and the head begin with. Of two sends of which
-one waits for the other only one can lie beside all layers of a tick.
+comes last in the embedding, what its gradient and the head begin with, and the sums of the head's
+gradient. Of two sends of which one waits for the other only one can lie beside all layers of a
+tick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +84,83 @@ def _next_collectives(strand: Strand, done: Collection[int] = ()) -> tuple[set[i
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """Losses and gradients of a microbatch, of its y and its number, int32 [].
+
+    Every device has some rows of the table, and what is multiplied by them gets its gradient from
+    all: a sum over `tensor`, then over `pipe`. Each part takes what those before it have given, the
+    latest first, then the leaves of y and the number.
+    """
+
+    gathers: Strand  # of y, before all matmuls and other collectives
+    own: Strand  # up to what this device adds to the sums
+    over_tensor: Strand  # the sums, one of what the other gives; of one alone it is the second
+    over_pipe: Strand
+    early: Strand  # the outputs that wait for no sum
+    late: Strand  # the others
+    is_early: tuple[bool, ...]  # of losses and gradients of parameters
+
+    @classmethod
+    def of(cls, function: Callable, stream: Stream) -> Leaving:
+        """Of `function(stream, item)`: losses, gradients of parameters, that of the stream."""
+        losses, parameters, _ = jax.eval_shape(function, stream, _ITEM)
+        strand = Strand.of(function, stream, _ITEM)
+        gathers, rest = strand.divided(_gathered(strand, strand.invars[:-1]))
+        forward = needed_of(rest.eqns, rest.outvars[: len(jax.tree.leaves(losses))])
+        needed, sums = _next_collectives(rest, forward)
+        own, rest = rest.divided(forward | needed if sums else ())
+        added = rest.outvars[: len(jax.tree.leaves((losses, parameters)))]
+        is_early = tuple(bool(sums) and not _has_collectives(rest, var) for var in added)
+        late = [True] * (len(rest.outvars) - len(added))  # of the stream
+        early = rest.choose([*is_early, *(False for _ in late)])
+        over_tensor = rest.part((), rest.invars, ())
+        over_pipe, rest = _divided_at_sums(rest)
+        if _next_collectives(rest)[1]:
+            over_tensor = over_pipe
+            over_pipe, rest = _divided_at_sums(rest)
+        late = rest.choose([*(not one for one in is_early), *late])
+        return cls(
+            gathers=gathers, own=own, over_tensor=over_tensor, over_pipe=over_pipe,
+            early=early, late=late, is_early=is_early,
+        )  # fmt: skip
+
+    def with_early(self, sums: Tree, given: Arrays) -> Tree:
+        """Sums of losses and of gradients of parameters, with those that wait for no sum."""
+        return self._added(sums, list(self.early(*given)), self.is_early)
+
+    def with_late(self, sums: Tree, given: Arrays) -> tuple[Tree, list]:
+        """(the same with the others, leaves of the gradient of y)"""
+        values, is_late = list(self.late(*given)), [not one for one in self.is_early]
+        return self._added(sums, values, is_late), values[sum(is_late) :]
+
+    @staticmethod
+    def _added(sums: Tree, values: list, wanted: Sequence[bool]) -> Tree:
+        leaves, structure = jax.tree.flatten(sums)
+        value = iter(values)
+        added = [
+            total + next(value).astype(total.dtype) if one else total
+            for total, one in zip(leaves, wanted, strict=True)
+        ]
+        return structure.unflatten(added)
+
+
+def _divided_at_sums(strand: Strand) -> tuple[Strand, Strand]:
+    needed, found = _next_collectives(strand)
+    return strand.divided(needed | found if found else ())
+
+
+def _has_collectives(strand: Strand, output) -> bool:
+    """Whether an output waits for one."""
+    return any(axes_of(strand.eqns[place]) for place in needed_of(strand.eqns, [output]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gathering:
     """A function of a stream and of a microbatch's number that first gathers what it needs of the
     stream, if it does so before all matmuls and other collectives."""
 
     first: Strand  # up to what is gathered
     rest: Strand
-    structure: Any  # of what the function gives
 
     @classmethod
     def of(cls, function: Callable, stream: Stream) -> Gathering:
@@ -97,16 +168,10 @@ class Gathering:
         strand = Strand.of(function, stream, _ITEM)
         places = _gathered(strand, strand.invars[:-1])
         first, rest = strand.divided(places)
-        structure = jax.tree.structure(jax.eval_shape(function, stream, _ITEM))
-        return cls(first=first, rest=rest, structure=structure)
+        return cls(first=first, rest=rest)
 
     def begin(self, stream: Stream, item) -> Arrays:
         return tuple(self.first(*jax.tree.leaves(stream), item))
-
-    def end(self, begun: Arrays, stream: Stream, item) -> Tree:
-        """What the function gives, of what has begun."""
-        values = self.rest(*begun, *jax.tree.leaves(stream), item)
-        return jax.tree.unflatten(self.structure, values)
 
     def add_up(self, totals: Tree, begun: Arrays, stream: Stream, item) -> Tree:
         """What the function gives, gradients, added to sums of them in float32. Those of some rows

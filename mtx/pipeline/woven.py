@@ -1,13 +1,15 @@
 """A tick whose F and B run side by side, layer by layer (see `weave` for what lies beside what).
 
-    {F and B of one layer each, woven}, layer after layer · send x | W · receive, send dx | W ·
-    gather for the head and the next F | W · head and loss, gradient of an embedding
+    {F and B of one layer each, woven}, layer after layer · last y over pipe, embedding over tensor
+    | W · x to the next stage, y over tensor | W · logits, losses, dy · dy over tensor, dx to the
+    stage before | W of head and embedding · dy over pipe, first gather of the next F | W
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
 asked for while the layer before it is computed, that of a tick's first layer in the tick before.
 What is sent has the weight gradients of B's last layer beside it, in three parts, all W's where the
-table splits them from B. For what embedding and head send see `woven_ends`.
+table splits them from B. For what embedding and head send see `woven_ends`. Ticks in which no
+microbatch is at the head are a branch of their own, which sends nothing for it.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -33,7 +35,7 @@ from mtx.pipeline.trees import where
 from mtx.pipeline.turns import Kinds
 from mtx.pipeline.woven_ends import WovenEnds
 from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
-from mtx.schedules.schedule import Phase
+from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
 
 Tree = Any
@@ -44,6 +46,16 @@ class Pair(NamedTuple):
 
     chunks: tuple[int, int]  # where each has a branch of its own; else 0
     kinds: tuple[Kinds, Kinds]  # of their layers
+
+
+class _Sends(NamedTuple):
+    """What layers have given, and what lay beside them (`WovenEnds.beside_layers`)."""
+
+    x: Stream
+    dx: Stream
+    entered: Arrays | None
+    own: Arrays | None
+    left: Stream | None
 
 
 class WovenRun(WovenEnds):
@@ -142,41 +154,29 @@ class WovenRun(WovenEnds):
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered, own, left = self.beside_layers(messages, op, phase)
-        y, dx, kept, last = self.through_layers(carry, op, phase, weights, returns, cargo)
+        x, dx, kept, last = self.through_layers(carry, op, phase, weights, returns, cargo)
         # What is sent beside the layers is there behind them, and what is sent next not begun.
-        y, dx, entered, own, left = lax.optimization_barrier((y, dx, entered, own, left))
+        x, dx, entered, own, left = lax.optimization_barrier((x, dx, entered, own, left))
         messages = messages._replace(gradient_receives=returns)
-        begun, gathered = self.beside_weights(messages.begun, own, left, op)
-        arrived, sent = self.no_arrivals(), ()
-        if forward:
-            with jax.named_scope("send_x"):
-                arrived = self.send(y, self.schedule.receives)
-        if self.schedule.outputs.slots:
-            if forward:
-                messages = messages._replace(outputs=write(messages.outputs, y, op.output))
-            y = read(messages.outputs, op.head_input)
+        if self.schedule.outputs.slots and forward:
+            messages = messages._replace(outputs=write(messages.outputs, x, op.output))
         carry = carry._replace(
             messages=messages, weights=weights,
             stash=carry.stash._replace(layers=kept.rings, deferred=kept.deferred),
             gradients=carry.gradients._replace(of_b=kept.gradients), moved=kept.moved,
         )  # fmt: skip
-        if backward:
-            ends = arrived, y, dx, begun, gathered
-            carry, ends = self.last_weights(carry, op, last, 0, ends)
-            arrived, y, dx, begun, gathered = ends
-            with jax.named_scope("send_dx"):
-                sent = self.send(dx, self.schedule.gradient_receives)
-        carry = carry._replace(messages=carry.messages._replace(begun=begun))
-        if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
-            entered = self.entered(entered, op.embed[0])
-            messages = self.prepared(carry.messages, op.following, arrived, entered)
-            carry = carry._replace(messages=messages)
-        carry, sent = self.beside_sends(carry, op, phase, y, last, sent)
-        if backward:
-            carry = carry._replace(messages=carry.messages._replace(dx=sent, left=dx))
-        if left is not None and gathered is not None:
-            carry = self.with_embedding(carry, op.embed_backward, left, gathered)
-        return carry, None
+        sends = _Sends(x=x, dx=dx, entered=entered, own=own, left=left)
+        beside = partial(self.last_weights, op=op, waits=last)
+
+        def rest(carry: Carry, *, head: bool) -> Carry:
+            return self.behind_layers(carry, op, phase, sends, beside, head=head)
+
+        with_head, without = (partial(rest, head=one) for one in (True, False))
+        heads = self.schedule.head[phase.start : phase.stop] != IDLE
+        if heads.all() or not heads.any():
+            return rest(carry, head=heads.all()), None
+        with jax.named_scope("ends"):
+            return lax.cond(op.head != IDLE, with_head, without, carry), None
 
     def through_layers(
         self, carry: Carry, op: Tick, phase: Phase, weights, returns, cargo: Cargo | None
@@ -202,7 +202,7 @@ class WovenRun(WovenEnds):
         with jax.named_scope("woven"):
             branches = [partial(compute, pair) for pair in pairs]
             y, dx, kept, last = lax.switch(number, branches, op, kept)
-        return y, dx, kept, None if cargo else last
+        return y, dx, kept, None if cargo or not phase.backward else last
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
         """With what has arrived for the F of the next tick, and later ones, and what that one
@@ -228,34 +228,54 @@ class WovenRun(WovenEnds):
         gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
-    def beside_sends(self, carry: Carry, op: Tick, phase: Phase, y, last: Any, sent: tuple):
-        """(carry, `sent`): what the rest of a tick's sends has beside it. y: what F has made; last:
-        what waits for the weight gradients of B's last layer; sent: what has arrived of dx."""
-        has_head, begun = self.some(self.schedule.head, phase), ()
-        if has_head:  # in whose branch nothing could lie beside this
+    def behind_layers(
+        self, carry: Carry, op: Tick, phase: Phase, sends: _Sends, beside, *, head: bool
+    ) -> Carry:
+        """With what is sent behind the layers and what that is for: the input of the next F, the
+        loss of a microbatch if there is one, the ends of the embedding. beside: `last_weights`."""
+        x, dx, entered, own, left = sends
+        messages, arrived, sent, given = carry.messages, self.no_arrivals(), (), ()
+        y: Any = ()
+        if head:
+            y = read(messages.outputs, op.head_input) if self.schedule.outputs.slots else x
             with jax.named_scope("broadcast"):
                 y = self.last_output(y)
+        ends = (y, *self.beside_weights(messages.begun, own, left, op))
+        (y, begun, gathered), carry = beside(ends, carry, part=0)
+        carry = carry._replace(messages=carry.messages._replace(begun=begun))
+        if phase.forward:
+            with jax.named_scope("send_x"):
+                arrived = self.send(x, self.schedule.receives)
+        if head:
+            given = self.head_begins(y, op.head)
+        (arrived, given), carry = beside((arrived, given), carry, part=1)
+        if phase.weight and op.weight is not None:
+            carry = self.weight_half(carry, op.weight, op.scatter[1])
+        if head:
+            given, dx = self.own_of_head(given, dx)
         if phase.backward:
-            carry, y = self.last_weights(carry, op, last, 1, y if has_head else None)
-        if has_head and self.at_head is not None:
-            with jax.named_scope("broadcast"):
-                begun = self.at_head.begin(y, op.head)
+            with jax.named_scope("send_dx"):
+                sent = self.send(dx, self.schedule.gradient_receives)
+        if left is not None and gathered is not None:
+            carry = self.with_embedding(carry, op.embed_backward, left, gathered)
+        if head:
+            carry, given, sent = self.through_head(carry, op.head, given, sent)
+        if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
+            whole = self.entered(entered, op.embed[0])
+            messages = self.prepared(carry.messages, op.following, arrived, whole)
+            carry = carry._replace(messages=messages)
+        ends = carry.messages.ahead, sent, given
+        (ahead, sent, given), carry = beside(ends, carry, part=2)
+        carry = carry._replace(messages=carry.messages._replace(ahead=ahead))
         if phase.backward:
-            ends = y if has_head else (), begun, sent
-            carry, (y, begun, sent) = self.last_weights(carry, op, last, 2, ends)
             with jax.named_scope("B"):
                 of_b, reduced = self.weights.reduce_scatter(
                     carry.gradients.of_b, carry.gradients.reduced, op.scatter[0], op.backward.chunk
                 )
             gradients = carry.gradients._replace(of_b=of_b, reduced=reduced)
-            carry = carry._replace(gradients=gradients)
-        if phase.weight and op.weight is not None:
-            carry = self.weight_half(carry, op.weight, op.scatter[1])
-        if has_head:
-            with jax.named_scope("head"):
-                carry, dy = self.with_head(carry, op, partial(self.compute_head, op.head), y, begun)
-            carry = carry._replace(messages=carry.messages._replace(dy=dy))
-        return carry, sent
+            messages = carry.messages._replace(dx=sent, left=dx)
+            carry = carry._replace(gradients=gradients, messages=messages)
+        return self.behind_head(carry, given) if head else carry
 
     def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:
         """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
@@ -284,11 +304,11 @@ class WovenRun(WovenEnds):
         return f, b
 
     def last_weights(
-        self, carry: Carry, op: Tick, waits: Arrays | None, part: int, beside: Tree = None
-    ) -> tuple[Carry, Tree]:
-        """(carry, `beside`), with a part of the weight gradients of the last layer of this tick's
+        self, beside: Tree, carry: Carry, *, op: Tick, waits: Arrays | None, part: int
+    ) -> tuple[Tree, Carry]:
+        """(`beside`, carry), with a part of the weight gradients of the last layer of this tick's
         B, where W is not split. They are computed before anything else is done with `beside`.
-        waits: None with a cargo, which has all of them beside it."""
+        waits: None without a B, and with a cargo, which has all of them beside it."""
         of_b = carry.gradients.of_b
         made, behind = of_b, self.in_branches or (part and self.stage.shards is not None)
         if waits:
@@ -307,20 +327,19 @@ class WovenRun(WovenEnds):
                     made = self.by_chunk(run)(op.backward, waits, made)
                 else:  # no loops in a branch: XLA puts no send beside it, nor takes them for cover
                     begun, finish = layers.weights_with_loops(waits, part=part)
-                    if beside is not None:
-                        beside, begun = lax.optimization_barrier((beside, begun))
+                    beside, begun = lax.optimization_barrier((beside, begun))
                     added = lambda op, more, made: add(made, more, op.held, 0)  # noqa: E731
                     made, behind = self.by_chunk(added)(op.backward, finish(begun), made), False
         # Nothing may stand right behind gradients that matmuls add in place; behind their branch
         # it may.
-        if beside is not None and waits is not None and behind:
+        if waits is not None and behind:
             beside, made = lax.optimization_barrier((beside, made))
         if waits:
             leaves, structure = jax.tree.flatten(of_b[kind])
             rest = iter(made)
             leaves = [next(rest) if one else a for a, one in zip(leaves, mine, strict=True)]
             made = of_b | {kind: structure.unflatten(leaves)}
-        return carry._replace(gradients=carry.gradients._replace(of_b=made)), beside
+        return beside, carry._replace(gradients=carry.gradients._replace(of_b=made))
 
     @property
     def in_branches(self) -> bool:

@@ -3,7 +3,9 @@
 Of the microbatch whose F is in tick n the embedding is looked up in tick n - 2 and summed over
 `tensor`; over `pipe` in tick n - 1. The gradient that leaves the first stage in tick n goes to all
 stages and into the embedding's in tick n + 1. Sums over `pipe` lie beside all layers of a tick;
-what goes over `tensor` beside the weight gradients behind them.
+what goes over `tensor` beside the weight gradients behind them. The head comes between these: what
+it gathers and its gradient's sum over `pipe` lie beside them, that over `tensor` beside the weight
+gradients of its own. Beside what the losses gather there is nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Messages
-from mtx.pipeline.ends import Entering, Gathering
-from mtx.pipeline.head import added, gradients, is_whole
+from mtx.pipeline.ends import Entering, Gathering, Leaving
+from mtx.pipeline.head import gradients, is_whole
 from mtx.pipeline.model import Stream
 from mtx.pipeline.run import Run
 from mtx.pipeline.ticks import Tick
@@ -41,7 +43,7 @@ class WovenEnds(Run):
         return Gathering.of(self.embedding_gradients, self.stream)
 
     @cached_property
-    def at_head(self) -> Gathering | None:
+    def at_head(self) -> Leaving | None:
         """The losses and gradients of an item, of y; None where some positions are taken at a
         time."""
 
@@ -49,7 +51,7 @@ class WovenEnds(Run):
             return gradients(self.model, self.shared, y, self.batch_of(item), self.loss_weight)
 
         whole = is_whole(self.model, self.shared, self.stream)
-        return Gathering.of(compute, self.stream) if whole else None
+        return Leaving.of(compute, self.stream) if whole else None
 
     def stream_of(self, leaves: list) -> Stream:
         return jax.tree.unflatten(jax.tree.structure(self.stream), leaves)
@@ -111,11 +113,57 @@ class WovenEnds(Run):
             gathered = self.leaving.begin(left, item)
         return self.with_embedding(carry, item, left, gathered)
 
-    def compute_head(self, item, sums: tuple, y: Stream, begun: Arrays):
+    def head_begins(self, y: Stream, item) -> Arrays:
+        """y's leaves, and before them what the head gathers of it, if not in parts."""
+        leaves = tuple(jax.tree.leaves(y))
         if self.at_head is None:
-            return self.add_gradients(sums, y, item)
-        *made, dy = self.at_head.end(begun, y, item)
-        return added(sums, *made), dy
+            return leaves
+        with jax.named_scope("broadcast"):
+            return (*self.at_head.gathers(*leaves, item), *leaves, item)
+
+    def own_of_head(self, given: Arrays, dx: Stream) -> tuple[Arrays, Stream]:
+        """(what the head has given up to its sums, dx): what is sent of dx has them beside it, and
+        the losses' own collective has the links to itself."""
+        if self.at_head is None:
+            return given, dx
+        with jax.named_scope("head"):
+            own, dx = lax.optimization_barrier((tuple(self.at_head.own(*given)), dx))
+        return (*own, *given), dx
+
+    def through_head(
+        self, carry: Carry, item, given: Arrays, sent: tuple
+    ) -> tuple[Carry, Arrays, tuple]:
+        """(carry with the losses and gradients that wait for no sum; what the head has given, the
+        sum over `pipe` as well, which is not begun before `sent` has come; `sent`)"""
+        head, sums = self.at_head, (carry.losses, carry.gradients.shared)
+        with jax.named_scope("head"):
+            if head is None:
+                sums, dy = self.add_gradients(sums, self.stream_of(list(given)), item)
+                return self._with_sums(carry, sums, dy), (), sent
+            summed = tuple(head.over_tensor(*given))
+            # In a branch, behind which something may stand (`WovenRun.last_weights`).
+            sums = lax.cond(item != IDLE, head.with_early, lambda sums, _: sums, sums, given)
+            sums, summed, sent = lax.optimization_barrier((sums, summed, sent))
+            given = (*summed, *given)
+            given = (*head.over_pipe(*given), *given)
+        return self._with_sums(carry, sums), given, sent
+
+    def behind_head(self, carry: Carry, given: Arrays) -> Carry:
+        """With what has waited for the sum over `pipe`."""
+        if self.at_head is None:
+            return carry
+        with jax.named_scope("head"):
+            sums = carry.losses, carry.gradients.shared
+            sums, dy = self.at_head.with_late(sums, given)
+        return self._with_sums(carry, sums, self.stream_of(dy))
+
+    @staticmethod
+    def _with_sums(carry: Carry, sums: tuple, dy: Stream | None = None) -> Carry:
+        """sums: of losses and of gradients."""
+        losses, shared = sums
+        gradients = carry.gradients._replace(shared=shared)
+        carry = carry._replace(losses=losses, gradients=gradients)
+        return carry if dy is None else carry._replace(messages=carry.messages._replace(dy=dy))
 
     @staticmethod
     def some(table: np.ndarray, phase: Phase) -> bool:
