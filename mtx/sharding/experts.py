@@ -318,6 +318,7 @@ def _backward(way, saved, dy_nD):
     vjp, queues, more, x_nD, gates_nk, weights = saved
     dx_nD, dgates_nk, dweights = vjp(dy_nD)
 
+    @partial(jax.jit, inline=True)  # traced once for both loops, which are the same without it
     def pull_back(number):
         later = partial(way.later_round, queues, number)
         return jax.vjp(later, x_nD, gates_nk, weights)[1](dy_nD)

@@ -8,6 +8,7 @@ part of the mask that an unsharded run would draw.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -43,27 +44,38 @@ def _row_mask_at(data, keep, at_T):
 
 def dropout_rows(x_BsD, rate: float, data, samples_B, positions_s):
     """x_BsD with dropout; one key for every (sample, global position)."""
+    return _drop(x_BsD, _rows_kept(x_BsD.shape[2], 1 - rate, data, samples_B, positions_s), rate)
+
+
+# Inline: a program is the same as without, but a mask of that shape is traced once in a process.
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _rows_kept(width: int, keep: float, data, samples_B, positions_s):
+    """bool [B, s, D]"""
 
     def mask(sample, position):
-        return _row_mask(fold(data, sample, position), 1 - rate, x_BsD.shape[2])
+        return _row_mask(fold(data, sample, position), keep, width)
 
-    keep_BsD = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(samples_B, positions_s)
-    return _drop(x_BsD, keep_BsD, rate)
+    return jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(samples_B, positions_s)
 
 
 def dropout_heads(p_BhsT, rate: float, data, samples_B, first_head, positions_s, keys_T):
     """Attention probabilities p_BhsT with dropout; one key for every (sample, global head, global
     position of the query), and of its row the bits at the positions of the keys."""
     heads_h = first_head + jnp.arange(p_BhsT.shape[1])
+    keep_BhsT = _heads_kept(1 - rate, data, samples_B, heads_h, positions_s, keys_T)
+    return _drop(p_BhsT, keep_BhsT, rate)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _heads_kept(keep: float, data, samples_B, heads_h, positions_s, keys_T):
+    """bool [B, h, s, T]"""
 
     def mask(sample, head, position):
-        return _row_mask_at(fold(data, sample, head, position), 1 - rate, keys_T)
+        return _row_mask_at(fold(data, sample, head, position), keep, keys_T)
 
     of_head = jax.vmap(mask, (None, None, 0))
-    keep_BhsT = jax.vmap(jax.vmap(of_head, (None, 0, None)), (0, None, None))(
-        samples_B, heads_h, positions_s
-    )
-    return _drop(p_BhsT, keep_BhsT, rate)
+    over_heads = jax.vmap(of_head, (None, 0, None))
+    return jax.vmap(over_heads, (0, None, None))(samples_B, heads_h, positions_s)
 
 
 def _drop(x, keep, rate):
