@@ -20,6 +20,7 @@ from mtx.errors import UserError
 from mtx.families import family_module
 from mtx.files import replacing
 
+_ANY_KERNEL = "cudnn"  # where attention has no part; as layers are asked for, and modules shared
 _SHARDS = 2, 4  # of experts, with which costs are traced; others follow
 
 
@@ -89,12 +90,11 @@ def shared_cost(
     """The cost of the embedding (EMBED) or of the head (HEAD), the vocabulary over `pipe` and
     `tensor`."""
     parallel = sequence_parallel and tensor > 1
-    return _answer(
-        Question(
-            model=model, part=part, tensor=tensor, sequence_parallel=parallel, context=context
-        ),
-        Cost,
-    )
+    question = Question(
+        model=model, part=part, tensor=tensor, sequence_parallel=parallel, context=context,
+        kernel=_ANY_KERNEL,
+    )  # fmt: skip
+    return _answer(question, Cost)
 
 
 @lru_cache(maxsize=4096)
@@ -107,8 +107,11 @@ def model_parameters(
     model: ModelConfig, *, tensor: int = 1, experts: ExpertShards | None = None
 ) -> Parameters:
     """Every parameter of the model; of layers, those of one."""
-    split = experts and ExpertShards(expert_tensor=experts.expert_tensor)
-    return _answer(Question(model=model, part=PARAMETERS, tensor=tensor, experts=split), Parameters)
+    question = Question(
+        model=model, part=PARAMETERS, tensor=tensor, sequence_parallel=tensor > 1,
+        kernel=_ANY_KERNEL, experts=experts and ExpertShards(expert_tensor=experts.expert_tensor),
+    )  # fmt: skip
+    return _answer(question, Parameters)
 
 
 @lru_cache(maxsize=8192)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -66,10 +66,12 @@ class _Traced:
         )  # fmt: skip
         self.shards, self.sizes = layout.vocab_shards, layout.sizes
         config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)
+        parts = ("embed", "head") if question.part in (EMBED, HEAD) else (question.part,)
         self.model = Model(
             config, axes=Axes.of(layout), recompute=question.recompute,
             kernel="described" if question.kernel == "cudnn" else "blocked",
             vocab_shards=self.shards, slices=question.slices,
+            parts=None if question.part == PARAMETERS else parts,
         )  # fmt: skip
 
     @property
@@ -139,7 +141,7 @@ class _Traced:
         trees = model.shapes, model.specs, model.roles, model.inputs
         return jax.tree.map(cut, *(self._tree(tree, *names) for tree in trees))
 
-    def _batch(self) -> Tree:
+    def _batch(self, rows: int) -> Tree:
         """Arrays of one item: a microbatch, or a slice of its sequences."""
         parts = self.question.slices * self.question.context
 
@@ -149,29 +151,44 @@ class _Traced:
                 shape[1] //= parts
             return jax.ShapeDtypeStruct(shape, a.dtype)
 
-        batch = jax.tree.map(cut, self.model.batch_fields(ROWS))
+        batch = jax.tree.map(cut, self.model.batch_fields(rows))
         return jax.eval_shape(lambda batch: self.model.weigh(batch, jnp.sum), batch)
 
+    def _context(self, batch: Tree, rows: int) -> Tree:
+        samples, key = jax.ShapeDtypeStruct((rows,), "int32"), jax.ShapeDtypeStruct((2,), "uint32")
+        return jax.eval_shape(partial(self.model.context, 0), batch, samples, key)
+
+    def stream(self, rows: int) -> Tree:
+        """Shapes of what goes from layer to layer; inside of the `shard_map`."""
+        batch = self._batch(rows)
+        shared, context = self._local("embed", "head"), self._context(batch, rows)
+        return jax.eval_shape(self.model.embed, shared, batch, context)
+
     def _read(self) -> dict[str, Any]:
-        model, part, batch = self.model, self.question.part, self._batch()
-        samples, key = jax.ShapeDtypeStruct((ROWS,), "int32"), jax.ShapeDtypeStruct((2,), "uint32")
-        context = jax.eval_shape(partial(model.context, 0), batch, samples, key)
-        shared = self._local("embed", "head")
-        stream = jax.eval_shape(model.embed, shared, batch, context)
-        trained = self._tree(model.trained, "embed", "head")
+        model, part, batch = self.model, self.question.part, self._batch(ROWS)
+        context = self._context(batch, ROWS)
+        # Whatever the kind of layer, its dropout and what of it is recomputed.
+        plain = replace(self.question.model, dropout=0.0, attention_dropout=0.0)
+        stream = _stream(replace(self.question, model=plain, part=EMBED, recompute="none"), ROWS)
+        names = ("embed", "head") if part in (EMBED, HEAD) else ("layers", part)
+        trained, own = self._tree(model.trained, *names), self._local(*names)
         if part == EMBED:
             return _read_vjp(
                 lambda shared, _, batch, context: model.embed(shared, batch, context),
-                trained, shared, stream, batch, context,
+                trained, own, stream, batch, context,
             ) | {"cuts": ()}  # fmt: skip
         if part == HEAD:
-            return _read_vjp(model.loss, trained, shared, stream, batch) | {"cuts": ()}
+            return _read_vjp(model.loss, trained, own, stream, batch) | {"cuts": ()}
         cache = ()
         if self.question.slices > 1:
             cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
-        layer, trained = partial(model.layer, part), self._tree(model.trained, "layers", part)
-        found = _read_vjp(layer, trained, self._local("layers", part), stream, context, *cache)
+        found = _read_vjp(partial(model.layer, part), trained, own, stream, context, *cache)
         return found | {"cache": _bytes(cache)}
+
+
+@lru_cache(maxsize=64)
+def _stream(question: Question, rows: int) -> Tree:
+    return _Traced(question).stream(rows)
 
 
 def _read_vjp(function, trained: Tree, params: Tree, stream: Tree, *given) -> dict[str, Any]:

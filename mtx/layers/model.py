@@ -9,7 +9,7 @@ Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import Any, Literal, cast
@@ -64,8 +64,10 @@ class Model:
         vocab_shards: int = 1,
         slices: int = 1,
         head: Any = None,
+        parts: Collection[str] | None = None,
     ):
-        """config: a `mtx.families.ModelConfig`. head: another head's config than the family's."""
+        """config: a `mtx.families.ModelConfig`. head: another head's config than the family's.
+        parts: "embed", "head" and kinds of layers, all that are called; None: every one."""
         stack: Stack = config.stack()
         self.config, self.axes, self.recompute, self.slices = config, axes, recompute, slices
         self.kinds, self.pattern = stack.kinds, stack.pattern
@@ -77,9 +79,12 @@ class Model:
             slices=slices, adapters=self._adapters(),
         )  # fmt: skip
         build, rows = self._build, self.vocab_rows
-        found = {"embed": _abstract(stack.embedding, build, rows)}
-        found["head"] = _abstract(self._head, build, rows)
-        layers = {kind: _abstract(config, build) for kind, config in self.kinds.items()}
+        parts = {"embed", "head", *self.kinds} if parts is None else parts
+        shared = {"embed": self._embedding, "head": self._head}
+        found, layers = (
+            {name: _abstract(each, build, *rows) for name, each in of.items() if name in parts}
+            for of, rows in ((shared, (rows,)), (self.kinds, ()))
+        )
         self._graphs: dict[str, Any] = {
             name: graph for name, (graph, _) in (found | layers).items()
         }
@@ -122,8 +127,7 @@ class Model:
             (self.specs, P(None, None)), (self.inputs, 1), (self.rules, rule),
             (self.roles, "state"),
         )  # fmt: skip
-        for kind in self.kinds:
-            roles = self.roles["layers"][kind]
+        for kind, roles in self.roles["layers"].items():
             for tree, value in states:
                 tree["layers"][kind] |= {fp8.AMAX: fp8.histories(roles, value)}
 
