@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from mtx.cli.help import Option, options_of
@@ -64,7 +64,8 @@ class _Model:
     model: ModelConfig
 
 
-def of_all_families(default: object) -> list[Option]:
+@lru_cache(maxsize=64)  # tyro reads each config's source again every time
+def of_all_families(default: object) -> tuple[Option, ...]:
     """The options of a command, with those that only other families of models have."""
     found = {option.flags: option for option in options_of(default)}
     for name in families() if ("--model.family",) in found else ():
@@ -72,7 +73,7 @@ def of_all_families(default: object) -> list[Option]:
             if option.flags not in found or not found[option.flags].about:
                 found[option.flags] = option
     sections = list(dict.fromkeys(option.section for option in found.values()))
-    return sorted(found.values(), key=lambda option: sections.index(option.section))
+    return tuple(sorted(found.values(), key=lambda option: sections.index(option.section)))
 
 
 @cache  # of many commands
