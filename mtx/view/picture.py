@@ -41,12 +41,14 @@ def hexadecimal(rgb: np.ndarray) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
+@functools.lru_cache(maxsize=1024)  # a timeline has a hundred thousand cells
 def shade(kind: int, chunk: int = 0, chunks: int = 1) -> str:
     """The colour of a chunk's F, B or W."""
     dark, light = (rgb(colour) for colour in SHADES[kind])
     return hexadecimal(dark + (light - dark) * (chunk / (chunks - 1) if chunks > 1 else 0.3))
 
 
+@functools.lru_cache(maxsize=1024)
 def ink(colour: str) -> str:
     """The colour of text that is readable on `colour`."""
     luminance = rgb(colour) @ np.array([0.2126, 0.7152, 0.0722])  # Rec. 709
