@@ -84,11 +84,11 @@ class WovenRun(WovenEnds):
             split=self.schedule.split, cuts=self.leaves_last and cargo is None,
         )  # fmt: skip
 
-    @cached_property
+    @property
     def first_layer(self) -> Kinds:
         """The kind of all chunks' first layers; () where they differ."""
-        first, *others = {kinds[:1] for chunks in self.placement.chunk_kinds for kinds in chunks}
-        return () if others else first
+        kind = self.placement.first_kind
+        return () if kind is None else (kind,)
 
     @property
     def leaves_last(self) -> bool:

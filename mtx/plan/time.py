@@ -326,7 +326,7 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
         return embedding_work(shard, layout.tensor), head_work(shard, layout.tensor), Passes()
     # All stages look up and compute logits: embeddings come from all, the last one's output goes to
     # all, and so do their gradients; the loss needs three numbers of all shards' logits. Woven
-    # ticks have something beside all of that but those numbers.
+    # ticks have something beside all of that but those numbers, and some the head's gradient.
     stream_bytes = shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
     pipe, machine = pipe_group(layout), shard.machine
     sum_s = all_reduce_s(stream_bytes, pipe, **machine)
@@ -336,5 +336,8 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     both = embedding_work(shard, layout.vocab_shards) + head_work(shard, layout.vocab_shards)
     sent = Passes(Work(tensor_comm_s=2 * sum_s), Work(tensor_comm_s=2 * sum_s))
     if layout.weave == "on":
-        both, sent = Passes(*(work._replace(tensor_comm_s=0.0) for work in both)), Passes()
+        both = Passes(*(work._replace(tensor_comm_s=0.0) for work in both))
+        # Beside the weight gradients of B's last layer, which wait where chunks begin alike.
+        hides = placement_of(shard.model, layout).first_kind is not None
+        sent = Passes() if hides else Passes(backward=Work(tensor_comm_s=sum_s + shard.gather_s()))
     return Passes(), Passes(), both + sent + Passes(forward=Work(tensor_comm_s=loss_s))

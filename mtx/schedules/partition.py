@@ -90,6 +90,12 @@ class Placement:
         )
 
     @cached_property
+    def first_kind(self) -> str | None:
+        """Of all chunks' first layers; None where they differ, or chunks have none."""
+        first, *others = {kinds[:1] for chunks in self.chunk_kinds for kinds in chunks}
+        return None if others or not first else first[0]
+
+    @cached_property
     def index(self) -> np.ndarray:
         """int32 [P, C, N]: where each layer stands among those of its kind in its chunk."""
         index = np.zeros_like(self.layer)
