@@ -124,7 +124,7 @@ def held_out(options: Options, trainer: Trainer, state: Any) -> float:
 
 def apart(options: Options, trainer: Trainer, state) -> dict[str, float]:
     """The loss of one batch with these parameters, in float32, by layout."""
-    params = jax.device_get(trainer.to_canonical(state.params))
+    params = trainer.to_canonical(jax.device_get(state.params))
     (batch,) = batches(options, 1)
     model, losses = replace(trainer.run.model, compute_dtype="float32"), {}
     for layout in (Layout(), *options.each_layout()):

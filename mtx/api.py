@@ -49,7 +49,7 @@ def init_params(model: ModelConfig, *, seed: int = 0) -> Tree:
     """Float32 {"embed": ..., "head": ..., "layers": {kind: leaves [L, ...]}}, the same that
     training starts from."""
     trainer = trainer_for(model, Layout(), global_batch=1)
-    return jax.device_get(jax.jit(trainer.to_canonical)(trainer.init(seed).params))
+    return trainer.to_canonical(jax.device_get(trainer.init(seed).params))
 
 
 def loss_and_gradients(
@@ -74,8 +74,8 @@ def loss_and_gradients(
     )
     if params is not None:
         _check_params(params, trainer)
-    state = trainer.init() if params is None else trainer.state_from(params)
-    return trainer.loss_and_gradients(state, batch)
+    masters = trainer.init().params if params is None else trainer.masters_from(params)
+    return trainer.loss_and_gradients_of(masters, batch)
 
 
 def evaluate(

@@ -33,10 +33,9 @@ RUN = RunConfig(model=MODEL, layout=Layout(data=2, pipe=2, tensor=2, virtual=2),
 
 def canonical(trainer: Trainer, state) -> dict:
     """Parameters and both moments on the host, in model order."""
-    convert = jax.jit(trainer.to_canonical)
     moments = {name: optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu")}
     trees = {"params": state.params} | moments
-    return {name: jax.device_get(convert(tree)) for name, tree in trees.items()}
+    return {name: trainer.to_canonical(tree) for name, tree in jax.device_get(trees).items()}
 
 
 def assert_same(one, other) -> None:
@@ -52,8 +51,7 @@ def random_state(trainer: Trainer) -> tuple[TrainState, dict]:
         for name in ("params", "mu", "nu")
     }
     shardings = trainer.shardings(trainer.states.specs)
-    place = jax.jit(trainer.from_canonical, out_shardings=shardings.params)
-    params, mu, nu = map(place, arrays.values())
+    params, mu, nu = map(trainer.masters_from, arrays.values())
     counted = optax.tree_utils.tree_set(trainer.states.shapes.moments, mu=mu, nu=nu)
     moments = jax.tree.map(lambda a: a if isinstance(a, jax.Array) else np.int32(2), counted)
     state = TrainState(

@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
             extra = {"held_out": {"step": step, "loss": 2.5}, "consumed": 2 * step}
             numbered = state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
             checkpoints.save(trainer, numbered, tokenizer=ByteTokenizer(), extra=extra)
-    return out, jax.device_get(jax.jit(trainer.to_canonical)(state.params))
+    return out, trainer.to_canonical(jax.device_get(state.params))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def batches(count: int) -> list[dict]:
 
 
 def canonical(trainer, tree):
-    return jax.device_get(jax.jit(trainer.to_canonical)(tree))
+    return trainer.to_canonical(jax.device_get(tree))
 
 
 def by_hand(p, g, state, step: int, *, name: str, lr, b1, b2, decay):
@@ -82,7 +82,7 @@ def test_updates_are_those_of_the_papers_for_each_role(config, layout):
     state, seen = trainer.state_from(params_of(MODEL)), {}
     for step, batch in enumerate(batches(3), start=1):
         before = canonical(trainer, state.params)
-        _, gradients = differ.loss_and_gradients(differ.state_from(before), batch)
+        _, gradients = differ.loss_and_gradients_of(differ.masters_from(before), batch)
         state, _ = trainer.train_step(state, trainer.place(batch))
         after = canonical(trainer, state.params)
 
@@ -104,7 +104,7 @@ def test_updates_are_those_of_the_papers_for_each_role(config, layout):
 
 def test_state_is_restored_on_another_layout_and_training_goes_on_the_same(tmp_path):
     one, other = trainer_on(LAYOUTS[1], MIXED), trainer_on(LAYOUTS[2], MIXED)
-    state = one.init()
+    state = one.state_from(params_of(MODEL))
     first, second = batches(2)
     state, _ = one.train_step(state, one.place(first))
     with Checkpoints(tmp_path) as checkpoints:

@@ -38,8 +38,8 @@ def on_one_device(model, rows=8):
 
 def found_by(trainer, model, layout, rows=8):
     one = trainer(RunConfig(model=model, layout=layout, global_batch=rows))
-    state = one.state_from(params_of(model))
-    return one.loss_and_gradients(state, reference.random_batch(model, rows))
+    masters = one.masters_from(params_of(model))
+    return one.loss_and_gradients_of(masters, reference.random_batch(model, rows))
 
 
 @pytest.mark.parametrize(

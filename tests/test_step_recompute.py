@@ -44,7 +44,7 @@ def trainer_of(model, **layout):
 
 def gradients(model, **layout):
     trainer = trainer_of(model, **layout)
-    return trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch_of(model))
+    return trainer.loss_and_gradients_of(trainer.masters_from(params_of(model)), batch_of(model))
 
 
 @functools.cache
@@ -68,8 +68,9 @@ def layer_of(recompute, *, kernel="blocked", slices=1):
     params = jax.eval_shape(functools.partial(made.init_layer, "block", 0), 0)
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), params)
     x = {"x": jax.ShapeDtypeStruct((2, 64 // slices, 64), dtype)}
-    context = made.context(0, {}, jnp.zeros(2), jnp.zeros(2, jnp.uint32), 1)
-    cache = (made.empty_cache("block", 2),) if slices > 1 else ()
+    rows = jax.ShapeDtypeStruct((2,), "float32"), jax.ShapeDtypeStruct((2,), "uint32")
+    context = jax.eval_shape(lambda *rows: made.context(0, {}, *rows, 1), *rows)
+    cache = (jax.eval_shape(lambda: made.empty_cache("block", 2)),) if slices > 1 else ()
     layer = functools.partial(made.layer, "block")
     return LayerVJP(layer, params, x, context, *cache), params, (context, *cache)
 

@@ -41,7 +41,7 @@ def wanted(model, rows):
     batch, params = reference.padded(batch_of(model, rows), ROWS), params_of(model)
     if model.dropout:
         trainer = unsharded(model)
-        return trainer.loss_and_gradients(trainer.state_from(params), batch)
+        return trainer.loss_and_gradients_of(trainer.masters_from(params), batch)
     return jax.device_get(reference.loss_and_gradients(params, batch))
 
 

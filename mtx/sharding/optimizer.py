@@ -45,13 +45,13 @@ class DataShard:
             return x
         widths = [(0, 0)] * x.ndim
         widths[self.dim] = (0, self.padded - self.size)
-        return jnp.pad(x, widths)
+        return namespace(x).pad(x, widths)
 
     def unpad(self, x):
         """The master's shape -> the parameter's."""
         if self.dim is None or self.padded == self.size:
             return x
-        return lax.slice_in_dim(x, 0, self.size, axis=self.dim)
+        return x[(slice(None),) * self.dim + (slice(self.size),)]
 
     def from_shards(self, shards):
         """The parameter, of the shards of all replicas [d, ...]; of one that is sharded."""
@@ -90,6 +90,11 @@ class DataShard:
         # For the same reason: a matmul adds a layer's gradient in place where layers are in front.
         gradient = self.pad(_row_major(gradient) if stacked else gradient)
         return lax.psum_scatter(gradient, self.axes, scatter_dimension=self.dim, tiled=True)
+
+
+def namespace(array):
+    """NumPy for arrays on the host, else jax.numpy: `pad` and `where` of either, where they are."""
+    return array.__array_namespace__()
 
 
 WHOLE = DataShard(spec=P(), dim=None, size=0, padded=0)  # sharded over no replicas

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mtx.sharding.axes import axes_of
+from mtx.sharding.optimizer import namespace
 from mtx.step.state import States, stacked
 
 Tree = Any
@@ -21,7 +21,7 @@ Tree = Any
 
 def to_canonical(tree: Tree, states: States) -> Tree:
     """A tree like the parameters, or like the trained ones (gradients, moments) -> layers
-    [L, ...], no padding."""
+    [L, ...], no padding. Of host arrays, host arrays."""
     tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, _like(tree, states.shards))
     vocab = states.run.model.vocab
 
@@ -42,7 +42,7 @@ def from_canonical(tree: Tree, states: States) -> Tree:
 
     def pad_vocab(a, spec):
         rows = states.model.vocab_rows - len(a) if _is_vocab(spec) else 0
-        return jnp.pad(a, ((0, rows), *((0, 0),) * (a.ndim - 1))) if rows else a
+        return namespace(a).pad(a, ((0, rows), *((0, 0),) * (a.ndim - 1))) if rows else a
 
     layers = {kind: stack(kind, leaves) for kind, leaves in tree["layers"].items()}
     tree = _shared(pad_vocab, tree, states) | {"layers": layers}

@@ -19,7 +19,7 @@ from mtx.config import RunConfig
 from mtx.pipeline.model import PipelineModel
 from mtx.schedules.partition import EMPTY, Placement
 from mtx.sharding.axes import AXES
-from mtx.sharding.optimizer import WHOLE, shard_over_replicas
+from mtx.sharding.optimizer import WHOLE, namespace, shard_over_replicas
 from mtx.sharding.parameter import FLOAT32, chosen
 from mtx.step.optimizer import LossScale, make_optimizer, state_specs
 
@@ -198,8 +198,8 @@ class States:
 def stacked(a, *, slots: np.ndarray):
     """A leaf [P*C*N, ...] of the layers in these slots as [P, C, N, ...], zero in empty ones."""
     if (slots == EMPTY).any():
-        used = jnp.asarray(slots.ravel() != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
-        a = jnp.where(used, a, 0)
+        used = (slots.ravel() != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
+        a = namespace(a).where(used, a, 0)
     return a.reshape(*slots.shape, *a.shape[1:])
 
 

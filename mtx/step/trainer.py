@@ -172,18 +172,30 @@ class Trainer:
 
     def init(self, seed: int | None = None) -> TrainState:
         """The first state, made shard by shard where it lies; the same values on every layout."""
-        seed = self.run.seed if seed is None else seed
-        init = jax.jit(self.states.first, out_shardings=self.shardings(self.states.specs))
-        return self.with_checksums(init(seed))
+        return self.with_checksums(self._first(self.run.seed if seed is None else seed))
+
+    @cached_property
+    def _first(self):
+        return jax.jit(self.states.first, out_shardings=self.shardings(self.states.specs))
 
     def state_from(self, params: Tree) -> TrainState:
         """The first state with these parameters, float32 in canonical form."""
+        return self.with_checksums(self._start(self.masters_from(params)))
 
-        def start(params):
-            return self.states.of(self.states.kept(self.from_canonical(params)))
+    @cached_property
+    def _start(self):
+        shardings = self.shardings(self.states.specs)
+        return jax.jit(self.states.of, out_shardings=shardings, donate_argnums=0)
 
-        start = jax.jit(start, out_shardings=self.shardings(self.states.specs))
-        return self.with_checksums(start(params))
+    def masters_from(self, params: Tree) -> Tree:
+        """The first state's `params` with these values, float32 in canonical form; put in order on
+        the host, each device given its part."""
+        masters = self.states.kept(self.from_canonical(jax.device_get(params)))
+
+        def place(a, sharding):
+            return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index].copy())
+
+        return jax.tree.map(place, masters, self.shardings(self.states.specs.params))
 
     @cached_property
     def with_checksums(self):
@@ -259,7 +271,13 @@ class Trainer:
     def loss_and_gradients(self, state: TrainState, batch: Tree):
         """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays.
         Gradients are those of all losses, of what is trained; of states, what was counted."""
-        return jax.device_get(self._loss_and_gradients(state, self.place(batch)))
+        return self.loss_and_gradients_of(state.params, batch, step=state.step)
+
+    def loss_and_gradients_of(self, masters: Tree, batch: Tree, *, step: Any = 0):
+        """`loss_and_gradients` of a state's `params` alone, and the number of its step."""
+        found = self._loss_and_gradients(masters, step, self.place(batch))
+        loss, gradients = jax.device_get(found)
+        return loss, self.to_canonical(gradients)
 
     @cached_property
     def _loss_and_gradients(self):
@@ -272,16 +290,16 @@ class Trainer:
 
         mapped = self.of_batch(compute, (specs, P()), (P(), self.states.of_trained(specs)))
 
-        def run(state, batch):
-            loss, gradients = mapped((state.params, state.step), batch)
-            return loss, self.to_canonical(gradients)
+        def run(masters, step, batch):
+            return mapped((masters, jnp.int32(step)), batch)
 
         return jax.jit(run, out_shardings=NamedSharding(self.mesh, P()))
 
     # -- model order ------------------------------------------------------------------------------
 
     def to_canonical(self, tree: Tree) -> Tree:
-        """A tree like the masters (gradients, moments) -> layers [L, ...], no padding."""
+        """A tree like the masters (gradients, moments) -> layers [L, ...], no padding. Of host
+        arrays, host arrays, and without a program to compile; so `from_canonical`."""
         return to_canonical(tree, self.states)
 
     def from_canonical(self, tree: Tree) -> Tree:
