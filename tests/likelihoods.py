@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import reference
+from parameters import params_of
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.step.trainer import Trainer
@@ -22,12 +23,12 @@ SHARDED = Layout(data=2, pipe=2, tensor=2, microbatch=2)
 def sharded():
     """(trainer, state) of MODEL on eight devices, in batches of 8 rows; compiled once for all."""
     trainer = Trainer(RunConfig(model=MODEL, layout=SHARDED, global_batch=8))
-    return trainer, trainer.init(seed=3)
+    return trainer, trainer.state_from(params_of(MODEL, seed=3))
 
 
 def log_probabilities_of(trainer, state):
     """A function: ids [1 to S] -> ln p float64 [V] of the token after them."""
-    params = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
+    params = trainer.to_canonical(jax.device_get(state.params))
     logits = jax.jit(reference.logits)
     sequence = trainer.run.model.sequence
 

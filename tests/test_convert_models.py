@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from errors import names
 from hugging import LLAMA3, YARN, bert, gemma2, gpt2, llama, mistral, qwen2, qwen3
+from parameters import params_of
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, RunConfig
@@ -202,13 +203,13 @@ def test_what_was_begun_here_leaves_as_well(tmp_path):
         tied=False, compute_dtype="float32",
     )  # fmt: skip
     trainer = Trainer(RunConfig(model=model, global_batch=1))
-    state = trainer.init()
+    state = trainer.state_from(params_of(model))
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         checkpoints.save(trainer, state, tokenizer=ByteTokenizer())
     to_huggingface(tmp_path / "run", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == config | config_of(model) and config["torch_dtype"] == "float32"
-    params = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
+    params = trainer.to_canonical(jax.device_get(state.params))
     found = tensors_of(tmp_path / "out")
     np.testing.assert_array_equal(
         found["model.layers.1.self_attn.v_proj.weight"][1].T.reshape(16, 2, 4),

@@ -8,6 +8,7 @@ import likelihoods
 import pytest
 from errors import names
 from likelihoods import MODEL
+from parameters import params_of
 
 import mtx
 from mtx.checkpoint.checkpoints import Checkpoints
@@ -32,7 +33,8 @@ def folder(tmp_path_factory):
     run = RunConfig(model=MODEL, layout=Layout(microbatch=4), global_batch=8)
     trainer = Trainer(run)
     with Checkpoints(folder / "run" / "checkpoints") as checkpoints:
-        checkpoints.save(trainer, trainer.init(seed=3), tokenizer=ByteTokenizer())
+        state = trainer.state_from(params_of(MODEL, seed=3))
+        checkpoints.save(trainer, state, tokenizer=ByteTokenizer())
     (folder / "wiki.test.tokens").write_text(WIKITEXT)
     (folder / "plain.txt").write_text("one two : three")
     (folder / "lambada.jsonl").write_text(LAMBADA)

@@ -11,8 +11,8 @@ import pytest
 import reference
 import reference_llama
 from errors import names
+from parameters import params_of
 
-import mtx
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError
@@ -60,15 +60,12 @@ class LatinUpTo99(Latin):
 def trained(model, layout):
     run = RunConfig(model=model, layout=layout, global_batch=layout.data * layout.microbatch)
     trainer = Trainer(run)
-    return trainer, trainer.init(seed=3)
+    return trainer, trainer.state_from(params_of(model, seed=3))
 
 
 def written(*args, **kwargs):
     """`generate`, by the model of most tests. Three or four prompts make the same programs."""
     return generate(*trained(GPT, SHARDED), *args, **kwargs)
-
-
-params_of = functools.cache(mtx.init_params)
 
 
 @functools.cache
@@ -141,7 +138,8 @@ def test_what_is_kept_is_changed_where_it_lies():
     """A token costs no copy of what is kept: that would be most of its time."""
     run = RunConfig(model=replace(GPT, sequence=512), layout=Layout(microbatch=4), global_batch=4)
     trainer = Trainer(run)
-    decoder = Decoder(trainer, trainer.init(), vocab=256)
+    state = trainer.state_from(params_of(run.model))
+    decoder = Decoder(trainer, state, vocab=256)
     decoder.begin([[1], [2], [3]], room=512, count=1)
     assert decoder.kept_bytes == 2 * 4 * (4 * 512 * 32) * 4  # k and v, layers, 4 rows, float32
     rows = {name: np.zeros((4, 1), np.int32) for name in ("tokens", "positions")}

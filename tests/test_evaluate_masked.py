@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import reference_bert
 from errors import names
+from parameters import params_of
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.masked import Masking, mask_words
@@ -32,7 +33,7 @@ TEXTS = ["a text of more than one row, or so it seems", "x", "\u00e9t\u00e9 \u4e
 
 def trained(layout, global_batch):
     trainer = Trainer(RunConfig(model=MODEL, layout=layout, global_batch=global_batch))
-    return trainer, trainer.init(seed=2)
+    return trainer, trainer.state_from(params_of(MODEL, seed=2))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def masked_row(part, index, *, seed):
 
 def test_masked_perplexity_is_that_of_the_reference(sharded):
     trainer, state = sharded
-    params = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
+    params = trainer.to_canonical(jax.device_get(state.params))
     logits = jax.jit(reference_bert.logits, static_argnames=("post", "form"))
     texts = [np.frombuffer(text.encode(), np.uint8) for text in TEXTS]
     parts = [text[start : start + 14] for text in texts for start in range(0, len(text), 14)]

@@ -64,7 +64,7 @@ def trainer_of(model, **layout):
 
 def loss_and_gradients(model, batch, **layout):
     trainer = trainer_of(model, **layout)
-    return trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch)
+    return trainer.loss_and_gradients_of(trainer.masters_from(params_of(model)), batch)
 
 
 _wanted = {}
@@ -174,10 +174,10 @@ def test_five_steps_end_with_the_same_state():
 
     def state_of(**layout):
         trainer = trainer_of(LLAMA, **layout)
-        state = trainer.init()
+        state = trainer.state_from(params_of(LLAMA))
         for _ in range(5):
             state, metrics = trainer.train_step(state, trainer.place(batch))
-        params = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
+        params = trainer.to_canonical(jax.device_get(state.params))
         return [float(metrics.loss), float(metrics.gradient_norm)], params
 
     numbers, params = state_of(data=2, context=2, tensor=2)
@@ -193,7 +193,7 @@ def test_scores_come_back_in_the_order_of_positions():
 
     def found(**layout):
         trainer = trainer_of(WINDOW, **layout)
-        state, rows = trainer.init(), trainer.place(batch)
+        state, rows = trainer.state_from(params_of(WINDOW)), trainer.place(batch)
         ends = trainer.place({"tokens": batch["tokens"], "last": last})
         logits = trainer.predict(state, ends)[:, : WINDOW.vocab]
         return jax.device_get((trainer.score(state, rows), trainer.evaluate(state, rows), logits))
@@ -209,7 +209,7 @@ def test_scores_come_back_in_the_order_of_positions():
 def test_texts_go_on_with_keys_and_values_kept_in_parts(layout):
     def written(**layout):
         trainer = trainer_of(WIDE_WINDOW, **layout)
-        decoder = Decoder(trainer, trainer.init(), vocab=60)
+        decoder = Decoder(trainer, trainer.state_from(params_of(WIDE_WINDOW)), vocab=60)
         texts = [[3, 4, 5], [7] * 20, [9, 8, 1, 2]]
         found, positions = [decoder.begin(texts, 30)], [len(text) for text in texts]
         for _ in range(8):
@@ -230,7 +230,8 @@ def test_a_first_pass_is_a_part_of_it_for_each_device():
     model, flops = replace(LLAMA, layers=1, hidden=24, vocab=40, sequence=128), []
     for context in (1, 4):
         trainer = trainer_of(model, context=context, context_attention="ring")
-        decoder, programs = Decoder(trainer, trainer.init(), vocab=40), programs_of(trainer)
+        state, programs = trainer.state_from(params_of(model)), programs_of(trainer)
+        decoder = Decoder(trainer, state, vocab=40)
         batch = decoder._placed(decoder._padded([range(64)]))
         lowered = programs.begin.lower(1, 64, decoder._params, batch, decoder._vocab)
         compiled = lowered.compile().as_text()

@@ -84,7 +84,7 @@ def uneven(params, seed=1):
 
 @functools.cache
 def params_of(model):
-    return uneven(drawn_of(model))
+    return uneven(jax.tree.map(np.copy, drawn_of(model)))
 
 
 @functools.cache
@@ -135,13 +135,12 @@ def train(model, layout, steps, batches):
         optimizer=mtx.OptimizerConfig(lr=1e-3, warmup_steps=0),
     )  # fmt: skip
     trainer = mtx.Trainer(run)
-    state, found = trainer.init(), []
+    state, found = trainer.state_from(drawn_of(model)), []
     for batch in batches:
         state, metrics = trainer.train_step(state, trainer.place(batch))
         found.append(jax.device_get(metrics))
     moments = optax.tree_utils.tree_get(state.moments, "mu")
-    canonical = jax.jit(trainer.to_canonical)
-    params, means = (jax.device_get(canonical(tree)) for tree in (state.params, moments))
+    params, means = map(trainer.to_canonical, jax.device_get((state.params, moments)))
     for each in ("load", "balance"):  # states have no gradients
         del means["layers"]["block"]["mlp"]["router"][each]
     return found, params, means

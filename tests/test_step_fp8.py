@@ -116,7 +116,7 @@ def test_texts_are_written_in_the_compute_type():
     written = []
     for model in (GPT, replace(GPT, fp8="off")):
         trainer = mtx.Trainer(RunConfig(model=model, layout=Layout(pipe=2), global_batch=1))
-        decoder = Decoder(trainer, trainer.init(), vocab=model.vocab)
+        decoder = Decoder(trainer, trainer.state_from(params_of(model)), vocab=model.vocab)
         (choices,) = decoder.read([[3, 1, 4, 1, 5]], count=8)
         written.append(choices.logits)
     np.testing.assert_array_equal(*written)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from errors import names
+from parameters import params_of
 from reference import assert_same, random_batch
 
 from mtx.compile.compiler import find_compiler
@@ -39,7 +40,9 @@ GPT3 = ModelConfig(layers=8, hidden=1024, heads=16, sequence=4096, compute_dtype
 
 def loss_and_gradients(layout):
     trainer = Trainer(RunConfig(model=MODEL, layout=layout, global_batch=8))
-    return trainer.loss_and_gradients(trainer.init(), random_batch(MODEL, 8))
+    return trainer.loss_and_gradients_of(
+        trainer.masters_from(params_of(MODEL)), random_batch(MODEL, 8)
+    )
 
 
 @cache

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 from errors import names
+from parameters import params_of
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
@@ -156,7 +157,7 @@ def folder(tmp_path, monkeypatch):
     )  # fmt: skip
     trainer = Trainer(RunConfig(model=model, global_batch=8))
     with Checkpoints(tmp_path / "base/checkpoints") as checkpoints:
-        checkpoints.save(trainer, trainer.init(), tokenizer=ByteTokenizer())
+        checkpoints.save(trainer, trainer.state_from(params_of(model)), tokenizer=ByteTokenizer())
     lines = [_line("Say " + word, word) for word in ("one", "two", "six", "ten") * 12]
     (tmp_path / "chat.jsonl").write_text("".join(lines))
     monkeypatch.chdir(tmp_path)

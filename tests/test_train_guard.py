@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 from errors import names
+from parameters import params_of
 from rich.console import Console
 
 import mtx
@@ -73,7 +74,7 @@ def checked():
 
 def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(checked):
     trainer, batch = checked
-    state = trainer.init()
+    state = trainer.state_from(params_of(MODEL))
     for _ in range(2):
         state, metrics = trainer.train_step(state, batch)
         assert not np.any(metrics.corrupt)
@@ -91,8 +92,8 @@ def test_a_bit_that_flips_between_two_steps_is_found_on_its_device(checked):
 def test_checksums_change_no_value(checked):
     trainer, batch = checked
     plain = trainer_of(LAYOUT)
-    _, want = plain.train_step(plain.init(), batch)
-    _, got = trainer.train_step(trainer.state_from(mtx.init_params(MODEL)), batch)
+    _, want = plain.train_step(plain.state_from(params_of(MODEL)), batch)
+    _, got = trainer.train_step(trainer.state_from(params_of(MODEL)), batch)
     assert not np.any(got.corrupt)
     assert float(got.loss) == float(want.loss)
     assert float(got.gradient_norm) == float(want.gradient_norm)
@@ -107,7 +108,7 @@ def test_checksums_change_no_value(checked):
 )
 def test_copies_that_differ_are_named(layout, leaf, device, words):
     trainer = trainer_of(layout)
-    audit, state = Audit(trainer), trainer.init()
+    audit, state = Audit(trainer), trainer.state_from(params_of(MODEL))
     assert audit.differences(state) == []
     lines = audit.differences(flip_bit(state, leaf_of(trainer, leaf), device))
     assert f"['params']{leaf} differs on {words}" in lines

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import hugging
 import numpy as np
 import pytest
+from parameters import params_of
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.cli import main
@@ -236,7 +237,7 @@ def test_a_mistake_is_seen_before_devices_start(folder, capsys, monkeypatch, lin
         trainer = Trainer(HEAD_RUN)
         with Checkpoints(folder / "head" / "checkpoints") as checkpoints:
             checkpoints.save(
-                trainer, trainer.init(), tokenizer=ByteTokenizer(),
+                trainer, trainer.state_from(params_of(HEAD_RUN.model)), tokenizer=ByteTokenizer(),
                 extra={"labels": ["a", "b"], "options": 1},
             )  # fmt: skip
     before = sorted(folder.rglob("*"))
