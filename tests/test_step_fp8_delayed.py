@@ -11,6 +11,7 @@ import pytest
 import reference
 import reference_fp8
 from errors import names
+from parameters import params_of
 
 import mtx
 from mtx.certify.small import small_model
@@ -45,8 +46,6 @@ LAYOUTS = (
     Layout(context=2, data=2, recompute="full"),
 )
 
-params_of = functools.cache(mtx.init_params)
-
 
 @functools.cache
 def batches():
@@ -76,7 +75,7 @@ def steps_of(trainer, state, some):
 
 
 def amax_of(trainer, state):
-    amax = jax.device_get(trainer.to_canonical(state.params))["layers"]["block"]["amax"]
+    amax = trainer.to_canonical(jax.device_get(state.params))["layers"]["block"]["amax"]
     return {name: leaf["w"] for part in amax.values() for name, leaf in part.items()}
 
 
@@ -98,7 +97,7 @@ def test_steps_are_the_references(layout):
     np.testing.assert_allclose(losses, wanted, rtol=LOSS)
     for name, amax in amax_of(trainer, state).items():
         np.testing.assert_array_equal(amax, left_of(histories[name], 2))
-    means = trainer.to_canonical(state.moments[0].mu)
+    means = trainer.to_canonical(jax.device_get(state.moments[0].mu))
     means["layers"]["block"].pop("amax")
     reference.assert_same((losses[-1], means), (wanted[-1], gradients[-1]), gradient=GRADIENT)
 
@@ -124,9 +123,9 @@ def test_a_run_goes_on_bit_by_bit_and_on_another_layout(tmp_path):
         checkpoints.save(trainer, state, tokenizer=ByteTokenizer())
         checkpoints.wait()
         there, here = (checkpoints.restore(each) for each in (other, trainer))
-    kept = jax.device_get(trainer.to_canonical(state.params))
+    kept = trainer.to_canonical(jax.device_get(state.params))
     jax.tree.map(
-        np.testing.assert_array_equal, kept, jax.device_get(other.to_canonical(there.params))
+        np.testing.assert_array_equal, kept, other.to_canonical(jax.device_get(there.params))
     )
     losses, state = steps_of(trainer, state, batches()[2:])
     again, here = steps_of(trainer, here, batches()[2:])
@@ -148,7 +147,7 @@ def test_histories_begin_anew_where_a_checkpoint_has_none(tmp_path):
         checkpoints.save(before, before.state_from(params_of(CURRENT)), tokenizer=ByteTokenizer())
         checkpoints.wait()
         state = checkpoints.restore(trainer)
-    got = jax.device_get(trainer.to_canonical(state.params))
+    got = trainer.to_canonical(jax.device_get(state.params))
     jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(params_of(GPT)))
     assert not any(amax.any() for amax in amax_of(trainer, state).values())
 
@@ -164,7 +163,7 @@ def test_what_an_idle_stage_sees_does_not_count():
             )
             return matmul(jnp.ones((1, 16, 16)), params["w"]).sum()
 
-        return jax.grad(linear)(history)
+        return jax.jit(jax.grad(linear))(history)
 
     assert seen(None).sum() == seen(jnp.array(True)).sum() == 3
     assert not seen(jnp.array(False)).any()

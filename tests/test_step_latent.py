@@ -92,6 +92,10 @@ MODELS = {
 }  # fmt: skip
 
 
+logits = jax.jit(reference_decoder.logits, static_argnums=2)
+loss = jax.jit(reference_decoder.loss, static_argnums=2)
+
+
 @functools.cache
 def made(name):
     """(model, parameters with norms and sinks at random, batch, loss and gradients)"""
@@ -145,7 +149,7 @@ def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name, layout):
         for each, choices in zip(texts, got, strict=True):
             tokens = np.zeros((1, model.sequence), np.int32)
             tokens[0, : len(each)] = each
-            want = reference_decoder.logits(params, {"tokens": tokens}, MODELS[name][1])
+            want = logits(params, {"tokens": tokens}, MODELS[name][1])
             np.testing.assert_allclose(choices.logits, want[0, len(each) - 1], atol=2e-5)
     if name == "latent":  # a latent and a turned key, on each of the heads' devices
         rows, shards = 2, layout.tensor
@@ -163,7 +167,7 @@ def test_held_out_loss_is_that_of_the_next_token():
     model, params, batch, _ = made("second")
     trainer = mtx.Trainer(RunConfig(model=model, layout=GATHER, global_batch=4))
     losses, weights = trainer.evaluate(trainer.state_from(params), trainer.place(batch))
-    want = reference_decoder.loss(params, batch, MODELS["second"][1])
+    want = loss(params, batch, MODELS["second"][1])
     assert float(losses / weights) == pytest.approx(float(want), rel=1e-6)
 
 

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from parameters import params_of
 
 import mtx
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
@@ -15,7 +16,7 @@ TINY = dict(layers=2, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8
 
 def rates(**config):
     schedule = learning_rate(OptimizerConfig(lr=1.0, min_lr=0.1, **config), 100)
-    return np.array([float(schedule(step)) for step in range(101)])
+    return np.array(jax.vmap(schedule)(np.arange(101)))
 
 
 def test_warmup_is_linear_and_ends_at_the_peak():
@@ -68,6 +69,10 @@ def trainer_in(dtype: str, **optimizer) -> mtx.Trainer:
     )
 
 
+def first_of(trainer):
+    return trainer.state_from(params_of(trainer.run.model))
+
+
 def batch_of(trainer):
     ids = np.random.default_rng(0).integers(0, 30, (4, 9), dtype=np.int32)
     weights = np.ones((4, 8), np.float32)
@@ -76,7 +81,7 @@ def batch_of(trainer):
 
 def test_float16_skips_overflowing_steps_until_the_scale_fits():
     trainer = trainer_in("float16", loss_scale=2.0**30, loss_scale_window=2, lr=1e-2)
-    state, batch = trainer.init(), batch_of(trainer)
+    state, batch = first_of(trainer), batch_of(trainer)
     before = jax.device_get(state.params)
     scales, finite, losses = [], [], []
     for step in range(25):
@@ -105,8 +110,12 @@ def test_float16_gradients_equal_float32_ones():
     batch = {
         "tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((4, 8), np.float32)
     }  # fmt: skip
-    loss, gradients = mtx.loss_and_gradients(model, Layout(microbatch=4), batch)
-    half_loss, half_gradients = mtx.loss_and_gradients(half, Layout(pipe=2, tensor=2), batch)
+    loss, gradients = mtx.loss_and_gradients(
+        model, Layout(microbatch=4), batch, params=params_of(model)
+    )
+    half_loss, half_gradients = mtx.loss_and_gradients(
+        half, Layout(pipe=2, tensor=2), batch, params=params_of(model)
+    )
     assert float(half_loss) == pytest.approx(float(loss), rel=1e-3)
     for got, want in zip(jax.tree.leaves(half_gradients), jax.tree.leaves(gradients), strict=True):
         assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
@@ -114,10 +123,9 @@ def test_float16_gradients_equal_float32_ones():
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_count():
     trainer = trainer_in("float32")
-    state, batch = trainer.init(), batch_of(trainer)
-    broken = jax.tree.map(lambda a: a, state.params)
-    broken["embed"]["positions"] = broken["embed"]["positions"].at[0, 0].set(np.nan)
-    state = state._replace(params=broken)
+    broken, batch = jax.tree.map(np.copy, params_of(trainer.run.model)), batch_of(trainer)
+    broken["embed"]["positions"][0, 0] = np.nan
+    state = trainer.state_from(broken)
     before = jax.device_get((state.params, state.moments))
     state, metrics = trainer.train_step(state, batch)
     assert not np.isfinite(float(metrics.gradient_norm)) and float(metrics.finite) == 0
@@ -130,7 +138,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_count():
 def test_padded_vocabulary_is_neither_predicted_nor_trained():
     model = ModelConfig(compute_dtype="float32", **TINY)  # 30 of 32 rows
     trainer = mtx.Trainer(RunConfig(model=model, layout=Layout(pipe=2), global_batch=4))
-    state, batch = trainer.init(), batch_of(trainer)
+    state, batch = first_of(trainer), batch_of(trainer)
     for _ in range(2):
         state, _ = trainer.train_step(state, batch)
     table = jax.device_get(state.params["embed"]["tokens"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 import reference_bert
 from errors import names
 from flax import nnx
+from parameters import params_of
 from reference import assert_same
 
 from mtx.checkpoint.checkpoints import Checkpoints
@@ -81,6 +83,7 @@ def random_params(trainer, seed=0):
     return jax.tree.map_with_path(values, shapes)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def log_probabilities(params, batch, task):
     """float32 [examples, answers] by the reference."""
     x = reference_bert.hidden(params, batch, post=False, form="tanh")
@@ -161,7 +164,7 @@ def test_pretrained_parameters_are_taken_over_and_the_head_is_new():
     before = Trainer(trainer.run, mesh=trainer.mesh)
     old = random_params(before)
     state = with_pretrained(trainer, before, before.state_from(old).params)
-    new = jax.device_get(jax.jit(trainer.to_canonical)(state.params))
+    new = trainer.to_canonical(jax.device_get(state.params))
     assert set(old["head"]) - set(new["head"]) == {"masked", "binary"}
     classifier = new["head"].pop("classifier")
     kept = {name: old["head"][name] for name in new["head"]}
@@ -313,7 +316,7 @@ def folder(tmp_path_factory):
     model = replace(MODEL, vocab=tokenizer.vocab)
     trainer = Trainer(RunConfig(model=model, layout=Layout(microbatch=2), global_batch=2))
     with Checkpoints(folder / "run" / "checkpoints") as checkpoints:
-        checkpoints.save(trainer, trainer.init(), tokenizer=tokenizer)
+        checkpoints.save(trainer, trainer.state_from(params_of(model)), tokenizer=tokenizer)
     random = np.random.default_rng(0)
     for name, count in (("train", 320), ("valid", 40)):
         lines = []
