@@ -5,6 +5,7 @@ Parameters are in canonical form, global shapes: {"embed", "head", "layers": {ki
 leaves [L, ...] of the layers of a kind.
 """
 
+import itertools
 from functools import partial
 
 import jax
@@ -79,18 +80,21 @@ def _attention(x, p, segments):
 def logits(params, tokens, segments, pattern, least_dt):
     """float32 [G, S, V]; pattern: the kind of each layer."""
     x = params["embed"]["tokens"][tokens]
-    count = dict.fromkeys(pattern, 0)
-    for kind in pattern:
-        p = jax.tree.map(lambda a, n=count[kind]: a[n], params["layers"][kind])
-        count[kind] += 1
+    done = dict.fromkeys(pattern, 0)
+
+    def layer(x, p):
         (name,) = (each for each in ("mamba", "attention", "mlp") if each in p)
         h, p = _norm(x, p[f"{name}_norm"]["scale"]), p[name]
         if name == "mamba":
-            x = x + _mixer(h, p, segments, least_dt)
-        elif name == "attention":
-            x = x + _attention(h, p, segments)
-        else:
-            x = x + jnp.maximum(h @ p["up"]["w"], 0) ** 2 @ p["down"]["w"]
+            return x + _mixer(h, p, segments, least_dt), None
+        if name == "attention":
+            return x + _attention(h, p, segments), None
+        return x + jnp.maximum(h @ p["up"]["w"], 0) ** 2 @ p["down"]["w"], None
+
+    for kind, alike in itertools.groupby(pattern):
+        first, done[kind] = done[kind], done[kind] + len(list(alike))
+        run = jax.tree.map(lambda a, i=first, j=done[kind]: a[i:j], params["layers"][kind])
+        x, _ = jax.lax.scan(layer, x, run)
     table = params["head"].get("output", params["embed"]["tokens"])
     return _norm(x, params["head"]["norm"]["scale"]) @ table.T
 

@@ -79,10 +79,11 @@ def _encoder_layer(e, state, layer, model):
 
 
 def _chunked_cross(x, found, layer, model):
-    """x with what each chunk's neighbours add: found[u] is [b, k R, E] of chunk u"""
+    """x with what each chunk's neighbours add: found[u, j] is [b, R, E], the j-th of chunk u"""
     size, h = model.chunk, _norm(x, layer["cross_norm"])
     places = np.tile(np.arange(model.retrieved), model.neighbours)
-    for u, e in enumerate(found):
+    for u, of_chunk in enumerate(found):
+        e = jnp.concatenate(list(of_chunk), axis=1)
         first = (u + 1) * size - 1
         end = min(first + size, x.shape[1])
         asking = np.arange(size - 1, size - 1 + end - first)
@@ -97,7 +98,7 @@ def logits(params, batch, model):
     chunks, x = model.sequence // model.chunk, embed["tokens"][batch["tokens"]]
     table = embed.get("neighbours", embed["tokens"])
     rows = batch["neighbours"].reshape(len(x), chunks, model.neighbours, model.retrieved)
-    found = [[table[rows[:, u, j]] for j in range(model.neighbours)] for u in range(chunks)]
+    found = table[rows.transpose(1, 2, 0, 3)]  # [u, j, b, R, E]
     place = dict.fromkeys(layers, 0)
 
     def next_of(kind):
@@ -110,16 +111,13 @@ def logits(params, batch, model):
         if number == model.retrieval_first:
             layer = next_of("state")
             x = _causal(x, layer)
-            states = jnp.split(x, chunks, axis=1)
+            states = jnp.stack(jnp.split(x, chunks, axis=1))
             encoders = [layer["encoder"]]
             encoders += [next_of("encoder")["encoder"] for _ in range(model.encoder_layers - 2)]
             encoders += [next_of("end")["encoder"]] if model.encoder_layers > 1 else []
             for p in encoders:
-                found = [
-                    [_encoder_layer(e, state, p, model) for e in some]
-                    for some, state in zip(found, states)
-                ]
-            found = [jnp.concatenate(some, axis=1) for some in found]
+                of_one = functools.partial(_encoder_layer, layer=p, model=model)
+                found = jax.vmap(jax.vmap(of_one, (0, None)))(found, states)
             layer = next_of("joins")
         else:
             layer = next_of("reads" if number in reads else "block")

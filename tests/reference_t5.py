@@ -76,19 +76,22 @@ def logits(params, batch, model):
     before = bias(embed["decoder_bias"], model.sequence, True)
     end = layers["end"]
     encoder = [layers["encoder"]] if "encoder" in layers else []
-    for kind in (*encoder, end):
-        for n in range(len(kind["attention_norm"]["scale"])):
-            p = jax.tree.map(lambda a, n=n: a[n], kind)
-            h = _norm(x, p["attention_norm"])
-            x = x + _attention(h, h, p["attention"], both_ways, padding)
-            x = x + _mlp(x, p)
-    x = _norm(x, {"scale": end["end_norm"]["scale"][0]})
-    for n in range(len(layers["decoder"]["attention_norm"]["scale"])):
-        p = jax.tree.map(lambda a, n=n: a[n], layers["decoder"])
+
+    def encode(x, p):
+        h = _norm(x, p["attention_norm"])
+        x = x + _attention(h, h, p["attention"], both_ways, padding)
+        return x + _mlp(x, p), None
+
+    def decode(y, p):
         h = _norm(y, p["attention_norm"])
         y = y + _attention(h, h, p["attention"], before, later)
         y = y + _attention(_norm(y, p["cross_norm"]), x, p["cross"], 0.0, padding)
-        y = y + _mlp(y, p)
+        return y + _mlp(y, p), None
+
+    for kind in (*encoder, end):
+        x, _ = jax.lax.scan(encode, x, kind)
+    x = _norm(x, {"scale": end["end_norm"]["scale"][0]})
+    y, _ = jax.lax.scan(decode, y, layers["decoder"])
     y = _norm(y, params["head"]["norm"])
     if "output" in params["head"]:
         return y @ params["head"]["output"].T
