@@ -24,7 +24,7 @@ def bench_fp8():
         yield importlib.import_module("bench_fp8")
 
 
-def test_a_short_training_goes_as_in_bfloat16(bench_fp8):
+def test_a_short_training_goes_as_in_bfloat16(bench_fp8, optimised):
     """Both learn; float8 ends within a quarter of a per cent, and is not the same."""
     options = bench_fp8.Options(
         steps=60, layers=2, hidden=64, sequence=32, lr=3e-3, layouts="1x1x2"
