@@ -55,7 +55,7 @@ def trainer_of(model, layout, monkeypatch=None, positions=0):
 def whole_of(model):
     """On one device."""
     trainer = trainer_of(model, Layout())
-    return trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch_of(model))
+    return trainer.loss_and_gradients_of(trainer.masters_from(params_of(model)), batch_of(model))
 
 
 MODELS = GPT, LLAMA, GEMMA, BERT
@@ -80,14 +80,14 @@ MODELS = GPT, LLAMA, GEMMA, BERT
 def test_parts_give_what_the_whole_gives(model, layout, positions, monkeypatch):
     want = whole_of(model)
     trainer = trainer_of(model, layout, monkeypatch, positions)
-    got = trainer.loss_and_gradients(trainer.state_from(params_of(model)), batch_of(model))
+    got = trainer.loss_and_gradients_of(trainer.masters_from(params_of(model)), batch_of(model))
     reference.assert_same(got, want)
 
 
 def test_parts_give_what_the_reference_gives(monkeypatch):
     layout = Layout(data=2, pipe=2, tensor=2)
     trainer = trainer_of(GPT, layout, monkeypatch, 3)
-    got = trainer.loss_and_gradients(trainer.state_from(params_of(GPT)), batch_of(GPT))
+    got = trainer.loss_and_gradients_of(trainer.masters_from(params_of(GPT)), batch_of(GPT))
     want = reference.loss_and_gradients(params_of(GPT), batch_of(GPT))
     reference.assert_same(got, jax.device_get(want))
 

@@ -84,7 +84,7 @@ def test_what_is_frozen_has_no_gradient_state_or_backward_pass(model):
     assert executed == seen + decoder + (0 if model.projector_only else of_weights)
     assert hardware_matmul_flops(model, layout, rows, backend="xla") == executed
 
-    state = trainer.init()
+    state = trainer.state_from(params_of(model))
     before = jax.device_get(state.params)
     held = {path.partition(".")[2] for path in state_arrays(state.moments)}
     state, _ = trainer.train_step(state, trainer.place(made(model)[0]))
