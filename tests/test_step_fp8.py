@@ -53,7 +53,7 @@ def found_on(model, layout, rows):
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        (GPT, Layout(pipe=2, virtual=2, tensor=2)),
+        (GPT, Layout(pipe=2, virtual=2, tensor=2, microbatch=2)),
         (GPT, Layout(data=2, tensor=2, zero=3, zero_unit="layer", weave="on", idle="phases")),
         (E4M3, Layout(tensor=2, sequence_parallel=False, recompute="selective")),
         (GPT, Layout(data=2, microbatch=2, recompute="full")),

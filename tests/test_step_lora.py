@@ -98,7 +98,7 @@ def batch_of(model):
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        (GPT, Layout(data=2, pipe=2, tensor=2, virtual=2)),
+        (GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=2)),
         (LLAMA, Layout(data=2, pipe=2, tensor=2, virtual=2, recompute="selective")),
         (ATTENTION, Layout(data=2, pipe=2, tensor=2, zero=3, recompute="full", virtual=2)),
         (LLAMA, Layout(pipe=2, tensor=4, sequence_parallel=False, stash="inputs")),  # heads repeat

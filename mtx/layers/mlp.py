@@ -9,7 +9,7 @@ Legend: B rows · S sequence (s: shard) · D hidden · F feed-forward (f: shard)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -50,12 +50,13 @@ class MLPModule(nnx.Module):
 
     def __init__(self, config: MLP, build: Build, rngs: nnx.Rngs):
         outputs = (2, config.ffn) if config.gated else (config.ffn,)
+        axes = replace(build.axes, by_rows=True)
         self.up = ColumnLinear(
-            build.hidden, outputs, split=len(outputs) - 1, std=build.init_std, axes=build.axes,
+            build.hidden, outputs, split=len(outputs) - 1, std=build.init_std, axes=axes,
             rngs=rngs, bias=config.bias, adapters=build.adapters,
         )  # fmt: skip
         self.down = RowLinear(
-            (config.ffn,), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
+            (config.ffn,), build.hidden, std=build.output_std, axes=axes, rngs=rngs,
             bias=config.bias, adapters=build.adapters,
         )  # fmt: skip
         self.config = config

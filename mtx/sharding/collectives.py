@@ -46,6 +46,19 @@ def reduce_scatter_sequence(x_BSD, axis: str | None):
     return lax.psum_scatter(x_BSD, axis, scatter_dimension=_SEQUENCE, tiled=True) if axis else x_BSD
 
 
+def all_gather_rows(x_BsD, axis: str | None):
+    """x_BsD -> [t B, s, D], shard after shard. n(t-1)/t bytes. Not to be differentiated."""
+    return lax.all_gather(x_BsD, axis).reshape(-1, *x_BsD.shape[1:]) if axis else x_BsD
+
+
+def reduce_scatter_rows(x_RsD, axis: str | None):
+    """Partial [t B, s, D] -> summed x_BsD. n(t-1)/t bytes. Not to be differentiated."""
+    if axis is None:
+        return x_RsD
+    shards = x_RsD.reshape(lax.axis_size(axis), -1, *x_RsD.shape[1:])
+    return lax.psum_scatter(shards, axis)
+
+
 @custom_vjp(1)
 def gather_sequence(x_BsD, axis: str | None):
     """Forward: all-gather. Backward: reduce-scatter. n(t-1)/t bytes each."""
@@ -67,6 +80,18 @@ def scatter_sequence(x_BSD, axis: str | None):
 scatter_sequence.defvjp(
     lambda x_BSD, axis: (reduce_scatter_sequence(x_BSD, axis), None),
     lambda axis, _, dy_BsD: (all_gather_sequence(dy_BsD, axis),),
+)
+
+
+@custom_vjp(1)
+def scatter_rows(x_RsD, axis: str | None):
+    """Forward: `reduce_scatter_rows`. Backward: `all_gather_rows`."""
+    return reduce_scatter_rows(x_RsD, axis)
+
+
+scatter_rows.defvjp(
+    lambda x_RsD, axis: (reduce_scatter_rows(x_RsD, axis), None),
+    lambda axis, _, dy_BsD: (all_gather_rows(dy_BsD, axis),),
 )
 
 

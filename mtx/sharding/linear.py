@@ -28,11 +28,14 @@ from jax.sharding import PartitionSpec as P
 from mtx.sharding import fp8
 from mtx.sharding.adapter import Adapter, Adapters
 from mtx.sharding.collectives import (
+    all_gather_rows,
     all_gather_sequence,
     copy_to,
     gather_sequence,
     reduce_from,
+    reduce_scatter_rows,
     reduce_scatter_sequence,
+    scatter_rows,
     scatter_sequence,
 )
 from mtx.sharding.custom_vjp import custom_vjp
@@ -88,9 +91,15 @@ def _gathered(x, axes: Axes):
     """x_BsD whole, where sequence parallelism shards it."""
     if not axes.sequence_parallel or axes.joint:
         return x
+    gather = all_gather_rows if _by_rows(x, axes) else all_gather_sequence
     if fp8.is_quantised(x):
-        return x.apply(lambda values: all_gather_sequence(values, axes.tensor))
-    return all_gather_sequence(x, axes.tensor)
+        return x.apply(lambda values: gather(values, axes.tensor))
+    return gather(x, axes.tensor)
+
+
+def _by_rows(x, axes: Axes) -> bool:
+    """Whether x is gathered and scattered as rows. Of one row both ways are the same."""
+    return axes.by_rows and x.shape[0] > 1
 
 
 def _summed(partial_BSD, axes: Axes):
@@ -98,7 +107,8 @@ def _summed(partial_BSD, axes: Axes):
     if axes.joint:
         return partial_BSD
     if axes.sequence_parallel:
-        return reduce_scatter_sequence(partial_BSD, axes.tensor)
+        scatter = reduce_scatter_rows if _by_rows(partial_BSD, axes) else reduce_scatter_sequence
+        return scatter(partial_BSD, axes.tensor)
     return lax.psum(partial_BSD, axes.tensor) if axes.tensor else partial_BSD
 
 
@@ -237,7 +247,8 @@ def leave_jointly(partial_BSD, axes: Axes):
     """The sum over `tensor` of what linears of `axes.joint` give. Forward: a reduce-scatter with
     sequence parallelism, otherwise an all-reduce. Backward: an all-gather, otherwise nothing."""
     if axes.sequence_parallel:
-        return scatter_sequence(partial_BSD, axes.tensor)
+        scatter = scatter_rows if _by_rows(partial_BSD, axes) else scatter_sequence
+        return scatter(partial_BSD, axes.tensor)
     return reduce_from(partial_BSD, axes.tensor)
 
 
