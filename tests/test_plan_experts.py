@@ -1,5 +1,6 @@
 """Experts in plans: what an uneven load costs, and layouts that a search finds."""
 
+import functools
 import itertools
 import json
 from dataclasses import fields, replace
@@ -9,7 +10,7 @@ from errors import names
 
 from mtx.cli import main
 from mtx.config import Layout, ModelConfig, RunConfig
-from mtx.costs import cost
+from mtx.costs import ask, cost
 from mtx.costs.ask import layer_cost
 from mtx.costs.cost import ExpertShards
 from mtx.costs.trace import trace
@@ -28,6 +29,10 @@ E, K, D, F, S, B = 8, 2, 512, 256, 256, 2
 MODEL = ModelConfig(
     family="mixtral", layers=6, hidden=D, heads=4, kv_heads=4, ffn=F, sequence=S, vocab=1024,
     experts=E, choices=K, tied=False,
+)  # fmt: skip
+GPT_OSS = ModelConfig(
+    family="gpt_oss", layers=2, hidden=64, heads=4, kv_heads=2, ffn=32, sequence=32, vocab=128,
+    experts=8, choices=2,
 )  # fmt: skip
 LAYOUT = Layout(data=2, expert=2, tensor=2, pipe=2, virtual=3, microbatch=B, idle="phases")
 ROOM, LATER = 80, 20  # 1.2 times the even share of 64 tokens of a sequence, in eights; a quarter
@@ -97,18 +102,45 @@ def test_an_uneven_load_costs_as_many_rounds_as_the_fullest_expert_needs(weave):
         assert woven == pytest.approx(plain)
 
 
-@pytest.mark.parametrize("tensor, split", [(1, True), (2, False)])
-def test_costs_with_more_shards_follow_from_few(tensor, split):
-    shards = ExpertShards(8, split, "alltoall", 1.2)
-    options = dict(kind="block", tensor=tensor, sequence_parallel=tensor > 1, recompute="full")
-    model = replace(MODEL, experts=16)
-    traced = trace(
-        cost.Question(
-            model=model, part="block", tensor=tensor, sequence_parallel=tensor > 1,
-            recompute="full", kernel="cudnn", experts=shards,
-        )
-    )  # fmt: skip
-    assert layer_cost(model, kernel="cudnn", experts=shards, **options) == traced
+@pytest.mark.parametrize(
+    "model, tensor, split, recompute, numbers",
+    [
+        (replace(MODEL, experts=16), 1, True, "full", (2, 8, 16)),
+        (replace(MODEL, experts=24, capacity=1.25), 2, False, "selective", (3, 4, 12)),
+        (GPT_OSS, 2, True, "none", (2, 4, 8)),
+    ],
+)
+def test_costs_with_two_numbers_of_shards_say_those_with_others(
+    model, tensor, split, recompute, numbers, tmp_path, monkeypatch
+):
+    """Whichever are asked for first; and who reads what was kept traces nothing."""
+    asked = dict(tensor=tensor, sequence_parallel=tensor > 1, recompute=recompute, kernel="cudnn")
+    kind, trace_once, traced = model.stack().pattern[0], functools.cache(trace), []
+
+    def traced_here(question):
+        if question.experts:
+            traced.append(question.experts.expert)
+        return trace_once(question)
+
+    def shards(number):
+        return ExpertShards(number, split, "alltoall", 1.2)
+
+    def costs(numbers):
+        ask._over_shards.cache_clear()
+        return {n: layer_cost(model, kind=kind, experts=shards(n), **asked) for n in numbers}
+
+    questions = {
+        n: cost.Question(model=model, part=kind, experts=shards(n), **asked) for n in numbers
+    }
+    direct = {number: trace_once(question) for number, question in questions.items()}
+    monkeypatch.setattr(ask, "_traced", traced_here)
+    for first in numbers:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(first)))
+        others = [number for number in numbers if number != first]
+        for order in ([first, *others], [*others, first]):
+            assert costs(order) == direct
+        assert traced == [first, others[0]]
+        traced.clear()
 
 
 def test_more_room_is_fewer_rounds():

@@ -10,8 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from mtx.config import ModelConfig, Recompute, to_dict
 from mtx.config.layout import ContextAttention
@@ -21,7 +22,7 @@ from mtx.families import family_module
 from mtx.files import replacing
 
 _ANY_KERNEL = "cudnn"  # where attention has no part; as layers are asked for, and modules shared
-_SHARDS = 2, 4  # of experts, with which costs are traced; others follow
+_ANY = 0  # shards of experts, in a question of which there are costs with several numbers of them
 
 
 def pattern_of(model: ModelConfig) -> tuple[str, ...]:
@@ -53,34 +54,60 @@ def layer_cost(
         sequence_parallel=sequence_parallel and tensor > 1,
         kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
     )  # fmt: skip
-    if experts and _follows(model, experts, tensor):
-        two, four = (
-            replace(question, experts=experts._replace(expert=shards)) for shards in _SHARDS
-        )
-        return _spread(_answer(two, Cost), _answer(four, Cost), experts.expert)
+    if experts and experts.expert > 1 and experts.expert_dispatch == "alltoall":
+        any_shards = replace(question, experts=experts._replace(expert=_ANY))
+        return _over_shards(any_shards).cost(experts.expert)
     return _answer(question, Cost)
 
 
-def _follows(model: ModelConfig, experts: ExpertShards, tensor: int) -> bool:
-    """Whether the cost with so many shards of experts need not be traced: that with 2 and with 4
-    says it."""
-    most = model.routed_experts // (1 if experts.expert_tensor else tensor)
-    by_four = most % _SHARDS[-1] == 0
-    return experts.expert_dispatch == "alltoall" and experts.expert > _SHARDS[-1] and by_four
+@lru_cache(maxsize=8192)
+def _over_shards(question: Question) -> _OverShards:
+    return _OverShards(question)
 
 
-def _spread(two: Any, four: Any, shards: int) -> Any:
-    """A cost, or a part of one, with so many shards of experts: each number is the same with any,
-    grows as they do (tokens at an expert), or has a part that they share (experts of a device)."""
-    if isinstance(two, tuple):
-        parts = [_spread(a, b, shards) for a, b in zip(two, four, strict=True)]
-        return type(two)(*parts) if hasattr(two, "_fields") else tuple(parts)
-    if two == four:
-        return two
-    if four == 2 * two:
-        return two * shards // 2
-    shared = 4 * (two - four)
-    return 2 * four - two + shared // shards
+class _OverShards:
+    """The costs of a question, with `_ANY` shards of experts, by their number. Two numbers, any
+    two, say what the others are: so those that are asked for first are traced."""
+
+    def __init__(self, question: Question):
+        self._question = question
+        self._known: dict[int, Cost] = {}
+
+    def cost(self, shards: int) -> Cost:
+        """With so many of them, two or more."""
+        if shards not in self._known and len(self._known) < 2:
+            self._learn(shards)
+        if shards not in self._known:
+            (n, of_n), (m, of_m) = islice(self._known.items(), 2)
+            self._known[shards] = _spread(of_n, of_m, (n, m, shards))
+        return self._known[shards]
+
+    def _learn(self, shards: int) -> None:
+        """From the file, where other processes add theirs, or traced."""
+        path, question = _path(self._question), self._question
+        self._known |= (_read(path, dict[int, Cost]) if path else None) or {}
+        if shards in self._known or len(self._known) > 1:
+            return
+        experts = cast(ExpertShards, question.experts)._replace(expert=shards)
+        self._known[shards] = _traced(replace(question, experts=experts))
+        if path:
+            _keep(path, self._known)
+
+
+def _spread(of_n: Any, of_m: Any, shards: tuple[int, int, int]) -> Any:
+    """A cost, or a part of one, with the last number of shards of experts, of those with n and m:
+    each number is the same with any, grows as they do (tokens at an expert), or has a part that
+    they share (experts of a device)."""
+    if isinstance(of_n, tuple):
+        parts = [_spread(*each, shards) for each in zip(of_n, of_m, strict=True)]
+        return type(of_n)(*parts) if hasattr(of_n, "_fields") else tuple(parts)
+    if of_n == of_m:
+        return of_n
+    n, m, asked = shards
+    if of_n * m == of_m * n:
+        return of_n * asked // n
+    shared = (of_n - of_m) * n * m // (m - n)
+    return of_n - shared // n + shared // asked
 
 
 def shared_cost(
@@ -116,17 +143,29 @@ def model_parameters(
 
 @lru_cache(maxsize=8192)
 def _answer(question: Question, kind: type) -> Any:
+    path = _path(question)
+    answer = _read(path, kind) if path else None
+    if answer is None:
+        answer = _traced(question)
+        if path:
+            _keep(path, answer)
+    return answer
+
+
+def _path(question: Question) -> Path | None:
+    """Of the file for its answer; None: it would know neither the model's class nor its source."""
     model = question.model
     if type(model) is not family_module(model.family).CONFIG:
-        return _traced(question)  # a file would know neither the class nor its source
-    path = _cache_folder() / f"{_fingerprint(question)}.json"
+        return None
+    return _cache_folder() / f"{_fingerprint(question)}.json"
+
+
+def _read(path: Path, kind: Any) -> Any:
+    """The answer in a file; None where there is none that can be read."""
     try:
         return _decode(kind, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
-        pass  # not there, or not readable: trace
-    answer = _traced(question)
-    _keep(path, json.dumps(answer, separators=(",", ":")))
-    return answer
+        return None
 
 
 def _traced(question: Question) -> Any:
@@ -142,7 +181,8 @@ def _decode(kind, value):
     if get_origin(kind) is tuple:
         return tuple(_decode(get_args(kind)[0], each) for each in value)
     if get_origin(kind) is dict:
-        return {key: _decode(get_args(kind)[1], each) for key, each in value.items()}
+        of_key, of_value = get_args(kind)
+        return {of_key(key): _decode(of_value, each) for key, each in value.items()}
     return value
 
 
@@ -151,8 +191,9 @@ def _fields(kind: type) -> tuple:
     return tuple(get_type_hints(kind).values())
 
 
-def _keep(path: Path, text: str) -> None:
+def _keep(path: Path, answer: Any) -> None:
     """Writes a file as a whole or not at all; a folder that cannot be written stays as it is."""
+    text = json.dumps(answer, separators=(",", ":"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as written:
