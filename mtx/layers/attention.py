@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -39,7 +38,7 @@ from mtx.sharding.linear import (
     used_by_heads,
 )
 from mtx.sharding.parameter import parameter
-from mtx.sharding.random import fold
+from mtx.sharding.random import fold, normal
 from mtx.sharding.sequence import places
 
 
@@ -86,7 +85,7 @@ class GroupedProjection(nnx.Module):
 
     def __init__(self, config: Attention, groups: int, build: Build, rngs: nnx.Rngs):
         def weight(*shape):
-            return build.init_std * jax.random.normal(rngs.params(), (build.hidden, *shape))
+            return build.init_std * normal(rngs.params, (build.hidden, *shape))
 
         self.groups, self.axes = groups, build.axes
         shard = None if self._repeated else "tensor"

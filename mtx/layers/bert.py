@@ -24,7 +24,7 @@ from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import reduce_from
 from mtx.sharding.linear import matmul
 from mtx.sharding.parameter import parameter
-from mtx.sharding.random import dropout_rows, key_data
+from mtx.sharding.random import dropout_rows, key_data, normal
 from mtx.sharding.vocab import VOCAB, vocab_logits, vocab_losses, vocab_scores
 
 
@@ -68,7 +68,7 @@ class Dense(nnx.Module):
     """x W + b, the same on every device: small beside the layers."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float, rngs: nnx.Rngs):
-        w = std * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32)
+        w = std * normal(rngs.params, (inputs, outputs))
         self.w = parameter(w, spec=P(None, None), role="matrix")
         self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
 

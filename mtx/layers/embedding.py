@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -20,6 +19,7 @@ from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import shard_of_sequence
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import Keys, normal, normal_rows
 from mtx.sharding.vocab import VOCAB, embed_tokens
 
 _SITE = 2**31 - 1  # of dropout's keys: its number among the layers, beyond any
@@ -41,12 +41,10 @@ class Embedding:
         return EmbeddingModule(self, build, rows, rngs)
 
 
-def token_table(vocab: int, rows: int, build: Build, key):
+def token_table(vocab: int, rows: int, build: Build, keys: Keys):
     """[V, D], each row from a key of its own: its values do not depend on the padding."""
     ids = jnp.arange(rows)
-    shape = (build.hidden,)
-    table = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), shape))(ids)
-    return build.init_std * table * (ids < vocab)[:, None]
+    return build.init_std * normal_rows(keys, ids, build.hidden) * (ids < vocab)[:, None]
 
 
 class EmbeddingModule(nnx.Module):
@@ -54,11 +52,11 @@ class EmbeddingModule(nnx.Module):
 
     def __init__(self, config: Embedding, build: Build, rows: int, rngs: nnx.Rngs):
         def table(size: int):
-            values = build.init_std * jax.random.normal(rngs.params(), (size, build.hidden))
+            values = build.init_std * normal(rngs.params, (size, build.hidden))
             return parameter(values, spec=P(None, None), role="embedding")
 
         self.config, self.axes = config, build.axes
-        tokens = token_table(config.vocab, rows, build, rngs.params())
+        tokens = token_table(config.vocab, rows, build, rngs.params)
         self.tokens = parameter(tokens, spec=P(VOCAB, None), role="embedding")
         if config.positions is not None:
             self.positions = table(config.positions)

@@ -35,7 +35,7 @@ from mtx.layers.relative import (
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.linear import ColumnLinear, RowLinear
 from mtx.sharding.parameter import parameter
-from mtx.sharding.random import fold
+from mtx.sharding.random import fold, normal
 from mtx.sharding.sequence import State
 
 ENCODER, BIAS = "encoder", "relative"  # leaves of the stream: x_BeD, and [1, 1, 2, N, h] float32
@@ -260,7 +260,7 @@ class EncoderDecoderEmbeddingModule(EmbeddingModule):
         super().__init__(config, replace(build, init_std=1.0), rows, rngs)
 
         def bias():
-            values = jax.random.normal(rngs.params(), (config.buckets, config.heads))
+            values = normal(rngs.params, (config.buckets, config.heads))
             return parameter(build.init_std * values, spec=P(None, "tensor"), role="embedding")
 
         self.encoder_bias, self.decoder_bias = bias(), bias()

@@ -31,6 +31,7 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.experts import PRODUCTS, Way, through_experts
 from mtx.sharding.linear import MATMUL_OUTPUT, used_by_heads
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class ExpertsModule(nnx.Module):
         owner = "expert" if build.axes.expert_tensor else ("expert", "tensor")
 
         def weight(shape, std, spec, inputs: int):
-            value = std * jax.random.normal(rngs.params(), (experts, *shape), jnp.float32)
+            value = std * normal(rngs.params, (experts, *shape))
             return parameter(value, spec=P(owner, *spec), role="matrix", inputs=inputs)
 
         within = (None,) * (len(wide) - 1)

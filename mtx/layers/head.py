@@ -71,7 +71,7 @@ class NextTokenHead(nnx.Module):
         if config.norm is not None:
             self.norm = config.norm.module(build.hidden)
         if not config.tied:
-            table = token_table(config.vocab, rows, build, rngs.params())
+            table = token_table(config.vocab, rows, build, rngs.params)
             self.output = parameter(table, spec=P(VOCAB, None), role="head")
 
     def _normed(self, x_BsD):

@@ -36,6 +36,7 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import MATMUL_OUTPUT, RowLinear, column_products, used_by_heads
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import normal, uniform
 from mtx.sharding.sequence import State, places
 
 # What dt and A begin with, as in Dao and Gu's code: drawn evenly, dt by its logarithm.
@@ -119,16 +120,13 @@ class MambaModule(nnx.Module):
 
     def __init__(self, config: Mamba, build: Build, rngs: nnx.Rngs):
         def weight(*shape, spec):
-            w = build.init_std * jax.random.normal(rngs.params(), (build.hidden, *shape))
+            w = build.init_std * normal(rngs.params, (build.hidden, *shape))
             return parameter(w, spec=P(None, *spec), role="matrix")
 
         def convolution(*shape, spec):
             bound = 1 / math.sqrt(config.width)
             shapes = (config.width, *shape), shape
-            kernel, bias = (
-                jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
-                for shape in shapes
-            )
+            kernel, bias = (uniform(rngs.params, shape, -bound, bound) for shape in shapes)
             return (
                 parameter(kernel, spec=P(None, *spec), role="filter"),
                 parameter(bias, spec=P(*spec), role="bias"),
@@ -146,11 +144,11 @@ class MambaModule(nnx.Module):
         self.dt = weight(heads, spec=("tensor",))
         self.x_kernel, self.x_bias = convolution(heads, config.size, spec=in_heads)
         self.bc_kernel, self.bc_bias = convolution(*groups, spec=in_groups)
-        a = jax.random.uniform(rngs.params(), (heads,), minval=_A[0], maxval=_A[1])
+        a = uniform(rngs.params, (heads,), *_A)
         self.A_log = of_heads(jnp.log(a))
         self.D = of_heads(jnp.ones(heads))
         least, most = map(math.log, _DT)
-        dt = jnp.exp(jax.random.uniform(rngs.params(), (heads,), minval=least, maxval=most))
+        dt = jnp.exp(uniform(rngs.params, (heads,), least, most))
         self.dt_bias = of_heads(dt + jnp.log(-jnp.expm1(-dt)))  # softplus of it is dt
         self.norm = GatedNorm(config, build.axes)
         self.out = RowLinear(

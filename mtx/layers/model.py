@@ -34,7 +34,7 @@ from mtx.sharding.adapter import Adapters
 from mtx.sharding.collectives import reduce_from, shard_of_sequence
 from mtx.sharding.linear import MATMUL_OUTPUT, output_std
 from mtx.sharding.mesh import Axes
-from mtx.sharding.random import fold, key_data
+from mtx.sharding.random import NoKeys, fold, key_data
 from mtx.sharding.sequence import places
 
 Tree = Any
@@ -315,6 +315,15 @@ class _Keys:
         return self._first[n] if n < _FIRST else jax.random.fold_in(self._key, n)
 
 
+class _Shapes:
+    """`_Keys` of parameters of which only the shapes are asked for."""
+
+    params = adapter = NoKeys()
+
+
+_SHAPES = cast(nnx.Rngs, _Shapes())
+
+
 def _rngs_of(key) -> nnx.Rngs:
     return cast(nnx.Rngs, _Keys(key))
 
@@ -323,9 +332,7 @@ def _rngs_of(key) -> nnx.Rngs:
 def _abstract(config: Any, build: Build, *rows: int) -> tuple[Any, nnx.State]:
     """(graph, parameters as shapes with their metadata) of the module of a layer, embedding or
     head; many models, most of all those of a plan, are made of the same ones."""
-    return nnx.split(
-        nnx.eval_shape(lambda: config.module(build, *rows, _rngs_of(jax.random.key(0))))
-    )
+    return nnx.split(nnx.eval_shape(lambda: config.module(build, *rows, _SHAPES)))
 
 
 def _plain(module: nnx.Module) -> Tree:

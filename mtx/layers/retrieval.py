@@ -302,7 +302,7 @@ class RetroEmbeddingModule(EmbeddingModule):
         self.shares = config.encoder_hidden == build.hidden
         if not self.shares:
             own = replace(build, hidden=config.encoder_hidden)
-            table = token_table(config.vocab, rows, own, rngs.params())
+            table = token_table(config.vocab, rows, own, rngs.params)
             self.neighbours = parameter(table, spec=P(VOCAB, None), role="embedding")
 
     def leaves(self, batch, context: Context | None = None) -> Stream:

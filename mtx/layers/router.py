@@ -37,6 +37,7 @@ from mtx.sharding.collectives import all_gather_sequence
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import normal
 from mtx.sharding.sequence import in_order
 
 AuxLoss = Literal["none", "batch", "sequence"]
@@ -164,7 +165,7 @@ class RouterModule(nnx.Module):
     def __init__(self, config: Router, build: Build, rngs: nnx.Rngs):
         self.config, self.axes = config, build.axes
         experts = config.experts
-        w = build.init_std * jax.random.normal(rngs.params(), (build.hidden, experts), jnp.float32)
+        w = build.init_std * normal(rngs.params, (build.hidden, experts))
         self.w = parameter(w, spec=P(None, None), role="router")
         if config.bias:
             self.bias = parameter(jnp.zeros(experts, jnp.float32), spec=P(None), role="bias")

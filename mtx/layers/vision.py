@@ -40,6 +40,7 @@ from mtx.sharding.collectives import gather_sequence, shard_of_sequence
 from mtx.sharding.linear import ColumnLinear, RowLinear, WholeLinear
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import normal
 
 IMAGE = "image"  # the leaf of the stream: [B, p, I, E]
 # Of red, green and blue in [0, 1], as CLIP's processor norms them.
@@ -85,7 +86,7 @@ class VisionEmbedding(nnx.Module):
 
     def __init__(self, images: Images, norm: Norm, build: Build, rngs: nnx.Rngs):
         def values(*shape: int):
-            drawn = build.init_std * jax.random.normal(rngs.params(), shape)
+            drawn = build.init_std * normal(rngs.params, shape)
             return parameter(drawn, spec=P(*(None for _ in shape)), role="embedding")
 
         self.images, self.axes, self.dtype = images, build.axes, build.dtype

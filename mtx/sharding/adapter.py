@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Adapter(nnx.Module):
     ):  # fmt: skip
         """shape, spec: of the weight, which has so many dims of inputs."""
         std = 1 / math.sqrt(math.prod(shape[:inputs]))
-        a = std * jax.random.normal(rngs.adapter(), (*shape[:inputs], adapters.rank), jnp.float32)
+        a = std * normal(rngs.adapter, (*shape[:inputs], adapters.rank))
         self.a = parameter(a, spec=P(*spec[:inputs], None), role="adapter", inputs=inputs)
         b = jnp.zeros((adapters.rank, *shape[inputs:]), jnp.float32)
         self.b = parameter(b, spec=P(None, *spec[inputs:]), role="adapter")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -41,6 +40,7 @@ from mtx.sharding.collectives import (
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
+from mtx.sharding.random import normal
 
 MATMUL_OUTPUT = "matmul_output"  # what selective recomputation keeps
 
@@ -272,7 +272,7 @@ class ColumnLinear(nnx.Module):
         adapters: Adapters | None = None,
     ):  # fmt: skip
         names = ["tensor" if dim == split else None for dim in range(len(outputs))]
-        w = std * jax.random.normal(rngs.params(), (inputs, *outputs), jnp.float32)
+        w = std * normal(rngs.params, (inputs, *outputs))
         self.w = parameter(w, spec=P(None, *names), role="matrix")
         self.adapted = adapters is not None
         if adapters is not None:
@@ -300,7 +300,7 @@ class WholeLinear(nnx.Module):
     rows that it has."""
 
     def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs):
-        w = std * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32)
+        w = std * normal(rngs.params, (inputs, outputs))
         self.w = parameter(w, spec=P(None, None), role="matrix")
         self.axes = replace(axes, tensor=None, tensor_shards=1, sequence_parallel=False)
 
@@ -318,7 +318,7 @@ class RowLinear(nnx.Module):
         adapters: Adapters | None = None,
     ):  # fmt: skip
         shape, spec = (*inputs, outputs), P("tensor", *(None for _ in inputs))
-        w = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+        w = std * normal(rngs.params, shape)
         self.w = parameter(w, spec=spec, role="matrix", inputs=len(inputs))
         self.adapted = adapters is not None
         if adapters is not None:

@@ -8,7 +8,9 @@ part of the mask that an unsharded run would draw.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +82,43 @@ def _heads_kept(keep: float, data, samples_B, heads_h, positions_s, keys_T):
 
 def _drop(x, keep, rate):
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+# -- initial values --------------------------------------------------------------------------------
+
+Keys = Callable[[], Any]  # gives the next key, such as a stream of `nnx.Rngs`
+
+
+class NoKeys:
+    """Keys of parameters of which only the shapes are asked for: tracing how values are drawn would
+    take most of the time, so there are zeros."""
+
+    def __call__(self):
+        """For modules that draw in other ways than these."""
+        return jax.random.key(0)
+
+
+def normal(keys: Keys, shape: tuple[int, ...]):
+    """Float32, of a standard deviation of 1, by the next key."""
+    if isinstance(keys, NoKeys):
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(keys(), shape, jnp.float32)
+
+
+def normal_rows(keys: Keys, ids_n, width: int):
+    """[n, width] as of `normal`, a row of the next key and of its own id."""
+    if isinstance(keys, NoKeys):
+        return jnp.zeros((*ids_n.shape, width), jnp.float32)
+    key = keys()
+
+    def row(number):
+        return jax.random.normal(jax.random.fold_in(key, number), (width,))
+
+    return jax.vmap(row)(ids_n)
+
+
+def uniform(keys: Keys, shape: tuple[int, ...], least: float, most: float):
+    """Float32 in [least, most), by the next key."""
+    if isinstance(keys, NoKeys):
+        return jnp.full(shape, least, jnp.float32)
+    return jax.random.uniform(keys(), shape, jnp.float32, least, most)
