@@ -48,16 +48,15 @@ def layer_cost(
         experts = None
     elif experts and tensor == 1:
         experts = experts._replace(expert_tensor=True)
+    shards = experts.expert if experts and experts.expert_dispatch == "alltoall" else 1
     question = Question(
         model=model, part=kind, tensor=tensor, recompute=recompute, slices=slices, context=context,
-        context_attention=context_attention if context > 1 else "gather", experts=experts,
+        context_attention=context_attention if context > 1 else "gather",
+        experts=experts._replace(expert=_ANY) if experts and shards > 1 else experts,
         sequence_parallel=sequence_parallel and tensor > 1,
         kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
     )  # fmt: skip
-    if experts and experts.expert > 1 and experts.expert_dispatch == "alltoall":
-        any_shards = replace(question, experts=experts._replace(expert=_ANY))
-        return _over_shards(any_shards).cost(experts.expert)
-    return _answer(question, Cost)
+    return _over_shards(question).cost(shards) if shards > 1 else _answer(question, Cost)
 
 
 @lru_cache(maxsize=8192)

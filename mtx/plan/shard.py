@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypedDict
 
 from mtx.config import ModelConfig, Recompute
@@ -75,7 +76,7 @@ class Shard:
         """Of one layer. Its probabilities have no dropout here, which is priced with them."""
         dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
         return layer_cost(
-            replace(self.model, dropout=dropout, attention_dropout=0.0), kind=kind,
+            _with_dropout(self.model, dropout), kind=kind,
             tensor=self.tensor, sequence_parallel=self.sequence_parallel, recompute=recompute,
             kernel="cudnn", context=self.context, context_attention=self.context_attention,
             experts=self.experts,
@@ -87,3 +88,9 @@ class Shard:
 
     def gather_s(self) -> float:
         return gather_s(self.hidden_bytes, self.group, **self.machine)
+
+
+@lru_cache(maxsize=256)  # a search asks for a few models thousands of times
+def _with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
+    """The model with that dropout, and with none of its probabilities."""
+    return replace(model, dropout=dropout, attention_dropout=0.0)
