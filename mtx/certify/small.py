@@ -115,6 +115,11 @@ def fits(run: RunConfig) -> bool:
     """Whether there is such a schedule, too."""
     from mtx.step.trainer import Trainer
 
+    layout = run.layout
+    if layout.context > 1 and layout.context_attention == "auto":
+        # Whichever way is the fastest, all else is as with this one: choosing traces every layer
+        # for each of them.
+        run = replace(run, layout=replace(layout, context_attention="gather"))
     try:
         Trainer(run).pipeline  # noqa: B018
     except UserError:
