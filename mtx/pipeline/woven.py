@@ -2,7 +2,7 @@
 
     {F and B of one layer each, woven}, layer after layer · last y over pipe, embedding over tensor
     | W · x to the next stage, y over tensor | W · logits, losses, dy · dy over tensor, dx to the
-    stage before | W of head and embedding · dy over pipe, first gather of the next F | W
+    stage before | W of head and embedding, input of the next F · its first gather, dy over pipe | W
 
 F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
 tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
@@ -17,6 +17,7 @@ T ticks · P stages
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ class WovenRun(WovenEnds):
         return self.weights.shards is None and self.leaves_last
 
     def behind_layers(
-        self, carry: Carry, op: Tick, phase: Phase, sends: _Sends, beside, *, head: bool
+        self, carry: Carry, op: Tick, phase: Phase, sends: _Sends, beside: Callable, *, head: bool
     ) -> Carry:
         """With what is sent behind the layers and what that is for: the input of the next F, the
         loss of a microbatch if there is one, the ends of the embedding. beside: `last_weights`."""
@@ -256,14 +257,14 @@ class WovenRun(WovenEnds):
         if phase.backward:
             with jax.named_scope("send_dx"):
                 sent = self.send(dx, self.schedule.gradient_receives)
-        if left is not None and gathered is not None:
-            carry = self.with_embedding(carry, op.embed_backward, left, gathered)
-        if head:
-            carry, given, sent = self.through_head(carry, op.head, given, sent)
         if self.schedule.forward.busy[phase.start + 1 :].any() and op.following:
             whole = self.entered(entered, op.embed[0])
             messages = self.prepared(carry.messages, op.following, arrived, whole)
             carry = carry._replace(messages=messages)
+        if left is not None and gathered is not None:
+            carry = self.with_embedding(carry, op.embed_backward, left, gathered)
+        if head:
+            carry, given, sent = self.through_head(carry, op.head, given, sent)
         ends = carry.messages.ahead, sent, given
         (ahead, sent, given), carry = beside(ends, carry, part=2)
         carry = carry._replace(messages=carry.messages._replace(ahead=ahead))

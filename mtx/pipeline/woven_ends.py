@@ -143,9 +143,11 @@ class WovenEnds(Run):
             summed = tuple(head.over_tensor(*given))
             # In a branch, behind which something may stand (`WovenRun.last_weights`).
             sums = lax.cond(item != IDLE, head.with_early, lambda sums, _: sums, sums, given)
-            sums, summed, sent = lax.optimization_barrier((sums, summed, sent))
+            ends = sums, summed, sent, carry.messages.input
+            sums, summed, sent, x = lax.optimization_barrier(ends)
             given = (*summed, *given)
             given = (*head.over_pipe(*given), *given)
+        carry = carry._replace(messages=carry.messages._replace(input=x))
         return self._with_sums(carry, sums), given, sent
 
     def behind_head(self, carry: Carry, given: Arrays) -> Carry:
