@@ -207,7 +207,7 @@ def test_with_sequence_parallelism_inputs_wait_as_shards_and_w_gathers_them(reco
     assert then == {"all_gather": 2}  # the inputs of q, k, v and of the MLP
     assert first == together - then
     assert first["reduce_scatter"] >= 2
-    shards = [shape for shape in deferred if shape[1] == SEQUENCE // tensor]
+    shards = [shape for shape in deferred if shape[:2] == (ROWS, SEQUENCE // tensor)]
     assert shards == [(ROWS, SEQUENCE // tensor, HIDDEN)] * 2
     # What B has gathered for itself, the gradients of the two row layers' outputs, waits whole.
     split, gathered = (2 * MULTIPLE + 6) // tensor, 2

@@ -167,9 +167,10 @@ def no_sum_after_row_layers() -> Change:
     def summed(partial_BSD, axes):
         if not axes.sequence_parallel:
             return partial_BSD
-        size = partial_BSD.shape[1] // axes.tensor_shards
+        dim = 0 if linear.by_rows(partial_BSD, axes) else 1
+        size = partial_BSD.shape[dim] // axes.tensor_shards
         first = lax.axis_index(axes.tensor) * size
-        return lax.dynamic_slice_in_dim(partial_BSD, first, size, 1)
+        return lax.dynamic_slice_in_dim(partial_BSD, first, size, dim)
 
     return mock.patch.object(linear, "_summed", summed)
 

@@ -91,13 +91,13 @@ def _gathered(x, axes: Axes):
     """x_BsD whole, where sequence parallelism shards it."""
     if not axes.sequence_parallel or axes.joint:
         return x
-    gather = all_gather_rows if _by_rows(x, axes) else all_gather_sequence
+    gather = all_gather_rows if by_rows(x, axes) else all_gather_sequence
     if fp8.is_quantised(x):
         return x.apply(lambda values: gather(values, axes.tensor))
     return gather(x, axes.tensor)
 
 
-def _by_rows(x, axes: Axes) -> bool:
+def by_rows(x, axes: Axes) -> bool:
     """Whether x is gathered and scattered as rows. Of one row both ways are the same."""
     return axes.by_rows and x.shape[0] > 1
 
@@ -107,7 +107,7 @@ def _summed(partial_BSD, axes: Axes):
     if axes.joint:
         return partial_BSD
     if axes.sequence_parallel:
-        scatter = reduce_scatter_rows if _by_rows(partial_BSD, axes) else reduce_scatter_sequence
+        scatter = reduce_scatter_rows if by_rows(partial_BSD, axes) else reduce_scatter_sequence
         return scatter(partial_BSD, axes.tensor)
     return lax.psum(partial_BSD, axes.tensor) if axes.tensor else partial_BSD
 
@@ -247,7 +247,7 @@ def leave_jointly(partial_BSD, axes: Axes):
     """The sum over `tensor` of what linears of `axes.joint` give. Forward: a reduce-scatter with
     sequence parallelism, otherwise an all-reduce. Backward: an all-gather, otherwise nothing."""
     if axes.sequence_parallel:
-        scatter = scatter_rows if _by_rows(partial_BSD, axes) else scatter_sequence
+        scatter = scatter_rows if by_rows(partial_BSD, axes) else scatter_sequence
         return scatter(partial_BSD, axes.tensor)
     return reduce_from(partial_BSD, axes.tensor)
 
