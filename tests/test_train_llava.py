@@ -22,32 +22,32 @@ def corpus():
     return load_data(RUN)
 
 
-def trained(trainer, state, steps):
-    """(the last state, losses)"""
-    losses = []
+def trained(layout, steps):
+    """(trainer, the first parameters, the last state, losses)"""
+    trainer, losses = Trainer(replace(RUN, layout=layout)), []
+    state = trainer.init()
+    first = jax.device_get(state.params)
     for step in range(steps):
         batch = corpus().batch(step * RUN.global_batch, RUN.global_batch)
         state, metrics = trainer.train_step(state, trainer.place(batch))
         losses.append(float(metrics.loss))
-    return state, losses
+    return trainer, first, state, losses
 
 
 def test_it_reads_the_picture_on_any_layout(optimised):
-    trainer, one = (
-        Trainer(replace(RUN, layout=layout))
-        for layout in (RUN.layout, Layout(microbatch=RUN.global_batch))
-    )
-    first = jax.device_get(trainer.init().params)
-    state, losses = trained(trainer, trainer.init(), STEPS)
+    """Learnt on one device, as the layout's first steps are; read on the layout."""
+    alone, first, learnt, losses = trained(Layout(microbatch=RUN.global_batch), STEPS)
+    trainer, begun, state, alike = trained(RUN.layout, ALIKE)
     assert (trainer.placement.count.ravel() > 0).all() and not trainer.placement.even
-    _, alone = trained(one, one.state_from(trainer.to_canonical(first)), ALIKE)
-    assert losses[:ALIKE] == pytest.approx(alone, rel=1e-6)
+    assert alike == pytest.approx(losses[:ALIKE], rel=1e-6)
 
-    frozen = jax.tree.map(lambda is_trained: not is_trained, trainer.model.trained)
-    for part in ("embed", "layers"):
-        same = jax.tree.map(np.array_equal, first[part], state.params[part])
-        assert jax.tree.all(jax.tree.map(lambda a, b: a or not b, same, frozen[part]))
+    for one, before, after in ((trainer, begun, state), (alone, first, learnt)):
+        frozen = jax.tree.map(lambda trains: not trains, one.model.trained)
+        for part in ("embed", "layers"):
+            same = jax.tree.map(np.array_equal, before[part], after.params[part])
+            assert jax.tree.all(jax.tree.map(lambda a, b: a or not b, same, frozen[part]))
 
+    state = trainer.state_from(jax.device_get(alone.to_canonical(learnt.params)))
     (batch,) = corpus().eval_batches(1, RUN.global_batch)
     filled = int((batch["weights"].sum(axis=1) > 0).sum())
     shuffled = batch | {"pixels": np.roll(batch["pixels"][:filled], 1, axis=0)}

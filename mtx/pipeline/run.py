@@ -190,17 +190,12 @@ class Run(Call):
         def compute(sums, y):
             return self.add_gradients(sums, self.last_output(y), op.head)
 
-        return self.with_head(carry, op, compute, y)
-
-    def with_head(self, carry: Carry, op: Tick, compute: Callable, y, *more):
-        """(carry with `compute(sums, y, *more)` where there is a microbatch for the head, dy)"""
-
-        def idle(sums, y, *_):
+        def idle(sums, y):
             return sums, jax.tree.map(jnp.zeros_like, y)
 
         gradients = carry.gradients
         sums = carry.losses, gradients.shared
-        (losses, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y, *more)
+        (losses, shared), dy = lax.cond(op.head != IDLE, compute, idle, sums, y)
         return carry._replace(losses=losses, gradients=gradients._replace(shared=shared)), dy
 
     def add_gradients(self, sums: tuple, y: Stream, item):
