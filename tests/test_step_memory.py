@@ -15,8 +15,8 @@ from mtx.layers.model import Model
 from mtx.step.trainer import Trainer
 from mtx.vjp import LayerVJP
 
-# Of one device's temporary memory the stash is the most: 60 tokens a microbatch against h = 64.
-MODEL = ModelConfig(layers=8, hidden=64, heads=4, sequence=60, vocab=128, compute_dtype="float32")
+# Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.
+MODEL = ModelConfig(layers=8, hidden=64, heads=4, sequence=64, vocab=128, compute_dtype="float32")
 MICROBATCHES = 12
 
 
