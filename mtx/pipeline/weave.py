@@ -14,15 +14,16 @@ Costs decide what lies beside what, and no more: they are an H100's, in seconds.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from jax import lax
 from jax.extend.core import Literal
 
+from mtx.pipeline.order import Block, Order, Step, order, places_in
+from mtx.pipeline.slots import write
 from mtx.vjp import COLLECTIVES, Strand, axes_of, bind, divide, needed_of, variables_of
 
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
@@ -30,7 +31,6 @@ from mtx.vjp import COLLECTIVES, Strand, axes_of, bind, divide, needed_of, varia
 _FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 340e9, 300e9
 _NODE = 8  # devices
 _SHORT = 10e-6  # collectives that take less are not worth a matmul
-_TRIALS = 240
 
 
 class Braid:
@@ -38,8 +38,9 @@ class Braid:
 
     def __init__(self):
         self._values: list[Any] = []  # by number; None: still to be computed
-        self._nodes: list[_Node] = []
+        self._nodes: list[_Node | _Write] = []
         self._weights: set[int] = set()
+        self._outputs: set[int] = set()  # of functions
 
     def given(self, arrays: Sequence[Any], *, weights: bool = False) -> list[int]:
         """The numbers under which arrays are known from now on. weights: no barrier is put before
@@ -61,17 +62,49 @@ class Braid:
             reads = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
             self._nodes.append(_Node(strand.jaxpr, eqn, reads, outputs, side, place in later))
             known.update(zip(eqn.outvars, outputs))
-        return [
+        given = [
             self.given([atom.val])[0] if isinstance(atom, Literal) else known[atom]
             for atom in strand.outvars
         ]
+        self._outputs.update(given)
+        return given
+
+    def write(
+        self, arrays: Sequence, values: Sequence[int], *index, taken: Sequence | None, last: bool
+    ) -> list[int]:
+        """The numbers of arrays with a value written to array[index] of each. taken: the numbers
+        of what was read of each before, None where nothing hangs on it: nothing is written until
+        all that is made of it is there, else XLA would copy the array to keep what it was. last:
+        none lies beside a collective, see `run`."""
+        written: list[int] = []
+        for array, value, read_of in zip(arrays, values, taken or (None,) * len(values)):
+            behind = () if last or read_of is None else self._made_of(read_of)
+            size = math.prod(array.shape[len(index) :]) * array.dtype.itemsize
+            number, made = self.given([array, None])
+            self._nodes.append(_Write(index, [number, value], [made], behind, size, last))
+            written.append(made)
+        return written
+
+    def _made_of(self, number: int) -> tuple[int, ...]:
+        """What has been computed of a value in passing, or itself: what is the first on its way
+        that a matmul or a collective reads, or that is an output."""
+        large = {n for node in self._nodes if node.op is not None for n in node.inputs}
+        known = {number}
+        for node in self._nodes:
+            if node.op is None and (known - large).intersection(node.inputs):
+                known.update(node.outputs)
+        return tuple(sorted(known & (large | self._outputs)))
+
+    def value(self, number: int) -> Any:
+        """Computed or given."""
+        return self._values[number]
 
     def read(self, numbers: Sequence[int]) -> list:
-        """Values, computed or given."""
         return [self._values[number] for number in numbers]
 
-    def run(self) -> Order:
-        """Computes all; the order in which that was done."""
+    def run(self, last: Sequence[int] = ()) -> Order:
+        """Computes all; the order in which that was done. last: behind these lie the writes that
+        lie beside no collective."""
         large, pending = [], []
         for node in self._nodes:
             (pending if node.op is None else large).append(node)
@@ -80,6 +113,13 @@ class Braid:
             self._compute_ready(pending)
             self._together(block, large, pending)
         self._compute_ready(pending)
+        writes = [large[place] for place in found.writes]
+        for node in writes:
+            self._hold_back(node)
+        if writes and last:
+            self._barrier({*last, *(node.inputs[0] for node in writes)})
+        for node in writes:
+            self._set(node.outputs, node.compute(self.read(node.inputs)))
         self._nodes = []
         return found
 
@@ -88,27 +128,37 @@ class Braid:
         waits_for: dict[int, frozenset[int]] = {}  # by the number of a value
         place = 0
         for node in self._nodes:
-            before = frozenset().union(*(waits_for.get(n, frozenset()) for n in node.inputs))
+            read = (*node.inputs, *node.behind)
+            before = frozenset().union(*(waits_for.get(n, frozenset()) for n in read))
             if node.op is not None:
                 yield node.op._replace(before=before)
                 before, place = frozenset({place}), place + 1
             waits_for |= dict.fromkeys(node.outputs, before)
 
-    def _together(self, block: Block, large: Sequence[_Node], pending: list[_Node]) -> None:
+    def _together(self, block: Block, large: Sequence, pending: list) -> None:
         """A collective and what lies beside it: neither runs before what the other waits for, nor
-        after what needs the other. What only weight gradients need is free."""
+        after what needs the other; writes come first, then matmuls. What only weight gradients
+        need is free."""
         first, beside = large[block[0]], block[1:]
-        tied = [large[place] for place in places_in(beside) if not large[place].later]
-        if tied and self._is_ready(tied[0]):
-            self._barrier({*first.inputs, *tied[0].inputs} - self._weights)
-        made = first.compute(self.read(first.inputs))
+        nodes = [large[place] for place in places_in(beside)]
+        direct = [large[place] for place in beside if isinstance(place, int)]
+        writes = [node for node in direct if isinstance(node, _Write)]
+        tied = [node for node in nodes if not (node.later or isinstance(node, _Write))]
+        begins = tied and self._is_ready(tied[0])
+        if begins:
+            arrays = [node.inputs[0] for node in writes]
+            self._barrier({*first.inputs, *tied[0].inputs, *arrays} - self._weights)
+        made = self._computed(first)
+        self._compute_all(writes)
+        if writes and begins:
+            written = [number for node in writes for number in node.outputs]
+            self._barrier({*tied[0].inputs, *written} - self._weights)
         for each in beside:
             self._compute_ready(pending)
             if isinstance(each, tuple):
                 self._together(each, large, pending)
-            else:
-                node = large[each]
-                self._set(node.outputs, node.compute(self.read(node.inputs)))
+            elif large[each] not in writes:
+                self._compute_all([large[each]])
         self._set(first.outputs, made)
         if tied:
             self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
@@ -118,7 +168,19 @@ class Braid:
         while ready := [node for node in pending if self._is_ready(node)]:
             for node in ready:
                 pending.remove(node)
-                self._set(node.outputs, node.compute(self.read(node.inputs)))
+                self._compute_all([node])
+
+    def _compute_all(self, nodes: Sequence[_Node | _Write]) -> None:
+        for node in nodes:
+            self._set(node.outputs, self._computed(node))
+
+    def _computed(self, node: _Node | _Write) -> list:
+        self._hold_back(node)
+        return node.compute(self.read(node.inputs))
+
+    def _hold_back(self, node: _Node | _Write) -> None:
+        if node.behind:
+            self._barrier({node.inputs[0], *node.behind})
 
     def _barrier(self, numbers: set[int]) -> None:
         self._set(sorted(numbers), lax.optimization_barrier(self.read(sorted(numbers))))
@@ -128,7 +190,27 @@ class Braid:
             self._values[number] = value
 
     def _is_ready(self, node: _Node) -> bool:
-        return all(self._values[number] is not None for number in node.inputs)
+        return all(self._values[number] is not None for number in (*node.inputs, *node.behind))
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """A value to be written to a part of an array, behind what is made of the array as it was."""
+
+    index: tuple
+    inputs: list[int]  # array, value
+    outputs: list[int]
+    behind: tuple[int, ...]
+    size: int  # of the value, bytes
+    later: bool
+
+    @property
+    def op(self) -> Step:
+        return Step(2 * self.size / _MEMORY, False, self.later, "F", writes=True)
+
+    def compute(self, values: Sequence) -> list:
+        array, value = values
+        return [write(array, value, *self.index)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +223,7 @@ class _Node:
     outputs: list[int]
     side: str
     later: bool
+    behind = ()
 
     @cached_property
     def op(self) -> Step | None:
@@ -163,128 +246,6 @@ class _Node:
         given = iter(values)
         atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
         return bind(self.jaxpr, self.eqn, atoms)
-
-
-# -- in which order --------------------------------------------------------------------------------
-
-
-class Step(NamedTuple):
-    """A collective, or an equation with matmuls in it."""
-
-    seconds: float
-    communicates: bool
-    later: bool  # only weight gradients need it
-    side: str  # F or B
-    before: frozenset[int] = frozenset()  # the places of those that it waits for
-    network: bool = False  # a collective that leaves the node
-
-
-# A collective's place, and of what lies beside it: of matmuls and, where it leaves the node, blocks
-# of collectives that do not; or the place of a matmul by itself.
-Block = tuple[Any, ...]
-
-
-class Order(NamedTuple):
-    """Blocks in turn."""
-
-    blocks: tuple[Block, ...]
-    exposed_s: float  # of collectives, what no matmul lies beside
-    collective_s: float
-
-
-@lru_cache(maxsize=512)
-def order(steps: tuple[Step, ...]) -> Order:
-    """The order that leaves least exposed, of many tried: each prefers what most waits for, times a
-    random factor. The same steps always get the same one."""
-    rng, ranks, both = random.Random(0), _ranks(steps), len({step.side for step in steps}) > 1
-    best = _tried(steps, ranks)
-    for _ in range(_TRIALS if both else _TRIALS // 8):
-        if best.exposed_s <= 0.0:
-            break
-        keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
-        best = min(best, _tried(steps, keys), key=lambda found: found.exposed_s)
-    return best
-
-
-def _ranks(steps: Sequence[Step]) -> list[float]:
-    """The longest way from each step to the end, in seconds."""
-    ranks = [step.seconds for step in steps]
-    for place in reversed(range(len(steps))):
-        for before in steps[place].before:
-            ranks[before] = max(ranks[before], steps[before].seconds + ranks[place])
-    return ranks
-
-
-def places_in(block: Block) -> Iterator[int]:
-    for each in block:
-        yield from places_in(each) if isinstance(each, tuple) else (each,)
-
-
-def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
-    """One order: of what can be done, the larger key comes first, weight gradients last."""
-    return _Trial(steps, keys).order()
-
-
-class _Trial:
-    def __init__(self, steps: Sequence[Step], keys: Sequence[float]):
-        places = sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n]))
-        self.steps, self.left, self.done = steps, dict.fromkeys(places), set()
-        self.exposed_s = 0.0
-
-    def order(self) -> Order:
-        blocks: list[Block] = []
-        while self.left:
-            link, work = self.next_of(True), self.next_of(False)
-            if work is not None and (
-                link is None or (self.steps[link].later and self.steps[work].later)
-            ):
-                self.take(work)
-                blocks.append((work,))
-                continue
-            assert link is not None  # no step waits for itself
-            blocks.append(self.block(link)[0])
-        collective_s = sum(step.seconds for step in self.steps if step.communicates)
-        return Order(tuple(blocks), self.exposed_s, collective_s)
-
-    def next_of(self, communicates: bool, *, later=True, network=True) -> int | None:
-        """The first that can be done."""
-        for place in self.left:
-            step = self.steps[place]
-            if (
-                step.communicates == communicates and step.before <= self.done
-                and later >= step.later and network >= step.network
-            ):  # fmt: skip
-                return place
-        return None
-
-    def take(self, place: int) -> float:
-        del self.left[place]
-        self.done.add(place)
-        return self.steps[place].seconds
-
-    def block(self, link: int) -> tuple[Block, float]:
-        """A collective with what lies beside it, and the seconds of it all."""
-        step, beside_s = self.steps[link], 0.0
-        block: list[Any] = [link]
-        del self.left[link]
-        while beside_s < step.seconds:
-            work = self.next_of(False, later=False)
-            inner = self.next_of(True, later=False, network=False) if step.network else None
-            if inner is not None and (work is None or self._is_before(inner, work)):
-                nested, seconds = self.block(inner)
-                block.append(nested)
-                beside_s += seconds
-            elif work is not None:
-                beside_s += self.take(work)
-                block.append(work)
-            else:
-                break
-        self.done.add(link)
-        self.exposed_s += max(0.0, step.seconds - beside_s)
-        return tuple(block), max(step.seconds, beside_s)
-
-    def _is_before(self, one: int, other: int) -> bool:
-        return next(place for place in self.left if place in (one, other)) == one
 
 
 # -- of functions ----------------------------------------------------------------------------------

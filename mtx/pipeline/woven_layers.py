@@ -122,56 +122,65 @@ class WovenLayers:
 
     def pair(self, f: Side | None, b: Side | None, turn: Turn, at_f: At, at_b: At, carry):
         """(carry, what waits) after a layer of F and one of B."""
-        x, ahead, d, ahead_back, kept = carry
-        braid, waits, of_next, of_before = Braid(), (), [], []
+        x, ahead, d, ahead_back, (rings, gradients, deferred, moved) = carry
         cut = turn.preceding is None and self.cuts
-        if f is not None and turn.forward is not None:
-            forward = self.sides[turn.forward]
-            inputs = self._numbers(braid, self._inputs(f, turn.forward, *at_f[:2], x), forward)
-            of_f = braid.add(forward.rest, [*braid.given(ahead), *inputs], side="F")
-            if turn.following is not None:
-                stream = of_f[: len(jax.tree.leaves(x))]
-                n = at_f.layer + 1
-                of_next = self._ahead(braid, f, turn.following, n, at_f.next, stream)
-        if b is not None and turn.backward is not None:
-            backward = self.sides[turn.backward]
-            ring = kept.rings[turn.backward]
-            residuals, ring = backward.take(ring, b.op.slot, at_b.index)
-            kept = kept._replace(rings=kept.rings | {turn.backward: ring})
-            params, given = self._given(b, turn.backward, *at_b[:2])
-            inputs = [
-                *braid.given(ahead_back),
-                *braid.given(residuals),
-                *braid.given(jax.tree.leaves(params), weights=True),
-                *braid.given(jax.tree.leaves((given, d))),
-            ]
-            strand, later = backward.backward(cut=cut)
-            of_b = braid.add(strand, inputs, side="B", later=later)
-            if turn.preceding is not None:
-                m = at_b.layer - 1
-                of_before = self._ahead_back(braid, b, turn.preceding, m, at_b.next)
-        braid.run()
-        rings, gradients, deferred, _ = kept
-        if b is not None and turn.backward is not None:
-            kind, index = turn.backward, at_b.index
+        braid, waits, taken, last = Braid(), (), {}, []
+        if f and turn.forward:
+            of_f, of_next = self._of_f(braid, f, turn, at_f, (x, ahead))
+        if b and turn.backward:
+            kind, backward = turn.backward, self.sides[turn.backward]
+            values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
+            rings, residuals = rings | {kind: ring}, braid.given(values)
+            of_b, of_before = self._of_b(braid, b, turn, at_b, (residuals, d, ahead_back), cut)
+            taken[kind] = [None if n in backward.late else r for n, r in enumerate(residuals)]
+            made = backward.taken(of_b, cut=cut)
+            last = jax.tree.leaves(made[1] if backward.in_place else made)
+        if f and turn.forward:
+            x, values = jax.tree.unflatten(self.sides[turn.forward].outputs, of_f)
+            index, read_of = (f.op.slot, at_f.index), taken.get(turn.forward)
+            of_ring = braid.write(rings[turn.forward], values, *index, taken=read_of, last=cut)
+        braid.run(last)
+        if b and turn.backward:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
-            if f is not None and turn.forward is not None:
-                free = backward.in_place  # where nothing may stand between a gradient and its sum
-                of_both = rings[turn.forward], d, *(() if free else (dparams, waits))
-                ring, d, *others = lax.optimization_barrier(of_both)
-                dparams, waits = (dparams, waits) if free else others
-                rings = rings | {turn.forward: ring}
-            gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, index)}
+            gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, at_b.index)}
             if self.split:
-                waiting = write(deferred[kind], waits, b.op.deferred, index)
+                waiting = write(deferred[kind], waits, b.op.deferred, at_b.index)
                 deferred, waits = deferred | {kind: waiting}, ()
             ahead_back = tuple(braid.read(of_before))
-        if f is not None and turn.forward is not None:
-            x, residuals = jax.tree.unflatten(forward.outputs, braid.read(of_f))
-            ring = write(rings[turn.forward], residuals, f.op.slot, at_f.index)
-            rings, ahead = rings | {turn.forward: ring}, tuple(braid.read(of_next))
-        kept = kept._replace(rings=rings, gradients=gradients, deferred=deferred)
-        return (x, ahead, d, ahead_back, kept), waits
+        if f and turn.forward:
+            x, ahead = jax.tree.map(braid.value, x), tuple(braid.read(of_next))
+            rings = rings | {turn.forward: tuple(braid.read(of_ring))}
+        return (x, ahead, d, ahead_back, Kept(rings, gradients, deferred, moved)), waits
+
+    def _of_f(self, braid: Braid, f: Side, turn: Turn, at: At, given: tuple) -> tuple[list, list]:
+        """The numbers of what a layer's F gives, and of what is ahead of the next one. given:
+        stream, what has been computed ahead."""
+        (x, ahead), kind, side = given, turn.forward, self.sides[turn.forward]
+        inputs = self._numbers(braid, self._inputs(f, kind, *at[:2], x), side)
+        of_f, of_next = braid.add(side.rest, [*braid.given(ahead), *inputs], side="F"), []
+        if turn.following is not None:
+            stream = of_f[: len(jax.tree.leaves(x))]
+            of_next = self._ahead(braid, f, turn.following, at.layer + 1, at.next, stream)
+        return of_f, of_next
+
+    def _of_b(
+        self, braid: Braid, b: Side, turn: Turn, at: At, given: tuple, cut: bool
+    ) -> tuple[list, list]:
+        """The same of B and the layer before. given: the numbers of the residuals, the gradient of
+        the stream, what has been computed ahead."""
+        residuals, d, ahead = given
+        params, context = self._given(b, turn.backward, *at[:2])
+        inputs = [
+            *braid.given(ahead),
+            *residuals,
+            *braid.given(jax.tree.leaves(params), weights=True),
+            *braid.given(jax.tree.leaves((context, d))),
+        ]
+        strand, later = self.sides[turn.backward].backward(cut=cut)
+        of_b, of_before = braid.add(strand, inputs, side="B", later=later), []
+        if turn.preceding is not None:
+            of_before = self._ahead_back(braid, b, turn.preceding, at.layer - 1, at.next)
+        return of_b, of_before
 
     def _numbers(self, braid: Braid, inputs: list, of: KindStrands) -> list[int]:
         """Of F's inputs."""
