@@ -16,8 +16,8 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.pipeline.turns import Turns
 from mtx.pipeline.order import Order, Step, order
+from mtx.pipeline.turns import Turns
 from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import IDLE

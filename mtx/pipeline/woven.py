@@ -155,9 +155,11 @@ class WovenRun(WovenEnds):
         messages, weights = carry.messages, self.gather(carry, op, forward, backward)
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered, own, left = self.beside_layers(messages, op, phase)
-        x, dx, kept, last = self.through_layers(carry, op, phase, weights, returns, cargo)
+        x, dx, kept, last, ahead = self.through_layers(carry, op, phase, weights, returns, cargo)
         # What is sent beside the layers is there behind them, and what is sent next not begun.
-        x, dx, entered, own, left = lax.optimization_barrier((x, dx, entered, own, left))
+        # What was ahead of F comes out again: XLA copies what goes into a branch whose loop writes
+        # over it, unless it does.
+        x, dx, entered, own, left, _ = lax.optimization_barrier((x, dx, entered, own, left, ahead))
         messages = messages._replace(gradient_receives=returns)
         if self.schedule.outputs.slots and forward:
             messages = messages._replace(outputs=write(messages.outputs, x, op.output))
@@ -182,8 +184,7 @@ class WovenRun(WovenEnds):
     def through_layers(
         self, carry: Carry, op: Tick, phase: Phase, weights, returns, cargo: Cargo | None
     ):
-        """(y, dx, kept, what waits for the weight gradients of B's last layer, None with a cargo)
-        of the tick's chunks."""
+        """What `WovenLayers.run` gives of the tick's chunks; nothing waits with a cargo."""
         messages = carry.messages
 
         def compute(pair: Pair, op: Tick, kept: Kept):
@@ -196,14 +197,15 @@ class WovenRun(WovenEnds):
                 taken = self.take(returns, messages.dx, op.gradient_receives)
                 d = self.nothing_where_idle(op.backward, where(is_output, messages.dy, taken))
                 b = self._side(op.backward, chunks[1], weights[1], d)
-            return self.layers(*pair.kinds, cargo).run(f, b, kept, cargo)
+            *made, ahead = self.layers(*pair.kinds, cargo).run(f, b, kept, cargo)
+            return *made, messages.ahead if f is None else ahead
 
         pairs, number = self.chunks(op, phase)
         kept = Kept(carry.stash.layers, carry.gradients.of_b, carry.stash.deferred, carry.moved)
         with jax.named_scope("woven"):
             branches = [partial(compute, pair) for pair in pairs]
-            y, dx, kept, last = lax.switch(number, branches, op, kept)
-        return y, dx, kept, None if cargo or not phase.backward else last
+            y, dx, kept, last, ahead = lax.switch(number, branches, op, kept)
+        return y, dx, kept, None if cargo or not phase.backward else last, ahead
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
         """With what has arrived for the F of the next tick, and later ones, and what that one

@@ -69,8 +69,9 @@ class WovenLayers:
     # -- one tick ---------------------------------------------------------------------------------
 
     def run(self, f: Side | None, b: Side | None, kept: Kept, cargo: Cargo | None = None) -> tuple:
-        """(y, dx, kept, what waits for the weight gradients of B's last layer): F of one chunk and
-        B of another, or one of the two. cargo: a bucket of it moves beside each layer."""
+        """(y, dx, kept, what waits for the weight gradients of B's last layer, what is left of F's
+        `ahead`): F of one chunk and B of another, or one of the two. cargo: a bucket of it moves
+        beside each layer."""
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.stream)
         if f is None and b is None:
             if cargo is not None:
@@ -80,7 +81,7 @@ class WovenLayers:
 
                 pairs = Turns(self.forward, self.backward).pairs
                 kept = kept._replace(moved=lax.fori_loop(0, pairs, move, kept.moved))
-            return nothing, nothing, kept, ()
+            return nothing, nothing, kept, (), ()
         x, d = (nothing if side is None else side.stream for side in (f, b))
         turns = Turns(self.forward if f else (), self.backward if b else ())
         braid, of_f, of_b = Braid(), [], []
@@ -99,8 +100,8 @@ class WovenLayers:
             is_last = turn.following is None and turn.preceding is None
             return self._beside(cargo, at_f.layer, carry, compute, is_last)
 
-        (x, _, d, _, kept), waits = turns.run(pair, carry)
-        return x, d, kept, waits
+        (x, ahead, d, _, kept), waits = turns.run(pair, carry)
+        return x, d, kept, waits, ahead if f and f.ahead is not None else ()
 
     def _beside(
         self, cargo: Cargo | None, n, carry: tuple, pair: Callable, is_last: bool
@@ -148,7 +149,8 @@ class WovenLayers:
                 deferred, waits = deferred | {kind: waiting}, ()
             ahead_back = tuple(braid.read(of_before))
         if f and turn.forward:
-            x, ahead = jax.tree.map(braid.value, x), tuple(braid.read(of_next))
+            x = jax.tree.map(braid.value, x)
+            ahead = tuple(braid.read(of_next)) if turn.following else ahead  # of the last, its own
             rings = rings | {turn.forward: tuple(braid.read(of_ring))}
         return (x, ahead, d, ahead_back, Kept(rings, gradients, deferred, moved)), waits
 
