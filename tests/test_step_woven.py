@@ -123,16 +123,22 @@ def _chain(side: str, seconds: list[tuple[bool, float]], first: int) -> list[Ste
 
 
 def _check(found: Order, steps: tuple[Step, ...]) -> None:
-    """Each step once, after those that it waits for; what is exposed is what is not covered."""
+    """Each step once, after those that it waits for; what is exposed is what is not covered. Of
+    what lies beside a collective writes come first, there with a matmul, and cover nothing."""
     done, exposed_s = set(), 0.0
 
     def check(block) -> float:
         """Its seconds."""
         nonlocal exposed_s
         first, *beside = block
-        assert steps[first].before <= done
+        assert steps[first].before <= done and not steps[first].writes
+        writes = [each for each in beside if isinstance(each, int) and steps[each].writes]
+        assert writes == beside[: len(writes)] and all(steps[n].before <= done for n in writes)
+        assert sum(steps[n].seconds for n in writes) <= steps[first].seconds
+        assert not writes or any(isinstance(each, int) for each in beside[len(writes) :])
+        done.update(writes)
         covered_s = 0.0
-        for each in beside:
+        for each in beside[len(writes) :]:
             if isinstance(each, tuple):
                 assert steps[first].network and not steps[each[0]].network
                 covered_s += check(each)
@@ -150,6 +156,8 @@ def _check(found: Order, steps: tuple[Step, ...]) -> None:
 
     for block in found.blocks:
         check(block)
+    assert all(steps[n].writes and steps[n].before <= done for n in found.writes)
+    done.update(found.writes)
     assert done == set(range(len(steps))) and exposed_s == pytest.approx(found.exposed_s)
 
 
@@ -220,7 +228,27 @@ def test_any_order_is_right():
             steps.append(
                 Step(rng.uniform(0.1, 2), rng.random() < 0.4, later, rng.choice("FB"), before)
             )
-        _check(order(tuple(steps)), tuple(steps))
+        without, count = order(tuple(steps)), len(steps)
+        _check(without, tuple(steps))
+        for _ in range(rng.randrange(4)):
+            before = frozenset(p for p in range(count) if rng.random() < 0.2)
+            steps.append(Step(rng.uniform(0.1, 1), False, False, "F", before, writes=True))
+        found = order(tuple(steps))
+        _check(found, tuple(steps))
+        assert found.exposed_s == without.exposed_s
+
+
+def test_a_write_lies_beside_a_collective_that_a_matmul_lies_beside():
+    """Where it can be done before, and is not asked to come last."""
+    gather, matmul = Step(1.0, True, False, "B"), Step(2.0, False, False, "F")
+    scatter = Step(1.0, True, False, "B", frozenset({1}))  # with nothing left beside it
+    write = Step(0.4, False, False, "F", writes=True)
+    steps = (gather, matmul, scatter, write, write._replace(before=frozenset({1})), write)
+    late = steps[5]._replace(later=True)
+    found = order((*steps[:5], late))
+    _check(found, (*steps[:5], late))
+    assert found.blocks == ((0, 3, 1), (2,)) and set(found.writes) == {4, 5}
+    assert order((*steps, steps[3])).blocks[0] == (0, 3, 5, 1)  # 1.2 would take longer
 
 
 @pytest.mark.skipif(

@@ -35,6 +35,7 @@ from mtx.sharding.linear import (
     adapter_product,
     add_bias,
     column_products,
+    in_order,
     used_by_heads,
 )
 from mtx.sharding.parameter import parameter
@@ -121,7 +122,7 @@ class GroupedProjection(nnx.Module):
                 add_bias(projected[0], self.q_bias[...], self.axes),
                 self._with_bias(projected[1]),
             )
-        return tuple(checkpoint_name(y, MATMUL_OUTPUT) for y in projected)
+        return tuple(checkpoint_name(in_order(y, self.axes), MATMUL_OUTPUT) for y in projected)
 
     def _with_adapters(self, x_BsD, weights: tuple, repeats: tuple):
         adapters = self.q_lora, self.kv_lora

@@ -33,7 +33,13 @@ from mtx.layers.context import Context
 from mtx.layers.ssd import Spans, convolve, ssd
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.custom_vjp import custom_vjp
-from mtx.sharding.linear import MATMUL_OUTPUT, RowLinear, column_products, used_by_heads
+from mtx.sharding.linear import (
+    MATMUL_OUTPUT,
+    RowLinear,
+    column_products,
+    in_order,
+    used_by_heads,
+)
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
 from mtx.sharding.random import normal, uniform
@@ -183,6 +189,7 @@ class MambaModule(nnx.Module):
         repeats = None, 2 if self.config.repeats(self.axes) else None, None
         weights = self.zx.get_value(), self.bc.get_value(), self.dt.get_value()
         projected = column_products(x_BsD, weights, repeats, self.axes)
+        projected = (in_order(y, self.axes) for y in projected)
         projected = tuple(checkpoint_name(y, MATMUL_OUTPUT) for y in projected)
         mix = jax.checkpoint(partial(mixed, self.config, self.axes), prevent_cse=False)
         y_BShK, after = mix(projected, self._weights(), segments_BS, before, last_B)

@@ -28,7 +28,7 @@ from mtx.vjp import COLLECTIVES, Strand, axes_of, bind, divide, needed_of, varia
 
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
 # where all devices of a node send at once, those of `tensor` each for a ring of its own.
-_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 340e9, 300e9
+_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 300e9, 300e9
 _NODE = 8  # devices
 _SHORT = 10e-6  # collectives that take less are not worth a matmul
 
@@ -233,10 +233,9 @@ class _Node:
             return None
         moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
         if communicates:
-            twice = 2 if self.eqn.primitive.name in ("psum", "pmax") else 1
-            rate = _link(self.eqn)
-            seconds = twice * max(moved) / rate
-            step = Step(seconds, True, self.later, self.side, network=rate < _LINK)
+            rate, network = _link(self.eqn)
+            seconds = _sent(self.eqn, max(moved)) / rate
+            step = Step(seconds, True, self.later, self.side, network=network)
             return step if seconds > _SHORT else None
         rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
         seconds = max(flops / rate, sum(moved) / _MEMORY)
@@ -287,15 +286,27 @@ def _communicates(eqn) -> bool:
     return eqn.primitive.name in COLLECTIVES
 
 
-def _link(eqn) -> float:
-    """Bytes a second of a collective. Devices along `tensor` are neighbours in a node."""
+def _link(eqn) -> tuple[float, bool]:
+    """Bytes a second of a collective, and whether it leaves the node. Devices along `tensor` are
+    neighbours in a node."""
     axes = axes_of(eqn)
     if eqn.primitive.name != "all_to_all":
-        return _LINK if set(axes) == {"tensor"} else _NETWORK / lax.axis_size("tensor")
+        leaves = set(axes) != {"tensor"}
+        return (_NETWORK / lax.axis_size("tensor") if leaves else _LINK), leaves
     size = lax.axis_size(axes)
     inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
+    if inside == size:
+        return _LINK, False
     # What leaves the node each device sends over a card of its own.
-    return _LINK if inside == size else _NETWORK / _NODE * size / (size - inside)
+    return _NETWORK / _NODE * (size - 1) / (size - inside), True
+
+
+def _sent(eqn, moved: int) -> float:
+    """Bytes that a device sends in a collective of an array of so many."""
+    if eqn.primitive.name == "ppermute":
+        return moved
+    times = 2 if eqn.primitive.name in ("psum", "pmax") else 1
+    return times * moved * (1 - 1 / lax.axis_size(axes_of(eqn)))
 
 
 def _bytes(atoms) -> int:

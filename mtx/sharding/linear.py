@@ -98,18 +98,38 @@ def _gathered(x, axes: Axes):
 
 
 def by_rows(x, axes: Axes) -> bool:
-    """Whether x is gathered and scattered as rows. Of one row both ways are the same."""
-    return axes.by_rows and x.shape[0] > 1
+    """Whether linears gather and scatter the rows of all shards one after the other, [t B, s]: to
+    them the order of positions is nothing, and GPUs need not transpose what they gather. Of one row
+    both ways are the same."""
+    return axes.sequence_parallel and not axes.joint and x.shape[0] > 1
 
 
-def _summed(partial_BSD, axes: Axes):
+def in_rows(x, axes: Axes):
+    """x[B, S, ...] as linears have gathered it; `axes.by_rows`: it is already."""
+    if axes.by_rows or not by_rows(x, axes):
+        return x
+    if fp8.is_quantised(x):
+        return x.apply(lambda values: in_rows(values, axes))
+    split = x.reshape(x.shape[0], axes.tensor_shards, -1, *x.shape[2:]).swapaxes(0, 1)
+    return split.reshape(-1, *split.shape[2:])
+
+
+def in_order(y, axes: Axes):
+    """y[B, S, ...] of what linears give; as it is with `axes.by_rows`."""
+    if axes.by_rows or not by_rows(y, axes):
+        return y
+    split = y.reshape(axes.tensor_shards, -1, *y.shape[1:]).swapaxes(0, 1)
+    return split.reshape(split.shape[0], -1, *split.shape[3:])
+
+
+def _summed(partial, axes: Axes):
     """The sum over `tensor`, a shard of it with sequence parallelism; jointly no sum."""
     if axes.joint:
-        return partial_BSD
+        return partial
     if axes.sequence_parallel:
-        scatter = reduce_scatter_rows if by_rows(partial_BSD, axes) else reduce_scatter_sequence
-        return scatter(partial_BSD, axes.tensor)
-    return lax.psum(partial_BSD, axes.tensor) if axes.tensor else partial_BSD
+        scatter = reduce_scatter_rows if by_rows(partial, axes) else reduce_scatter_sequence
+        return scatter(partial, axes.tensor)
+    return lax.psum(partial, axes.tensor) if axes.tensor else partial
 
 
 @custom_vjp(2, 3)
@@ -118,8 +138,8 @@ def matmul(x, w, inputs: int = 1, axes: Axes = Axes()):  # noqa: B008 (frozen)
     whose inputs `tensor` shards. Returns the sum over it, y_BSD; a shard with sequence parallelism.
 
     Forward: a reduce-scatter with sequence parallelism, otherwise an all-reduce. Backward: an
-    all-gather of dy, otherwise nothing. Keeps x and w as the matmul takes them (a reshaped weight
-    would be kept beside the weight), and gives the weight's gradient in the weight's own order:
+    all-gather of dy, otherwise nothing. Keeps x and w as they are given (turned, they would be kept
+    beside what others keep of them), and gives the weight's gradient in the weight's own order:
     autodiff's is transposed, and slow on CPUs.
     """
     return _matmul_forward(x, w, inputs, axes)[0]
@@ -128,7 +148,7 @@ def matmul(x, w, inputs: int = 1, axes: Axes = Axes()):  # noqa: B008 (frozen)
 def _matmul_forward(x, w, inputs, axes):
     if fp8.is_quantised(w):
         x = fp8.activation(x, w, axes.tensor)
-    return _summed(_product(x, w, inputs), axes), (x, w)
+    return _summed(_product(in_rows(x, axes), w, inputs), axes), (x, w)
 
 
 def _matmul_backward(inputs, axes, saved, dy):
@@ -136,8 +156,9 @@ def _matmul_backward(inputs, axes, saved, dy):
     if fp8.is_quantised(w):
         dy = fp8.output_gradient(dy, w, axes.tensor if axes.sequence_parallel else None)
     dy = _gathered(dy, axes)
-    dx = _input_gradient(dy, w, inputs)
-    return dx, _gradient_of(w, _weight_gradient(x, dy, axes), x, dy, axes)
+    dx = in_order(_input_gradient(dy, w, inputs), axes)
+    dw = _weight_gradient(in_rows(x, axes), dy, axes)
+    return dx, _gradient_of(w, dw, x, dy, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -145,7 +166,8 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 @custom_vjp(2, 3)
 def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes):
-    """x w for each of `weights`, x given to all devices of `tensor` once for all of them.
+    """x w for each of `weights`, x given to all devices of `tensor` once for all of them; by rows
+    (`by_rows`), to be put `in_order`.
 
     x: x_BsD with sequence parallelism, otherwise x_BSD. repeats: None for a weight that `tensor`
     shards, or the dim of a whole one of which each device takes its part: it has fewer heads than
@@ -247,8 +269,7 @@ def leave_jointly(partial_BSD, axes: Axes):
     """The sum over `tensor` of what linears of `axes.joint` give. Forward: a reduce-scatter with
     sequence parallelism, otherwise an all-reduce. Backward: an all-gather, otherwise nothing."""
     if axes.sequence_parallel:
-        scatter = scatter_rows if by_rows(partial_BSD, axes) else scatter_sequence
-        return scatter(partial_BSD, axes.tensor)
+        return scatter_sequence(partial_BSD, axes.tensor)
     return reduce_from(partial_BSD, axes.tensor)
 
 
@@ -283,16 +304,17 @@ class ColumnLinear(nnx.Module):
         self.axes = axes
 
     def __call__(self, x):
-        """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs]"""
+        """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs], by rows with
+        `axes.by_rows`"""
         weights = (self.w.get_value(),)
         if self.adapted:
             weights += (used_by_heads(self.w_lora.a[...], self.axes),)
         y, *h = column_products(x, weights, (None,) * len(weights), self.axes)
         if self.adapted:
             y += adapter_product(h[0], self.w_lora.b.get_value(), self.w_lora)
-        return checkpoint_name(
-            add_bias(y, self.b[...], self.axes) if self.bias else y, MATMUL_OUTPUT
-        )
+        if self.bias:
+            y = add_bias(y, self.b[...], self.axes)
+        return checkpoint_name(in_order(y, self.axes), MATMUL_OUTPUT)
 
 
 class WholeLinear(nnx.Module):
@@ -329,7 +351,8 @@ class RowLinear(nnx.Module):
         self.axes = axes
 
     def __call__(self, x):
-        """x[B, S, *local inputs] -> y_BsD (y_BSD without sequence parallelism)"""
+        """x[B, S, *local inputs], by rows with `axes.by_rows` -> y_BsD (y_BSD without sequence
+        parallelism)"""
         w = self.w.get_value()
         y = self._with_adapter(x) if self.adapted else matmul(x, w, w.ndim - 1, self.axes)
         if self.bias:
@@ -339,11 +362,13 @@ class RowLinear(nnx.Module):
 
     def _with_adapter(self, x):
         """Both are parts of one sum over `tensor`."""
-        w, adapter = self.w.get_value(), self.w_lora
+        w, adapter, x = self.w.get_value(), self.w_lora, in_rows(x, self.axes)
         h = matmul(x, adapter.a.get_value(), w.ndim - 1, adapter.axes)
         b = used_by_heads(adapter.b[...], self.axes)  # whole, as its part of x A is not
-        partial_BSD = matmul(x, w, w.ndim - 1, adapter.axes) + adapter_product(h, b, adapter)
-        return partial_BSD if self.axes.joint else leave_jointly(partial_BSD, self.axes)
+        partial = matmul(x, w, w.ndim - 1, adapter.axes) + adapter_product(h, b, adapter)
+        if by_rows(partial, self.axes):
+            return scatter_rows(partial, self.axes.tensor)
+        return partial if self.axes.joint else leave_jointly(partial, self.axes)
 
 
 def output_std(init_std: float, layers: int) -> float:

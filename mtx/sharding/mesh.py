@@ -38,8 +38,8 @@ class Axes:
     # Linears are given whole activations and give their parts of sums: one gather and one reduction
     # are around several of them (`mtx.sharding.linear`).
     joint: bool = False
-    # Linears gather the rows of all shards one after the other, [t B, s], where there are several
-    # rows: to them the order of positions is nothing, and GPUs need not transpose what they gather.
+    # What column-parallel linears give and row-parallel ones take stays as they gather it, the rows
+    # of all shards one after the other: nothing between them asks for the order of positions.
     by_rows: bool = False
     # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): made in the
     # weight's own order, at constant offsets of chunks. Else its small operand is first, for CPUs.
