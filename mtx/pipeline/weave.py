@@ -163,7 +163,7 @@ class Braid:
         if tied:
             self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
 
-    def _compute_ready(self, pending: list[_Node]) -> None:
+    def _compute_ready(self, pending: list) -> None:
         """Of what is neither a matmul nor a collective, all that can be computed."""
         while ready := [node for node in pending if self._is_ready(node)]:
             for node in ready:
@@ -189,7 +189,7 @@ class Braid:
         for number, value in zip(numbers, values, strict=True):
             self._values[number] = value
 
-    def _is_ready(self, node: _Node) -> bool:
+    def _is_ready(self, node: _Node | _Write) -> bool:
         return all(self._values[number] is not None for number in (*node.inputs, *node.behind))
 
 

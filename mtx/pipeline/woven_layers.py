@@ -127,12 +127,15 @@ class WovenLayers:
         cut = turn.preceding is None and self.cuts
         braid, waits, taken, last = Braid(), (), {}, []
         if f and turn.forward:
-            of_f, of_next = self._of_f(braid, f, turn, at_f, (x, ahead))
+            kinds = turn.forward, turn.following
+            of_f, of_next = self._of_f(braid, f, *kinds, at_f, (x, ahead))
         if b and turn.backward:
             kind, backward = turn.backward, self.sides[turn.backward]
             values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
             rings, residuals = rings | {kind: ring}, braid.given(values)
-            of_b, of_before = self._of_b(braid, b, turn, at_b, (residuals, d, ahead_back), cut)
+            strand, given = backward.backward(cut=cut), (residuals, d, ahead_back)
+            kinds = kind, turn.preceding
+            of_b, of_before = self._of_b(braid, b, *kinds, at_b, given, strand)
             taken[kind] = [None if n in backward.late else r for n, r in enumerate(residuals)]
             made = backward.taken(of_b, cut=cut)
             last = jax.tree.leaves(made[1] if backward.in_place else made)
@@ -154,34 +157,37 @@ class WovenLayers:
             rings = rings | {turn.forward: tuple(braid.read(of_ring))}
         return (x, ahead, d, ahead_back, Kept(rings, gradients, deferred, moved)), waits
 
-    def _of_f(self, braid: Braid, f: Side, turn: Turn, at: At, given: tuple) -> tuple[list, list]:
-        """The numbers of what a layer's F gives, and of what is ahead of the next one. given:
+    def _of_f(
+        self, braid: Braid, f: Side, kind: str, following: str | None, at: At, given: tuple
+    ) -> tuple[list, list]:
+        """The numbers of what a layer's F gives, and of what is ahead of the following one. given:
         stream, what has been computed ahead."""
-        (x, ahead), kind, side = given, turn.forward, self.sides[turn.forward]
+        (x, ahead), side = given, self.sides[kind]
         inputs = self._numbers(braid, self._inputs(f, kind, *at[:2], x), side)
         of_f, of_next = braid.add(side.rest, [*braid.given(ahead), *inputs], side="F"), []
-        if turn.following is not None:
+        if following is not None:
             stream = of_f[: len(jax.tree.leaves(x))]
-            of_next = self._ahead(braid, f, turn.following, at.layer + 1, at.next, stream)
+            of_next = self._ahead(braid, f, following, at.layer + 1, at.next, stream)
         return of_f, of_next
 
     def _of_b(
-        self, braid: Braid, b: Side, turn: Turn, at: At, given: tuple, cut: bool
-    ) -> tuple[list, list]:
-        """The same of B and the layer before. given: the numbers of the residuals, the gradient of
-        the stream, what has been computed ahead."""
+        self, braid: Braid, b: Side, kind: str, preceding: str | None, at: At, given: tuple,
+        equations: tuple[Strand, frozenset],
+    ) -> tuple[list, list]:  # fmt: skip
+        """The same of B and the preceding layer. given: the numbers of the residuals, the gradient
+        of the stream, what has been computed ahead; equations: `KindStrands.backward`."""
         residuals, d, ahead = given
-        params, context = self._given(b, turn.backward, *at[:2])
+        params, context = self._given(b, kind, *at[:2])
         inputs = [
             *braid.given(ahead),
             *residuals,
             *braid.given(jax.tree.leaves(params), weights=True),
             *braid.given(jax.tree.leaves((context, d))),
         ]
-        strand, later = self.sides[turn.backward].backward(cut=cut)
+        strand, later = equations
         of_b, of_before = braid.add(strand, inputs, side="B", later=later), []
-        if turn.preceding is not None:
-            of_before = self._ahead_back(braid, b, turn.preceding, at.layer - 1, at.next)
+        if preceding is not None:
+            of_before = self._ahead_back(braid, b, preceding, at.layer - 1, at.next)
         return of_b, of_before
 
     def _numbers(self, braid: Braid, inputs: list, of: KindStrands) -> list[int]:
