@@ -27,6 +27,7 @@ class Window:
     sent_bytes: float
     synchronous: bool
     flops: float  # inside of the window
+    writes: int  # there, of bfloat16 to a stack: what F keeps for B
     network: bool  # whether it leaves the node, of 8
 
     @property
@@ -123,11 +124,15 @@ class SteadyTick:
         beside: list[Instruction] | None,
     ) -> Window:  # fmt: skip
         collective = self.program.collective(inside, one)
+        written = [
+            each for each in beside or ()
+            if each.op_name.endswith("/dynamic_update_slice") and each.shapes[0].dtype == "bf16"
+        ]  # fmt: skip
         return Window(
             name=one.name, op_name=one.op_name, kind=collective.kind,
             axes=collective.axes(self.mesh), sent_bytes=collective.sent_bytes,
             synchronous=beside is None, flops=sum(self.flops(computation, each) for each in
-                                                  beside or ()),
+                                                  beside or ()), writes=len(written),
             network=any(len({device // 8 for device in group}) > 1 for group in collective.groups),
         )  # fmt: skip
 

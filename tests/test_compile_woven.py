@@ -82,6 +82,15 @@ def test_collectives_of_layers_and_sends_are_beside_matmuls(compiled, virtual):
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
+def test_what_is_kept_of_a_layer_is_written_beside_collectives(compiled, virtual):
+    """In the loop over layers what attention and the MLP are given, once for each pair of chunks:
+    the two largest."""
+    windows = compiled(virtual, "on")[0].windows()
+    in_loops = [one for one in windows if one.op_name.count("/while/") > 1]
+    assert sum(one.writes for one in in_loops) >= 2 * virtual**2
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
 def test_collectives_of_the_embedding_and_of_the_head_are_beside_matmuls(compiled, virtual):
     windows = compiled(virtual, "on")[0].windows()
     alone = [one for one in windows if one.synchronous]
