@@ -86,14 +86,17 @@ class Braid:
         return written
 
     def _made_of(self, number: int) -> tuple[int, ...]:
-        """What has been computed of a value in passing, or itself: what is the first on its way
-        that a matmul or a collective reads, or that is an output."""
-        large = {n for node in self._nodes if node.op is not None for n in node.inputs}
-        known = {number}
+        """What has been computed of a value in passing, and itself, as far as a matmul or a
+        collective reads it or it is an output. What follows from an input of such a one that comes
+        of a matmul as well does not count: XLA computes that input once."""
+        reads = {n for node in self._nodes if node.op is not None for n in node.inputs}
+        known, behind = {number}, set()  # behind: what waits for a matmul or a collective
         for node in self._nodes:
-            if node.op is None and (known - large).intersection(node.inputs):
+            if node.op is not None or behind.intersection(node.inputs):
+                behind.update(node.outputs)
+            if node.op is None and (known - (reads & behind)).intersection(node.inputs):
                 known.update(node.outputs)
-        return tuple(sorted(known & (large | self._outputs)))
+        return tuple(sorted(known & (reads | self._outputs)))
 
     def value(self, number: int) -> Any:
         """Computed or given."""
