@@ -136,7 +136,16 @@ class SteadyTick:
             network=any(len({device // 8 for device in group}) > 1 for group in collective.groups),
         )  # fmt: skip
 
-    # -- weights and gradients ---------------------------------------------------------------------
+    # -- weights, gradients and what waits ---------------------------------------------------------
+
+    def copies(self, least: int) -> list[Instruction]:
+        """Of arrays with so many elements or more."""
+        return [
+            each
+            for name in self.names
+            for each in self.program.computations[name].values()
+            if each.opcode == "copy" and math.prod(each.shapes[0].dims) >= least
+        ]
 
     def made(self, dtype: str, shapes: Collection[tuple[int, ...]]) -> list[Instruction]:
         """Instructions without a matmul that write an array of that type and one of these shapes,

@@ -6,6 +6,7 @@ Its collectives are asynchronous, beside matmuls, but for the one that the losse
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -32,10 +33,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     @functools.cache
-    def compile_once(virtual: int, weave: str, in_place: bool = True):
+    def compile_once(virtual: int, weave: str, in_place: bool = True, attention: str = "auto"):
         layout = Layout(
-            pipe=2, tensor=4, virtual=virtual, weave=weave, idle="phases", recompute="selective"
-        )
+            pipe=2, tensor=4, virtual=virtual, weave=weave, idle="phases", recompute="selective",
+            attention=attention,
+        )  # fmt: skip
         model = replace(MODEL, layers=8 * virtual)
         run = RunConfig(model=model, layout=layout, global_batch=16)
         path = tmp_path_factory.mktemp("program") / "step.txt"
@@ -88,6 +90,14 @@ def test_what_is_kept_of_a_layer_is_written_beside_collectives(compiled, virtual
     windows = compiled(virtual, "on")[0].windows()
     in_loops = [one for one in windows if one.op_name.count("/while/") > 1]
     assert sum(one.writes for one in in_loops) >= 2 * virtual**2
+
+
+@pytest.mark.parametrize("attention", ["auto", "blocked"])
+def test_no_stash_is_copied(compiled, attention):
+    """F writes to what B reads; in blocks, attention reads parts of its keys late."""
+    tick, _, shapes = compiled(1, "on", attention=attention)
+    largest = MODEL.layers // 2 * max(math.prod(shape) for shape in shapes)  # stack of weights
+    assert tick.copies(largest + 1) == []
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
