@@ -34,8 +34,8 @@ from mtx.sharding.linear import (
     RowLinear,
     adapter_product,
     add_bias,
-    column_products,
     in_order,
+    products_by_rows,
     used_by_heads,
 )
 from mtx.sharding.parameter import parameter
@@ -116,7 +116,7 @@ class GroupedProjection(nnx.Module):
         if self.adapted:
             projected = self._with_adapters(x_BsD, weights, repeats)
         else:
-            projected = column_products(x_BsD, weights, repeats, self.axes)
+            projected = products_by_rows(x_BsD, weights, repeats, self.axes)
         if self.bias:
             projected = (
                 add_bias(projected[0], self.q_bias[...], self.axes),
@@ -127,7 +127,7 @@ class GroupedProjection(nnx.Module):
     def _with_adapters(self, x_BsD, weights: tuple, repeats: tuple):
         adapters = self.q_lora, self.kv_lora
         read = tuple(used_by_heads(each.a[...], self.axes) for each in adapters)
-        q_BShK, kv_BSngK, *parts = column_products(
+        q_BShK, kv_BSngK, *parts = products_by_rows(
             x_BsD, (*weights, *read), (*repeats, None, None), self.axes
         )
         more = (

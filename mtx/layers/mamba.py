@@ -37,7 +37,6 @@ from mtx.sharding.linear import (
     MATMUL_OUTPUT,
     RowLinear,
     column_products,
-    in_order,
     used_by_heads,
 )
 from mtx.sharding.mesh import Axes
@@ -189,7 +188,6 @@ class MambaModule(nnx.Module):
         repeats = None, 2 if self.config.repeats(self.axes) else None, None
         weights = self.zx.get_value(), self.bc.get_value(), self.dt.get_value()
         projected = column_products(x_BsD, weights, repeats, self.axes)
-        projected = (in_order(y, self.axes) for y in projected)
         projected = tuple(checkpoint_name(y, MATMUL_OUTPUT) for y in projected)
         mix = jax.checkpoint(partial(mixed, self.config, self.axes), prevent_cse=False)
         y_BShK, after = mix(projected, self._weights(), segments_BS, before, last_B)

@@ -164,10 +164,8 @@ def _matmul_backward(inputs, axes, saved, dy):
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@custom_vjp(2, 3)
-def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes):
-    """x w for each of `weights`, x given to all devices of `tensor` once for all of them; by rows
-    (`by_rows`), to be put `in_order`.
+def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes) -> tuple:
+    """x w for each of `weights`, x given to all devices of `tensor` once for all of them.
 
     x: x_BsD with sequence parallelism, otherwise x_BSD. repeats: None for a weight that `tensor`
     shards, or the dim of a whole one of which each device takes its part: it has fewer heads than
@@ -175,7 +173,14 @@ def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Ax
     Backward: all-gather of x again and reduce-scatter of dx; otherwise all-reduce of dx, and of
     the gradients of whole weights, which each device makes its part of.
     """
-    return _column_products_forward(x, weights, repeats, axes)[0]
+    return tuple(in_order(y, axes) for y in products_by_rows(x, weights, repeats, axes))
+
+
+@custom_vjp(2, 3)
+def products_by_rows(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes):
+    """`column_products` as they are made (`by_rows`), to be put `in_order`: behind what is added to
+    them, so that XLA does both at once."""
+    return _products_forward(x, weights, repeats, axes)[0]
 
 
 def _own(w, dim: int | None, axes: Axes):
@@ -187,7 +192,7 @@ def _head(w, dim: int, axes: Axes):
     return lax.axis_index(axes.tensor) * w.shape[dim] // axes.tensor_shards
 
 
-def _column_products_forward(x, weights, repeats, axes):
+def _products_forward(x, weights, repeats, axes):
     if fp8.is_quantised(weights[0]):
         x = fp8.activation(x, weights[0], axes.tensor if axes.sequence_parallel else None)
     whole = _gathered(x, axes)
@@ -195,7 +200,7 @@ def _column_products_forward(x, weights, repeats, axes):
     return ys, (x, weights)
 
 
-def _column_products_backward(repeats, axes, saved, dys):
+def _products_backward(repeats, axes, saved, dys):
     x, weights = saved
     if fp8.is_quantised(x):
         dys = [fp8.output_gradient(dy, w, axes.tensor) for dy, w in zip(dys, weights)]
@@ -216,7 +221,7 @@ def _column_products_backward(repeats, axes, saved, dys):
     return dx, tuple(gradient(*each) for each in zip(weights, repeats, dys))
 
 
-column_products.defvjp(_column_products_forward, _column_products_backward)
+products_by_rows.defvjp(_products_forward, _products_backward)
 
 
 @custom_vjp(2)
@@ -309,7 +314,7 @@ class ColumnLinear(nnx.Module):
         weights = (self.w.get_value(),)
         if self.adapted:
             weights += (used_by_heads(self.w_lora.a[...], self.axes),)
-        y, *h = column_products(x, weights, (None,) * len(weights), self.axes)
+        y, *h = products_by_rows(x, weights, (None,) * len(weights), self.axes)
         if self.adapted:
             y += adapter_product(h[0], self.w_lora.b.get_value(), self.w_lora)
         if self.bias:
@@ -362,11 +367,11 @@ class RowLinear(nnx.Module):
 
     def _with_adapter(self, x):
         """Both are parts of one sum over `tensor`."""
-        w, adapter, x = self.w.get_value(), self.w_lora, in_rows(x, self.axes)
+        w, adapter = self.w.get_value(), self.w_lora
         h = matmul(x, adapter.a.get_value(), w.ndim - 1, adapter.axes)
         b = used_by_heads(adapter.b[...], self.axes)  # whole, as its part of x A is not
         partial = matmul(x, w, w.ndim - 1, adapter.axes) + adapter_product(h, b, adapter)
-        if by_rows(partial, self.axes):
+        if self.axes.by_rows and by_rows(partial, self.axes):
             return scatter_rows(partial, self.axes.tensor)
         return partial if self.axes.joint else leave_jointly(partial, self.axes)
 
