@@ -416,11 +416,9 @@ def test_a_gpu_that_is_not_there():
     estimate = {row.axes: row for row in compiled.timeline.exposures}
     assert {("tensor",), ("data",), ("pipe",)} <= estimate.keys()
     assert all(0 <= row.exposed_s <= row.seconds * (1 + 1e-9) for row in estimate.values())
-    if xla.version() >= xla.IN_PLACE:
-        # Of a plain step's collectives over tensor few have anything beside them: passes of the
-        # norms. Some of its sends lie beside matmuls.
-        for axes, most in {("tensor",): 0.999, ("pipe",): 0.96}.items():
-            assert 0 < estimate[axes].exposed_s < most * estimate[axes].seconds
+    # Some collectives over tensor stand beside matmuls, and some of the sends.
+    for axes in (("tensor",), ("pipe",)) if xla.version() >= xla.IN_PLACE else ():
+        assert 0 < estimate[axes].exposed_s < 0.96 * estimate[axes].seconds
     assert compiled.timeline.step_s > sum(row.exposed_s for row in estimate.values())
 
 

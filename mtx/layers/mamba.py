@@ -33,12 +33,7 @@ from mtx.layers.context import Context
 from mtx.layers.ssd import Spans, convolve, ssd
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.custom_vjp import custom_vjp
-from mtx.sharding.linear import (
-    MATMUL_OUTPUT,
-    RowLinear,
-    column_products,
-    used_by_heads,
-)
+from mtx.sharding.linear import MATMUL_OUTPUT, RowLinear, column_products, used_by_heads
 from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import parameter
 from mtx.sharding.random import normal, uniform

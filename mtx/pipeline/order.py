@@ -15,7 +15,7 @@ _TRIALS = 240
 
 
 class Step(NamedTuple):
-    """A collective, or an equation with matmuls in it."""
+    """A collective, an equation with matmuls in it, or a value that is written to memory."""
 
     seconds: float
     communicates: bool
@@ -23,7 +23,7 @@ class Step(NamedTuple):
     side: str  # F or B
     before: frozenset[int] = frozenset()  # the places of those that it waits for
     network: bool = False  # a collective that leaves the node
-    writes: bool = False  # to memory, and computes nothing
+    writes: bool = False
 
 
 # A collective's place, and of what lies beside it: of matmuls and, where it leaves the node, blocks
