@@ -68,12 +68,14 @@ class PricedRun:
         if layout.stash == "inputs" or (layout.recompute == "none" and fits):
             return None
         for way in RECOMPUTE[1:]:
+            if way == layout.recompute or (fits and way == "full"):  # which is slower than any
+                continue
             other = replace(layout, recompute=way)
             memory = predict_memory(
                 self.run.model, other, self.run.global_batch, backend=self.hardware.backend,
                 zero=self.zero,
             )  # fmt: skip
-            if way != layout.recompute and self._fits(memory):
+            if self._fits(memory):
                 found.append((way, self._step(other, self.calibration), memory))
         best = min(found, key=lambda one: one[1].step_s, default=None)
         return best if best and (not fits or best[1].step_s < self.time.step_s) else None
