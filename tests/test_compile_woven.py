@@ -6,6 +6,7 @@ Its collectives are asynchronous, beside matmuls, but for the one that the losse
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -90,6 +91,29 @@ def test_what_is_kept_of_a_layer_is_written_beside_collectives(compiled, virtual
     windows = compiled(virtual, "on")[0].windows()
     in_loops = [one for one in windows if one.op_name.count("/while/") > 1]
     assert sum(one.writes for one in in_loops) >= 2 * virtual**2
+
+
+def beside(tick: Tick) -> float:
+    """The share of the passes of a full tick that run while a collective does."""
+    passes = [(one.start_s, one.start_s + one.seconds) for one in tick.spans if one.row == "other"]
+    links = [
+        (one.start_s, one.start_s + one.seconds) for one in tick.spans
+        if one.row not in ("matmul", "attention", "other") and not one.exposed
+    ]  # fmt: skip
+    times = sorted({time for span in (*passes, *links) for time in span})
+
+    def within(spans: list, begin: float, end: float) -> bool:
+        return any(first <= begin and end <= last for first, last in spans)
+
+    pieces = [(a, b) for a, b in itertools.pairwise(times) if within(passes, a, b)]
+    return sum(b - a for a, b in pieces if within(links, a, b)) / sum(b - a for a, b in pieces)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_activations_and_norms_are_beside_collectives(compiled, virtual):
+    """Most of them: what lies between two collectives of the same function cannot be."""
+    assert beside(compiled(virtual, "on")[1]) > 0.5
+    assert beside(compiled(virtual, "off")[1]) < 0.4
 
 
 @pytest.mark.parametrize("attention", ["auto", "blocked"])

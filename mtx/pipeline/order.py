@@ -1,7 +1,9 @@
-"""In which order collectives and matmuls are computed, so that matmuls lie beside collectives.
+"""In which order collectives and matmuls are computed, so that matmuls lie beside collectives, and
+with them what only moves memory.
 
 A list scheduler, tried many times with random factors: what can be done and most waits for comes
-first; of what it gives, the order that leaves least of the collectives alone.
+first; of what it gives, the order that leaves least of the collectives alone. What moves memory has
+no say in it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _TRIALS = 240
 
 
 class Step(NamedTuple):
-    """A collective, an equation with matmuls in it, or a value that is written to memory."""
+    """A collective, or an equation with matmuls in it."""
 
     seconds: float
     communicates: bool
@@ -23,7 +25,16 @@ class Step(NamedTuple):
     side: str  # F or B
     before: frozenset[int] = frozenset()  # the places of those that it waits for
     network: bool = False  # a collective that leaves the node
-    writes: bool = False
+
+
+class MemoryOp(NamedTuple):
+    """What only moves memory: a pass over arrays, or a value that is written to one."""
+
+    seconds: float
+    before: frozenset[int]  # the places of the steps that it waits for
+    until: frozenset[int] = frozenset()  # and of those that wait for it
+    after: frozenset[int] = frozenset()  # the numbers of others of its kind that it waits for
+    later: bool = False  # comes when all is done
 
 
 # A collective's place, and of what lies beside it: of matmuls and, where it leaves the node, blocks
@@ -32,27 +43,29 @@ Block = tuple[Any, ...]
 
 
 class Order(NamedTuple):
-    """Blocks in turn, and behind them the writes that lie beside nothing."""
+    """Blocks in turn, and what moves memory beside their collectives."""
 
     blocks: tuple[Block, ...]
-    writes: tuple[int, ...]
-    exposed_s: float  # of collectives, what no matmul lies beside
+    beside: dict[int, tuple[int, ...]]  # the numbers, by the place of the collective
+    exposed_s: float  # of collectives, what no matmul lies beside, but for weight gradients'
+    waited_s: float  # of these, what others than weight gradients wait for
     collective_s: float
 
 
 @lru_cache(maxsize=512)
-def order(steps: tuple[Step, ...]) -> Order:
+def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
     """The order that leaves least exposed, of many tried: each prefers what most waits for, times a
-    random factor. The same steps always get the same one. Writes come last among them."""
-    ranks = _ranks([step for step in steps if not step.writes])
+    random factor. The same steps always get the same one."""
+    ranks = _ranks(steps)
     rng, both = random.Random(0), len({step.side for step in steps}) > 1
-    best = _tried(steps, ranks)
-    for _ in range(_TRIALS if both else _TRIALS // 8):
+    best = _Trial(steps, ranks, defers=False).order()
+    for trial in range(_TRIALS if both else _TRIALS // 8):
         if best.exposed_s <= 0.0:
             break
         keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
-        best = min(best, _tried(steps, keys), key=lambda found: found.exposed_s)
-    return best
+        found = _Trial(steps, keys, defers=trial % 2 == 0).order()
+        best = min(best, found, key=lambda found: (found.waited_s, found.exposed_s))
+    return best._replace(beside=_Beside(best, steps).put(memory))
 
 
 def _ranks(steps: Sequence[Step]) -> list[float]:
@@ -69,32 +82,32 @@ def places_in(block: Block) -> Iterator[int]:
         yield from places_in(each) if isinstance(each, tuple) else (each,)
 
 
-def _tried(steps: Sequence[Step], keys: Sequence[float]) -> Order:
-    """One order: of what can be done, the larger key comes first, weight gradients last."""
-    return _Trial(steps, keys).order()
-
-
 class _Trial:
-    def __init__(self, steps: Sequence[Step], keys: Sequence[float]):
-        places = sorted(range(len(keys)), key=lambda n: (steps[n].later, -keys[n]))
+    """One order: of what can be done, the larger key comes first, weight gradients last. defers:
+    collectives for these wait until the rest is done."""
+
+    def __init__(self, steps: Sequence[Step], keys: Sequence[float], *, defers: bool):
+        places = sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n]))
         self.steps, self.left, self.done = steps, dict.fromkeys(places), set()
-        self.writes = list(range(len(keys), len(steps)))
-        self.exposed_s = 0.0
+        self.defers = defers
+        self.exposed_s = self.waited_s = 0.0
 
     def order(self) -> Order:
         blocks: list[Block] = []
         while self.left:
             link, work = self.next_of(True), self.next_of(False)
-            if work is not None and (
-                link is None or (self.steps[link].later and self.steps[work].later)
-            ):
+            if link is None or (work is not None and self.is_before(work, link)):
+                assert work is not None  # no step waits for itself
                 self.take(work)
                 blocks.append((work,))
-                continue
-            assert link is not None  # no step waits for itself
-            blocks.append(self.block(link)[0])
+            else:
+                blocks.append(self.block(link)[0])
         collective_s = sum(step.seconds for step in self.steps if step.communicates)
-        return Order(tuple(blocks), tuple(self.writes), self.exposed_s, collective_s)
+        return Order(tuple(blocks), {}, self.exposed_s, self.waited_s, collective_s)
+
+    def is_before(self, work: int, link: int) -> bool:
+        """A matmul, alone, before a collective."""
+        return self.steps[link].later and (self.steps[work].later or self.defers)
 
     def next_of(self, communicates: bool, *, later=True, network=True) -> int | None:
         """The first that can be done."""
@@ -115,7 +128,6 @@ class _Trial:
     def block(self, link: int) -> tuple[Block, float]:
         """A collective with what lies beside it, and the seconds of it all."""
         step, beside_s = self.steps[link], 0.0
-        writes = [place for place in self.writes if self.can_be_written(place)]
         block: list[Any] = [link]
         del self.left[link]
         while beside_s < step.seconds:
@@ -131,23 +143,60 @@ class _Trial:
             else:
                 break
         self.done.add(link)
-        self.exposed_s += max(0.0, step.seconds - beside_s)
-        if any(isinstance(each, int) for each in block[1:]):  # a matmul that holds them there
-            block[1:1] = self.written(writes, step.seconds)
+        exposed_s = max(0.0, step.seconds - beside_s)
+        self.exposed_s += exposed_s
+        self.waited_s += 0.0 if step.later else exposed_s
         return tuple(block), max(step.seconds, beside_s)
-
-    def can_be_written(self, place: int) -> bool:
-        return not self.steps[place].later and self.steps[place].before <= self.done
-
-    def written(self, writes: Sequence[int], seconds: float) -> list[int]:
-        """Those of the writes that can be done in so many seconds."""
-        found = []
-        for place in writes:
-            if place in self.writes and self.steps[place].seconds <= seconds:
-                seconds -= self.steps[place].seconds
-                self.writes.remove(place)
-                found.append(place)
-        return found
 
     def _is_before(self, one: int, other: int) -> bool:
         return next(place for place in self.left if place in (one, other)) == one
+
+
+class _Beside:
+    """Where what moves memory lies: right behind the beginning of a collective, beside which there
+    is a matmul to hold it there, and as much of it as the collective takes."""
+
+    def __init__(self, order: Order, steps: Sequence[Step]):
+        self.steps, self.room_s = steps, dict[int, float]()
+        self.begins, self.ends = dict[int, int](), dict[int, int]()  # of each place, in turn
+        # What is left of collectives though weight gradients lie beside them.
+        free = (step.seconds for step in steps if step.later and not step.communicates)
+        self.alone_s = order.exposed_s - sum(free)
+        for block in order.blocks:
+            self._follow(block)
+
+    def _follow(self, block: Block) -> None:
+        first, *beside = block
+        self.begins[first] = len(self.begins) + len(self.ends)
+        if any(isinstance(each, int) for each in beside):
+            self.room_s[first] = self.steps[first].seconds
+        for each in beside:
+            self._follow(each if isinstance(each, tuple) else (each,))
+        self.ends[first] = len(self.begins) + len(self.ends)
+
+    def put(self, memory: Sequence[MemoryOp]) -> dict[int, tuple[int, ...]]:
+        """As late as what waits for it allows, else as soon as can be. What nothing waits for is
+        left where collectives are alone, and so is what fits nowhere."""
+        found: dict[int, list[int]] = {}
+        at: list[int] = []  # the turn in which each of them is there for others
+        for number, op in enumerate(memory):
+            turn = max((at[n] for n in op.after), default=-1)
+            windows = [place for place in self.room_s if self._holds(place, op, turn)]
+            if not op.until and self.alone_s > 0.0:
+                self.alone_s -= op.seconds
+                windows = []
+            if windows:
+                place = windows[-1 if op.until else 0]
+                self.room_s[place] -= op.seconds
+                found.setdefault(place, []).append(number)
+                turn = self.begins[place]
+            at.append(turn)
+        return {place: tuple(numbers) for place, numbers in found.items()}
+
+    def _holds(self, place: int, op: MemoryOp, turn: int) -> bool:
+        begin = self.begins[place]
+        return (
+            not op.later and op.seconds <= self.room_s[place] and turn <= begin
+            and all(self.ends[n] <= begin for n in op.before)
+            and all(self.begins[n] > begin for n in op.until)
+        )  # fmt: skip

@@ -7,30 +7,20 @@ leaves two or three alone, whatever its options. So the order is made here: a co
 another function that take as long, and a barrier over what both give, behind which all that needs
 the one or the other stands. What only weight gradients need is left out of barriers: XLA has a
 matmul add its product in place only where nothing stands between it and the sum.
-
-Costs decide what lies beside what, and no more: they are an H100's, in seconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 from jax.extend.core import Literal
 
-from mtx.pipeline.order import Block, Order, Step, order, places_in
-from mtx.pipeline.slots import write
-from mtx.vjp import COLLECTIVES, Strand, axes_of, bind, divide, needed_of, variables_of
-
-# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
-# where all devices of a node send at once, those of `tensor` each for a ring of its own.
-_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 300e9, 300e9
-_NODE = 8  # devices
-_SHORT = 10e-6  # collectives that take less are not worth a matmul
+from mtx.pipeline.nodes import Asked, Node, Pass, Write, communicates, flops_of, way_to
+from mtx.pipeline.order import Block, Order, places_in
+from mtx.vjp import Strand, divide, needed_of, variables_of
 
 
 class Braid:
@@ -38,7 +28,10 @@ class Braid:
 
     def __init__(self):
         self._values: list[Any] = []  # by number; None: still to be computed
-        self._nodes: list[_Node | _Write] = []
+        self._nodes: list[Node] = []
+        self._writes: list[Write] = []
+        self._beside: dict[int, list[Pass | Write]] = {}  # by the place of a collective
+        self._puts_off = True
         self._weights: set[int] = set()
         self._outputs: set[int] = set()  # of functions
 
@@ -60,7 +53,7 @@ class Braid:
         for place, eqn in enumerate(strand.eqns):
             outputs = self.given([None] * len(eqn.outvars))
             reads = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
-            self._nodes.append(_Node(strand.jaxpr, eqn, reads, outputs, side, place in later))
+            self._nodes.append(Node(strand.jaxpr, eqn, reads, outputs, side, place in later))
             known.update(zip(eqn.outvars, outputs))
         given = [
             self.given([atom.val])[0] if isinstance(atom, Literal) else known[atom]
@@ -81,7 +74,7 @@ class Braid:
             behind = () if last or read_of is None else self._made_of(read_of)
             size = math.prod(array.shape[len(index) :]) * array.dtype.itemsize
             number, made = self.given([array, None])
-            self._nodes.append(_Write(index, [number, value], [made], behind, size, last))
+            self._writes.append(Write(index, [number, value], [made], behind, size, last))
             written.append(made)
         return written
 
@@ -108,63 +101,66 @@ class Braid:
     def run(self, last: Sequence[int] = ()) -> Order:
         """Computes all; the order in which that was done. last: behind these lie the writes that
         lie beside no collective."""
-        large, pending = [], []
-        for node in self._nodes:
-            (pending if node.op is None else large).append(node)
-        found = order(tuple(self._steps()))
+        written = {node.inputs[1] for node in self._writes}
+        asked = Asked(self._nodes, self._outputs - written, self._writes)
+        found, memory = asked.order, asked.memory
+        self._beside = {at: [memory[n] for n in numbers] for at, numbers in found.beside.items()}
+        placed = {node for each in self._beside.values() for op in each for node in op.nodes}
+        pending = [node for node in self._nodes if not (node.op or node in placed)]
+        self._puts_off = not asked.joins
         for block in found.blocks:
             self._compute_ready(pending)
-            self._together(block, large, pending)
+            self._together(block, asked.large, pending)
         self._compute_ready(pending)
-        writes = [large[place] for place in found.writes]
+        writes = [node for node in self._writes if node not in placed]
         for node in writes:
             self._hold_back(node)
         if writes and last:
             self._barrier({*last, *(node.inputs[0] for node in writes)})
         for node in writes:
             self._set(node.outputs, node.compute(self.read(node.inputs)))
-        self._nodes = []
+        self._nodes, self._writes = [], []
         return found
 
-    def _steps(self) -> Iterator[Step]:
-        """Matmuls and collectives, and which of them each waits for."""
-        waits_for: dict[int, frozenset[int]] = {}  # by the number of a value
-        place = 0
-        for node in self._nodes:
-            read = (*node.inputs, *node.behind)
-            before = frozenset().union(*(waits_for.get(n, frozenset()) for n in read))
-            if node.op is not None:
-                yield node.op._replace(before=before)
-                before, place = frozenset({place}), place + 1
-            waits_for |= dict.fromkeys(node.outputs, before)
-
-    def _together(self, block: Block, large: Sequence, pending: list) -> None:
+    def _together(self, block: Block, large: Sequence[Node], pending: list) -> None:
         """A collective and what lies beside it: neither runs before what the other waits for, nor
-        after what needs the other; writes come first, then matmuls. What only weight gradients
-        need is free."""
+        after what needs the other; what only moves memory comes first, then matmuls. What only
+        weight gradients need is free."""
         first, beside = large[block[0]], block[1:]
-        nodes = [large[place] for place in places_in(beside)]
-        direct = [large[place] for place in beside if isinstance(place, int)]
-        writes = [node for node in direct if isinstance(node, _Write)]
-        tied = [node for node in nodes if not (node.later or isinstance(node, _Write))]
-        begins = tied and self._is_ready(tied[0])
+        tied = [node for node in (large[at] for at in places_in(beside)) if not node.later]
+        memory = self._beside.get(block[0], [])
+        begins = {n for op in memory for n in op.begins}
+        if tied and self._is_ready(tied[0]):
+            begins.update(tied[0].inputs)
         if begins:
-            arrays = [node.inputs[0] for node in writes]
-            self._barrier({*first.inputs, *tied[0].inputs, *arrays} - self._weights)
+            self._barrier({*first.inputs, *begins} - self._weights)
         made = self._computed(first)
-        self._compute_all(writes)
-        if writes and begins:
-            written = [number for node in writes for number in node.outputs]
-            self._barrier({*tied[0].inputs, *written} - self._weights)
-        for each in beside:
+        for op in memory:
+            self._compute_all(op.nodes)
             self._compute_ready(pending)
+        if memory and tied and self._is_ready(tied[0]):
+            held = {n for op in memory for n in op.ends}
+            self._barrier({*tied[0].inputs, *held} - self._weights)
+        for each in beside:
             if isinstance(each, tuple):
+                self._compute_ready(pending)
                 self._together(each, large, pending)
-            elif large[each] not in writes:
-                self._compute_all([large[each]])
+            else:
+                self._compute_for(large[each], pending)
         self._set(first.outputs, made)
         if tied:
             self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
+
+    def _compute_for(self, node: Node, pending: list) -> None:
+        """An equation, and what is still to be computed on the way to it; the rest lies behind the
+        barrier to come."""
+        if not self._puts_off:
+            self._compute_ready(pending)
+        made_by = {number: each for each in pending for number in each.outputs}
+        found = way_to(node.inputs, made_by)
+        first = [each for each in pending if each in found]
+        pending[:] = [each for each in pending if each not in found]
+        self._compute_all([*first, node])
 
     def _compute_ready(self, pending: list) -> None:
         """Of what is neither a matmul nor a collective, all that can be computed."""
@@ -173,15 +169,15 @@ class Braid:
                 pending.remove(node)
                 self._compute_all([node])
 
-    def _compute_all(self, nodes: Sequence[_Node | _Write]) -> None:
+    def _compute_all(self, nodes: Sequence[Node | Write]) -> None:
         for node in nodes:
             self._set(node.outputs, self._computed(node))
 
-    def _computed(self, node: _Node | _Write) -> list:
+    def _computed(self, node: Node | Write) -> list:
         self._hold_back(node)
         return node.compute(self.read(node.inputs))
 
-    def _hold_back(self, node: _Node | _Write) -> None:
+    def _hold_back(self, node: Node | Write) -> None:
         if node.behind:
             self._barrier({node.inputs[0], *node.behind})
 
@@ -192,62 +188,8 @@ class Braid:
         for number, value in zip(numbers, values, strict=True):
             self._values[number] = value
 
-    def _is_ready(self, node: _Node | _Write) -> bool:
+    def _is_ready(self, node: Node | Write) -> bool:
         return all(self._values[number] is not None for number in (*node.inputs, *node.behind))
-
-
-@dataclass(frozen=True, eq=False)
-class _Write:
-    """A value to be written to a part of an array, behind what is made of the array as it was."""
-
-    index: tuple
-    inputs: list[int]  # array, value
-    outputs: list[int]
-    behind: tuple[int, ...]
-    size: int  # of the value, bytes
-    later: bool
-
-    @property
-    def op(self) -> Step:
-        return Step(2 * self.size / _MEMORY, False, self.later, "F", writes=True)
-
-    def compute(self, values: Sequence) -> list:
-        array, value = values
-        return [write(array, value, *self.index)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Node:
-    """An equation, with its inputs and outputs by their numbers."""
-
-    jaxpr: Any
-    eqn: Any
-    inputs: list[int]
-    outputs: list[int]
-    side: str
-    later: bool
-    behind = ()
-
-    @cached_property
-    def op(self) -> Step | None:
-        """What there is to be ordered; None: it is computed in passing."""
-        communicates, flops = _communicates(self.eqn), _flops(self.eqn)
-        if not communicates and not flops:
-            return None
-        moved = _bytes(self.eqn.invars), _bytes(self.eqn.outvars)
-        if communicates:
-            rate, network = _link(self.eqn)
-            seconds = _sent(self.eqn, max(moved)) / rate
-            step = Step(seconds, True, self.later, self.side, network=network)
-            return step if seconds > _SHORT else None
-        rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
-        seconds = max(flops / rate, sum(moved) / _MEMORY)
-        return Step(seconds, False, self.later, self.side)
-
-    def compute(self, values: Sequence) -> list:
-        given = iter(values)
-        atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
-        return bind(self.jaxpr, self.eqn, atoms)
 
 
 # -- of functions ----------------------------------------------------------------------------------
@@ -270,7 +212,7 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
     rest, which takes what the first part gives before its own inputs. after: inputs that are not
     there yet. None where there is no such gather."""
     eqns = strand.eqns
-    first = next((eqn for eqn in eqns if _flops(eqn)), None)
+    first = next((eqn for eqn in eqns if flops_of(eqn)), None)
     if first is None:
         return None
     late = set(after)
@@ -278,79 +220,11 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
         if late.intersection(variables_of(eqn.invars)):
             late.update(eqn.outvars)
     needed = (eqns[place] for place in needed_of(eqns, variables_of(first.invars)))
-    gathers = [eqn for eqn in needed if _communicates(eqn) and late.isdisjoint(eqn.outvars)]
+    gathers = [eqn for eqn in needed if communicates(eqn) and late.isdisjoint(eqn.outvars)]
     if not gathers:
         return None
     ahead = needed_of(eqns, [var for eqn in gathers for var in eqn.outvars])
     return strand.divided(ahead)
-
-
-def _communicates(eqn) -> bool:
-    return eqn.primitive.name in COLLECTIVES
-
-
-def _link(eqn) -> tuple[float, bool]:
-    """Bytes a second of a collective, and whether it leaves the node. Devices along `tensor` are
-    neighbours in a node."""
-    axes = axes_of(eqn)
-    if eqn.primitive.name != "all_to_all":
-        leaves = set(axes) != {"tensor"}
-        return (_NETWORK / lax.axis_size("tensor") if leaves else _LINK), leaves
-    size = lax.axis_size(axes)
-    inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
-    if inside == size:
-        return _LINK, False
-    # What leaves the node each device sends over a card of its own.
-    return _NETWORK / _NODE * (size - 1) / (size - inside), True
-
-
-def _sent(eqn, moved: int) -> float:
-    """Bytes that a device sends in a collective of an array of so many."""
-    if eqn.primitive.name == "ppermute":
-        return moved
-    times = 2 if eqn.primitive.name in ("psum", "pmax") else 1
-    return times * moved * (1 - 1 / lax.axis_size(axes_of(eqn)))
-
-
-def _bytes(atoms) -> int:
-    return sum(
-        math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in atoms if hasattr(a.aval, "shape")
-    )
-
-
-def _flops(eqn) -> float:
-    """Of the matmuls in an equation, those of its loops and branches included; none of a loop that
-    communicates, beside which another collective cannot run: of full experts' further rounds, which
-    hardly ever come."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        (contract, _), _ = params["dimension_numbers"]
-        shared = math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
-        return 2.0 * shared * math.prod(eqn.outvars[0].aval.shape)
-    if "attention" in name:  # a fused kernel: q, k, ..., and two products, or five
-        products = 5 if "bwd" in name or "backward" in name else 2
-        rows, keys, *_ = eqn.invars[1].aval.shape
-        return products * 2.0 * math.prod(eqn.invars[0].aval.shape) * keys
-    if name == "cond":
-        return max(_flops_of(branch) for branch in params["branches"])
-    if name == "while":
-        body = params["body_jaxpr"]
-        return 0.0 if _has_collective(body) else _flops_of(body)
-    return params.get("length", 1) * sum(map(_flops_of, _inside(eqn)))
-
-
-def _inside(eqn) -> list:
-    """The functions in an equation."""
-    return [value for value in eqn.params.values() if hasattr(value, "jaxpr")]
-
-
-def _has_collective(closed) -> bool:
-    eqns = closed.jaxpr.eqns
-    return any(_communicates(eqn) or any(map(_has_collective, _inside(eqn))) for eqn in eqns)
-
-
-def _flops_of(closed) -> float:
-    return sum(map(_flops, closed.jaxpr.eqns))
 
 
 def is_nested(eqn) -> bool:

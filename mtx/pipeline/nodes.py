@@ -1,0 +1,283 @@
+"""What a braid computes: equations, passes of several that only move memory, and writes; what each
+takes, and which waits for which.
+
+Costs decide what lies beside what, and no more: they are an H100's, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Literal
+
+from mtx.pipeline.order import MemoryOp, Order, Step, order
+from mtx.pipeline.slots import write
+from mtx.vjp import COLLECTIVES, axes_of, bind, variables_of
+
+# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
+# where all devices of a node send at once, those of `tensor` each for a ring of its own.
+_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 300e9, 300e9
+_NODE = 8  # devices
+_SHORT = 10e-6  # collectives that take less are not worth a matmul
+_BRIEF = 3e-6  # nor are passes a place of their own
+_VIEWS = ("reshape", "squeeze", "expand_dims", "name", "optimization_barrier")  # move nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """A value to be written to a part of an array, behind what is made of the array as it was."""
+
+    index: tuple
+    inputs: list[int]  # array, value
+    outputs: list[int]
+    behind: tuple[int, ...]
+    size: int  # of the value, bytes
+    later: bool
+
+    @property
+    def nodes(self) -> list[Write]:
+        return [self]
+
+    @property
+    def begins(self) -> list[int]:
+        """What a barrier before it holds."""
+        return self.inputs[:1]
+
+    @property
+    def ends(self) -> list[int]:
+        """What a barrier behind it holds."""
+        return self.outputs
+
+    @property
+    def seconds(self) -> float:
+        return 2 * self.size / _MEMORY
+
+    def compute(self, values: Sequence) -> list:
+        array, value = values
+        return [write(array, value, *self.index)]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An equation, with its inputs and outputs by their numbers."""
+
+    jaxpr: Any
+    eqn: Any
+    inputs: list[int]
+    outputs: list[int]
+    side: str
+    later: bool
+    behind = ()
+
+    @cached_property
+    def op(self) -> Step | None:
+        """What there is to be ordered; None: it is computed in passing."""
+        flops = flops_of(self.eqn)
+        if not communicates(self.eqn) and not flops:
+            return None
+        moved = [sum(map(_size, atoms)) for atoms in (self.eqn.invars, self.eqn.outvars)]
+        if communicates(self.eqn):
+            rate, network = _link(self.eqn)
+            seconds = _sent(self.eqn, max(moved)) / rate
+            step = Step(seconds, True, self.later, self.side, network=network)
+            return step if seconds > _SHORT else None
+        rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
+        seconds = max(flops / rate, sum(moved) / _MEMORY)
+        return Step(seconds, False, self.later, self.side)
+
+    def compute(self, values: Sequence) -> list:
+        given = iter(values)
+        atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
+        return bind(self.jaxpr, self.eqn, atoms)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Equations on the way to a matmul or to a collective, of what others of these have made."""
+
+    nodes: list[Node]
+    begins: list[int]  # what those have made, and others of its kind for them
+    ends: list[int]  # what matmuls and collectives read of it, and outputs
+    seconds: float
+    later = False
+
+
+def passes_of(nodes: Sequence[Node], outputs: Collection[int]) -> list[Pass]:
+    """What leads to matmuls and collectives, then what leads to outputs alone. An equation is in
+    the first that needs it; those that are brief, and what only leads to weight gradients that
+    matmuls make, are in none."""
+    made_by = {number: node for node in nodes for number in node.outputs}
+    stored = {number for node in nodes if node.op for number in node.outputs}
+    ends = {number for node in nodes if node.op for number in node.inputs}.union(outputs)
+    found: list[Pass] = []
+    taken: set[Node] = set()
+
+    def take(numbers: Iterable[int]) -> None:
+        group = way_to(numbers, made_by, taken)
+        made = _pass([node for node in nodes if node in group], stored, ends)
+        moves = any(node.eqn.primitive.name not in _VIEWS for node in group)
+        if moves and made.begins and made.seconds > _BRIEF:
+            found.append(made)
+            taken.update(group)
+            stored.update(made.ends)
+
+    for node in nodes:
+        if node.op and not node.later:
+            take(node.inputs)
+    for number in sorted(outputs):
+        take([number])
+    return found
+
+
+def way_to(
+    numbers: Iterable[int], made_by: Mapping[int, Node], taken: Collection[Node] = ()
+) -> set[Node]:
+    """The equations on the way to values, back to matmuls, collectives and what is taken."""
+    found: set[Node] = set()
+    waiting = list(numbers)
+    while waiting:
+        made = made_by.get(waiting.pop())
+        if made and not (made.op or made in taken or made in found):
+            found.add(made)
+            waiting.extend(made.inputs)
+    return found
+
+
+def _pass(nodes: list[Node], stored: Collection[int], ends: Collection[int]) -> Pass:
+    sizes: dict[int, int] = {}
+    own: dict[int, int] = {}
+    for node in nodes:
+        sizes |= zip(node.inputs, map(_size, variables_of(node.eqn.invars)), strict=True)
+        own |= zip(node.outputs, map(_size, node.eqn.outvars), strict=True)
+    given = sorted(sizes.keys() - own.keys())
+    read = sorted(own.keys() & set(ends))
+    moved = sum((sizes | own)[number] for number in (*given, *read))
+    return Pass(nodes, [n for n in given if n in stored], read, moved / _MEMORY)
+
+
+class Asked:
+    """What there is to be ordered: matmuls and collectives, and what moves memory beside them."""
+
+    def __init__(self, nodes: Sequence[Node], outputs: Collection[int], writes: Sequence[Write]):
+        # Short collectives, as of FP8's largest magnitudes, XLA joins where several are ready at
+        # once: no pass among them has a place, and none is put off.
+        self.joins = any(communicates(node.eqn) and not node.op for node in nodes)
+        passes = [] if self.joins else passes_of(nodes, outputs)
+        self.large = [node for node in nodes if node.op]
+        self.memory: list[Pass | Write] = [*passes, *writes]
+        self.steps: list[Step] = []
+        self._before = [set[int]() for _ in self.memory]  # the places of steps
+        self._until = [set[int]() for _ in self.memory]
+        self._after = [set[int]() for _ in self.memory]  # numbers of passes
+        of_node = {node: number for number, each in enumerate(passes) for node in each.nodes}
+        self._waits: dict[int, frozenset[int]] = {}  # of each value, for steps
+        self._needs: dict[int, frozenset[int]] = {}  # and for passes
+        for node in nodes:
+            self._follow(node, of_node.get(node))
+        for number, each in enumerate(writes, len(passes)):
+            read = (*each.inputs, *each.behind)
+            self._before[number] |= self._union(self._waits, read)
+            self._after[number] |= self._union(self._needs, read)
+
+    def _follow(self, node: Node, number: int | None) -> None:
+        """number: of the pass in which it is."""
+        before = self._union(self._waits, node.inputs)
+        after = self._union(self._needs, node.inputs)
+        if node.op:
+            place = len(self.steps)
+            self.steps.append(node.op._replace(before=before))
+            for each in after:
+                self._until[each].add(place)
+            before, after = frozenset({place}), frozenset()
+        elif number is not None:
+            self._before[number] |= before
+            self._after[number] |= after - {number}
+            after |= {number}
+        self._waits |= dict.fromkeys(node.outputs, before)
+        self._needs |= dict.fromkeys(node.outputs, after)
+
+    @staticmethod
+    def _union(of: dict[int, frozenset[int]], numbers: Iterable[int]) -> frozenset[int]:
+        return frozenset().union(*(of.get(number, frozenset()) for number in numbers))
+
+    @property
+    def order(self) -> Order:
+        memory = (
+            MemoryOp(each.seconds, *map(frozenset, sets), later=each.later)
+            for each, *sets in zip(self.memory, self._before, self._until, self._after, strict=True)
+        )
+        return order(tuple(self.steps), tuple(memory))
+
+
+def communicates(eqn) -> bool:
+    return eqn.primitive.name in COLLECTIVES
+
+
+def _link(eqn) -> tuple[float, bool]:
+    """Bytes a second of a collective, and whether it leaves the node. Devices along `tensor` are
+    neighbours in a node."""
+    axes = axes_of(eqn)
+    if eqn.primitive.name != "all_to_all":
+        leaves = set(axes) != {"tensor"}
+        return (_NETWORK / lax.axis_size("tensor") if leaves else _LINK), leaves
+    size = lax.axis_size(axes)
+    inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
+    if inside == size:
+        return _LINK, False
+    # What leaves the node each device sends over a card of its own.
+    return _NETWORK / _NODE * (size - 1) / (size - inside), True
+
+
+def _sent(eqn, moved: int) -> float:
+    """Bytes that a device sends in a collective of an array of so many."""
+    if eqn.primitive.name == "ppermute":
+        return moved
+    times = 2 if eqn.primitive.name in ("psum", "pmax") else 1
+    return times * moved * (1 - 1 / lax.axis_size(axes_of(eqn)))
+
+
+def _size(atom) -> int:
+    """Bytes."""
+    return (
+        math.prod(atom.aval.shape) * atom.aval.dtype.itemsize if hasattr(atom.aval, "shape") else 0
+    )
+
+
+def flops_of(eqn) -> float:
+    """Of the matmuls in an equation, those of its loops and branches included; none of a loop that
+    communicates, beside which another collective cannot run: of full experts' further rounds, which
+    hardly ever come."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contract, _), _ = params["dimension_numbers"]
+        shared = math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
+        return 2.0 * shared * math.prod(eqn.outvars[0].aval.shape)
+    if "attention" in name:  # a fused kernel: q, k, ..., and two products, or five
+        products = 5 if "bwd" in name or "backward" in name else 2
+        rows, keys, *_ = eqn.invars[1].aval.shape
+        return products * 2.0 * math.prod(eqn.invars[0].aval.shape) * keys
+    if name == "cond":
+        return max(_flops_within(branch) for branch in params["branches"])
+    if name == "while":
+        body = params["body_jaxpr"]
+        return 0.0 if _has_collective(body) else _flops_within(body)
+    return params.get("length", 1) * sum(map(_flops_within, _inside(eqn)))
+
+
+def _inside(eqn) -> list:
+    """The functions in an equation."""
+    return [value for value in eqn.params.values() if hasattr(value, "jaxpr")]
+
+
+def _has_collective(closed) -> bool:
+    eqns = closed.jaxpr.eqns
+    return any(communicates(eqn) or any(map(_has_collective, _inside(eqn))) for eqn in eqns)
+
+
+def _flops_within(closed) -> float:
+    return sum(map(flops_of, closed.jaxpr.eqns))
