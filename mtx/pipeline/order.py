@@ -54,8 +54,9 @@ class Order(NamedTuple):
 
 @lru_cache(maxsize=512)
 def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
-    """The order that leaves least exposed, of many tried: each prefers what most waits for, times a
-    random factor. The same steps always get the same one."""
+    """The order that leaves least exposed of what not only weight gradients wait for, then of all,
+    of many tried: each prefers what most waits for, times a random factor. The same steps always
+    get the same one."""
     ranks = _ranks(steps)
     rng, both = random.Random(0), len({step.side for step in steps}) > 1
     best = _Trial(steps, ranks, defers=False).order()
@@ -96,7 +97,7 @@ class _Trial:
         blocks: list[Block] = []
         while self.left:
             link, work = self.next_of(True), self.next_of(False)
-            if link is None or (work is not None and self.is_before(work, link)):
+            if link is None or (work is not None and self.goes_first(work, link)):
                 assert work is not None  # no step waits for itself
                 self.take(work)
                 blocks.append((work,))
@@ -105,7 +106,7 @@ class _Trial:
         collective_s = sum(step.seconds for step in self.steps if step.communicates)
         return Order(tuple(blocks), {}, self.exposed_s, self.waited_s, collective_s)
 
-    def is_before(self, work: int, link: int) -> bool:
+    def goes_first(self, work: int, link: int) -> bool:
         """A matmul, alone, before a collective."""
         return self.steps[link].later and (self.steps[work].later or self.defers)
 
