@@ -295,7 +295,8 @@ def test_what_moves_memory_lies_beside_a_collective_that_a_matmul_lies_beside():
 )
 def test_compiled_for_gpus_layers_hide_their_collectives():
     """What is left over `tensor`: the first gather of a tick, what lies beside attention in blocks,
-    and ticks with F or B alone."""
+    and ticks with F or B alone. Of the formula's FLOPs a woven step leaves what waits of a chunk's
+    last B, the weight gradients of q, k, v and of the MLP, in the tick that a stage sits out."""
     model = ModelConfig(layers=8, hidden=8192, heads=64, sequence=2048, vocab=51200)
     exposed_s = {}
     for weave in ("off", "on"):
@@ -304,5 +305,7 @@ def test_compiled_for_gpus_layers_hide_their_collectives():
         compiled = compile_plan(run, target="h100")
         (over_tensor,) = [e for e in compiled.timeline.exposures if e.axes == ("tensor",)]
         exposed_s[weave] = over_tensor.exposed_s
-        assert compiled.matmul_flops == pytest.approx(compiled.formula_flops, rel=1e-3)
+        skipped = 2 * 2048 * 11 * 8192**2 * 2 if weave == "on" else 0  # of two stages
+        expected = compiled.formula_flops - skipped
+        assert compiled.matmul_flops == pytest.approx(expected, rel=1e-9)
     assert exposed_s["on"] < 0.6 * exposed_s["off"]

@@ -278,6 +278,7 @@ def busy_shares(
         shares["embed"] = share_of(schedule.enters(2) >= 0, "any")
         shares["embed_backward"] = share_of(schedule.left(1) >= 0, "any")
         shares["ends"] = share_of(schedule.head >= 0, "some")
+        shares["head"] = 1.0  # asked where there is one
         shares["W"] = shares["B"]  # of a tick's last layer
     if weight is not None:
         shares |= {
