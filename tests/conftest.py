@@ -50,13 +50,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name != "test_types.py")
 
 
-def pytest_sessionfinish():
-    """pytest collects garbage five times at the end, to find what was left open: the first time
-    finds it; traced programs, which stay, are not looked through again."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module")
 def kept_programs(tmp_path_factory):
     """What is compiled is kept for the module's other runs, as `mtx train` does."""
