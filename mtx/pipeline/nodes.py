@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
 from mtx.pipeline.order import MemoryOp, Order, Step, order
-from mtx.pipeline.slots import write
-from mtx.vjp import COLLECTIVES, axes_of, bind, variables_of
+from mtx.pipeline.slots import add, read, write
+from mtx.vjp import COLLECTIVES, axes_of, bind, is_matmul, variables_of
 
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
 # where all devices of a node send at once, those of `tensor` each for a ring of its own.
 _FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 300e9, 300e9
 _NODE = 8  # devices
-_SHORT = 10e-6  # collectives that take less are not worth a matmul
+_SHORT = 5e-6  # collectives that take less are not worth a matmul
 _BRIEF = 3e-6  # nor are passes a place of their own
 _VIEWS = ("reshape", "squeeze", "expand_dims", "name", "optimization_barrier")  # move nothing
 
@@ -94,6 +95,48 @@ class Node:
         given = iter(values)
         atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
         return bind(self.jaxpr, self.eqn, atoms)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A gradient to be added to a part of an array."""
+
+    index: tuple
+    value: int
+    total: int  # the array
+    nodes: list[Node]  # from the matmul to the gradient
+
+    def compute(self, total, value):
+        return add(total, value, *self.index)
+
+    def first(self, total):
+        """The first element of the part."""
+        return read(total, *self.index, *(0,) * (total.ndim - len(self.index)))
+
+
+def behind(array, element):
+    """The array, but nothing of it is read before the element is there: where that is NaN, so is
+    one of the array's."""
+    is_nan = jnp.isnan(element)
+    place = is_nan.astype(jnp.int32), *(0,) * (array.ndim - 1)
+    return write(array, jnp.where(is_nan, element.astype(array.dtype), read(array, *place)), *place)
+
+
+def product_of(value: int, nodes: Sequence[Node]) -> tuple[int | None, list[Node]]:
+    """The product of a matmul of which alone a value is made, and what stands between the two; None
+    where there is none, or others read it."""
+    made_by = {number: node for node in nodes for number in node.outputs}
+    way = way_to([value], made_by)
+    between = [node for node in nodes if node in way]
+    made = {number for node in between for number in node.outputs}
+    given = {number for node in between for number in node.inputs} - made or {value}
+    product, *others = given
+    maker = made_by.get(product)
+    if others or maker is None or not (maker.op and is_matmul(maker.eqn)):
+        return None, []
+    if any(made.union(given).intersection(node.inputs) for node in nodes if node not in way):
+        return None, []
+    return product, between
 
 
 @dataclass(frozen=True, eq=False)

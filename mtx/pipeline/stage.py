@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.errors import UserError
+from mtx.pipeline import back
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.offload import Left, Offload
 from mtx.pipeline.own import Kept, Own, entry_of
@@ -55,6 +56,7 @@ class Stage:
     stream: Tree  # shapes and dtypes
     slices: int
     split: bool  # W is an op of its own
+    beside: bool = False  # B's collectives lie beside its matmuls
     shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
     offload_fraction: float = 0.0  # of residuals, what waits in the host's memory
 
@@ -206,7 +208,6 @@ class Stage:
         what those of the weights need written at [deferred, n]. coming: the B of the next tick."""
 
         def layer(own: Own, dstream):
-            vjp = self.vjps[own.kind]
             layer_params, given = self._given(op, params, own, caches is not None, caches)
             fetched: Arrays = ()
             if self.offload and coming is not None:
@@ -217,12 +218,10 @@ class Stage:
                 residuals = read(rings[own.kind], op.slot, own.index)
             if caches is not None:
                 dstream = dstream, self._later(own, op)
-            if self.split:
-                dparams, others, waits = vjp.cut.backward(residuals, layer_params, given, dstream)
-                own.write("deferred", waits)
-            else:
-                dparams, *others = vjp.backward(residuals, layer_params, given, dstream)
-            own.add("gradients", dparams)
+            others = back.backward(
+                self.vjps[own.kind], own, residuals, layer_params, given, dstream,
+                split=self.split, beside=self.beside,
+            )  # fmt: skip
             if caches is not None:
                 self._add_to_cache(own, others[-1], op)
             dstream = others[0]

@@ -18,7 +18,18 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Literal
 
-from mtx.pipeline.nodes import Asked, Node, Pass, Write, communicates, flops_of, way_to
+from mtx.pipeline.nodes import (
+    Asked,
+    Node,
+    Pass,
+    Sum,
+    Write,
+    behind,
+    communicates,
+    flops_of,
+    product_of,
+    way_to,
+)
 from mtx.pipeline.order import Block, Order, places_in
 from mtx.vjp import Strand, divide, needed_of, variables_of
 
@@ -30,6 +41,8 @@ class Braid:
         self._values: list[Any] = []  # by number; None: still to be computed
         self._nodes: list[Node] = []
         self._writes: list[Write] = []
+        self._sums: dict[int, Sum] = {}  # by the product that alone makes the gradient
+        self._sums_of_rest: list[Sum] = []
         self._beside: dict[int, list[Pass | Write]] = {}  # by the place of a collective
         self._puts_off = True
         self._weights: set[int] = set()
@@ -78,6 +91,19 @@ class Braid:
             written.append(made)
         return written
 
+    def add_up(self, arrays: Sequence, values: Sequence[int], *index) -> list[int]:
+        """The numbers of arrays with a gradient added to array[index] of each, as soon as a matmul
+        has made it: that may lie beside a collective, see `_tie`."""
+        totals = self.given(arrays)
+        for total, value in zip(totals, values, strict=True):
+            product, between = product_of(value, self._nodes)
+            made = Sum(index, value, total, between)
+            if product is None or product in self._sums:
+                self._sums_of_rest.append(made)
+            else:
+                self._sums[product] = made
+        return totals
+
     def _made_of(self, number: int) -> tuple[int, ...]:
         """What has been computed of a value in passing, and itself, as far as a matmul or a
         collective reads it or it is an output. What follows from an input of such a one that comes
@@ -102,16 +128,20 @@ class Braid:
         """Computes all; the order in which that was done. last: behind these lie the writes that
         lie beside no collective."""
         written = {node.inputs[1] for node in self._writes}
+        written.update(each.value for each in self._sums.values())
         asked = Asked(self._nodes, self._outputs - written, self._writes)
         found, memory = asked.order, asked.memory
         self._beside = {at: [memory[n] for n in numbers] for at, numbers in found.beside.items()}
         placed = {node for each in self._beside.values() for op in each for node in op.nodes}
+        placed.update(node for each in self._sums.values() for node in each.nodes)
         pending = [node for node in self._nodes if not (node.op or node in placed)]
         self._puts_off = not asked.joins
         for block in found.blocks:
             self._compute_ready(pending)
             self._together(block, asked.large, pending)
         self._compute_ready(pending)
+        for each in self._sums_of_rest:
+            self._add(each)
         writes = [node for node in self._writes if node not in placed]
         for node in writes:
             self._hold_back(node)
@@ -147,9 +177,21 @@ class Braid:
                 self._together(each, large, pending)
             else:
                 self._compute_for(large[each], pending)
-        self._set(first.outputs, made)
+        self._finish(first, made)
         if tied:
-            self._barrier({*first.outputs, *(n for node in tied for n in node.outputs)})
+            self._tie(first, {n for node in tied for n in node.outputs})
+
+    def _tie(self, first: Node, made: set[int]) -> None:
+        """What needs the collective, or what was made beside it, waits for both. Where a gradient
+        is added up, for the sum's first element: XLA has a matmul add its product in place only
+        where neither a barrier nor a further sum stands behind it. That comes before the barrier,
+        or else the collective would be waited for there."""
+        for product in sorted(made & self._sums.keys()):
+            summed = self._sums[product]
+            element = summed.first(self._values[summed.total])
+            self._set(first.outputs, [behind(each, element) for each in self.read(first.outputs)])
+        if others := made - self._sums.keys():
+            self._barrier({*first.outputs, *others})
 
     def _compute_for(self, node: Node, pending: list) -> None:
         """An equation, and what is still to be computed on the way to it; the rest lies behind the
@@ -171,7 +213,18 @@ class Braid:
 
     def _compute_all(self, nodes: Sequence[Node | Write]) -> None:
         for node in nodes:
-            self._set(node.outputs, self._computed(node))
+            self._finish(node, self._computed(node))
+
+    def _finish(self, node: Node | Write, values: Sequence) -> None:
+        self._set(node.outputs, values)
+        for number in node.outputs:
+            if summed := self._sums.get(number):
+                self._compute_all(summed.nodes)
+                self._add(summed)
+
+    def _add(self, summed: Sum) -> None:
+        total, value = self.read((summed.total, summed.value))
+        self._values[summed.total] = summed.compute(total, value)
 
     def _computed(self, node: Node | Write) -> list:
         self._hold_back(node)
@@ -225,6 +278,27 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
         return None
     ahead = needed_of(eqns, [var for eqn in gathers for var in eqn.outvars])
     return strand.divided(ahead)
+
+
+def once(strand: Strand) -> Strand:
+    """The same function, where no equation computes what another one does: what was recomputed is
+    gathered again for the weight gradient. XLA does not see that where barriers stand between."""
+    known: dict[Any, list] = {}
+    same: dict[Any, Any] = {}
+    eqns = []
+    for eqn in strand.eqns:
+        atoms = [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in eqn.invars]
+        read = tuple(str(atom) if isinstance(atom, Literal) else atom for atom in atoms)
+        key = eqn.primitive, read, str(eqn.params)
+        if key in known and not is_nested(eqn):
+            same.update(zip(eqn.outvars, known[key]))
+        else:
+            known[key] = eqn.outvars
+            eqns.append(eqn.replace(invars=atoms))
+    outvars = [
+        atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in strand.outvars
+    ]
+    return strand.part(eqns, strand.invars, outvars)
 
 
 def is_nested(eqn) -> bool:
