@@ -52,7 +52,9 @@ def found_by(trainer, model, layout, rows=8):
         (LLAMA, Layout(data=2, pipe=2, virtual=2, zero=3, sequence_parallel=False)),
     ],
 )
-def test_losses_and_gradients_stay(model, layout):
+def test_losses_and_gradients_stay(model, layout, monkeypatch):
+    for least in ("_SHORT", "_BRIEF"):  # B's small collectives lie beside its matmuls, too
+        monkeypatch.setattr(f"mtx.pipeline.nodes.{least}", 0.0)
     reference.assert_same(found_by(InPlace, model, layout), on_one_device(model))
 
 

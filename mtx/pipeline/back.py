@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from mtx.pipeline.nodes import communicates
 from mtx.pipeline.own import Own
 from mtx.pipeline.weave import Braid, once
 from mtx.vjp import Arrays, LayerVJP
@@ -28,7 +29,7 @@ def backward(
     if split:
         dparams, others, waits = vjp.cut.backward(residuals, params, given, dy)
         own.write("deferred", waits)
-    elif beside:
+    elif beside and any(map(communicates, vjp.strands[1].eqns)):
         return [_woven_alone(vjp, own, residuals, params, given, dy)]
     else:
         dparams, *others = vjp.backward(residuals, params, given, dy)

@@ -289,7 +289,7 @@ def once(strand: Strand) -> Strand:
     for eqn in strand.eqns:
         atoms = [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in eqn.invars]
         read = tuple(str(atom) if isinstance(atom, Literal) else atom for atom in atoms)
-        key = eqn.primitive, read, str(eqn.params)
+        key = eqn.primitive, read, str(eqn.params), str([var.aval for var in eqn.outvars])
         if key in known and not is_nested(eqn):
             same.update(zip(eqn.outvars, known[key]))
         else:
