@@ -15,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.scipy.special import erf
 
 from mtx.layers.context import Context
@@ -27,6 +28,7 @@ from mtx.sharding.linear import ColumnLinear, RowLinear
 # ReLU (So et al. 2021). quick_gelu: x sigmoid(1.702 x), of CLIP. clamped: gpt-oss's, of gated ones:
 # gate sigmoid(1.702 gate) (up + 1), of both within 7
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "relu2", "clamped"]
+_OF_SIGMOIDS = "silu", "quick_gelu", "clamped"
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -131,7 +133,17 @@ def _gated_backward(activation, x_BSnf, dy_BSf):
     dup = dy_BSf * _value(gate, activation)
     if activation == "clamped":
         dup = jnp.where(jnp.abs(up) <= CLAMP_LIMIT, dup, 0)
+    if activation in _OF_SIGMOIDS:
+        return (_between_zeros(dgate, 0) + _between_zeros(dup, 1),)
     return (jnp.stack([dgate, dup], axis=-2),)
+
+
+def _between_zeros(part_BSf, place: int):
+    """[B, S, n, f] with a part at that place. The sum of two such is both joined: of a
+    concatenation XLA:GPU computes the sigmoid apart, and reads the input twice."""
+    widths = [(0, 0, 0)] * part_BSf.ndim
+    widths.insert(-1, (place, 1 - place, 0))
+    return lax.pad(part_BSf[..., None, :], jnp.zeros((), part_BSf.dtype), widths)
 
 
 gated.defvjp(lambda x_BSnf, activation: (gated(x_BSnf, activation), x_BSnf), _gated_backward)
