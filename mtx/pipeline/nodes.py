@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,11 +22,19 @@ from mtx.vjp import COLLECTIVES, axes_of, bind, is_matmul, variables_of
 
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
 # where all devices of a node send at once, those of `tensor` each for a ring of its own.
-_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.8e12, 300e9, 300e9
+_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.4e12, 300e9, 300e9
+_MESSAGE = 0.7e-6  # over the network, to each device of a ring
 _NODE = 8  # devices
 _SHORT = 5e-6  # collectives that take less are not worth a matmul
 _BRIEF = 3e-6  # nor are passes a place of their own
 _VIEWS = ("reshape", "squeeze", "expand_dims", "name", "optimization_barrier")  # move nothing
+
+
+class Part(NamedTuple):
+    """A value that lies in an array: no barrier is put between it and those that read it there."""
+
+    array: int  # its number
+    index: tuple
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +47,7 @@ class Write:
     behind: tuple[int, ...]
     size: int  # of the value, bytes
     later: bool
+    at_once: bool = False  # written when it is made, and read from the array
 
     @property
     def nodes(self) -> list[Write]:
@@ -85,6 +94,8 @@ class Node:
         if communicates(self.eqn):
             rate, network = _link(self.eqn)
             seconds = _sent(self.eqn, max(moved)) / rate
+            if network:
+                seconds += _MESSAGE * lax.axis_size(axes_of(self.eqn))
             step = Step(seconds, True, self.later, self.side, network=network)
             return step if seconds > _SHORT else None
         rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
@@ -163,8 +174,7 @@ def passes_of(nodes: Sequence[Node], outputs: Collection[int]) -> list[Pass]:
     def take(numbers: Iterable[int]) -> None:
         group = way_to(numbers, made_by, taken)
         made = _pass([node for node in nodes if node in group], stored, ends)
-        moves = any(node.eqn.primitive.name not in _VIEWS for node in group)
-        if moves and made.begins and made.seconds > _BRIEF:
+        if moves(group) and made.begins and made.seconds > _BRIEF:
             found.append(made)
             taken.update(group)
             stored.update(made.ends)
@@ -175,6 +185,11 @@ def passes_of(nodes: Sequence[Node], outputs: Collection[int]) -> list[Pass]:
     for number in sorted(outputs):
         take([number])
     return found
+
+
+def moves(nodes: Iterable[Node]) -> bool:
+    """Whether any does more than to call what there is something else."""
+    return any(node.eqn.primitive.name not in _VIEWS for node in nodes)
 
 
 def way_to(
@@ -255,6 +270,17 @@ class Asked:
             for each, *sets in zip(self.memory, self._before, self._until, self._after, strict=True)
         )
         return order(tuple(self.steps), tuple(memory))
+
+
+def is_large(size: int) -> bool:
+    """Whether so many bytes are worth a place of their own, to be read and written."""
+    return 2 * size / _MEMORY > _BRIEF
+
+
+def reads_in_place(node: Node) -> bool:
+    """Whether XLA:GPU reads parts of arrays where they lie, in that equation: not in kernels that
+    it knows nothing of, nor in loops."""
+    return is_matmul(node.eqn) or not (flops_of(node.eqn) or communicates(node.eqn))
 
 
 def communicates(eqn) -> bool:

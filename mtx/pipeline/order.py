@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 _TRIALS = 240
+_ENOUGH = 0.8  # of a collective
 
 
 class Step(NamedTuple):
@@ -56,7 +57,7 @@ class Order(NamedTuple):
 def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
     """The order that leaves least exposed of what not only weight gradients wait for, then of all,
     of many tried: each prefers what most waits for, times a random factor. The same steps always
-    get the same one."""
+    get the same one. What moves memory has a say in it only where collectives leave the node."""
     ranks = _ranks(steps)
     rng, both = random.Random(0), len({step.side for step in steps}) > 1
     best = _Trial(steps, ranks, defers=False).order()
@@ -66,7 +67,26 @@ def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
         keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
         found = _Trial(steps, keys, defers=trial % 2 == 0).order()
         best = min(best, found, key=lambda found: (found.waited_s, found.exposed_s))
-    return best._replace(beside=_Beside(best, steps).put(memory))
+    best, cost_s = _with_memory(best, steps, memory, {})
+    if not memory or not any(step.network for step in steps):
+        return best
+    for _ in range(4 * _TRIALS):
+        keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
+        waits = [rng.random() < 0.5 for _ in steps]
+        trial = _Trial(steps, keys, memory, defers=rng.random() < 0.5, waits=waits)
+        found = _with_memory(trial.order(), steps, memory, trial.beside)
+        best, cost_s = min((best, cost_s), found, key=lambda found: found[1])
+    return best
+
+
+def _with_memory(
+    found: Order, steps: Sequence[Step], memory: Sequence[MemoryOp], given: dict[int, list[int]]
+) -> tuple[Order, float]:
+    """An order with what moves memory, and what is to be least. What is exposed costs time; what
+    lies beside nothing does not, and counts as a twentieth of it. given: what has its place."""
+    beside = _Beside(found, steps, given)
+    put = beside.put(memory)
+    return found._replace(beside=put), found.waited_s + beside.left_s / 20
 
 
 def _ranks(steps: Sequence[Step]) -> list[float]:
@@ -85,18 +105,28 @@ def places_in(block: Block) -> Iterator[int]:
 
 class _Trial:
     """One order: of what can be done, the larger key comes first, weight gradients last. defers:
-    collectives for these wait until the rest is done."""
+    collectives for these wait until the rest is done; waits: which collectives do while there are
+    matmuls. Those that leave the node lie beside what moves memory, where there is as much."""
 
-    def __init__(self, steps: Sequence[Step], keys: Sequence[float], *, defers: bool):
+    def __init__(
+        self, steps: Sequence[Step], keys: Sequence[float], memory: Sequence[MemoryOp] = (),
+        *, defers: bool, waits: Sequence[bool] = (),
+    ):  # fmt: skip
         places = sorted(range(len(steps)), key=lambda n: (steps[n].later, -keys[n]))
         self.steps, self.left, self.done = steps, dict.fromkeys(places), set()
-        self.defers = defers
+        self.memory, self.passes = memory, dict.fromkeys(range(len(memory)))
+        self.beside = dict[int, list[int]]()
+        self.defers, self.waits = defers, waits
         self.exposed_s = self.waited_s = 0.0
 
     def order(self) -> Order:
         blocks: list[Block] = []
         while self.left:
-            link, work = self.next_of(True), self.next_of(False)
+            if self.passes and (alone := next(filter(self.fill, self.left), None)) is not None:
+                blocks.append((alone,))
+                continue
+            work = self.next_of(False)
+            link = self.next_of(True, waits=work is None)
             if link is None or (work is not None and self.goes_first(work, link)):
                 assert work is not None  # no step waits for itself
                 self.take(work)
@@ -110,27 +140,56 @@ class _Trial:
         """A matmul, alone, before a collective."""
         return self.steps[link].later and (self.steps[work].later or self.defers)
 
-    def next_of(self, communicates: bool, *, later=True, network=True) -> int | None:
+    def next_of(self, communicates: bool, *, later=True, network=True, waits=True) -> int | None:
         """The first that can be done."""
         for place in self.left:
             step = self.steps[place]
             if (
                 step.communicates == communicates and step.before <= self.done
                 and later >= step.later and network >= step.network
+                and (waits or not self.waits or not self.waits[place])
             ):  # fmt: skip
                 return place
         return None
 
     def take(self, place: int) -> float:
-        del self.left[place]
+        self.begin(place)
         self.done.add(place)
         return self.steps[place].seconds
+
+    def begin(self, place: int) -> None:
+        del self.left[place]
+        for number in [n for n in self.passes if place in self.memory[n].until]:
+            del self.passes[number]  # computed on the way
+
+    def fill(self, link: int) -> bool:
+        """Takes a collective that leaves the node with what moves memory alone beside it, if it can
+        be done and there is enough: what others wait for first."""
+        step, filled_s, left, filled = self.steps[link], 0.0, dict(self.passes), list[int]()
+        if not step.network or not step.before <= self.done:
+            return False
+        while ready := [
+            number for number in left
+            if self.memory[number].before <= self.done and link not in self.memory[number].until
+            and not self.memory[number].later
+            and left.keys().isdisjoint(self.memory[number].after)
+            and _fits(self.memory[number], step.seconds - filled_s)
+        ]:  # fmt: skip
+            filled.append(min(ready, key=lambda number: not self.memory[number].until))
+            filled_s += self.memory[filled[-1]].seconds
+            del left[filled[-1]]
+        if filled_s < _ENOUGH * step.seconds:
+            return False
+        self.passes, self.beside[link] = left, filled
+        self.take(link)
+        self._expose(step, filled_s)
+        return True
 
     def block(self, link: int) -> tuple[Block, float]:
         """A collective with what lies beside it, and the seconds of it all."""
         step, beside_s = self.steps[link], 0.0
         block: list[Any] = [link]
-        del self.left[link]
+        self.begin(link)
         while beside_s < step.seconds:
             work = self.next_of(False, later=False)
             inner = self.next_of(True, later=False, network=False) if step.network else None
@@ -144,22 +203,32 @@ class _Trial:
             else:
                 break
         self.done.add(link)
+        self._expose(step, beside_s)
+        return tuple(block), max(step.seconds, beside_s)
+
+    def _expose(self, step: Step, beside_s: float) -> None:
         exposed_s = max(0.0, step.seconds - beside_s)
         self.exposed_s += exposed_s
         self.waited_s += 0.0 if step.later else exposed_s
-        return tuple(block), max(step.seconds, beside_s)
 
     def _is_before(self, one: int, other: int) -> bool:
         return next(place for place in self.left if place in (one, other)) == one
 
 
+def _fits(op: MemoryOp, room_s: float) -> bool:
+    """A third of it, where nothing else lies there."""
+    return op.seconds <= 3 * room_s
+
+
 class _Beside:
     """Where what moves memory lies: right behind the beginning of a collective, beside which there
-    is a matmul to hold it there, and as much of it as the collective takes."""
+    is a matmul to hold it there, and as much of it as the collective takes; or alone."""
 
-    def __init__(self, order: Order, steps: Sequence[Step]):
-        self.steps, self.room_s = steps, dict[int, float]()
+    def __init__(self, order: Order, steps: Sequence[Step], given: dict[int, list[int]]):
+        """given: what lies alone, by the places of the collectives."""
+        self.steps, self.room_s, self.given = steps, dict[int, float](), given
         self.begins, self.ends = dict[int, int](), dict[int, int]()  # of each place, in turn
+        self.left_s = 0.0  # of what moves memory, what lies beside nothing
         # What is left of collectives though weight gradients lie beside them.
         free = (step.seconds for step in steps if step.later and not step.communicates)
         self.alone_s = order.exposed_s - sum(free)
@@ -178,19 +247,30 @@ class _Beside:
     def put(self, memory: Sequence[MemoryOp]) -> dict[int, tuple[int, ...]]:
         """As late as what waits for it allows, else as soon as can be. What nothing waits for is
         left where collectives are alone, and so is what fits nowhere."""
-        found: dict[int, list[int]] = {}
+        found = {place: list(numbers) for place, numbers in self.given.items()}
+        alone = {number: place for place, numbers in found.items() for number in numbers}
+        for place, numbers in found.items():
+            beside_s = sum(memory[number].seconds for number in numbers)
+            self.left_s += max(0.0, beside_s - self.steps[place].seconds)
         at: list[int] = []  # the turn in which each of them is there for others
         for number, op in enumerate(memory):
+            if number in alone:
+                at.append(self.begins[alone[number]])
+                continue
             turn = max((at[n] for n in op.after), default=-1)
             windows = [place for place in self.room_s if self._holds(place, op, turn)]
             if not op.until and self.alone_s > 0.0:
                 self.alone_s -= op.seconds
                 windows = []
+            # Where a collective leaves the node, XLA begins it as late as its matmuls allow.
+            beside_s = 0.0
             if windows:
                 place = windows[-1 if op.until else 0]
                 self.room_s[place] -= op.seconds
                 found.setdefault(place, []).append(number)
                 turn = self.begins[place]
+                beside_s = 0.0 if self.steps[place].network else op.seconds
+            self.left_s += op.seconds - beside_s
             at.append(turn)
         return {place: tuple(numbers) for place, numbers in found.items()}
 

@@ -21,16 +21,21 @@ from jax.extend.core import Literal
 from mtx.pipeline.nodes import (
     Asked,
     Node,
+    Part,
     Pass,
     Sum,
     Write,
     behind,
     communicates,
     flops_of,
+    is_large,
+    moves,
     product_of,
+    reads_in_place,
     way_to,
 )
 from mtx.pipeline.order import Block, Order, places_in
+from mtx.pipeline.slots import read
 from mtx.vjp import Strand, divide, needed_of, variables_of
 
 
@@ -38,13 +43,18 @@ class Braid:
     """Equations of F and of B, to be computed in an order of our own."""
 
     def __init__(self):
-        self._values: list[Any] = []  # by number; None: still to be computed
+        self._values: list[Any] = []  # by number; None: still to be computed; or where it lies
         self._nodes: list[Node] = []
         self._writes: list[Write] = []
         self._sums: dict[int, Sum] = {}  # by the product that alone makes the gradient
         self._sums_of_rest: list[Sum] = []
+        self._at_once: dict[int, Write] = {}  # by what they write
         self._beside: dict[int, list[Pass | Write]] = {}  # by the place of a collective
         self._puts_off = True
+        # What has been made since a collective had only beside it what moves memory, that included:
+        # lest XLA moves the one or the other, all lies before such a collective, or behind it.
+        self._last: set[int] = set()
+        self._behind_alone = False
         self._weights: set[int] = set()
         self._outputs: set[int] = set()  # of functions
 
@@ -56,6 +66,10 @@ class Braid:
         numbers = list(range(first, len(self._values)))
         self._weights.update(numbers if weights else ())
         return numbers
+
+    def parts(self, arrays: Sequence[Any], *index) -> list[int]:
+        """The numbers of array[index] of each, which is read where it is needed."""
+        return self.given([Part(number, index) for number in self.given(arrays)])
 
     def add(
         self, strand: Strand, inputs: list[int], *, side: str, later: frozenset = frozenset()
@@ -87,7 +101,8 @@ class Braid:
             behind = () if last or read_of is None else self._made_of(read_of)
             size = math.prod(array.shape[len(index) :]) * array.dtype.itemsize
             number, made = self.given([array, None])
-            self._writes.append(Write(index, [number, value], [made], behind, size, last))
+            at_once = len(array) == 1 and not (last or behind) and self._lies(value, size)
+            self._writes.append(Write(index, [number, value], [made], behind, size, last, at_once))
             written.append(made)
         return written
 
@@ -104,6 +119,16 @@ class Braid:
                 self._sums[product] = made
         return totals
 
+    def _lies(self, value: int, size: int) -> bool:
+        """Whether a pass makes a value, which can write it where it is kept, and what needs it can
+        read it there: one copy less. (A matmul writes to a part of an array only where nothing
+        reads that at once.)"""
+        if not is_large(size):
+            return False
+        made_by = {number: node for node in self._nodes for number in node.outputs}
+        uses = [node for node in self._nodes if value in node.inputs]
+        return moves(way_to([value], made_by)) and all(map(reads_in_place, uses))
+
     def _made_of(self, number: int) -> tuple[int, ...]:
         """What has been computed of a value in passing, and itself, as far as a matmul or a
         collective reads it or it is an output. What follows from an input of such a one that comes
@@ -119,16 +144,19 @@ class Braid:
 
     def value(self, number: int) -> Any:
         """Computed or given."""
-        return self._values[number]
+        value = self._values[number]
+        return read(self._values[value.array], *value.index) if isinstance(value, Part) else value
 
     def read(self, numbers: Sequence[int]) -> list:
-        return [self._values[number] for number in numbers]
+        return [self.value(number) for number in numbers]
 
     def run(self, last: Sequence[int] = ()) -> Order:
         """Computes all; the order in which that was done. last: behind these lie the writes that
         lie beside no collective."""
         written = {node.inputs[1] for node in self._writes}
         written.update(each.value for each in self._sums.values())
+        self._at_once = {node.inputs[1]: node for node in self._writes if node.at_once}
+        self._writes = [node for node in self._writes if not node.at_once]
         asked = Asked(self._nodes, self._outputs - written, self._writes)
         found, memory = asked.order, asked.memory
         self._beside = {at: [memory[n] for n in numbers] for at, numbers in found.beside.items()}
@@ -162,15 +190,20 @@ class Braid:
         begins = {n for op in memory for n in op.begins}
         if tied and self._is_ready(tied[0]):
             begins.update(tied[0].inputs)
-        if begins:
-            self._barrier({*first.inputs, *begins} - self._weights)
+        alone = bool(memory) and not beside
+        if (alone or self._behind_alone) and not first.later:
+            begins.update(self._still_read(self._last))
+        if begins:  # XLA would begin to gather weights long before
+            kept = first.inputs if communicates(first.eqn) else ()
+            self._barrier({*kept, *({*first.inputs, *begins} - self._weights)})
         made = self._computed(first)
         for op in memory:
             self._compute_all(op.nodes)
             self._compute_ready(pending)
-        if memory and tied and self._is_ready(tied[0]):
-            held = {n for op in memory for n in op.ends}
+        held = {n for op in memory for n in op.ends}
+        if held and tied and self._is_ready(tied[0]):
             self._barrier({*tied[0].inputs, *held} - self._weights)
+            held = set()
         for each in beside:
             if isinstance(each, tuple):
                 self._compute_ready(pending)
@@ -178,8 +211,11 @@ class Braid:
             else:
                 self._compute_for(large[each], pending)
         self._finish(first, made)
-        if tied:
-            self._tie(first, {n for node in tied for n in node.outputs})
+        beside_it = held.union(*(node.outputs for node in tied))
+        made = beside_it.difference(self._sums) | (set() if first.later else {*first.outputs})
+        self._last, self._behind_alone = made if alone else self._last | made, alone
+        if beside_it:
+            self._tie(first, beside_it)
 
     def _tie(self, first: Node, made: set[int]) -> None:
         """What needs the collective, or what was made beside it, waits for both. Where a gradient
@@ -193,6 +229,10 @@ class Braid:
         if others := made - self._sums.keys():
             self._barrier({*first.outputs, *others})
 
+    def _still_read(self, numbers: set[int]) -> set[int]:
+        waiting = (node.inputs for node in self._nodes if not self._is_done(node))
+        return numbers & self._outputs.union(*waiting)
+
     def _compute_for(self, node: Node, pending: list) -> None:
         """An equation, and what is still to be computed on the way to it; the rest lies behind the
         barrier to come."""
@@ -202,7 +242,11 @@ class Braid:
         found = way_to(node.inputs, made_by)
         first = [each for each in pending if each in found]
         pending[:] = [each for each in pending if each not in found]
-        self._compute_all([*first, node])
+        self._compute_all(first)
+        # Of two that read the same part XLA would make one, of joined arrays.
+        if parts := {n for n in node.inputs if isinstance(self._values[n], Part)}:
+            self._barrier(parts)
+        self._compute_all([node])
 
     def _compute_ready(self, pending: list) -> None:
         """Of what is neither a matmul nor a collective, all that can be computed."""
@@ -221,6 +265,10 @@ class Braid:
             if summed := self._sums.get(number):
                 self._compute_all(summed.nodes)
                 self._add(summed)
+            if kept := self._at_once.get(number):
+                self._set(kept.outputs, kept.compute(self.read(kept.inputs)))
+                self._barrier({*kept.outputs})  # else XLA would read what has been written
+                self._values[number] = Part(kept.outputs[0], kept.index)
 
     def _add(self, summed: Sum) -> None:
         total, value = self.read((summed.total, summed.value))
@@ -235,11 +283,16 @@ class Braid:
             self._barrier({node.inputs[0], *node.behind})
 
     def _barrier(self, numbers: set[int]) -> None:
-        self._set(sorted(numbers), lax.optimization_barrier(self.read(sorted(numbers))))
+        parts = {n: value for n in numbers if isinstance(value := self._values[n], Part)}
+        held = sorted(numbers - parts.keys() | {part.array for part in parts.values()})
+        self._set(held, lax.optimization_barrier(self.read(held)))
 
     def _set(self, numbers: Sequence[int], values: Sequence) -> None:
         for number, value in zip(numbers, values, strict=True):
             self._values[number] = value
+
+    def _is_done(self, node: Node) -> bool:
+        return all(self._values[number] is not None for number in node.outputs)
 
     def _is_ready(self, node: Node | Write) -> bool:
         return all(self._values[number] is not None for number in (*node.inputs, *node.behind))

@@ -124,15 +124,18 @@ class WovenLayers:
     def pair(self, f: Side | None, b: Side | None, turn: Turn, at_f: At, at_b: At, carry):
         """(carry, what waits) after a layer of F and one of B."""
         x, ahead, d, ahead_back, (rings, gradients, deferred, moved) = carry
-        cut = turn.preceding is None and self.cuts
+        cut = self.cuts and b is not None and turn.preceding is None
         braid, waits, taken, last = Braid(), (), {}, []
         if f and turn.forward:
             kinds = turn.forward, turn.following
             of_f, of_next = self._of_f(braid, f, *kinds, at_f, (x, ahead))
         if b and turn.backward:
             kind, backward = turn.backward, self.sides[turn.backward]
-            values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
-            rings, residuals = rings | {kind: ring}, braid.given(values)
+            if f is None and all(len(ring) == 1 for ring in rings[kind]):
+                residuals = braid.parts(rings[kind], b.op.slot, at_b.index)
+            else:
+                values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
+                rings, residuals = rings | {kind: ring}, braid.given(values)
             strand, given = backward.backward(cut=cut), (residuals, d, ahead_back)
             kinds = kind, turn.preceding
             of_b, of_before = self._of_b(braid, b, *kinds, at_b, given, strand)
