@@ -41,15 +41,15 @@ def _woven_alone(
     vjp: LayerVJP, own: Own, residuals: Arrays, params: Tree, given: tuple, dy: Tree
 ) -> Tree:  # fmt: skip
     """The gradient of the stream."""
-    braid, (totals, structure) = Braid(), jax.tree.flatten(own.trees["gradients"])
+    braid, totals = Braid(), own.trees["gradients"]
+    structure, count = jax.tree.structure(totals), len(jax.tree.leaves(totals))
     inputs = [
         *braid.given(residuals),
         *braid.given(jax.tree.leaves(params), weights=True),
         *braid.given(jax.tree.leaves((given, dy))),
     ]
     made = braid.add(once(vjp.strands[1]), inputs, side="B")
-    count = len(totals)
-    numbers = braid.add_up(totals, made[:count], *own.at["gradients"])
+    sums = braid.add_up(totals, structure.unflatten(made[:count]), *own.at["gradients"])
     braid.run()
-    own.trees["gradients"] = structure.unflatten(braid.read(numbers))
+    own.trees["gradients"] = jax.tree.map(braid.value, sums)
     return jax.tree.structure(dy).unflatten(braid.read(made[count:]))

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import Literal
 
@@ -37,6 +38,8 @@ from mtx.pipeline.nodes import (
 from mtx.pipeline.order import Block, Order, places_in
 from mtx.pipeline.slots import read
 from mtx.vjp import Strand, divide, needed_of, variables_of
+
+Tree = Any
 
 
 class Braid:
@@ -106,18 +109,25 @@ class Braid:
             written.append(made)
         return written
 
-    def add_up(self, arrays: Sequence, values: Sequence[int], *index) -> list[int]:
-        """The numbers of arrays with a gradient added to array[index] of each, as soon as a matmul
-        has made it: that may lie beside a collective, see `_tie`."""
-        totals = self.given(arrays)
-        for total, value in zip(totals, values, strict=True):
-            product, between = product_of(value, self._nodes)
-            made = Sum(index, value, total, between)
-            if product is None or product in self._sums:
-                self._sums_of_rest.append(made)
-            else:
-                self._sums[product] = made
-        return totals
+    def add_up(self, totals: Tree, values: Tree, *index) -> Tree:
+        """The numbers of arrays with gradients added to array[index] of each, as soon as matmuls
+        have made them: these may lie beside collectives, see `_tie`. values: the gradients'
+        numbers; None where there is none, as among the arrays."""
+
+        def of(total, value):
+            if total is None:
+                return None
+            (number,) = self.given([total])
+            if value is not None:
+                product, between = product_of(value, self._nodes)
+                made = Sum(index, value, number, between)
+                if product is None or product in self._sums:
+                    self._sums_of_rest.append(made)
+                else:
+                    self._sums[product] = made
+            return number
+
+        return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)
 
     def _lies(self, value: int, size: int) -> bool:
         """Whether a pass makes a value, which can write it where it is kept, and what needs it can

@@ -30,12 +30,13 @@ from mtx.pipeline.carry import Carry, Messages
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import add, read, write
+from mtx.pipeline.strands import KindStrands
 from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
 from mtx.pipeline.trees import where
 from mtx.pipeline.turns import Kinds
 from mtx.pipeline.woven_ends import WovenEnds
-from mtx.pipeline.woven_layers import Kept, KindStrands, Side, WovenLayers
+from mtx.pipeline.woven_layers import Kept, Side, WovenLayers
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +23,12 @@ from jax import lax
 
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.stage import Stage
+from mtx.pipeline.strands import KindStrands
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.turns import At, Kinds, Turn, Turns
-from mtx.pipeline.weave import Braid, is_nested, split_ahead, weight_equations
-from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
+from mtx.pipeline.weave import Braid, is_nested
+from mtx.vjp import Arrays, Strand, variables_of
 
 Tree = Any
 
@@ -136,11 +137,13 @@ class WovenLayers:
             else:
                 values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
                 rings, residuals = rings | {kind: ring}, braid.given(values)
-            strand, given = backward.backward(cut=cut), (residuals, d, ahead_back)
+            alone = backward.in_place and not (self.split or (f and turn.forward))
+            strand, given = backward.backward(cut=cut, alone=alone), (residuals, d, ahead_back)
             kinds = kind, turn.preceding
             of_b, of_before = self._of_b(braid, b, *kinds, at_b, given, strand)
             taken[kind] = [None if n in backward.late else r for n, r in enumerate(residuals)]
-            made = backward.taken(of_b, cut=cut)
+            made, at = backward.taken(of_b, cut=cut), (b.op.held, at_b.index)
+            sums = braid.add_up(gradients[kind], made[0], *at) if alone else None
             last = jax.tree.leaves(made[1] if backward.in_place else made)
         if f and turn.forward:
             x, values = jax.tree.unflatten(self.sides[turn.forward].outputs, of_f)
@@ -149,7 +152,11 @@ class WovenLayers:
         braid.run(last)
         if b and turn.backward:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
-            gradients = gradients | {kind: add(gradients[kind], dparams, b.op.held, at_b.index)}
+            if sums is None:
+                summed = add(gradients[kind], dparams, *at)
+            else:
+                summed = jax.tree.map(braid.value, sums)
+            gradients = gradients | {kind: summed}
             if self.split:
                 waiting = write(deferred[kind], waits, b.op.deferred, at_b.index)
                 deferred, waits = deferred | {kind: waiting}, ()
@@ -278,115 +285,6 @@ class WovenLayers:
         else:
             leaves = jax.tree.leaves(stream)
         return [*jax.tree.leaves(params), *leaves, *jax.tree.leaves(given)]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KindStrands:
-    """F and B of a layer of one kind, as equations."""
-
-    vjp: LayerVJP
-    split: bool
-    in_place: bool  # whether weight gradients are added where they lie
-
-    @property
-    def first(self) -> int:
-        """Of the stream's leaves among F's inputs."""
-        return len(jax.tree.leaves(self.vjp.params))
-
-    @property
-    def gradients(self) -> int:
-        """How many B gives, of parameters."""
-        return len(jax.tree.leaves(self.vjp.gradients))
-
-    @property
-    def outputs(self) -> Any:
-        """The structure of (stream, residuals)."""
-        return jax.tree.structure((self.vjp.output, self.vjp.residuals))
-
-    @cached_property
-    def _of_f(self) -> tuple[Strand | None, Strand]:
-        return split_ahead(self.vjp.strands[0]) or (None, self.vjp.strands[0])
-
-    @property
-    def ahead(self) -> Strand | None:
-        """Of F: up to what its first matmul gathers."""
-        return self._of_f[0]
-
-    @property
-    def rest(self) -> Strand:
-        """Of F: takes what `ahead` gives first."""
-        return self._of_f[1]
-
-    @cached_property
-    def _of_b(self) -> dict[bool, tuple[Strand | None, Strand]]:
-        """By whether it is cut: what of B is computed ahead, of parameters alone, and the rest."""
-        first = len(self.vjp.residuals)
-
-        def divided(strand: Strand) -> tuple[Strand | None, Strand]:
-            there = slice(first, first + self.first)
-            late = [v for v in strand.invars if v not in strand.invars[there]]
-            return split_ahead(strand, late) or (None, strand)
-
-        return {True: divided(self.cut.b), False: divided(self.vjp.strands[1])}
-
-    @property
-    def ahead_back(self) -> Strand | None:
-        return self._of_b[self.split][0]
-
-    def with_stream(self, inputs: Sequence[int], stream: Sequence[int]) -> list[int]:
-        return [*inputs[: self.first], *stream, *inputs[self.first + len(stream) :]]
-
-    def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
-        """(residuals, the ring). F writes there as well, and XLA would copy the ring to keep what
-        it was: what weight gradients read late, where they are added in place, is read first. (Else
-        F writes last, see `WovenLayers.pair`.)"""
-        residuals = read(ring, slot, index)
-        tied = [
-            lax.optimization_barrier(pair) if place in self.late else pair
-            for place, pair in enumerate(zip(residuals, ring, strict=True))
-        ]
-        return tuple(value for value, _ in tied), tuple(whole for _, whole in tied)
-
-    @cached_property
-    def late(self) -> set[int]:
-        """The residuals that weight gradients read, where they are added in place."""
-        if not self.in_place:
-            return set()
-        strand = self.vjp.strands[1]
-        read_by_w = {
-            atom
-            for place in weight_equations(strand, self.gradients)
-            for atom in variables_of(strand.eqns[place].invars)
-        }
-        residuals = strand.invars[: len(self.vjp.residuals)]
-        return {place for place, var in enumerate(residuals) if var in read_by_w}
-
-    @property
-    def cut(self) -> Cut:
-        """B and W; where W is only the last layer's, it is left no collective."""
-        return self.vjp.cut if self.split else self.vjp.cut_behind_collectives
-
-    def backward(self, *, cut: bool) -> tuple[Strand, frozenset]:
-        """B, after what is computed ahead, and which of its equations only weight gradients need
-        and nothing may lie beside."""
-        if self.split or not self.in_place:
-            return self._of_b[cut or self.split][1], frozenset()
-        return self._of_b[cut][1], self._later[cut]
-
-    @cached_property
-    def _later(self) -> dict[bool, frozenset]:
-        """By whether B is cut."""
-        gradients = {False: self.gradients, True: jax.tree.leaves(self.cut.made_by_w).count(False)}
-        return {cut: weight_equations(self._of_b[cut][1], n) for cut, n in gradients.items()}
-
-    def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
-        """What B gives: (gradients of the parameters, that of the stream, what waits)"""
-        if cut or self.split:
-            dparams, others, waits = self.cut.of_b(values)
-            return dparams, others[0], waits
-        structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
-        dparams, (dstream,) = structure.unflatten(values)
-        return dparams, dstream, ()
 
 
 def parts_of(variables: Sequence) -> list[int]:

@@ -1,0 +1,129 @@
+"""F and B of a layer as equations, in parts: what is computed ahead, and what only weight gradients
+need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax import lax
+
+from mtx.pipeline.slots import read
+from mtx.pipeline.weave import once, split_ahead, weight_equations
+from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KindStrands:
+    """F and B of a layer of one kind, as equations."""
+
+    vjp: LayerVJP
+    split: bool
+    in_place: bool  # whether weight gradients are added where they lie
+
+    @property
+    def first(self) -> int:
+        """Of the stream's leaves among F's inputs."""
+        return len(jax.tree.leaves(self.vjp.params))
+
+    @property
+    def gradients(self) -> int:
+        """How many B gives, of parameters."""
+        return len(jax.tree.leaves(self.vjp.gradients))
+
+    @property
+    def outputs(self) -> Any:
+        """The structure of (stream, residuals)."""
+        return jax.tree.structure((self.vjp.output, self.vjp.residuals))
+
+    @cached_property
+    def _of_f(self) -> tuple[Strand | None, Strand]:
+        return split_ahead(self.vjp.strands[0]) or (None, self.vjp.strands[0])
+
+    @property
+    def ahead(self) -> Strand | None:
+        """Of F: up to what its first matmul gathers."""
+        return self._of_f[0]
+
+    @property
+    def rest(self) -> Strand:
+        """Of F: takes what `ahead` gives first."""
+        return self._of_f[1]
+
+    @cached_property
+    def _of_b(self) -> dict[bool, tuple[Strand | None, Strand]]:
+        """By whether it is cut: what of B is computed ahead, of parameters alone, and the rest."""
+        first = len(self.vjp.residuals)
+
+        def divided(strand: Strand) -> tuple[Strand | None, Strand]:
+            there = slice(first, first + self.first)
+            late = [v for v in strand.invars if v not in strand.invars[there]]
+            return split_ahead(strand, late) or (None, strand)
+
+        return {True: divided(self.cut.b), False: divided(self.vjp.strands[1])}
+
+    @property
+    def ahead_back(self) -> Strand | None:
+        return self._of_b[self.split][0]
+
+    def with_stream(self, inputs: Sequence[int], stream: Sequence[int]) -> list[int]:
+        return [*inputs[: self.first], *stream, *inputs[self.first + len(stream) :]]
+
+    def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
+        """(residuals, the ring). F writes there as well, and XLA would copy the ring to keep what
+        it was: what weight gradients read late, where they are added in place, is read first. (Else
+        F writes last, see `WovenLayers.pair`.)"""
+        residuals = read(ring, slot, index)
+        tied = [
+            lax.optimization_barrier(pair) if place in self.late else pair
+            for place, pair in enumerate(zip(residuals, ring, strict=True))
+        ]
+        return tuple(value for value, _ in tied), tuple(whole for _, whole in tied)
+
+    @cached_property
+    def late(self) -> set[int]:
+        """The residuals that weight gradients read, where they are added in place."""
+        if not self.in_place:
+            return set()
+        strand = self.vjp.strands[1]
+        read_by_w = {
+            atom
+            for place in weight_equations(strand, self.gradients)
+            for atom in variables_of(strand.eqns[place].invars)
+        }
+        residuals = strand.invars[: len(self.vjp.residuals)]
+        return {place for place, var in enumerate(residuals) if var in read_by_w}
+
+    @property
+    def cut(self) -> Cut:
+        """B and W; where W is only the last layer's, it is left no collective."""
+        return self.vjp.cut if self.split else self.vjp.cut_behind_collectives
+
+    def backward(self, *, cut: bool, alone: bool) -> tuple[Strand, frozenset]:
+        """B, after what is computed ahead, and which of its equations only weight gradients need
+        and nothing may lie beside. alone: where there is no F, those lie beside collectives."""
+        if alone:
+            return once(self._of_b[cut][1]), frozenset()
+        if self.split or not self.in_place:
+            return self._of_b[cut or self.split][1], frozenset()
+        return self._of_b[cut][1], self._later[cut]
+
+    @cached_property
+    def _later(self) -> dict[bool, frozenset]:
+        """By whether B is cut."""
+        gradients = {False: self.gradients, True: jax.tree.leaves(self.cut.made_by_w).count(False)}
+        return {cut: weight_equations(self._of_b[cut][1], n) for cut, n in gradients.items()}
+
+    def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
+        """What B gives: (gradients of the parameters, that of the stream, what waits)"""
+        if cut or self.split:
+            dparams, others, waits = self.cut.of_b(values)
+            return dparams, others[0], waits
+        structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
+        dparams, (dstream,) = structure.unflatten(values)
+        return dparams, dstream, ()
