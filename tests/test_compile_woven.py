@@ -148,6 +148,16 @@ def test_weights_are_read_and_gradients_added_where_they_lie(compiled, virtual):
     assert tick.made("f32", shapes) == [], "gradients added in a pass of their own"
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_what_norms_sum_over_rows_is_not_written(compiled, virtual):
+    """In float32, as large as the stream: 512 rows a device, all sequences' with attention's heads.
+    (The embedding's gradient, which is looked up, is.)"""
+    tick, _, _ = compiled(virtual, "on")
+    rows = MODEL.sequence // 4
+    written = tick.made("f32", [(rows, MODEL.hidden)])
+    assert [one.name for one in written if "embed" not in one.op_name] == []
+
+
 def uncovered(tick: Tick) -> float:
     """The share of a tick in neither matmul, attention nor covered collective."""
     covered_s = sum(one.seconds for one in tick.spent if one.what in ("matmul", "attention"))

@@ -5,7 +5,7 @@ sums over rows. All else is computed where it is read, and again for each reader
 a row, stored or not. A kernel makes what is stored from what is stored; those that read the same
 are one, and so are sums over rows where one reads a part of what another does. A matmul, or a sum
 over rows, writes its result with what follows from it, from parameters and from numbers alone, as
-with a bias or a scale.
+with a bias or a scale. A sum over rows in two steps is one.
 Reshaped, transposed or cut out an array is the same; cut out at an offset, as much of it is read as
 is cut out.
 """
@@ -81,7 +81,8 @@ class Kernels:
             (only,) = arrays
             made = self.made_by.get(only)
             ends = made and (made.primitive.name == "dot_general" or _is_over_rows(made))
-            if ends and self.uses[only] == 1 and only.aval.size == var.aval.size:
+            second = ends and _is_over_rows(made) and _is_over_rows(eqn)
+            if second or ends and self.uses[only] == 1 and only.aval.size == var.aval.size:
                 return  # written at once
         if _is_over_rows(eqn):
             for others, (_, made) in self.groups.items():

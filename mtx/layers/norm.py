@@ -8,6 +8,7 @@ Legend: D the size that is normed, the last dim; ... all others
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.parameter import parameter
+
+_ROWS = 128  # whose gradients are summed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,9 @@ def _once(statistics):
 
 
 def _over_rows(a):
+    """In two steps: of some thousand rows XLA:GPU would write what is summed to memory first."""
+    if math.prod(a.shape[:-1]) % _ROWS == 0 and math.prod(a.shape[:-1]) > _ROWS:
+        a = lax.optimization_barrier(a.reshape(-1, _ROWS, a.shape[-1]).sum(axis=1))
     return a.sum(axis=tuple(range(a.ndim - 1)))
 
 
