@@ -80,10 +80,11 @@ class WovenRun(WovenEnds):
         }
 
     def layers(self, forward: Kinds, backward: Kinds, cargo: Cargo | None = None) -> WovenLayers:
-        """Of chunks of those kinds. A cargo's last bucket needs all that B has beside it."""
+        """Of chunks of those kinds. A cargo needs all that B has beside it."""
         return WovenLayers(
             stage=self.stage, sides=self.sides, forward=forward, backward=backward,
             split=self.schedule.split, cuts=self.leaves_last and cargo is None,
+            beside=cargo is None and not self.schedule.split,
         )  # fmt: skip
 
     @property

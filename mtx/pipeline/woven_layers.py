@@ -66,6 +66,7 @@ class WovenLayers:
     backward: Kinds
     split: bool
     cuts: bool  # whether B's last layer leaves the matmuls of its weight gradients
+    beside: bool  # whether they lie beside its own collectives where there is no F
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class WovenLayers:
             else:
                 values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
                 rings, residuals = rings | {kind: ring}, braid.given(values)
-            alone = backward.in_place and not (self.split or (f and turn.forward))
+            alone = self.beside and backward.in_place and not (f and turn.forward)
             strand, given = backward.backward(cut=cut, alone=alone), (residuals, d, ahead_back)
             kinds = kind, turn.preceding
             of_b, of_before = self._of_b(braid, b, *kinds, at_b, given, strand)
