@@ -70,7 +70,7 @@ def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
     best, cost_s = _with_memory(best, steps, memory, {})
     if not memory or not any(step.network for step in steps):
         return best
-    for _ in range(4 * _TRIALS):
+    for _ in range(_TRIALS):
         keys = [rank * rng.uniform(0.3, 1.7) for rank in ranks]
         waits = [rng.random() < 0.5 for _ in steps]
         trial = _Trial(steps, keys, memory, defers=rng.random() < 0.5, waits=waits)
@@ -165,25 +165,33 @@ class _Trial:
     def fill(self, link: int) -> bool:
         """Takes a collective that leaves the node with what moves memory alone beside it, if it can
         be done and there is enough: what others wait for first."""
-        step, filled_s, left, filled = self.steps[link], 0.0, dict(self.passes), list[int]()
+        step = self.steps[link]
         if not step.network or not step.before <= self.done:
             return False
+        left = {n for n in self.passes if self._may_lie(self.memory[n], link)}
+        if sum(self.memory[n].seconds for n in left) < _ENOUGH * step.seconds:
+            return False
+        filled, filled_s, others = list[int](), 0.0, set(self.passes)
         while ready := [
-            number for number in left
-            if self.memory[number].before <= self.done and link not in self.memory[number].until
-            and not self.memory[number].later
-            and left.keys().isdisjoint(self.memory[number].after)
-            and _fits(self.memory[number], step.seconds - filled_s)
+            n for n in sorted(left)
+            if others.isdisjoint(self.memory[n].after)
+            and _fits(self.memory[n], step.seconds - filled_s)
         ]:  # fmt: skip
             filled.append(min(ready, key=lambda number: not self.memory[number].until))
             filled_s += self.memory[filled[-1]].seconds
-            del left[filled[-1]]
+            left.remove(filled[-1])
+            others.remove(filled[-1])
         if filled_s < _ENOUGH * step.seconds:
             return False
-        self.passes, self.beside[link] = left, filled
+        self.passes = {n: None for n in self.passes if n in others}
+        self.beside[link] = filled
         self.take(link)
         self._expose(step, filled_s)
         return True
+
+    def _may_lie(self, op: MemoryOp, link: int) -> bool:
+        """Whether what moves memory may begin with a collective, if others of its kind are done."""
+        return not op.later and link not in op.until and op.before <= self.done
 
     def block(self, link: int) -> tuple[Block, float]:
         """A collective with what lies beside it, and the seconds of it all."""
