@@ -29,6 +29,7 @@ from mtx.certify.kinds import (
     together,
 )
 from mtx.certify.walk import Rule, Walk
+from mtx.pipeline.nodes import BEHIND
 
 Values = list[Value]
 LINEAR = (
@@ -56,6 +57,11 @@ def negative(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 def barrier(walk: Walk, eqn: Any, inputs: Values) -> Values:
     return inputs
+
+
+def behind(walk: Walk, eqn: Any, inputs: Values) -> Values:
+    """The same array: of the element, it only waits for it (`mtx.pipeline.nodes.behind`)."""
+    return inputs[:1]
 
 
 def whole_numbers(eqn: Any) -> bool:
@@ -258,7 +264,7 @@ def _by_axis(walk: Walk, inputs: Values):
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LINEAR, linear), **dict.fromkeys(NONLINEAR, nonlinear),
-    **dict.fromkeys(("optimization_barrier", "device_put"), barrier),
+    **dict.fromkeys(("optimization_barrier", "device_put"), barrier), BEHIND: behind,
     "neg": negative, "add": add, "sub": add, "add_any": add,
     "mul": multiply, "div": divide, "select_n": select, "random_bits": random_bits,
     "random_wrap": by_row, "random_unwrap": by_row, "random_seed": by_row,

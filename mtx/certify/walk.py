@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from mtx.certify.kinds import DIFFERENT, SAME, ZERO, Kind, Value, different, either_value
+from mtx.pipeline.nodes import BEHIND
 from mtx.sharding.fp8 import SCALED_DOT
 from mtx.vjp import NESTED, is_matmul
 
@@ -100,6 +101,8 @@ class Walk:
         self.equations += not self._quiet
         if is_matmul(eqn) and name != "dot_general":
             name = SCALED_DOT  # one equation, though JAX has it as a function
+        elif eqn.params.get("name") == BEHIND:
+            name = BEHIND
         inner = eqn.params.get(NESTED.get(name, ""))
         if inner is None and name not in CONTROL:
             if name not in self.rules:
