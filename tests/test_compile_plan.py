@@ -420,7 +420,7 @@ def test_a_gpu_that_is_not_there():
     for axes in (("tensor",), ("pipe",)) if xla.version() >= xla.IN_PLACE else ():
         assert 0 < estimate[axes].exposed_s < 0.96 * estimate[axes].seconds
         # B has weight gradients beside its scatters, and matmuls beside what it computes again.
-        assert estimate["tensor",].exposed_s < 0.65 * estimate["tensor",].seconds
+        assert estimate["tensor",].exposed_s < 0.7 * estimate["tensor",].seconds
     assert compiled.timeline.step_s > sum(row.exposed_s for row in estimate.values())
 
 

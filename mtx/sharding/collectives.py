@@ -53,7 +53,10 @@ def all_gather_rows(x_BsD, axis: str | None):
 
 def reduce_scatter_rows(x_RsD, axis: str | None):
     """Partial [t B, s, D] -> summed x_BsD. n(t-1)/t bytes. Not to be differentiated."""
-    return lax.psum_scatter(x_RsD, axis, tiled=True) if axis else x_RsD
+    if axis is None:
+        return x_RsD
+    shards = x_RsD.reshape(lax.axis_size(axis), -1, *x_RsD.shape[1:])
+    return lax.psum_scatter(shards, axis)
 
 
 @custom_vjp(1)
