@@ -2,8 +2,8 @@
 with them what only moves memory.
 
 A list scheduler, tried many times with random factors: what can be done and most waits for comes
-first; of what it gives, the order that leaves least of the collectives alone. What moves memory has
-no say in it.
+first; of what it gives, the order that leaves least of the collectives alone. Where these leave the
+node, what moves memory has a say in it, and may lie beside one with nothing else there.
 """
 
 from __future__ import annotations
