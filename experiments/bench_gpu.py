@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -245,12 +245,20 @@ def kernel_seconds(trace: Path) -> dict[str, float]:
         for event in events
         if event.get("name") == "thread_name" and "Stream" in event["args"]["name"]
     }
+    return _by_kind(
+        (event["name"], event["dur"] * 1e-6)
+        for event in events
+        if event.get("ph") == "X" and (where := (event.get("pid"), event.get("tid"))) in lanes
+        and where[0] in devices
+    )  # fmt: skip
+
+
+def _by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Their seconds by `kind_of_kernel`."""
     seconds: dict[str, float] = {}
-    for event in events:
-        where = event.get("pid"), event.get("tid")
-        if event.get("ph") == "X" and where[0] in devices and where in lanes:
-            kind = kind_of_kernel(event["name"])
-            seconds[kind] = seconds.get(kind, 0.0) + event["dur"] * 1e-6
+    for name, taken in kernels:
+        kind = kind_of_kernel(name)
+        seconds[kind] = seconds.get(kind, 0.0) + taken
     return seconds
 
 
@@ -442,6 +450,7 @@ def measure_torch(options: Options, card: Hardware) -> Iterator[dict]:
         flops = model_flops(model, case.run.global_batch)
         row["mfu"] = flops / row["step_s"] / card.peak_flops(model.compute_dtype)
         row["tokens_s"] = case.run.global_batch * model.sequence / row["step_s"]
+        row["kernels"] = _by_kind(row["by_name"].items())
         yield row | {"name": f"{case.name}, torch.compile"}
 
 
@@ -610,11 +619,14 @@ def _percent(predicted: float, measured: float) -> str:
 
 def notes_of(part: Part, rows: Sequence[dict]) -> list[str]:
     """Where the time of each step went, by its trace and by the timeline."""
+
+    def said(kind: str, seconds: dict[str, float]) -> str:
+        parts = (f"{what} {s * 1e3:.1f} ms" for what, s in sorted(seconds.items()))
+        return f"{kind} {', '.join(parts)}"
+
     return [
-        f"{row['name']}: kernels "
-        + ", ".join(f"{kind} {s * 1e3:.1f} ms" for kind, s in sorted(row["kernels"].items()))
-        + "; timeline "
-        + ", ".join(f"{kind} {s * 1e3:.1f}" for kind, s in sorted(row.get("timeline", {}).items()))
+        f"{row['name']}: "
+        + "; ".join(said(kind, row[kind]) for kind in ("kernels", "timeline") if row.get(kind))
         for row in rows
         if row.get("kernels")
     ]

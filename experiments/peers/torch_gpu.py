@@ -4,8 +4,9 @@
 
 float32 masters, autocast to bfloat16, `scaled_dot_product_attention` (flash), fused AdamW, clipping
 by the norm, gradients added up over microbatches. Prints a line of JSON: `step_s`, the median of
-five steps after three that do not count, `peak_gib`, `compile_s`, of the first step, `torch`, and
-`losses`. Exit code 3: no PyTorch that sees a GPU.
+five steps after three that do not count, `peak_gib`, `compile_s`, of the first step, `torch`,
+`losses`, and `by_name`, the seconds of a ninth step's kernels. Exit code 3: no PyTorch that sees a
+GPU.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def main(layers: int, hidden: int, heads: int, sequence: int, rows: int, batch: 
     targets = ids.roll(-1, dims=1)
     count = batch // rows
     times, losses = [], []
-    for _ in range(8):
-        torch.cuda.synchronize()
-        start, total = time.perf_counter(), 0.0
+
+    def step():
+        total = 0.0
         for i in range(count):
             part = slice(i * rows, (i + 1) * rows)
             with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -90,11 +91,23 @@ def main(layers: int, hidden: int, heads: int, sequence: int, rows: int, batch: 
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(total))
         torch.cuda.synchronize()
+
+    torch.cuda.synchronize()
+    for _ in range(8):
+        start = time.perf_counter()
+        step()
         times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+    by_name = {
+        event.key: event.self_device_time_total * 1e-6
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    }
     return {
         "step_s": statistics.median(times[3:]), "all_s": times[3:], "compile_s": times[0],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "losses": losses,
-        "torch": torch.__version__,
+        "peak_gib": peak, "losses": losses, "torch": torch.__version__, "by_name": by_name,
     }  # fmt: skip
 
 
