@@ -210,6 +210,19 @@ def test_passes_of_fsdp_are_beside_gathers_and_scatters():
     assert passes_s < 0.1 * tick.drawn_s and exposed_s < 0.005 * tick.drawn_s
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_residuals_of_one_stage_are_not_copied(recompute, tmp_path):
+    """GELU and its backward pass make one array of the MLP's width each, that are no matmul's; so
+    does recomputation, together with the latter. Of the width of q, k and v their gradient is."""
+    model, path = replace(MODEL, hidden=2048, heads=16), tmp_path / "step.txt"
+    layout = Layout(microbatch=4, idle="phases", recompute=recompute)  # beyond the second cache
+    run = RunConfig(model=model, layout=layout, global_batch=32)
+    step.compile_plan(run, target="h100", program=path)
+    tick = SteadyTick(read_program(path.read_text()), layout.sizes)
+    assert len(tick.made("bf16", [(4, 2048, 8192), (4 * 2048, 8192)])) == 2
+    assert len(tick.made("bf16", [(4, 2048, 3, 16, 128)])) == 1
+
+
 def test_all_of_this_is_seen_where_it_is_not_so(compiled):
     """Without weaving, and without XLA's fusions of slices."""
     tick, times, shapes = compiled(2, "off", in_place=False)

@@ -1,5 +1,5 @@
-"""Backward passes that are written by hand, against JAX's own of the same formula: norms, and what
-gates an MLP."""
+"""Backward passes that are written by hand, against JAX's own of the same formula: norms, what
+gates an MLP, and what takes a bias along."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtx.layers.mlp import gated
+from mtx.layers.attend import Scores, attention
+from mtx.layers.mlp import activate_biased, gated
 from mtx.layers.norm import layer_norm, rms_norm
+from mtx.layers.over_context import attention_biased
+from mtx.sharding.mesh import Axes
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -62,3 +65,28 @@ def test_gradients_of_a_gated_activation(activation):
         return ACTIVATIONS[activation](x[..., 0, :]) * x[..., 1, :]
 
     check(lambda x: gated(x, activation), expected, *arrays((2, 5, 2, 8)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gates", [False, True])
+def test_gradients_of_an_activation_with_its_bias(activation, gates):
+    """Of rows whose biases' gradients are summed in two steps."""
+
+    def expected(y, b):
+        z, act = y + b, ACTIVATIONS[activation]
+        return act(z[..., 0, :]) * z[..., 1, :] if gates else act(z)
+
+    shape = (2, 8) if gates else (8,)
+    check(lambda y, b: activate_biased(y, b, activation, gates), expected,
+          *arrays((2, 128, *shape), shape))  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_of_attention_with_its_bias(window):
+    rules = Scores(window=window)
+
+    def expected(y, b):
+        return attention((y + b,), rules=rules, kernel="blocked")
+
+    check(lambda y, b: attention_biased(y, b, None, rules, "blocked", Axes()), expected,
+          *arrays((2, 8, 3, 2, 4), (3, 2, 4)))  # fmt: skip

@@ -50,6 +50,10 @@ def found_by(trainer, model, layout, rows=8):
         (GPT, Layout(pipe=4, virtual=2, schedule="zb_v", stash="inputs")),
         (LLAMA, Layout(pipe=2, tensor=4, virtual=2, schedule="deferred_zb")),
         (LLAMA, Layout(data=2, pipe=2, virtual=2, zero=3, sequence_parallel=False)),
+        # one stage: of one microbatch at a time a layer's residuals have places of their own
+        (GPT, Layout(data=2, tensor=2)),
+        (GPT, Layout(tensor=4, recompute="selective", idle="phases")),
+        (LLAMA, Layout(data=4, tensor=2, zero=3)),
     ],
 )
 def test_losses_and_gradients_stay(model, layout, monkeypatch):

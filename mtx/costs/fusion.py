@@ -29,9 +29,8 @@ class Kernels:
     def __init__(self, eqns: Sequence, outputs: Sequence, tags, own: frozenset[str]):
         self.made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
         self.own, self.tags = own, tags
-        self.uses = Counter(
-            self._array(a) for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)
-        )
+        atoms = [*(a for eqn in eqns for a in eqn.invars), *outputs]
+        self.uses = Counter(self._array(a) for a in atoms if not isinstance(a, Literal))
         apart = [eqn for eqn in eqns if eqn.primitive.name in own]
         read = [a for eqn in apart for a in eqn.invars]
         arrays = [self._array(a) for a in (*read, *outputs) if not isinstance(a, Literal)]

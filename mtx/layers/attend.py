@@ -38,6 +38,7 @@ from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.random import dropout_heads
 
 ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all that its own backward pass keeps
+FUSED_OUTPUT = "fused_attention_output"  # the same of a fused kernel, which is soon run again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,17 +23,17 @@ from mtx.layers.cached import cached_attention, kept_of
 from mtx.layers.context import Context, positions_of
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.norm import Norm, RMSNorm, rms_norm
-from mtx.layers.over_context import attention_over_context
+from mtx.layers.over_context import attention_biased, attention_over_context
 from mtx.layers.projected import Projected, keys_and_values, separate, sinks_of
 from mtx.layers.rotary import Rotary, rotate
 from mtx.layers.sublayer import Build, Keep
 from mtx.sharding.adapter import Adapter
+from mtx.sharding.bias import add_bias
 from mtx.sharding.linear import (
     MATMUL_OUTPUT,
     ColumnLinear,
     RowLinear,
     adapter_product,
-    add_bias,
     in_order,
     products_by_rows,
     used_by_heads,
@@ -197,12 +197,28 @@ class AttentionModule(nnx.Module):
         return rms_norm(a_BShK, scale_K, norm.epsilon, norm.offset)
 
     def __call__(self, x_BsD, context: Context | None = None):
-        projected, config = self.project(x_BsD, context), self.config
         segments_BS = None if context is None else context.segments_BS
-        drops = None
-        if context is not None and context.rng is not None and config.dropout:
-            drops = self._drops(context, projected)
-        return self.out(self._attend(projected, segments_BS, drops))
+        drops = context is not None and context.rng is not None and self.config.dropout > 0
+        if self._adds_bias and not drops and (segments_BS is None or self.config.scores.causal):
+            return self.out(self._attend_biased(x_BsD, segments_BS))
+        projected = self.project(x_BsD, context)
+        of_drops = self._drops(context, projected) if drops and context else None
+        return self.out(self._attend(projected, segments_BS, of_drops))
+
+    @property
+    def _adds_bias(self) -> bool:
+        """Whether fused attention adds the bias of q, k and v itself. (As it is described, a matmul
+        adds it.)"""
+        qkv = getattr(self, "qkv", None)
+        if not isinstance(qkv, ColumnLinear) or not qkv.bias or self.config.sinks:
+            return False
+        return self._kernel == "cudnn" and self.build.axes.context is None
+
+    def _attend_biased(self, x_BsD, segments_BS):
+        assert isinstance(self.qkv, ColumnLinear)
+        y_BSnhK, axes = self.qkv.without_bias(x_BsD), self.build.axes
+        rules = self.config.scores
+        return attention_biased(y_BSnhK, self.qkv.b[...], segments_BS, rules, self._kernel, axes)
 
     def _drops(self, context: Context, projected: Projected) -> Drops:
         axes, (_, size, *_, heads, _) = self.build.axes, projected[0].shape

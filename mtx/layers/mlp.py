@@ -21,6 +21,7 @@ from jax.scipy.special import erf
 from mtx.layers.context import Context
 from mtx.layers.kernels import CLAMP_LIMIT, CLAMP_SLOPE
 from mtx.layers.sublayer import Build
+from mtx.sharding.bias import as_matrix, over_rows
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
@@ -64,8 +65,11 @@ class MLPModule(nnx.Module):
         self.config = config
 
     def __call__(self, x_BsD, context: Context | None = None):
-        act = gated if self.config.gated else activate
-        return self.down(act(self.up(x_BsD), self.config.activation))
+        config, y = self.config, self.up.without_bias(x_BsD)
+        if config.bias:
+            b = self.up.b[...]
+            return self.down(activate_biased(y, b, config.activation, config.gated))
+        return self.down((gated if config.gated else activate)(y, config.activation))
 
 
 def _value(x, activation: Activation):
@@ -80,11 +84,19 @@ def _value(x, activation: Activation):
     if activation == "clamped":
         x = jnp.minimum(x, CLAMP_LIMIT)
         return x * jax.nn.sigmoid(CLAMP_SLOPE * x)
-    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+    if activation == "gelu":
+        return jax.nn.gelu(x, approximate=False)
+    x32 = x.astype(jnp.float32)  # (1 + tanh(z)) / 2 is sigmoid(2z), which takes XLA:GPU less
+    return (x32 * jax.nn.sigmoid(2 * _of_tanh(x32))).astype(x.dtype)
+
+
+def _of_tanh(x):
+    """What GELU's approximation takes the tanh of."""
+    return _GELU_SLOPE * (x + _GELU_CUBE * x * x * x)
 
 
 def _slope(x, activation: Activation):
-    """The derivative, in x's type."""
+    """The derivative, in x's type; of GELU's approximation in float32."""
     if activation == "relu":
         return (x > 0).astype(x.dtype)
     if activation == "relu2":
@@ -99,9 +111,9 @@ def _slope(x, activation: Activation):
     if activation == "gelu":
         density = jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return (0.5 * (1 + erf(x / math.sqrt(2))) + x * density).astype(x.dtype)
-    tanh = jnp.tanh(_GELU_SLOPE * (x + _GELU_CUBE * x * x * x))
-    slope = _GELU_SLOPE * (1 + 3 * _GELU_CUBE * x * x)
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+    x = x.astype(jnp.float32)
+    sigmoid = jax.nn.sigmoid(2 * _of_tanh(x))
+    return sigmoid + x * sigmoid * (1 - sigmoid) * 2 * _GELU_SLOPE * (1 + 3 * _GELU_CUBE * x * x)
 
 
 @custom_vjp(1)
@@ -111,7 +123,7 @@ def activate(x, activation: Activation):
 
 
 def _activate_backward(activation, x, dy):
-    return (dy * _slope(x, activation),)
+    return ((dy * _slope(x, activation)).astype(x.dtype),)
 
 
 activate.defvjp(lambda x, activation: (activate(x, activation), x), _activate_backward)
@@ -129,7 +141,7 @@ def _factor(up, activation: Activation):
 
 def _gated_backward(activation, x_BSnf, dy_BSf):
     gate, up = x_BSnf[..., 0, :], x_BSnf[..., 1, :]
-    dgate = dy_BSf * _factor(up, activation) * _slope(gate, activation)
+    dgate = (dy_BSf * _factor(up, activation) * _slope(gate, activation)).astype(gate.dtype)
     dup = dy_BSf * _value(gate, activation)
     if activation == "clamped":
         dup = jnp.where(jnp.abs(up) <= CLAMP_LIMIT, dup, 0)
@@ -147,3 +159,22 @@ def _between_zeros(part_BSf, place: int):
 
 
 gated.defvjp(lambda x_BSnf, activation: (gated(x_BSnf, activation), x_BSnf), _gated_backward)
+
+
+@custom_vjp(2, 3)
+def activate_biased(y, b, activation: Activation, gates: bool):
+    """The activation of y[B, S, *outputs] + b[*outputs], gated or not. Keeps y: a matmul can write
+    that where it is kept."""
+    return (gated if gates else activate)(y + b, activation)
+
+
+def _activate_biased_backward(activation, gates, saved, dh):
+    y, b = saved
+    (dz,) = (_gated_backward if gates else _activate_backward)(activation, y + b, dh)
+    db = over_rows(as_matrix(dz).astype(jnp.float32))
+    return dz, db.astype(dz.dtype).reshape(b.shape)
+
+
+activate_biased.defvjp(
+    lambda y, b, *rest: (activate_biased(y, b, *rest), (y, b)), _activate_biased_backward
+)

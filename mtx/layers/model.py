@@ -22,7 +22,7 @@ from jax.tree_util import keystr
 
 from mtx.errors import UserError, unknown_name
 from mtx.layers import fused
-from mtx.layers.attend import ATTENTION_OUTPUT
+from mtx.layers.attend import ATTENTION_OUTPUT, FUSED_OUTPUT
 from mtx.layers.context import Context
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.layer import Stack
@@ -289,7 +289,7 @@ _names = jax.checkpoint_policies.save_only_these_names
 _POLICIES = {  # what is kept of a layer, beside its input
     "selective": _names(MATMUL_OUTPUT, ATTENTION_OUTPUT),
     "around_attention": jax.checkpoint_policies.save_from_both_policies(
-        _names(ATTENTION_OUTPUT), _is_fused
+        _names(ATTENTION_OUTPUT, FUSED_OUTPUT), _is_fused
     ),
     "full": None,
 }

@@ -8,7 +8,6 @@ Legend: D the size that is normed, the last dim; ... all others
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,10 +16,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from mtx.sharding.bias import over_rows
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.parameter import parameter
-
-_ROWS = 128  # whose gradients are summed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ def _layer_norm_backward(epsilon, saved, dy):
     along = dnormed.mean(axis=-1, keepdims=True)
     across = (dnormed * normed).mean(axis=-1, keepdims=True)
     dx = (dnormed - along - normed * across) * rstd
-    dscale, dbias = _over_rows(dy32 * normed), _over_rows(dy32)
+    dscale, dbias = over_rows(dy32 * normed), over_rows(dy32)
     return dx.astype(x.dtype), dscale.astype(scale_D.dtype), dbias.astype(scale_D.dtype)
 
 
@@ -92,7 +90,7 @@ def _rms_norm_backward(epsilon, offset, saved, dy):
     dy32 = dy.astype(jnp.float32)
     dnormed = dy32 * _scale(scale_D, offset)
     dx = (dnormed - normed * (dnormed * normed).mean(axis=-1, keepdims=True)) * rstd
-    return dx.astype(x.dtype), _over_rows(dy32 * normed).astype(scale_D.dtype)
+    return dx.astype(x.dtype), over_rows(dy32 * normed).astype(scale_D.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
@@ -107,13 +105,6 @@ def _once(statistics):
     """Of rows, a number each. Where they are computed again, XLA:GPU would do so within every pass
     that needs them, and write what is summed over rows to memory first, in float32."""
     return lax.optimization_barrier(statistics)
-
-
-def _over_rows(a):
-    """In two steps: of some thousand rows XLA:GPU would write what is summed to memory first."""
-    if math.prod(a.shape[:-1]) % _ROWS == 0 and math.prod(a.shape[:-1]) > _ROWS:
-        a = lax.optimization_barrier(a.reshape(-1, _ROWS, a.shape[-1]).sum(axis=1))
-    return a.sum(axis=tuple(range(a.ndim - 1)))
 
 
 class LayerNorm(nnx.Module):

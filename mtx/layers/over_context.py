@@ -24,13 +24,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtx.layers.attend import ATTENTION_OUTPUT, Drops, Scores, attention
+from mtx.layers.attend import ATTENTION_OUTPUT, FUSED_OUTPUT, Drops, Scores, attention
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.pairs import Part
 from mtx.layers.projected import Projected, projected_like, separate, sinks_of
 from mtx.layers.sinks import with_sinks
 from mtx.layers.ways import Keys, Output, Queries, way_of
+from mtx.sharding.bias import bias_gradient
 from mtx.sharding.custom_vjp import custom_vjp
+from mtx.sharding.linear import in_order as whole_order
+from mtx.sharding.linear import in_rows
 from mtx.sharding.mesh import Axes
 from mtx.sharding.ring import Ring
 from mtx.sharding.sequence import as_devices_have, in_order
@@ -110,6 +113,13 @@ def _met(projected: Projected, segments_Bs, drops: Drops | None) -> tuple[Querie
 
 
 def _forward(projected, segments_Bs, drops, rules, kernel, ring, gathers):
+    part = _output(projected, segments_Bs, drops, rules, kernel, ring, gathers)
+    o_BshK, logsumexp_Bhs = (checkpoint_name(a, ATTENTION_OUTPUT) for a in part)
+    return o_BshK, (projected, segments_Bs, drops, o_BshK, logsumexp_Bhs)
+
+
+def _output(projected, segments_Bs, drops, rules, kernel, ring, gathers) -> Part:
+    """The output in the type of the queries."""
     queries, keys = _met(projected, segments_Bs, drops)
     q_BshK = queries.q
     way = way_of(rules, kernel, ring, gathers, q_BshK.shape[1], drops)
@@ -117,9 +127,7 @@ def _forward(projected, segments_Bs, drops, rules, kernel, ring, gathers):
     if (sinks_h := sinks_of(projected)) is not None:
         o_BhsK, logsumexp = with_sinks(jnp.swapaxes(part.output, 1, 2), part.logsumexp, sinks_h)
         part = Part(jnp.swapaxes(o_BhsK, 1, 2), logsumexp)
-    o_BshK = checkpoint_name(part.output.astype(q_BshK.dtype), ATTENTION_OUTPUT)
-    logsumexp_Bhs = checkpoint_name(part.logsumexp, ATTENTION_OUTPUT)
-    return o_BshK, (projected, segments_Bs, drops, o_BshK, logsumexp_Bhs)
+    return part._replace(output=part.output.astype(q_BshK.dtype))
 
 
 def _backward(rules, kernel, ring, gathers, saved, do_BshK):
@@ -137,3 +145,29 @@ def _backward(rules, kernel, ring, gathers, saved, do_BshK):
 
 
 ring_attention.defvjp(_forward, _backward)
+
+
+@custom_vjp(3, 4, 5)
+def attention_biased(
+    y_BSnhK, b_nhK, segments_BS, rules: Scores, kernel: AttentionKernel, axes: Axes
+):  # fmt: skip
+    """Fused attention of q, k and v as one matmul makes them, by rows and without their bias.
+    Keeps y: the matmul can write that where it is kept."""
+    return _biased_forward(y_BSnhK, b_nhK, segments_BS, rules, kernel, axes)[0]
+
+
+def _biased_forward(y, b, segments, rules, kernel, axes):
+    projected = (whole_order(y + b, axes),)
+    part = _output(projected, segments, None, rules, kernel, None, False)
+    o, logsumexp = (checkpoint_name(a, FUSED_OUTPUT) for a in part)
+    return o, (y, b, segments, o, logsumexp)
+
+
+def _biased_backward(rules, kernel, axes, saved, do):
+    y, b, segments, *output = saved
+    kept = (whole_order(y + b, axes),), segments, None, *output
+    (dqkv,), *_ = _backward(rules, kernel, None, False, kept, do)
+    return in_rows(dqkv, axes), bias_gradient(dqkv), None
+
+
+attention_biased.defvjp(_biased_forward, _biased_backward)

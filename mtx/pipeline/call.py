@@ -59,7 +59,7 @@ class Call:
             model=self.model, layer_params=self.weights.layer, placement=placement,
             tables=tables, context=self.context, stream=self.stream, slices=self.schedule.slices,
             split=self.schedule.split, offload_fraction=self.layout.offload_fraction,
-            beside=self.axes.in_place and self.schedule.slices == 1,
+            in_place=self.axes.in_place and self.schedule.slices == 1,
             shards=layers and {
                 kind: LayerShards(own, inputs[kind], of_layers[kind])
                 for kind, own in layers.items()

@@ -29,7 +29,8 @@ _NODE = 8  # devices
 _SHORT = 5e-6  # collectives that take less are not worth a matmul
 _BRIEF = 3e-6  # nor are passes a place of their own
 BEHIND = "behind"  # how JAX's equations call `behind`
-_VIEWS = ("reshape", "squeeze", "expand_dims", "name", "optimization_barrier")  # move nothing
+_SAME = "name", "optimization_barrier"
+_VIEWS = ("reshape", "squeeze", "expand_dims", *_SAME)  # move nothing
 
 
 class Part(NamedTuple):
@@ -50,6 +51,7 @@ class Write:
     size: int  # of the value, bytes
     later: bool
     at_once: bool = False  # written when it is made, and read from the array
+    is_same = False
 
     @property
     def nodes(self) -> list[Write]:
@@ -85,6 +87,15 @@ class Node:
     side: str
     later: bool
     behind = ()
+
+    @property
+    def is_same(self) -> bool:
+        """Whether its outputs are its inputs, once these are rounded to their type."""
+        if self.eqn.primitive.name == "reduce_precision":
+            kept = self.eqn.params["exponent_bits"], self.eqn.params["mantissa_bits"]
+            found = jnp.finfo(self.eqn.outvars[0].aval.dtype)
+            return kept == (found.nexp, found.nmant)
+        return self.eqn.primitive.name in _SAME
 
     @cached_property
     def op(self) -> Step | None:
@@ -278,6 +289,19 @@ class Asked:
 def is_large(size: int) -> bool:
     """Whether so many bytes are worth a place of their own, to be read and written."""
     return 2 * size / _MEMORY > _BRIEF
+
+
+def is_written_in_place(value: int, made_by: Mapping[int, Node]) -> bool:
+    """Whether XLA:GPU can have a value written to a part of an array by what makes it: a pass, or
+    a matmul."""
+    way = way_to([value], made_by)
+    if moves(way):
+        return True
+    first = {number for node in way for number in node.inputs} - {
+        number for node in way for number in node.outputs
+    }
+    made = {made_by.get(number) for number in first or {value}}
+    return all(node is not None and is_matmul(node.eqn) for node in made)
 
 
 def reads_in_place(node: Node) -> bool:

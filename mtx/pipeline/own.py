@@ -39,6 +39,10 @@ class Own:
             for name, tree in trees.items()
         }
 
+    def has_one_slot(self, name: str) -> bool:
+        """Of microbatches."""
+        return all(len(ring) == 1 for ring in jax.tree.leaves(self.trees[name]))
+
     def read(self, name: str) -> Tree:
         return read(self.trees[name], *self.at[name])
 

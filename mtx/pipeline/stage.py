@@ -22,14 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.errors import UserError
-from mtx.pipeline import back
+from mtx.pipeline import alone
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.offload import Left, Offload
 from mtx.pipeline.own import Kept, Own, entry_of
 from mtx.pipeline.past import Past
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
-from mtx.pipeline.turns import loop
+from mtx.pipeline.turns import loop, plus
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.mesh import Axes
@@ -56,7 +56,7 @@ class Stage:
     stream: Tree  # shapes and dtypes
     slices: int
     split: bool  # W is an op of its own
-    beside: bool = False  # B's collectives lie beside its matmuls
+    in_place: bool = False  # F keeps, and B adds, where matmuls make it: `mtx.pipeline.alone`
     shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
     offload_fraction: float = 0.0  # of residuals, what waits in the host's memory
 
@@ -143,11 +143,14 @@ class Stage:
             layer_params, given = self._given(op, params, own, caches is not None)
             if self.offload and left is not None:
                 stream = self.offload.copy_out(own, op, left, stream)
-            stream, residuals = self.vjps[own.kind].forward(layer_params, stream, *given)
+            vjp = self.vjps[own.kind]
             if self.offload:
+                stream, residuals = vjp.forward(layer_params, stream, *given)
                 stream = self.offload.leave(own, residuals, stream)
             else:
-                own.write("ring", residuals)
+                stream = alone.forward(
+                    vjp, own, layer_params, stream, given, in_place=self.in_place
+                )
             if caches is not None:
                 stream, part = stream
                 if extend:
@@ -218,9 +221,9 @@ class Stage:
                 residuals = read(rings[own.kind], op.slot, own.index)
             if caches is not None:
                 dstream = dstream, self._later(own, op)
-            others = back.backward(
+            others = alone.backward(
                 self.vjps[own.kind], own, residuals, layer_params, given, dstream,
-                split=self.split, beside=self.beside,
+                split=self.split, beside=self.in_place,
             )  # fmt: skip
             if caches is not None:
                 self._add_to_cache(own, others[-1], op)
@@ -287,7 +290,7 @@ class Stage:
                 def layer(i, carry, run=run, n=n, index=index):
                     i = run.count - 1 - i if backward else i
                     stream, trees = carry
-                    own = Own.of(run.kind, _plus(n, i), _plus(index, i), trees, first[run.kind])
+                    own = Own.of(run.kind, plus(n, i), plus(index, i), trees, first[run.kind])
                     return body(own, stream), own.put_into(trees)
 
                 carry = loop(run.count, layer, carry)
@@ -392,8 +395,3 @@ def row_of(tables: dict[str, jax.Array], placement: Placement, kind: str, chunk)
     if placement.row is None:
         return chunk
     return read(tables["row"], placement.kinds.index(kind), chunk)
-
-
-def _plus(base, i):
-    """base + i; where that is i, without an op."""
-    return i if isinstance(base, int) and base == 0 else base + i

@@ -124,6 +124,11 @@ def loop(count: int, body: Callable, start: Any) -> Any:
     return lax.fori_loop(0, count, body, start)
 
 
+def plus(base, i):
+    """base + i; where that is i, without an op."""
+    return i if isinstance(base, int) and base == 0 else base + i
+
+
 def _next(kinds: _Side, last: bool) -> _Side:
     return (*kinds[1:], None if last else kinds[0]) if kinds else ()
 

@@ -30,7 +30,7 @@ from mtx.pipeline.nodes import (
     communicates,
     flops_of,
     is_large,
-    moves,
+    is_written_in_place,
     product_of,
     reads_in_place,
     way_to,
@@ -104,7 +104,9 @@ class Braid:
             behind = () if last or read_of is None else self._made_of(read_of)
             size = math.prod(array.shape[len(index) :]) * array.dtype.itemsize
             number, made = self.given([array, None])
-            at_once = len(array) == 1 and not (last or behind) and self._lies(value, size)
+            source = self._source(value)
+            at_once = len(array) == 1 and not (last or behind) and self._lies(source, size)
+            value = source if at_once else value
             self._writes.append(Write(index, [number, value], [made], behind, size, last, at_once))
             written.append(made)
         return written
@@ -130,14 +132,28 @@ class Braid:
         return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)
 
     def _lies(self, value: int, size: int) -> bool:
-        """Whether a pass makes a value, which can write it where it is kept, and what needs it can
-        read it there: one copy less. (A matmul writes to a part of an array only where nothing
-        reads that at once.)"""
+        """Whether a pass or a matmul makes a value, which can write it where it is kept, and what
+        needs it can read it there: one copy less."""
         if not is_large(size):
             return False
         made_by = {number: node for node in self._nodes for number in node.outputs}
-        uses = [node for node in self._nodes if value in node.inputs]
-        return moves(way_to([value], made_by)) and all(map(reads_in_place, uses))
+        return is_written_in_place(value, made_by) and all(map(reads_in_place, self._uses(value)))
+
+    def _source(self, value: int) -> int:
+        """What a value is that barriers and names leave as it is."""
+        made_by = {number: node for node in self._nodes for number in node.outputs}
+        while (node := made_by.get(value)) and node.is_same:
+            value = node.inputs[node.outputs.index(value)]
+        return value
+
+    def _uses(self, value: int) -> list[Node]:
+        """Behind such barriers and names, too."""
+        uses: list[Node] = []
+        for node in self._nodes:
+            if value in node.inputs:
+                same = node.outputs[node.inputs.index(value)] if node.is_same else None
+                uses += [node] if same is None else self._uses(same)
+        return uses
 
     def _made_of(self, number: int) -> tuple[int, ...]:
         """What has been computed of a value in passing, and itself, as far as a matmul or a
@@ -276,15 +292,20 @@ class Braid:
                 self._compute_all(summed.nodes)
                 self._add(summed)
             if kept := self._at_once.get(number):
-                self._set(kept.outputs, kept.compute(self.read(kept.inputs)))
-                self._barrier({*kept.outputs})  # else XLA would read what has been written
-                self._values[number] = Part(kept.outputs[0], kept.index)
+                written = kept.compute(self.read(kept.inputs))
+                self._set(kept.outputs, written)
+                # Without a barrier XLA would read what has been written; in front of what is kept,
+                # it would keep a matmul from writing there.
+                (array,) = self.given(lax.optimization_barrier(written))
+                self._values[number] = Part(array, kept.index)
 
     def _add(self, summed: Sum) -> None:
         total, value = self.read((summed.total, summed.value))
         self._values[summed.total] = summed.compute(total, value)
 
     def _computed(self, node: Node | Write) -> list:
+        if node.is_same and any(isinstance(self._values[n], Part) for n in node.inputs):
+            return [self._values[number] for number in node.inputs]  # there is a barrier already
         self._hold_back(node)
         return node.compute(self.read(node.inputs))
 

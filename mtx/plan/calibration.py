@@ -176,10 +176,10 @@ class Calibration:
 _A100 = Calibration(
     source="fitted to SC'21 by experiments/fit_time.py",
     software=SOFTWARE["megatron-2021"],
-    matmul_share=0.7704,
+    matmul_share=0.7705,
     memory_share=0.7258,
-    network_share=0.7704,
-    send_share=0.5722,
+    network_share=0.7697,
+    send_share=0.5721,
 )
 FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
 

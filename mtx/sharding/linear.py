@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.sharding import fp8
 from mtx.sharding.adapter import Adapter, Adapters
+from mtx.sharding.bias import add_bias, add_bias_once, apart
 from mtx.sharding.collectives import (
     all_gather_rows,
     all_gather_sequence,
@@ -224,44 +225,6 @@ def _products_backward(repeats, axes, saved, dys):
 products_by_rows.defvjp(_products_forward, _products_backward)
 
 
-@custom_vjp(2)
-def add_bias(y, b, axes: Axes):
-    """y[B, S, *outputs] + b[*outputs]"""
-    # Given the bias as well, XLA:GPU's matmul would no longer read its weight where it lies.
-    return (lax.optimization_barrier(y) if axes.in_place else y) + b
-
-
-def _add_bias_forward(y, b, axes):
-    return add_bias(y, b, axes), None
-
-
-def _add_bias_backward(axes, _, dy):
-    # Summed as the matrix that the matmuls take: XLA would copy dy once more in the shape of b.
-    dy_NF = dy.reshape(dy.shape[0] * dy.shape[1], -1)
-    return dy, dy_NF.sum(axis=0).reshape(dy.shape[2:])
-
-
-add_bias.defvjp(_add_bias_forward, _add_bias_backward)
-
-
-@custom_vjp(2)
-def _add_bias_once(y, b, axes: Axes):
-    """`add_bias` to parts of a sum over `tensor`: on its first device."""
-    return add_bias(y, jnp.where(lax.axis_index(axes.tensor) == 0, b, 0), axes)
-
-
-def _add_bias_once_backward(axes, _, dy):
-    _, db = _add_bias_backward(axes, _, dy)
-    if axes.sequence_parallel:  # the step sums over `tensor`, and dy is the same on all of it
-        db = jnp.where(lax.axis_index(axes.tensor) == 0, db, 0)
-    return dy, db
-
-
-_add_bias_once.defvjp(
-    lambda y, b, axes: (_add_bias_once(y, b, axes), None), _add_bias_once_backward
-)
-
-
 def enter_jointly(x_BsD, axes: Axes):
     """x_BSD for linears of `axes.joint`. Forward: an all-gather with sequence parallelism,
     otherwise nothing. Backward: a reduce-scatter, otherwise an all-reduce."""
@@ -311,15 +274,24 @@ class ColumnLinear(nnx.Module):
     def __call__(self, x):
         """x_BsD (x_BSD without sequence parallelism) -> y[B, S, *local outputs], by rows with
         `axes.by_rows`"""
+        y = self._product(x)
+        if self.bias:
+            y = add_bias(y, self.b[...], self.axes)
+        return checkpoint_name(in_order(y, self.axes), MATMUL_OUTPUT)
+
+    def without_bias(self, x):
+        """x W as it is made, by rows, to what follows which bias and order are left (Megatron's
+        skip_bias_add)."""
+        return checkpoint_name(apart(self._product(x), self.axes), MATMUL_OUTPUT)
+
+    def _product(self, x):
         weights = (self.w.get_value(),)
         if self.adapted:
             weights += (used_by_heads(self.w_lora.a[...], self.axes),)
         y, *h = products_by_rows(x, weights, (None,) * len(weights), self.axes)
         if self.adapted:
             y += adapter_product(h[0], self.w_lora.b.get_value(), self.w_lora)
-        if self.bias:
-            y = add_bias(y, self.b[...], self.axes)
-        return checkpoint_name(in_order(y, self.axes), MATMUL_OUTPUT)
+        return y
 
 
 class WholeLinear(nnx.Module):
@@ -362,7 +334,7 @@ class RowLinear(nnx.Module):
         y = self._with_adapter(x) if self.adapted else matmul(x, w, w.ndim - 1, self.axes)
         if self.bias:
             once = self.axes.joint and self.axes.tensor
-            y = (_add_bias_once if once else add_bias)(y, self.b[...], self.axes)
+            y = (add_bias_once if once else add_bias)(y, self.b[...], self.axes)
         return checkpoint_name(y, MATMUL_OUTPUT)
 
     def _with_adapter(self, x):

@@ -1,7 +1,12 @@
-"""B of a layer, by itself: what it makes is put where the layer's own things are kept.
+"""F or B of a layer, by itself: what it makes is put where the layer's own things are kept.
+
+XLA:GPU has a pass, or a matmul, write what it makes to its place in a ring, if only the loop's end
+and a barrier come after, and has those that need it read it there, behind that barrier: the copy
+that JAX's scans make of each residual is not made. Places have to be known while it compiles, but
+for the layer: so it is of rings of one slot.
 
 XLA has no reason to put a weight gradient beside a collective, and left alone it puts all of them
-last: so the equations are put in order as in woven ticks (`mtx.pipeline.weave`), for B alone.
+last: so B's equations are put in order as in woven ticks (`mtx.pipeline.weave`), for B alone.
 """
 
 from __future__ import annotations
@@ -17,6 +22,28 @@ from mtx.pipeline.weave import Braid, once
 from mtx.vjp import Arrays, LayerVJP
 
 Tree = Any
+
+
+def forward(
+    vjp: LayerVJP, own: Own, params: Tree, stream: Tree, given: tuple, *, in_place: bool
+) -> Tree:  # fmt: skip
+    """What the layer returns; its residuals are written to its own ring. in_place: by what makes
+    them, where that can, and read there."""
+    if not (in_place and own.has_one_slot("ring")):
+        y, residuals = vjp.forward(params, stream, *given)
+        own.write("ring", residuals)
+        return y
+    braid, ring = Braid(), own.trees["ring"]
+    inputs = [
+        *braid.given(jax.tree.leaves(params), weights=True),
+        *braid.given(jax.tree.leaves((stream, given))),
+    ]
+    made = braid.add(vjp.strands[0], inputs, side="F")
+    count = len(jax.tree.leaves(vjp.output))
+    written = braid.write(ring, made[count:], *own.at["ring"], taken=None, last=False)
+    braid.run()
+    own.trees["ring"] = tuple(braid.read(written))
+    return jax.tree.structure(vjp.output).unflatten(braid.read(made[:count]))
 
 
 def backward(
