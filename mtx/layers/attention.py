@@ -198,12 +198,23 @@ class AttentionModule(nnx.Module):
 
     def __call__(self, x_BsD, context: Context | None = None):
         segments_BS = None if context is None else context.segments_BS
-        drops = context is not None and context.rng is not None and self.config.dropout > 0
-        if self._adds_bias and not drops and (segments_BS is None or self.config.scores.causal):
+        whole = segments_BS is None or self.config.scores.causal  # else a conditional skips parts
+        if self._adds_bias and whole and self._rng(context) is None:
             return self.out(self._attend_biased(x_BsD, segments_BS))
         projected = self.project(x_BsD, context)
-        of_drops = self._drops(context, projected) if drops and context else None
-        return self.out(self._attend(projected, segments_BS, of_drops))
+        return self.out(self._attend(projected, segments_BS, self._drops(context, projected)))
+
+    def _rng(self, context: Context | None):
+        """Of dropout; None: there is none."""
+        return context.rng if context is not None and self.config.dropout else None
+
+    def _drops(self, context: Context | None, projected: Projected) -> Drops | None:
+        if context is None or (rng := self._rng(context)) is None:
+            return None
+        axes, (_, size, *_, heads, _) = self.build.axes, projected[0].shape
+        first_head = lax.axis_index(axes.tensor) * heads if axes.tensor else 0
+        key, at_S = fold(rng, context.layer, self.build.site), places(size, axes)
+        return Drops(key, context.samples_B, first_head, at_S, at_S)
 
     @property
     def _adds_bias(self) -> bool:
@@ -219,12 +230,6 @@ class AttentionModule(nnx.Module):
         y_BSnhK, axes = self.qkv.without_bias(x_BsD), self.build.axes
         rules = self.config.scores
         return attention_biased(y_BSnhK, self.qkv.b[...], segments_BS, rules, self._kernel, axes)
-
-    def _drops(self, context: Context, projected: Projected) -> Drops:
-        axes, (_, size, *_, heads, _) = self.build.axes, projected[0].shape
-        first_head = lax.axis_index(axes.tensor) * heads if axes.tensor else 0
-        key, at_S = fold(context.rng, context.layer, self.build.site), places(size, axes)
-        return Drops(key, context.samples_B, first_head, at_S, at_S)
 
     def _attend(self, projected: Projected, segments_BS=None, drops: Drops | None = None):
         rules = self.config.scores

@@ -9,6 +9,8 @@ K head size (V: of values, where it is another)
 
 from __future__ import annotations
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -91,9 +93,12 @@ def _joined(*parts_BSgK):
     pass, not in that of a concatenation."""
     zero, last = jnp.zeros((), parts_BSgK[0].dtype), len(parts_BSgK) - 1
     none = (0, 0, 0)
-    return sum(
-        lax.pad(part[:, :, None], zero, [none, none, (n, last - n, 0), none, none])
-        for n, part in enumerate(parts_BSgK)
+    return reduce(
+        jnp.add,
+        (
+            lax.pad(part[:, :, None], zero, [none, none, (n, last - n, 0), none, none])
+            for n, part in enumerate(parts_BSgK)
+        ),
     )
 
 

@@ -40,7 +40,7 @@ class Own:
         }
 
     def has_one_slot(self, name: str) -> bool:
-        """Of microbatches."""
+        """Whether what is kept under that name is of one microbatch."""
         return all(len(ring) == 1 for ring in jax.tree.leaves(self.trees[name]))
 
     def read(self, name: str) -> Tree:

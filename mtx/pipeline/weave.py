@@ -52,6 +52,7 @@ class Braid:
         self._sums: dict[int, Sum] = {}  # by the product that alone makes the gradient
         self._sums_of_rest: list[Sum] = []
         self._at_once: dict[int, Write] = {}  # by what they write
+        self._read_there: set[int] = set()  # what has been written so, behind a barrier
         self._beside: dict[int, list[Pass | Write]] = {}  # by the place of a collective
         self._puts_off = True
         # What has been made since a collective had only beside it what moves memory, that included:
@@ -100,14 +101,16 @@ class Braid:
         all that is made of it is there, else XLA would copy the array to keep what it was. last:
         none lies beside a collective, see `run`."""
         written: list[int] = []
+        at_once: set[int] = set()
         for array, value, read_of in zip(arrays, values, taken or (None,) * len(values)):
             behind = () if last or read_of is None else self._made_of(read_of)
             size = math.prod(array.shape[len(index) :]) * array.dtype.itemsize
             number, made = self.given([array, None])
             source = self._source(value)
-            at_once = len(array) == 1 and not (last or behind) and self._lies(source, size)
-            value = source if at_once else value
-            self._writes.append(Write(index, [number, value], [made], behind, size, last, at_once))
+            free = len(array) == 1 and not (last or behind or source in at_once)
+            if now := free and self._lies(source, size):
+                at_once.add(value := source)
+            self._writes.append(Write(index, [number, value], [made], behind, size, last, now))
             written.append(made)
         return written
 
@@ -298,14 +301,16 @@ class Braid:
                 # it would keep a matmul from writing there.
                 (array,) = self.given(lax.optimization_barrier(written))
                 self._values[number] = Part(array, kept.index)
+                self._read_there.add(number)
 
     def _add(self, summed: Sum) -> None:
         total, value = self.read((summed.total, summed.value))
         self._values[summed.total] = summed.compute(total, value)
 
     def _computed(self, node: Node | Write) -> list:
-        if node.is_same and any(isinstance(self._values[n], Part) for n in node.inputs):
-            return [self._values[number] for number in node.inputs]  # there is a barrier already
+        if node.is_same and self._read_there.intersection(node.inputs):
+            self._read_there.update(node.outputs)
+            return [self._values[number] for number in node.inputs]
         self._hold_back(node)
         return node.compute(self.read(node.inputs))
 

@@ -282,7 +282,8 @@ class ColumnLinear(nnx.Module):
     def without_bias(self, x):
         """x W as it is made, by rows, to what follows which bias and order are left (Megatron's
         skip_bias_add)."""
-        return checkpoint_name(apart(self._product(x), self.axes), MATMUL_OUTPUT)
+        y = self._product(x)
+        return checkpoint_name(apart(y, self.axes) if self.bias else y, MATMUL_OUTPUT)
 
     def _product(self, x):
         weights = (self.w.get_value(),)
