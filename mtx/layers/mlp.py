@@ -15,10 +15,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.scipy.special import erf
 
 from mtx.layers.context import Context
+from mtx.layers.joined import joined
 from mtx.layers.kernels import CLAMP_LIMIT, CLAMP_SLOPE
 from mtx.layers.sublayer import Build
 from mtx.sharding.bias import as_matrix, over_rows
@@ -146,16 +146,8 @@ def _gated_backward(activation, x_BSnf, dy_BSf):
     if activation == "clamped":
         dup = jnp.where(jnp.abs(up) <= CLAMP_LIMIT, dup, 0)
     if activation in _OF_SIGMOIDS:
-        return (_between_zeros(dgate, 0) + _between_zeros(dup, 1),)
+        return (joined((dgate, dup), dgate.ndim - 1),)
     return (jnp.stack([dgate, dup], axis=-2),)
-
-
-def _between_zeros(part_BSf, place: int):
-    """[B, S, n, f] with a part at that place. The sum of two such is both joined: of a
-    concatenation XLA:GPU computes the sigmoid apart, and reads the input twice."""
-    widths = [(0, 0, 0)] * part_BSf.ndim
-    widths.insert(-1, (place, 1 - place, 0))
-    return lax.pad(part_BSf[..., None, :], jnp.zeros((), part_BSf.dtype), widths)
 
 
 gated.defvjp(lambda x_BSnf, activation: (gated(x_BSnf, activation), x_BSnf), _gated_backward)

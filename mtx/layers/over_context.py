@@ -25,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtx.layers.attend import ATTENTION_OUTPUT, FUSED_OUTPUT, Drops, Scores, attention
+from mtx.layers.joined import joined
 from mtx.layers.kernels import AttentionKernel
 from mtx.layers.pairs import Part
 from mtx.layers.projected import Projected, projected_like, separate, sinks_of
@@ -164,9 +165,11 @@ def _biased_forward(y, b, segments, rules, kernel, axes):
 
 
 def _biased_backward(rules, kernel, axes, saved, do):
-    y, b, segments, *output = saved
-    kept = (whole_order(y + b, axes),), segments, None, *output
-    (dqkv,), *_ = _backward(rules, kernel, None, False, kept, do)
+    y, b, segments, o, logsumexp = saved
+    queries, keys = _met((whole_order(y + b, axes),), segments, None)
+    way = way_of(rules, kernel, None, False, o.shape[1], None)
+    gradients = way.backward(queries, keys, Output(Part(o, logsumexp), do))
+    dqkv = joined([d.astype(y.dtype) for d in gradients], 2)
     return in_rows(dqkv, axes), bias_gradient(dqkv), None
 
 

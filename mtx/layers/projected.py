@@ -9,11 +9,8 @@ K head size (V: of values, where it is another)
 
 from __future__ import annotations
 
-from functools import reduce
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mtx.layers.sinks import sinks_gradient
 
@@ -81,25 +78,11 @@ def projected_like(
     `sinks_gradient`, heads as [h] or [g, R]."""
     dq_BShK, dk_BSgK, dv_BSgK = (d.astype(projected[0].dtype) for d in (dq_BShK, dk_BSgK, dv_BSgK))
     if len(projected) == 1:
-        return (_joined(dq_BShK, dk_BSgK, dv_BSgK),)
+        return (jnp.stack([dq_BShK, dk_BSgK, dv_BSgK], axis=2),)
     if len(projected) == 2:
-        return dq_BShK, _joined(dk_BSgK, dv_BSgK)
+        return dq_BShK, jnp.stack([dk_BSgK, dv_BSgK], axis=2)
     dsinks = (sinks_gradient(sinks_h, logsumexp_Bh, along_Bh) for sinks_h in projected[3:])
     return dq_BShK, dk_BSgK, dv_BSgK, *dsinks
-
-
-def _joined(*parts_BSgK):
-    """[B, S, n, g, K], as a sum of each between zeros: XLA:GPU sums a bias's gradient in the same
-    pass, not in that of a concatenation."""
-    zero, last = jnp.zeros((), parts_BSgK[0].dtype), len(parts_BSgK) - 1
-    none = (0, 0, 0)
-    return reduce(
-        jnp.add,
-        (
-            lax.pad(part[:, :, None], zero, [none, none, (n, last - n, 0), none, none])
-            for n, part in enumerate(parts_BSgK)
-        ),
-    )
 
 
 def projected_like_blocks(
