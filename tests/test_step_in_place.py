@@ -59,6 +59,7 @@ def found_by(trainer, model, layout, rows=8):
 def test_losses_and_gradients_stay(model, layout, monkeypatch):
     for least in ("_SHORT", "_BRIEF"):  # B's small collectives lie beside its matmuls, too
         monkeypatch.setattr(f"mtx.pipeline.nodes.{least}", 0.0)
+    monkeypatch.setattr("mtx.pipeline.anneal._MOVES", 600)  # any order does
     reference.assert_same(found_by(InPlace, model, layout), on_one_device(model))
 
 

@@ -16,7 +16,9 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.pipeline.order import MemoryOp, Order, Step, order
+from mtx.pipeline.anneal import Streams
+from mtx.pipeline.blocks import MemoryOp, Step, Turn, blocks
+from mtx.pipeline.order import Order, order
 from mtx.pipeline.turns import Turns
 from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
@@ -54,6 +56,7 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
         # loops in the weight gradients
         (InPlace, MIXTRAL, Layout(pipe=2, expert=2, tensor=2, virtual=2)),
+        (InPlace, MIXTRAL, Layout(tensor=2, sequence_parallel=False, recompute="around_attention")),
         # chunks that differ: of other lengths, of other kinds
         (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
         (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),
@@ -65,6 +68,7 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
 def test_losses_and_gradients_stay(trainer, model, layout, monkeypatch):
     for least in ("_SHORT", "_BRIEF"):  # what the tests' small arrays take has its place too
         monkeypatch.setattr(f"mtx.pipeline.nodes.{least}", 0.0)
+    monkeypatch.setattr("mtx.pipeline.anneal._MOVES", 600)  # any order does
     rows = 4 * layout.data if layout.data == 3 else 8
     woven = replace(layout, weave="on", idle="phases")
     reference.assert_same(found_by(trainer, model, woven, rows), on_one_device(model, rows))
@@ -125,61 +129,53 @@ def _chain(side: str, seconds: list[tuple[bool, float]], first: int) -> list[Ste
 
 
 def _check(found: Order, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> None:
-    """Each step once, after those that it waits for; what is exposed is what is not covered. What
-    moves memory comes first beside a collective, where a matmul is there too, takes no longer than
-    it, and has all that it waits for behind it, all that waits for it before it. Or it alone covers
-    one that leaves the node."""
-    done, exposed_s = set(), 0.0
+    """Each step once, behind those that it waits for, of which collectives are done; each of these
+    done once. What moves memory has a turn only beside a collective, once, behind all that it waits
+    for and before all that waits for it."""
+    begun, done, flying = set(), set(), set()
     moved: set[int] = set()
-    placed = {n for numbers in found.beside.values() for n in numbers}
+    placed = {number for what, number in found.turns if what == "move"}
 
     def is_there(number: int) -> bool:
-        """Whether others find it: if it lies nowhere, once all that it waits for is there."""
+        """Whether others find it: if it has no turn, once all that it waits for is there."""
         return number in moved if number in placed else all(map(is_there, memory[number].after))
 
-    def alone_s(place: int) -> float:
-        return sum(memory[n].seconds for n in found.beside.get(place, ()))
-
-    def move(place: int, beside: list) -> None:
-        numbers = found.beside.get(place, ())
-        if steps[place].network and not beside:
-            assert not numbers or alone_s(place) >= 0.8 * steps[place].seconds
+    for what, number in found.turns:
+        if what == "done":
+            flying.remove(number)
+            done.add(number)
+        elif what == "move":
+            op = memory[number]
+            assert flying and not op.later and number not in moved
+            assert op.before <= done and not op.until & begun and all(map(is_there, op.after))
+            moved.add(number)
         else:
-            assert not numbers or any(isinstance(each, int) for each in beside)
-            assert sum(memory[n].seconds for n in numbers) <= steps[place].seconds
-        for n in numbers:
-            assert memory[n].before <= done and not memory[n].until & (done | {place})
-            assert all(map(is_there, memory[n].after))
-            assert not memory[n].later and n not in moved
-            moved.add(n)
+            assert steps[number].before <= done and number not in begun
+            assert steps[number].communicates == (what == "start")
+            begun.add(number)
+            (flying if what == "start" else done).add(number)
+    assert done == set(range(len(steps))) and not flying and moved == placed
 
-    def check(block) -> float:
-        """Its seconds."""
-        nonlocal exposed_s
-        first, *beside = block
-        assert steps[first].before <= done
-        move(first, beside)
-        covered_s = alone_s(first) if not beside else 0.0
-        for each in beside:
-            if isinstance(each, tuple):
-                assert steps[first].network and not steps[each[0]].network
-                covered_s += check(each)
-                continue
-            assert not steps[each].communicates and not steps[each].later
-            assert steps[each].before <= done
-            covered_s += steps[each].seconds
-            done.add(each)
-        done.add(first)
-        if steps[first].communicates:
-            exposed_s += max(0.0, steps[first].seconds - covered_s)
-        else:
-            assert not beside
-        return max(steps[first].seconds, covered_s)
 
-    for block in found.blocks:
-        check(block)
-    assert done == set(range(len(steps))) and exposed_s == pytest.approx(found.exposed_s)
-    assert moved == placed
+def _beside(found: Order) -> dict[int, list[int]]:
+    """What moves memory beside each collective."""
+    beside: dict[int, list[int]] = {}
+    flying: list[int] = []
+    for what, number in found.turns:
+        if what == "start":
+            flying.append(number)
+        elif what == "done":
+            flying.remove(number)
+        elif what == "move":
+            for link in flying:
+                beside.setdefault(link, []).append(number)
+    return beside
+
+
+def _turns(text: str) -> tuple[Turn, ...]:
+    """Of "L0 p1 2 D0": a collective started, memory moved, a matmul, the collective done."""
+    kinds = {"L": "start", "D": "done", "p": "move"}
+    return tuple(Turn(kinds.get(w[0], "compute"), int(w.lstrip("LDp"))) for w in text.split())
 
 
 def test_two_chains_cover_each_other():
@@ -189,9 +185,10 @@ def test_two_chains_cover_each_other():
     steps = (*f, *_chain("B", layer, len(f)))
     found = order(steps)
     _check(found, steps)
-    assert found.exposed_s == 0.0 and found.collective_s == 5.0
+    assert found.waited_s == 0.0
     alone = order(tuple(f))
-    assert alone.exposed_s == alone.collective_s == 2.0
+    _check(alone, tuple(f))
+    assert alone.waited_s == pytest.approx(2.0)
 
 
 def test_what_leaves_the_node_has_collectives_of_the_node_beside_it():
@@ -202,10 +199,48 @@ def test_what_leaves_the_node_has_collectives_of_the_node_beside_it():
     steps = (far, work[0], near, work[1])
     found = order(steps)
     _check(found, steps)
-    assert found.exposed_s == pytest.approx(0.5)  # of 2.5 beside 3
-    assert any(isinstance(each, tuple) for block in found.blocks for each in block)
-    apart = order((far._replace(network=False), *steps[1:]))
-    assert apart.exposed_s > found.exposed_s
+    assert found.waited_s == pytest.approx(0.5)  # of 2.5 beside 3
+    assert found.turns == _turns("L0 1 L2 3 D2 D0")
+    apart = blocks((far._replace(network=False), *steps[1:]), ())
+    assert apart.waited_s > found.waited_s
+
+
+def test_what_moves_memory_lies_beside_collectives():
+    """F's norm, between a scatter and a gather, beside B's gather, that of matmuls of the other."""
+    link, work = Step(20e-6, True, False, "F"), Step(40e-6, False, False, "F")
+
+    def after(step: Step, place: int, side: str = "F") -> Step:
+        return step._replace(before=frozenset({place}), side=side)
+
+    of_f = work, after(link, 0), after(link, 1), after(work, 2)
+    steps = (*of_f, work._replace(side="B"), after(link, 4, "B"), after(work, 5, "B"))
+    norm = MemoryOp(20e-6, frozenset({1}), frozenset({2}))
+    found = order(steps, (norm,))
+    _check(found, steps, (norm,))
+    assert found.waited_s == pytest.approx(0.0, abs=1e-9) and _beside(found) == {5: [0]}
+    assert blocks(steps, (norm,)).beside == {}  # no matmul there with it
+
+
+def test_collectives_in_flight_together_begin_together():
+    """XLA begins the first with the second, if it is still in flight: the plan says the same, and
+    covers with the matmul what lies before it with nothing."""
+    streams = Streams(
+        [1.0, 0.5, 1.0, 3.0], [frozenset(), frozenset(), frozenset({1}), frozenset()],
+        links=frozenset({0, 2}), moves=frozenset({1}), loose=frozenset(),
+    )  # fmt: skip
+    timed = streams.timed((0, 1, 2, 3))
+    assert timed.begun_s == (0.5, 0.0, 0.5, 0.5) and timed.ends_s == (2.5, 0.5, 2.5, 3.5)
+    assert timed.alone_s == 0.5 and timed.waited_s == 0.0
+    longer = Streams(
+        [1.0, 1.5, 1.0, 3.0], streams.before,
+        links=streams.links, moves=streams.moves, loose=streams.loose,
+    ).timed((0, 1, 2, 3))  # fmt: skip
+    assert longer.begun_s[0] == 0.0 and longer.alone_s == 0.5  # it has come before the second
+    loose = Streams(
+        [2.0, 1.0], [frozenset()] * 2, links=frozenset({1}), moves=frozenset(),
+        loose=frozenset({0}),
+    )  # fmt: skip
+    assert loose.timed((0, 1)).begun_s == (0.0, 0.0)  # not held back behind a weight gradient
 
 
 @pytest.mark.parametrize("forward", ["aab", "abab", "a", ""])
@@ -241,31 +276,37 @@ def test_each_layer_has_its_turn(forward, backward):
 
 def test_any_order_is_right():
     rng, put = random.Random(1), 0
-    for _ in range(50):
+    for _ in range(30):
         steps = []
         for place in range(rng.randrange(1, 30)):
-            before = frozenset(p for p in range(place) if rng.random() < 0.2)
-            later = rng.random() < 0.2
-            steps.append(
-                Step(rng.uniform(0.1, 2), rng.random() < 0.4, later, rng.choice("FB"), before)
-            )
-        _check(without := order(tuple(steps)), tuple(steps))
-        memory: list[MemoryOp] = []
-        for number in range(rng.randrange(6)):
-            places = range(len(steps))
-            before = frozenset(p for p in places if rng.random() < 0.1)
-            until = frozenset(p for p in places if p not in before and rng.random() < 0.1)
-            after = frozenset(n for n in range(number) if rng.random() < 0.3)
-            seconds, later = rng.uniform(0.1, 1), rng.random() < 0.2
-            memory.append(MemoryOp(seconds, before, until, after, later))
-        found = order(tuple(steps), tuple(memory))
-        _check(found, tuple(steps), tuple(memory))
-        assert found == without._replace(beside=found.beside)
-        put += sum(map(len, found.beside.values()))
+            kind = rng.random()
+            places = (p for p in range(place) if kind > 0.8 or not steps[p].later)
+            before = frozenset(p for p in places if rng.random() < 0.2)
+            step = Step(rng.uniform(0.1, 2), kind < 0.4, kind > 0.8, rng.choice("FB"), before)
+            steps.append(step._replace(summed=0.7 < kind < 0.8))
+        _check(order(tuple(steps)), tuple(steps))
+        memory = _memory(rng, steps)
+        found = order(tuple(steps), memory)
+        _check(found, tuple(steps), memory)
+        put += sum(what == "move" for what, _ in found.turns)
     assert put > 20
 
 
-def test_what_moves_memory_lies_beside_a_collective_that_a_matmul_lies_beside():
+def _memory(rng: random.Random, steps: list[Step], least: float = 0.1) -> tuple[MemoryOp, ...]:
+    """What moves memory: behind some steps, before some of those that wait for these."""
+    memory: list[MemoryOp] = []
+    for number in range(rng.randrange(6)):
+        before = frozenset(p for p in range(len(steps)) if rng.random() < 0.1)
+        after = frozenset(n for n in range(number) if rng.random() < 0.3)
+        waits = before.union(*(memory[n].before for n in after))
+        behind = range(max(waits, default=-1) + 1, len(steps))
+        late = any(steps[p].later for p in waits)  # then only what is late as well waits for it
+        until = frozenset(p for p in behind if rng.random() < 0.1 and late <= steps[p].later)
+        memory.append(MemoryOp(rng.uniform(least, 1), before, until, after, rng.random() < 0.2))
+    return tuple(memory)
+
+
+def test_what_moves_memory_lies_where_blocks_have_room():
     """Where it can be done before, nothing that waits for it is, and it is not asked to come last:
     soon, or late where something waits for it. What nothing waits for is left where collectives are
     alone."""
@@ -276,11 +317,9 @@ def test_what_moves_memory_lies_beside_a_collective_that_a_matmul_lies_beside():
     steps = (first, matmul, second, last._replace(before=frozenset()), third, last, weights)
 
     def beside(*memory: MemoryOp) -> dict:
-        found = order(steps, memory)
-        _check(found, steps, memory)
-        return found.beside
+        return blocks(steps, memory).beside
 
-    assert order(steps).blocks == ((0, 1), (2, 3), (4, 5), (6,))
+    assert blocks(steps, ()).blocks == ((0, 1), (2, 3), (4, 5), (6,))
     op = MemoryOp(0.4, frozenset())
     assert beside(op, op, op) == {0: (0, 1), 2: (2,)}  # 1.2 would take longer
     assert beside(op._replace(before=frozenset({1})), op) == {2: (0,), 0: (1,)}
@@ -292,8 +331,8 @@ def test_what_moves_memory_lies_beside_a_collective_that_a_matmul_lies_beside():
     assert beside(op._replace(later=True)) == beside(op._replace(seconds=1.1)) == {}
 
     alone = steps[:5]  # no matmul is left for the last
-    assert order(alone, (op,) * 4).beside == {0: (3,)}
-    assert order(alone, (op._replace(until=frozenset({4})),)).beside == {2: (0,)}
+    assert blocks(alone, (op,) * 4).beside == {0: (3,)}
+    assert blocks(alone, (op._replace(until=frozenset({4})),)).beside == {2: (0,)}
 
 
 def test_what_leaves_the_node_has_what_moves_memory_alone_beside_it():
@@ -309,17 +348,19 @@ def test_what_leaves_the_node_has_what_moves_memory_alone_beside_it():
     last = op._replace(before=frozenset({5}), until=frozenset())
     found = order(steps, memory := (op, last))
     _check(found, steps, memory)
-    assert found.exposed_s == 0.0
-    assert sum(map(len, found.beside.values())) == 2
-    assert {(place,) for place in found.beside} <= set(found.blocks)
-    near = tuple(step._replace(network=False) for step in steps)
-    assert order(near, memory).beside == {}  # they take longer than any
+    assert found.waited_s == 0.0
+    lies = _beside(found)
+    assert sorted(number for numbers in lies.values() for number in numbers) == [0, 1]
+    for place, numbers in lies.items():
+        at = found.turns.index(Turn("start", place))
+        alone = found.turns[at + 1 : found.turns.index(Turn("done", place))]
+        assert alone == tuple(Turn("move", number) for number in numbers)
     small = op._replace(seconds=0.5), last._replace(seconds=0.5)
-    assert order(steps, small).exposed_s == order(steps).exposed_s == 1.0  # too little for one
+    assert order(steps, small).waited_s == order(steps).waited_s == 1.0  # too little for one
 
 
 def test_any_order_over_the_network_is_right():
-    rng, alone = random.Random(2), 0
+    rng, put = random.Random(2), 0
     for _ in range(20):
         steps = []
         for place in range(rng.randrange(1, 20)):
@@ -327,17 +368,11 @@ def test_any_order_over_the_network_is_right():
             seconds, communicates = rng.uniform(0.1, 2), rng.random() < 0.4
             network = communicates and rng.random() < 0.7
             steps.append(Step(seconds, communicates, False, rng.choice("FB"), before, network))
-        memory: list[MemoryOp] = []
-        for number in range(rng.randrange(6)):
-            before = frozenset(p for p in range(len(steps)) if rng.random() < 0.1)
-            behind = {p for p, step in enumerate(steps) if before & step.before}
-            until = frozenset(p for p in behind - before if rng.random() < 0.5)
-            after = frozenset(n for n in range(number) if rng.random() < 0.3)
-            memory.append(MemoryOp(rng.uniform(0.1, 2), before, until, after))
-        found = order(tuple(steps), tuple(memory))
-        _check(found, tuple(steps), tuple(memory))
-        alone += sum((place,) in found.blocks for place in found.beside)
-    assert alone > 5
+        memory = _memory(rng, steps)
+        found = order(tuple(steps), memory)
+        _check(found, tuple(steps), memory)
+        put += sum(what == "move" for what, _ in found.turns)
+    assert put > 5
 
 
 @pytest.mark.skipif(

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from mtx.pipeline.nodes import communicates
+from mtx.pipeline.costs import communicates
 from mtx.pipeline.own import Own
-from mtx.pipeline.weave import Braid, once
+from mtx.pipeline.strands import once
+from mtx.pipeline.weave import Braid
 from mtx.vjp import Arrays, LayerVJP
 
 Tree = Any

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtx.pipeline.model import Stream
-from mtx.pipeline.weave import is_nested
+from mtx.pipeline.strands import is_nested
 from mtx.schedules.schedule import IDLE
 from mtx.vjp import Arrays, Strand, axes_of, is_matmul, needed_of, variables_of
 

@@ -1,31 +1,31 @@
 """What a braid computes: equations, passes of several that only move memory, and writes; what each
 takes, and which waits for which.
-
-Costs decide what lies beside what, and no more: they are an H100's, in seconds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Literal
 
-from mtx.pipeline.order import MemoryOp, Order, Step, order
+from mtx.pipeline.blocks import MemoryOp, Step
+from mtx.pipeline.costs import (
+    collective_s,
+    communicates,
+    flops_of,
+    matmul_s,
+    moved_s,
+    size_of,
+)
+from mtx.pipeline.order import Order, order
 from mtx.pipeline.slots import add, read, write
-from mtx.vjp import COLLECTIVES, axes_of, bind, is_matmul, variables_of
+from mtx.vjp import bind, is_matmul, variables_of
 
-# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
-# where all devices of a node send at once, those of `tensor` each for a ring of its own.
-_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.4e12, 300e9, 300e9
-_MESSAGE = 0.7e-6  # over the network, to each device of a ring
-_NODE = 8  # devices
 _SHORT = 5e-6  # collectives that take less are not worth a matmul
 _BRIEF = 3e-6  # nor are passes a place of their own
 BEHIND = "behind"  # how JAX's equations call `behind`
@@ -58,6 +58,10 @@ class Write:
         return [self]
 
     @property
+    def own(self) -> frozenset[Write]:
+        return frozenset([self])
+
+    @property
     def begins(self) -> list[int]:
         """What a barrier before it holds."""
         return self.inputs[:1]
@@ -69,7 +73,7 @@ class Write:
 
     @property
     def seconds(self) -> float:
-        return 2 * self.size / _MEMORY
+        return moved_s(2 * self.size)
 
     def compute(self, values: Sequence) -> list:
         array, value = values
@@ -100,20 +104,13 @@ class Node:
     @cached_property
     def op(self) -> Step | None:
         """What there is to be ordered; None: it is computed in passing."""
-        flops = flops_of(self.eqn)
-        if not communicates(self.eqn) and not flops:
-            return None
-        moved = [sum(map(_size, atoms)) for atoms in (self.eqn.invars, self.eqn.outvars)]
         if communicates(self.eqn):
-            rate, network = _link(self.eqn)
-            seconds = _sent(self.eqn, max(moved)) / rate
-            if network:
-                seconds += _MESSAGE * lax.axis_size(axes_of(self.eqn))
+            seconds, network = collective_s(self.eqn)
             step = Step(seconds, True, self.later, self.side, network=network)
             return step if seconds > _SHORT else None
-        rate = _FLOPS * (2 if self.eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
-        seconds = max(flops / rate, sum(moved) / _MEMORY)
-        return Step(seconds, False, self.later, self.side)
+        if not flops_of(self.eqn):
+            return None
+        return Step(matmul_s(self.eqn), False, self.later, self.side)
 
     def compute(self, values: Sequence) -> list:
         given = iter(values)
@@ -133,17 +130,22 @@ class Sum:
     def compute(self, total, value):
         return add(total, value, *self.index)
 
-    def first(self, total):
-        """The first element of the part."""
-        return read(total, *self.index, *(0,) * (total.ndim - len(self.index)))
+
+def can_wait(array) -> bool:
+    """Whether `behind` can take it: not one number alone, nor whole numbers."""
+    return array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
 
 
 @jax.jit
-def behind(array, element):
-    """The array, but nothing of it is read before the element is there: where that is NaN, so is
-    one of the array's. (An equation of its own to those who read a step's.)"""
+def behind(array, total):
+    """The array, but nothing of it is read before the total is there: where an element of that is
+    NaN, so is one of the array's. Which element, only the array says: else XLA would read it of the
+    last gradient, and then have no matmul add that in place. (An equation of its own to those who
+    read a step's.)"""
+    own = read(array, *(0,) * array.ndim)
+    element = read(total, *(0,) * (total.ndim - 1), jnp.isnan(own).astype(jnp.int32))
     is_nan = jnp.isnan(element)
-    place = is_nan.astype(jnp.int32), *(0,) * (array.ndim - 1)
+    place = *(0,) * (array.ndim - 1), is_nan.astype(jnp.int32)
     return write(array, jnp.where(is_nan, element.astype(array.dtype), read(array, *place)), *place)
 
 
@@ -172,30 +174,45 @@ class Pass:
     begins: list[int]  # what those have made, and others of its kind for them
     ends: list[int]  # what matmuls and collectives read of it, and outputs
     seconds: float
+    own: frozenset[Node] = frozenset()  # the nodes but for those on the way to an earlier of these
     later = False
 
 
-def passes_of(nodes: Sequence[Node], outputs: Collection[int]) -> list[Pass]:
-    """What leads to matmuls and collectives, then what leads to outputs alone. An equation is in
-    the first that needs it; those that are brief, and what only leads to weight gradients that
-    matmuls make, are in none."""
+def passes_of(
+    nodes: Sequence[Node], outputs: Collection[int], sums: Collection[Node]
+) -> list[Pass]:
+    """What leads to matmuls and collectives, then what leads to sums' matmuls and to outputs alone.
+    An equation is in the first that needs it; those that are brief, and what only leads to weight
+    gradients that matmuls make, are in none. What sums need comes along with what reads the same:
+    XLA makes one pass of the two."""
     made_by = {number: node for node in nodes for number in node.outputs}
     stored = {number for node in nodes if node.op for number in node.outputs}
     ends = {number for node in nodes if node.op for number in node.inputs}.union(outputs)
     found: list[Pass] = []
     taken: set[Node] = set()
+    early: set[Node] = set()
+
+    to_sums = way_to((number for node in sums for number in node.inputs), made_by)
 
     def take(numbers: Iterable[int]) -> None:
         group = way_to(numbers, made_by, taken)
+        known = {number for node in group for number in (*node.inputs, *node.outputs)}
+        for node in nodes:
+            if node in to_sums - taken and known.issuperset(node.inputs):
+                group.add(node)
+                known.update(node.outputs)
         made = _pass([node for node in nodes if node in group], stored, ends)
-        if moves(group) and made.begins and made.seconds > _BRIEF:
-            found.append(made)
+        own = frozenset(group - early)
+        if own and _is_kernel(group) and made.begins and made.seconds > _BRIEF:
+            found.append(replace(made, own=own))
             taken.update(group)
             stored.update(made.ends)
+        else:
+            early.update(group)
 
-    for node in nodes:
-        if node.op and not node.later:
-            take(node.inputs)
+    wanted = [node for node in nodes if node.op and not node.later]
+    for node in sorted(wanted, key=lambda node: node in sums):
+        take(node.inputs)
     for number in sorted(outputs):
         take([number])
     return found
@@ -204,6 +221,25 @@ def passes_of(nodes: Sequence[Node], outputs: Collection[int]) -> list[Pass]:
 def moves(nodes: Iterable[Node]) -> bool:
     """Whether any does more than to call what there is something else."""
     return any(node.eqn.primitive.name not in _VIEWS for node in nodes)
+
+
+def _is_kernel(nodes: Collection[Node]) -> bool:
+    """Whether any is left once XLA has dropped what turns a value's type there and back, and what
+    turns axes of which one element is left."""
+    eqns = [node.eqn for node in nodes if not _is_view(node.eqn)]
+    if any(eqn.primitive.name != "convert_element_type" for eqn in eqns):
+        return True
+    made = {id(var): var.aval.dtype for eqn in eqns for var in eqn.outvars}
+    given = {atom.aval.dtype for eqn in eqns for atom in eqn.invars if id(atom) not in made}
+    return not set(made.values()) - {jnp.dtype(jnp.float32)} <= given
+
+
+def _is_view(eqn) -> bool:
+    if eqn.primitive.name == "transpose":
+        shape = eqn.invars[0].aval.shape
+        order = [dim for dim in eqn.params["permutation"] if shape[dim] > 1]
+        return order == sorted(order)
+    return eqn.primitive.name in _VIEWS
 
 
 def way_to(
@@ -224,29 +260,36 @@ def _pass(nodes: list[Node], stored: Collection[int], ends: Collection[int]) -> 
     sizes: dict[int, int] = {}
     own: dict[int, int] = {}
     for node in nodes:
-        sizes |= zip(node.inputs, map(_size, variables_of(node.eqn.invars)), strict=True)
-        own |= zip(node.outputs, map(_size, node.eqn.outvars), strict=True)
+        sizes |= zip(node.inputs, map(size_of, variables_of(node.eqn.invars)), strict=True)
+        own |= zip(node.outputs, map(size_of, node.eqn.outvars), strict=True)
     given = sorted(sizes.keys() - own.keys())
     read = sorted(own.keys() & set(ends))
     moved = sum((sizes | own)[number] for number in (*given, *read))
-    return Pass(nodes, [n for n in given if n in stored], read, moved / _MEMORY)
+    return Pass(nodes, [n for n in given if n in stored], read, moved_s(moved))
 
 
 class Asked:
     """What there is to be ordered: matmuls and collectives, and what moves memory beside them."""
 
-    def __init__(self, nodes: Sequence[Node], outputs: Collection[int], writes: Sequence[Write]):
+    def __init__(
+        self, nodes: Sequence[Node], outputs: Collection[int], writes: Sequence[Write],
+        summed: Collection[int],
+    ):  # fmt: skip
+        """summed: the products of matmuls that are weight gradients, and added up."""
         # Short collectives, as of FP8's largest magnitudes, XLA joins where several are ready at
         # once: no pass among them has a place, and none is put off.
         self.joins = any(communicates(node.eqn) and not node.op for node in nodes)
-        passes = [] if self.joins else passes_of(nodes, outputs)
+        self._sums = {
+            node for node in nodes if node.op and not set(node.outputs).isdisjoint(summed)
+        }
+        passes = [] if self.joins else passes_of(nodes, outputs, self._sums)
         self.large = [node for node in nodes if node.op]
         self.memory: list[Pass | Write] = [*passes, *writes]
         self.steps: list[Step] = []
         self._before = [set[int]() for _ in self.memory]  # the places of steps
         self._until = [set[int]() for _ in self.memory]
         self._after = [set[int]() for _ in self.memory]  # numbers of passes
-        of_node = {node: number for number, each in enumerate(passes) for node in each.nodes}
+        of_node = {node: number for number, each in enumerate(passes) for node in each.own}
         self._waits: dict[int, frozenset[int]] = {}  # of each value, for steps
         self._needs: dict[int, frozenset[int]] = {}  # and for passes
         for node in nodes:
@@ -262,7 +305,7 @@ class Asked:
         after = self._union(self._needs, node.inputs)
         if node.op:
             place = len(self.steps)
-            self.steps.append(node.op._replace(before=before))
+            self.steps.append(node.op._replace(before=before, summed=node in self._sums))
             for each in after:
                 self._until[each].add(place)
             before, after = frozenset({place}), frozenset()
@@ -288,7 +331,7 @@ class Asked:
 
 def is_large(size: int) -> bool:
     """Whether so many bytes are worth a place of their own, to be read and written."""
-    return 2 * size / _MEMORY > _BRIEF
+    return moved_s(2 * size) > _BRIEF
 
 
 def is_written_in_place(value: int, made_by: Mapping[int, Node]) -> bool:
@@ -308,72 +351,3 @@ def reads_in_place(node: Node) -> bool:
     """Whether XLA:GPU reads parts of arrays where they lie, in that equation: not in kernels that
     it knows nothing of, nor in loops."""
     return is_matmul(node.eqn) or not (flops_of(node.eqn) or communicates(node.eqn))
-
-
-def communicates(eqn) -> bool:
-    return eqn.primitive.name in COLLECTIVES
-
-
-def _link(eqn) -> tuple[float, bool]:
-    """Bytes a second of a collective, and whether it leaves the node. Devices along `tensor` are
-    neighbours in a node."""
-    axes = axes_of(eqn)
-    if eqn.primitive.name != "all_to_all":
-        leaves = set(axes) != {"tensor"}
-        return (_NETWORK / lax.axis_size("tensor") if leaves else _LINK), leaves
-    size = lax.axis_size(axes)
-    inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
-    if inside == size:
-        return _LINK, False
-    # What leaves the node each device sends over a card of its own.
-    return _NETWORK / _NODE * (size - 1) / (size - inside), True
-
-
-def _sent(eqn, moved: int) -> float:
-    """Bytes that a device sends in a collective of an array of so many."""
-    if eqn.primitive.name == "ppermute":
-        return moved
-    times = 2 if eqn.primitive.name in ("psum", "pmax") else 1
-    return times * moved * (1 - 1 / lax.axis_size(axes_of(eqn)))
-
-
-def _size(atom) -> int:
-    """Bytes."""
-    return (
-        math.prod(atom.aval.shape) * atom.aval.dtype.itemsize if hasattr(atom.aval, "shape") else 0
-    )
-
-
-def flops_of(eqn) -> float:
-    """Of the matmuls in an equation, those of its loops and branches included; none of a loop that
-    communicates, beside which another collective cannot run: of full experts' further rounds, which
-    hardly ever come."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        (contract, _), _ = params["dimension_numbers"]
-        shared = math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
-        return 2.0 * shared * math.prod(eqn.outvars[0].aval.shape)
-    if "attention" in name:  # a fused kernel: q, k, ..., and two products, or five
-        products = 5 if "bwd" in name or "backward" in name else 2
-        rows, keys, *_ = eqn.invars[1].aval.shape
-        return products * 2.0 * math.prod(eqn.invars[0].aval.shape) * keys
-    if name == "cond":
-        return max(_flops_within(branch) for branch in params["branches"])
-    if name == "while":
-        body = params["body_jaxpr"]
-        return 0.0 if _has_collective(body) else _flops_within(body)
-    return params.get("length", 1) * sum(map(_flops_within, _inside(eqn)))
-
-
-def _inside(eqn) -> list:
-    """The functions in an equation."""
-    return [value for value in eqn.params.values() if hasattr(value, "jaxpr")]
-
-
-def _has_collective(closed) -> bool:
-    eqns = closed.jaxpr.eqns
-    return any(communicates(eqn) or any(map(_has_collective, _inside(eqn))) for eqn in eqns)
-
-
-def _flops_within(closed) -> float:
-    return sum(map(flops_of, closed.jaxpr.eqns))

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Literal
 
+from mtx.pipeline.costs import communicates, flops_of
 from mtx.pipeline.slots import read
-from mtx.pipeline.weave import once, split_ahead, weight_equations
-from mtx.vjp import Arrays, Cut, LayerVJP, Strand, variables_of
+from mtx.vjp import Arrays, Cut, LayerVJP, Strand, divide, needed_of, variables_of
 
 Tree = Any
 
@@ -127,3 +128,61 @@ class KindStrands:
         structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
         return dparams, dstream, ()
+
+
+def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
+    """The places of the equations that only weight gradients need, of a backward pass whose first
+    `weights` outputs they are: of those that matmuls can add in place. What goes through a loop,
+    as experts' gradients do, cannot be, and is as any other."""
+    _, later = divide(strand, weights)
+    loops = [eqn for eqn in later if eqn.primitive.name == "while"]
+    read = [atom for eqn in loops for atom in variables_of(eqn.invars)]
+    through = [later[place] for place in needed_of(later, read)]
+    ids = set(map(id, later)) - set(map(id, [*loops, *through]))
+    return frozenset(i for i, eqn in enumerate(strand.eqns) if id(eqn) in ids)
+
+
+def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] | None:
+    """The way to the gathers that a function's first matmul needs, to be computed ahead, and the
+    rest, which takes what the first part gives before its own inputs. after: inputs that are not
+    there yet. None where there is no such gather."""
+    eqns = strand.eqns
+    first = next((eqn for eqn in eqns if flops_of(eqn)), None)
+    if first is None:
+        return None
+    late = set(after)
+    for eqn in eqns:
+        if late.intersection(variables_of(eqn.invars)):
+            late.update(eqn.outvars)
+    needed = (eqns[place] for place in needed_of(eqns, variables_of(first.invars)))
+    gathers = [eqn for eqn in needed if communicates(eqn) and late.isdisjoint(eqn.outvars)]
+    if not gathers:
+        return None
+    ahead = needed_of(eqns, [var for eqn in gathers for var in eqn.outvars])
+    return strand.divided(ahead)
+
+
+def once(strand: Strand) -> Strand:
+    """The same function, where no equation computes what another one does: what was recomputed is
+    gathered again for the weight gradient. XLA does not see that where barriers stand between."""
+    known: dict[Any, list] = {}
+    same: dict[Any, Any] = {}
+    eqns = []
+    for eqn in strand.eqns:
+        atoms = [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in eqn.invars]
+        read = tuple(str(atom) if isinstance(atom, Literal) else atom for atom in atoms)
+        key = eqn.primitive, read, str(eqn.params), str([var.aval for var in eqn.outvars])
+        if key in known and not is_nested(eqn):
+            same.update(zip(eqn.outvars, known[key]))
+        else:
+            known[key] = eqn.outvars
+            eqns.append(eqn.replace(invars=atoms))
+    outvars = [
+        atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in strand.outvars
+    ]
+    return strand.part(eqns, strand.invars, outvars)
+
+
+def is_nested(eqn) -> bool:
+    """Whether an equation has a function of its own: a loop, a conditional."""
+    return any("jaxpr" in name or name == "branches" for name in eqn.params)

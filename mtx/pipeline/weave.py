@@ -12,13 +12,16 @@ matmul add its product in place only where nothing stands between it and the sum
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from mtx.pipeline.blocks import Turn
+from mtx.pipeline.costs import communicates
 from mtx.pipeline.nodes import (
     Asked,
     Node,
@@ -27,53 +30,50 @@ from mtx.pipeline.nodes import (
     Sum,
     Write,
     behind,
-    communicates,
-    flops_of,
+    can_wait,
     is_large,
     is_written_in_place,
     product_of,
     reads_in_place,
     way_to,
 )
-from mtx.pipeline.order import Block, Order, places_in
-from mtx.pipeline.slots import read
-from mtx.vjp import Strand, divide, needed_of, variables_of
+from mtx.pipeline.values import Values
+from mtx.vjp import Strand
 
 Tree = Any
 
 
-class Braid:
+class _Flight(NamedTuple):
+    """A collective between its start and its done."""
+
+    made: list
+    alone: bool  # only what moves memory lies beside it
+    beside: set[int]  # what matmuls beside it have made
+
+
+class Braid(Values):
     """Equations of F and of B, to be computed in an order of our own."""
 
     def __init__(self):
-        self._values: list[Any] = []  # by number; None: still to be computed; or where it lies
+        super().__init__()
         self._nodes: list[Node] = []
         self._writes: list[Write] = []
         self._sums: dict[int, Sum] = {}  # by the product that alone makes the gradient
         self._sums_of_rest: list[Sum] = []
         self._at_once: dict[int, Write] = {}  # by what they write
         self._read_there: set[int] = set()  # what has been written so, behind a barrier
-        self._beside: dict[int, list[Pass | Write]] = {}  # by the place of a collective
-        self._puts_off = True
+        self._large: Sequence[Node] = ()
+        self._memory: Sequence[Pass | Write] = ()
+        self._pending: list[Node] = []  # what is computed in passing
+        self._puts_off, self._is_timed = True, False
+        self._front: set[int] = set()  # what matmuls and collectives have made last
+        self._held: set[int] = set()  # and what moved memory since, beside collectives
+        self._came: set[int] = set()  # of collectives, since the last matmul
         # What has been made since a collective had only beside it what moves memory, that included:
         # lest XLA moves the one or the other, all lies before such a collective, or behind it.
         self._last: set[int] = set()
         self._behind_alone = False
-        self._weights: set[int] = set()
         self._outputs: set[int] = set()  # of functions
-
-    def given(self, arrays: Sequence[Any], *, weights: bool = False) -> list[int]:
-        """The numbers under which arrays are known from now on. weights: no barrier is put before
-        them, so that matmuls read them where they lie."""
-        first = len(self._values)
-        self._values.extend(arrays)
-        numbers = list(range(first, len(self._values)))
-        self._weights.update(numbers if weights else ())
-        return numbers
-
-    def parts(self, arrays: Sequence[Any], *index) -> list[int]:
-        """The numbers of array[index] of each, which is read where it is needed."""
-        return self.given([Part(number, index) for number in self.given(arrays)])
 
     def add(
         self, strand: Strand, inputs: list[int], *, side: str, later: frozenset = frozenset()
@@ -171,117 +171,182 @@ class Braid:
                 known.update(node.outputs)
         return tuple(sorted(known & (reads | self._outputs)))
 
-    def value(self, number: int) -> Any:
-        """Computed or given."""
-        value = self._values[number]
-        return read(self._values[value.array], *value.index) if isinstance(value, Part) else value
-
-    def read(self, numbers: Sequence[int]) -> list:
-        return [self.value(number) for number in numbers]
-
-    def run(self, last: Sequence[int] = ()) -> Order:
-        """Computes all; the order in which that was done. last: behind these lie the writes that
-        lie beside no collective."""
+    def run(self, last: Sequence[int] = ()) -> None:
+        """Computes all. last: behind these lie the writes that lie beside no collective."""
         written = {node.inputs[1] for node in self._writes}
         written.update(each.value for each in self._sums.values())
         self._at_once = {node.inputs[1]: node for node in self._writes if node.at_once}
         self._writes = [node for node in self._writes if not node.at_once]
-        asked = Asked(self._nodes, self._outputs - written, self._writes)
-        found, memory = asked.order, asked.memory
-        self._beside = {at: [memory[n] for n in numbers] for at, numbers in found.beside.items()}
-        placed = {node for each in self._beside.values() for op in each for node in op.nodes}
+        asked = Asked(self._nodes, self._outputs - written, self._writes, self._sums.keys())
+        self._large, self._memory, found = asked.large, asked.memory, asked.order
+        self._is_timed = found.is_timed
+        moved = [self._memory[number] for what, number in found.turns if what == "move"]
+        placed = {node for op in moved for node in op.own}
         placed.update(node for each in self._sums.values() for node in each.nodes)
-        pending = [node for node in self._nodes if not (node.op or node in placed)]
+        self._pending = [node for node in self._nodes if not (node.op or node in placed)]
         self._puts_off = not asked.joins
-        for block in found.blocks:
-            self._compute_ready(pending)
-            self._together(block, asked.large, pending)
-        self._compute_ready(pending)
+        self._follow(found.turns)
+        self._compute_ready()
         for each in self._sums_of_rest:
             self._add(each)
         writes = [node for node in self._writes if node not in placed]
         for node in writes:
             self._hold_back(node)
         if writes and last:
-            self._barrier({*last, *(node.inputs[0] for node in writes)})
+            self.barrier({*last, *(node.inputs[0] for node in writes)})
         for node in writes:
-            self._set(node.outputs, node.compute(self.read(node.inputs)))
+            self.set(node.outputs, node.compute(self.read(node.inputs)))
         self._nodes, self._writes = [], []
-        return found
 
-    def _together(self, block: Block, large: Sequence[Node], pending: list) -> None:
+    # -- in turn -----------------------------------------------------------------------------------
+
+    def _follow(self, turns: Sequence[Turn]) -> None:
         """A collective and what lies beside it: neither runs before what the other waits for, nor
-        after what needs the other; what only moves memory comes first, then matmuls. What only
-        weight gradients need is free."""
-        first, beside = large[block[0]], block[1:]
-        tied = [node for node in (large[at] for at in places_in(beside)) if not node.later]
-        memory = self._beside.get(block[0], [])
-        begins = {n for op in memory for n in op.begins}
-        if tied and self._is_ready(tied[0]):
-            begins.update(tied[0].inputs)
-        alone = bool(memory) and not beside
-        if (alone or self._behind_alone) and not first.later:
-            begins.update(self._still_read(self._last))
-        if begins:  # XLA would begin to gather weights long before
-            kept = first.inputs if communicates(first.eqn) else ()
-            self._barrier({*kept, *({*first.inputs, *begins} - self._weights)})
-        made = self._computed(first)
-        for op in memory:
-            self._compute_all(op.nodes)
-            self._compute_ready(pending)
-        held = {n for op in memory for n in op.ends}
-        if held and tied and self._is_ready(tied[0]):
-            self._barrier({*tied[0].inputs, *held} - self._weights)
-            held = set()
-        for each in beside:
-            if isinstance(each, tuple):
-                self._compute_ready(pending)
-                self._together(each, large, pending)
+        after what needs the other. What only moves memory keeps its place between matmuls; what
+        only weight gradients need is free to come later."""
+        flying: dict[int, _Flight] = {}
+        starting: list[int] = []
+        previous = ""
+        for at, (what, number) in enumerate(turns):
+            if what == "start":
+                starting.append(number)
+                continue
+            if starting and (what != "done" or number in starting):
+                self._start(starting, turns[at:], flying)
+                starting, previous = [], "start"
+            if what == "done":
+                self._done(self._large[number], flying.pop(number))
+            elif what == "move":
+                self._move(self._memory[number], behind=previous in ("compute", "done"))
+            elif flying:
+                self._compute_beside(self._large[number], flying)
             else:
-                self._compute_for(large[each], pending)
-        self._finish(first, made)
-        beside_it = held.union(*(node.outputs for node in tied))
-        made = beside_it.difference(self._sums) | (set() if first.later else {*first.outputs})
-        self._last, self._behind_alone = made if alone else self._last | made, alone
-        if beside_it:
-            self._tie(first, beside_it)
+                self._compute_alone(self._large[number])
+            previous = what
+
+    def _start(
+        self, places: Sequence[int], coming: Sequence[Turn], flying: dict[int, _Flight]
+    ) -> None:  # fmt: skip
+        """Starts collectives, behind what was computed last beside others, before what comes."""
+        nodes = [self._large[place] for place in places]
+        inputs = {n for node in nodes for n in node.inputs}
+        if came := self._after_done():
+            self._compute_way(inputs)
+            self.barrier(inputs | came)
+        self._compute_ready()
+        memory = [self._memory[n] for _, n in takewhile(lambda turn: turn.what == "move", coming)]
+        done = coming.index(Turn("done", places[-1]))
+        beside = [self._large[n] for what, n in coming[:done] if what == "compute"]
+        first = next((each for each in beside if not each.later), None)
+        begins = {n for op in memory for n in op.begins} | self._held
+        if flying:
+            begins |= self._still_read(self._front)
+        if first is not None and self._is_ready(first):
+            begins.update(first.inputs)
+            self._held = set()
+        alone = bool(memory) and not beside
+        self._hold(nodes, begins, alone)
+        for place, node in zip(places, nodes, strict=True):
+            flying[place] = _Flight(self._computed(node), alone, set())
+
+    def _hold(self, nodes: Sequence[Node], begins: set[int], alone: bool) -> None:
+        """Equations are not computed before all that `begins`, nor that before what they wait for.
+        alone: they have only beside them what moves memory."""
+        if (alone or self._behind_alone) and not all(node.later for node in nodes):
+            begins = begins | self._still_read(self._last)
+        if begins:  # XLA would begin to gather weights long before
+            inputs = {n for node in nodes for n in node.inputs}
+            kept = inputs if communicates(nodes[0].eqn) else ()
+            self.barrier({*kept, *({*inputs, *begins} - self.weights)})
+
+    def _done(self, node: Node, flight: _Flight) -> None:
+        self._finish(node, flight.made)
+        beside, self._held = flight.beside | self._held, set()
+        made = beside.difference(self._sums) | (set() if node.later else {*node.outputs})
+        self._last, self._behind_alone = made if flight.alone else self._last | made, flight.alone
+        if beside:
+            self._tie(node, beside)
+        self._came.update(node.outputs if self._is_timed else ())
+
+    def _after_done(self) -> set[int]:
+        """What has come since the last matmul: XLA waits for it no later than here, and begins it
+        so much the earlier."""
+        came, self._came = self._still_read(self._came), set()
+        return came
+
+    def _move(self, op: Pass | Write, *, behind: bool) -> None:
+        """behind: what was computed last."""
+        held = self._after_done()
+        if behind and self._front.isdisjoint(op.begins):
+            held |= self._still_read(self._front)
+        if not held <= {*op.begins}:
+            self.barrier({*op.begins, *held})
+        self._compute_way(n for node in op.nodes for n in node.inputs)
+        self._compute_all([node for node in op.nodes if not self._is_done(node)])
+        self._pending = [node for node in self._pending if node not in op.nodes]
+        self._compute_ready()
+        self._held.update(op.ends)
+
+    def _compute_beside(self, node: Node, flying: dict[int, _Flight]) -> None:
+        """A matmul beside collectives."""
+        self._held |= self._after_done().difference(node.inputs)
+        if self._held and self._is_ready(node):
+            self.barrier({*node.inputs, *self._held} - self.weights)
+            self._held = set()
+        self._compute_for(node)
+        if not node.later:
+            self._front = set(node.outputs)
+            for flight in flying.values():
+                flight.beside.update(node.outputs)
+
+    def _compute_alone(self, node: Node) -> None:
+        self._compute_ready()
+        self._hold([node], self._after_done() - {*node.inputs}, False)
+        self._compute_all([node])
+        self._behind_alone = False
+        self._front = set() if node.later else {*node.outputs}
+        self._last = self._last | self._front
 
     def _tie(self, first: Node, made: set[int]) -> None:
         """What needs the collective, or what was made beside it, waits for both. Where a gradient
-        is added up, for the sum's first element: XLA has a matmul add its product in place only
-        where neither a barrier nor a further sum stands behind it. That comes before the barrier,
-        or else the collective would be waited for there."""
+        is added up, for an element of the sum: XLA has a matmul add its product in place only where
+        neither a barrier nor a further sum stands behind it. That comes before the barrier, or else
+        the collective would be waited for there."""
         for product in sorted(made & self._sums.keys()):
-            summed = self._sums[product]
-            element = summed.first(self._values[summed.total])
-            self._set(first.outputs, [behind(each, element) for each in self.read(first.outputs)])
+            total = self.values[self._sums[product].total]
+            values = self.read(first.outputs)
+            self.set(first.outputs, [behind(a, total) if can_wait(a) else a for a in values])
         if others := made - self._sums.keys():
-            self._barrier({*first.outputs, *others})
+            self.barrier({*first.outputs, *others})
 
     def _still_read(self, numbers: set[int]) -> set[int]:
         waiting = (node.inputs for node in self._nodes if not self._is_done(node))
         return numbers & self._outputs.union(*waiting)
 
-    def _compute_for(self, node: Node, pending: list) -> None:
+    def _compute_for(self, node: Node) -> None:
         """An equation, and what is still to be computed on the way to it; the rest lies behind the
         barrier to come."""
         if not self._puts_off:
-            self._compute_ready(pending)
-        made_by = {number: each for each in pending for number in each.outputs}
-        found = way_to(node.inputs, made_by)
-        first = [each for each in pending if each in found]
-        pending[:] = [each for each in pending if each not in found]
-        self._compute_all(first)
+            self._compute_ready()
+        self._compute_way(node.inputs)
         # Of two that read the same part XLA would make one, of joined arrays.
-        if parts := {n for n in node.inputs if isinstance(self._values[n], Part)}:
-            self._barrier(parts)
+        if parts := {n for n in node.inputs if isinstance(self.values[n], Part)}:
+            self.barrier(parts)
         self._compute_all([node])
 
-    def _compute_ready(self, pending: list) -> None:
+    def _compute_way(self, numbers: Iterable[int]) -> None:
+        """What is still to be computed for these values."""
+        made_by = {number: each for each in self._pending for number in each.outputs}
+        found = way_to(numbers, made_by)
+        first = [each for each in self._pending if each in found]
+        self._pending = [each for each in self._pending if each not in found]
+        self._compute_all(first)
+
+    def _compute_ready(self) -> None:
         """Of what is neither a matmul nor a collective, all that can be computed."""
-        while ready := [node for node in pending if self._is_ready(node)]:
+        while ready := [node for node in self._pending if self._is_ready(node)]:
             for node in ready:
-                pending.remove(node)
+                self._pending.remove(node)
                 self._compute_all([node])
 
     def _compute_all(self, nodes: Sequence[Node | Write]) -> None:
@@ -289,107 +354,37 @@ class Braid:
             self._finish(node, self._computed(node))
 
     def _finish(self, node: Node | Write, values: Sequence) -> None:
-        self._set(node.outputs, values)
+        self.set(node.outputs, values)
         for number in node.outputs:
             if summed := self._sums.get(number):
                 self._compute_all(summed.nodes)
                 self._add(summed)
             if kept := self._at_once.get(number):
                 written = kept.compute(self.read(kept.inputs))
-                self._set(kept.outputs, written)
+                self.set(kept.outputs, written)
                 # Without a barrier XLA would read what has been written; in front of what is kept,
                 # it would keep a matmul from writing there.
                 (array,) = self.given(lax.optimization_barrier(written))
-                self._values[number] = Part(array, kept.index)
+                self.values[number] = Part(array, kept.index)
                 self._read_there.add(number)
 
     def _add(self, summed: Sum) -> None:
         total, value = self.read((summed.total, summed.value))
-        self._values[summed.total] = summed.compute(total, value)
+        self.values[summed.total] = summed.compute(total, value)
 
     def _computed(self, node: Node | Write) -> list:
         if node.is_same and self._read_there.intersection(node.inputs):
             self._read_there.update(node.outputs)
-            return [self._values[number] for number in node.inputs]
+            return [self.values[number] for number in node.inputs]
         self._hold_back(node)
         return node.compute(self.read(node.inputs))
 
     def _hold_back(self, node: Node | Write) -> None:
         if node.behind:
-            self._barrier({node.inputs[0], *node.behind})
-
-    def _barrier(self, numbers: set[int]) -> None:
-        parts = {n: value for n in numbers if isinstance(value := self._values[n], Part)}
-        held = sorted(numbers - parts.keys() | {part.array for part in parts.values()})
-        self._set(held, lax.optimization_barrier(self.read(held)))
-
-    def _set(self, numbers: Sequence[int], values: Sequence) -> None:
-        for number, value in zip(numbers, values, strict=True):
-            self._values[number] = value
+            self.barrier({node.inputs[0], *node.behind})
 
     def _is_done(self, node: Node) -> bool:
-        return all(self._values[number] is not None for number in node.outputs)
+        return all(self.values[number] is not None for number in node.outputs)
 
     def _is_ready(self, node: Node | Write) -> bool:
-        return all(self._values[number] is not None for number in (*node.inputs, *node.behind))
-
-
-# -- of functions ----------------------------------------------------------------------------------
-
-
-def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
-    """The places of the equations that only weight gradients need, of a backward pass whose first
-    `weights` outputs they are: of those that matmuls can add in place. What goes through a loop,
-    as experts' gradients do, cannot be, and is as any other."""
-    _, later = divide(strand, weights)
-    loops = [eqn for eqn in later if eqn.primitive.name == "while"]
-    read = [atom for eqn in loops for atom in variables_of(eqn.invars)]
-    through = [later[place] for place in needed_of(later, read)]
-    ids = set(map(id, later)) - set(map(id, [*loops, *through]))
-    return frozenset(i for i, eqn in enumerate(strand.eqns) if id(eqn) in ids)
-
-
-def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] | None:
-    """The way to the gathers that a function's first matmul needs, to be computed ahead, and the
-    rest, which takes what the first part gives before its own inputs. after: inputs that are not
-    there yet. None where there is no such gather."""
-    eqns = strand.eqns
-    first = next((eqn for eqn in eqns if flops_of(eqn)), None)
-    if first is None:
-        return None
-    late = set(after)
-    for eqn in eqns:
-        if late.intersection(variables_of(eqn.invars)):
-            late.update(eqn.outvars)
-    needed = (eqns[place] for place in needed_of(eqns, variables_of(first.invars)))
-    gathers = [eqn for eqn in needed if communicates(eqn) and late.isdisjoint(eqn.outvars)]
-    if not gathers:
-        return None
-    ahead = needed_of(eqns, [var for eqn in gathers for var in eqn.outvars])
-    return strand.divided(ahead)
-
-
-def once(strand: Strand) -> Strand:
-    """The same function, where no equation computes what another one does: what was recomputed is
-    gathered again for the weight gradient. XLA does not see that where barriers stand between."""
-    known: dict[Any, list] = {}
-    same: dict[Any, Any] = {}
-    eqns = []
-    for eqn in strand.eqns:
-        atoms = [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in eqn.invars]
-        read = tuple(str(atom) if isinstance(atom, Literal) else atom for atom in atoms)
-        key = eqn.primitive, read, str(eqn.params), str([var.aval for var in eqn.outvars])
-        if key in known and not is_nested(eqn):
-            same.update(zip(eqn.outvars, known[key]))
-        else:
-            known[key] = eqn.outvars
-            eqns.append(eqn.replace(invars=atoms))
-    outvars = [
-        atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in strand.outvars
-    ]
-    return strand.part(eqns, strand.invars, outvars)
-
-
-def is_nested(eqn) -> bool:
-    """Whether an equation has a function of its own: a loop, a conditional."""
-    return any("jaxpr" in name or name == "branches" for name in eqn.params)
+        return all(self.values[number] is not None for number in (*node.inputs, *node.behind))

@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Messages
+from mtx.pipeline.costs import matmuls_s, send_s
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
 from mtx.pipeline.slots import add, read, write
@@ -233,6 +234,16 @@ class WovenRun(WovenEnds):
         gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
+    @cached_property
+    def sends_beside_head(self) -> bool:
+        """Whether what is sent of x takes longer than the weight gradients beside it, and has the
+        head's matmuls there as well, where there is one."""
+        if self.at_head is None or not self.leaves_last:
+            return False
+        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.stream))
+        layers = self.layers(self.first_layer, self.first_layer)
+        return send_s(size) > matmuls_s(layers.part(1).eqns)
+
     def behind_layers(
         self, carry: Carry, op: Tick, phase: Phase, sends: _Sends, beside: Callable, *, head: bool
     ) -> Carry:
@@ -245,19 +256,24 @@ class WovenRun(WovenEnds):
             y = read(messages.outputs, op.head_input) if self.schedule.outputs.slots else x
             with jax.named_scope("broadcast"):
                 y = self.last_output(y)
-        ends = (y, *self.beside_weights(messages.begun, own, left, op))
-        (y, begun, gathered), carry = beside(ends, carry, part=0)
+        first = (y, x) if head else ()  # x is sent after y
+        ends = (first, *self.beside_weights(messages.begun, own, left, op))
+        (first, begun, gathered), carry = beside(ends, carry, part=0)
+        y, x = first or (y, x)
         carry = carry._replace(messages=carry.messages._replace(begun=begun))
         if phase.forward:
             with jax.named_scope("send_x"):
                 arrived = self.send(x, self.schedule.receives)
         if head:
             given = self.head_begins(y, op.head)
+        longer = head and self.sends_beside_head
+        with_head, arrived = (arrived, ()) if longer else ((), arrived)
         (arrived, given), carry = beside((arrived, given), carry, part=1)
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
         if head:
-            given, dx = self.own_of_head(given, dx)
+            given, (dx, with_head) = self.own_of_head(given, (dx, with_head))
+        arrived = arrived or with_head
         if phase.backward:
             with jax.named_scope("send_dx"):
                 sent = self.send(dx, self.schedule.gradient_receives)

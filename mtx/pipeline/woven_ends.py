@@ -121,14 +121,15 @@ class WovenEnds(Run):
         with jax.named_scope("broadcast"):
             return (*self.at_head.gathers(*leaves, item), *leaves, item)
 
-    def own_of_head(self, given: Arrays, dx: Stream) -> tuple[Arrays, Stream]:
-        """(what the head has given up to its sums, dx): what is sent of dx has them beside it, and
-        the losses' own collective has the links to itself."""
+    def own_of_head(self, given: Arrays, beside: tuple) -> tuple[Arrays, tuple]:
+        """(what the head has given up to its sums, `beside`): what is sent next of `beside` comes
+        after, what has been sent has come, and the losses' own collective has the links to
+        itself."""
         if self.at_head is None:
-            return given, dx
+            return given, beside
         with jax.named_scope("head"):
-            own, dx = lax.optimization_barrier((tuple(self.at_head.own(*given)), dx))
-        return (*own, *given), dx
+            own, beside = lax.optimization_barrier((tuple(self.at_head.own(*given)), beside))
+        return (*own, *given), beside
 
     def through_head(
         self, carry: Carry, item, given: Arrays, sent: tuple

@@ -23,11 +23,11 @@ from jax import lax
 
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.stage import Stage
-from mtx.pipeline.strands import KindStrands
+from mtx.pipeline.strands import KindStrands, is_nested
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.turns import At, Kinds, Turn, Turns
-from mtx.pipeline.weave import Braid, is_nested
+from mtx.pipeline.weave import Braid
 from mtx.vjp import Arrays, Strand, variables_of
 
 Tree = Any
@@ -138,7 +138,7 @@ class WovenLayers:
             else:
                 values, ring = backward.take(rings[kind], b.op.slot, at_b.index)
                 rings, residuals = rings | {kind: ring}, braid.given(values)
-            alone = self.beside and backward.in_place and not (f and turn.forward)
+            alone = self.beside and backward.in_place
             strand, given = backward.backward(cut=cut, alone=alone), (residuals, d, ahead_back)
             kinds = kind, turn.preceding
             of_b, of_before = self._of_b(braid, b, *kinds, at_b, given, strand)
@@ -250,14 +250,14 @@ class WovenLayers:
     def last_weights(self, op: Op, waits: Arrays, gradients: list, *, part: int) -> list:
         """Those gradients of a part, with what B has left of them."""
         braid = Braid()
-        made = braid.add(self._part(part), braid.given(waits), side="B")
+        made = braid.add(self.part(part), braid.given(waits), side="B")
         braid.run()
         return add(gradients, braid.read(made), op.held, 0)
 
     def weights_with_loops(self, waits: Arrays, *, part: int) -> tuple[Arrays, Callable]:
         """The same gradients by themselves: (what is computed before any loop, a function of that
         to what B has left of them)"""
-        strand, late = self._part(part), set()
+        strand, late = self.part(part), set()
         for eqn in strand.eqns:
             if is_nested(eqn) or late.intersection(variables_of(eqn.invars)):
                 late.update(eqn.outvars)
@@ -265,7 +265,7 @@ class WovenLayers:
         begin, finish = strand.divided({n for n, eqn in eqns if late.isdisjoint(eqn.outvars)})
         return tuple(begin(*waits)), lambda begun: finish(*begun, *waits)
 
-    def _part(self, part: int) -> Strand:
+    def part(self, part: int) -> Strand:
         """The weight gradients of a part."""
         w = self.sides[self.backward[0]].cut.w
         return w.choose([number == part for number in parts_of(w.outvars)])

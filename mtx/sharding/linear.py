@@ -206,7 +206,8 @@ def _products_backward(repeats, axes, saved, dys):
     if fp8.is_quantised(x):
         dys = [fp8.output_gradient(dy, w, axes.tensor) for dy, w in zip(dys, weights)]
     own = [_own(w, dim, axes) for w, dim in zip(weights, repeats)]
-    dx = _summed(sum(_input_gradient(dy, w, 1) for dy, w in zip(dys, own)), axes)
+    first, *others = (_input_gradient(dy, w, 1) for dy, w in zip(dys, own))
+    dx = _summed(sum(others, first), axes)
     x = _gathered(x, axes)
 
     def gradient(w, dim, dy):

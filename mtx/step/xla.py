@@ -37,8 +37,8 @@ GPU = (
         "the pass moves the send of a tick's F to the start of the next tick, where it is needed",
     ),
     Option(
-        "xla_gpu_experimental_parallel_collective_overlap_limit", 4, (0, 10),
-        "a send may be in flight while the layers beside it gather and scatter",
+        "xla_gpu_experimental_parallel_collective_overlap_limit", 8, (0, 10),
+        "sends may be in flight while the layers beside them gather and scatter, several at a time",
     ),
     Option(
         "xla_gpu_collective_permute_combine_threshold_bytes", 0, (0, 10),

@@ -1,0 +1,115 @@
+"""What equations take, in seconds: costs decide what lies beside what, and no more.
+
+They are an H100's, in nodes of eight, where devices along `tensor` are neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from jax import lax
+
+from mtx.vjp import COLLECTIVES, axes_of
+
+# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
+# where all devices of a node send at once, those of `tensor` each for a ring of its own.
+_FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.4e12, 300e9, 300e9
+_MESSAGE = 0.7e-6  # over the network, to each device of a ring
+_NODE = 8  # devices
+
+
+def moved_s(size: float) -> float:
+    """Of so many bytes, read or written."""
+    return size / _MEMORY
+
+
+def matmul_s(eqn) -> float:
+    """Of the matmuls in an equation."""
+    rate = _FLOPS * (2 if eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
+    return max(flops_of(eqn) / rate, moved_s(sum(map(size_of, (*eqn.invars, *eqn.outvars)))))
+
+
+def matmuls_s(eqns: Iterable) -> float:
+    return sum(matmul_s(eqn) for eqn in eqns if flops_of(eqn))
+
+
+def send_s(size: int) -> float:
+    """Of bytes that every device of a node sends to another node."""
+    return size / (_NETWORK / _NODE)
+
+
+def collective_s(eqn) -> tuple[float, bool]:
+    """A collective's, and whether it leaves the node."""
+    rate, leaves = _link(eqn)
+    moved = max(sum(map(size_of, atoms)) for atoms in (eqn.invars, eqn.outvars))
+    seconds = _sent(eqn, moved) / rate
+    return seconds + (_MESSAGE * lax.axis_size(axes_of(eqn)) if leaves else 0.0), leaves
+
+
+def communicates(eqn) -> bool:
+    return eqn.primitive.name in COLLECTIVES
+
+
+def _link(eqn) -> tuple[float, bool]:
+    """Bytes a second of a collective, and whether it leaves the node."""
+    axes = axes_of(eqn)
+    if eqn.primitive.name != "all_to_all":
+        leaves = set(axes) != {"tensor"}
+        return (_NETWORK / lax.axis_size("tensor") if leaves else _LINK), leaves
+    size = lax.axis_size(axes)
+    inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
+    if inside == size:
+        return _LINK, False
+    # What leaves the node each device sends over a card of its own.
+    return _NETWORK / _NODE * (size - 1) / (size - inside), True
+
+
+def _sent(eqn, moved: int) -> float:
+    """Bytes that a device sends in a collective of an array of so many."""
+    if eqn.primitive.name == "ppermute":
+        return moved
+    times = 2 if eqn.primitive.name in ("psum", "pmax") else 1
+    return times * moved * (1 - 1 / lax.axis_size(axes_of(eqn)))
+
+
+def size_of(atom) -> int:
+    """Bytes."""
+    return (
+        math.prod(atom.aval.shape) * atom.aval.dtype.itemsize if hasattr(atom.aval, "shape") else 0
+    )
+
+
+def flops_of(eqn) -> float:
+    """Of the matmuls in an equation, those of its loops and branches included; none of a loop that
+    communicates, beside which another collective cannot run: of full experts' further rounds, which
+    hardly ever come."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contract, _), _ = params["dimension_numbers"]
+        shared = math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
+        return 2.0 * shared * math.prod(eqn.outvars[0].aval.shape)
+    if "attention" in name:  # a fused kernel: q, k, ..., and two products, or five
+        products = 5 if "bwd" in name or "backward" in name else 2
+        rows, keys, *_ = eqn.invars[1].aval.shape
+        return products * 2.0 * math.prod(eqn.invars[0].aval.shape) * keys
+    if name == "cond":
+        return max(_flops_within(branch) for branch in params["branches"])
+    if name == "while":
+        body = params["body_jaxpr"]
+        return 0.0 if _has_collective(body) else _flops_within(body)
+    return params.get("length", 1) * sum(map(_flops_within, _inside(eqn)))
+
+
+def _inside(eqn) -> list:
+    """The functions in an equation."""
+    return [value for value in eqn.params.values() if hasattr(value, "jaxpr")]
+
+
+def _has_collective(closed) -> bool:
+    eqns = closed.jaxpr.eqns
+    return any(communicates(eqn) or any(map(_has_collective, _inside(eqn))) for eqn in eqns)
+
+
+def _flops_within(closed) -> float:
+    return sum(map(flops_of, closed.jaxpr.eqns))
