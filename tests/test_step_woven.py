@@ -229,7 +229,7 @@ def test_collectives_in_flight_together_begin_together():
         links=frozenset({0, 2}), moves=frozenset({1}), loose=frozenset(),
     )  # fmt: skip
     timed = streams.timed((0, 1, 2, 3))
-    assert timed.begun_s == (0.5, 0.0, 0.5, 0.5) and timed.ends_s == (2.5, 0.5, 2.5, 3.5)
+    assert timed.begun_s == (0.5, 0.0, 0.5, 0.5) and timed.until_s == (2.5, 0.5, 2.5, 3.5)
     assert timed.alone_s == 0.5 and timed.waited_s == 0.0
     longer = Streams(
         [1.0, 1.5, 1.0, 3.0], streams.before,
@@ -276,7 +276,7 @@ def test_each_layer_has_its_turn(forward, backward):
 
 def test_any_order_is_right():
     rng, put = random.Random(1), 0
-    for _ in range(30):
+    for _ in range(50):
         steps = []
         for place in range(rng.randrange(1, 30)):
             kind = rng.random()

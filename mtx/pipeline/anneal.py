@@ -28,7 +28,7 @@ class Timed(NamedTuple):
     alone_s: float  # of what moves memory, what lies beside no collective
     bare_s: float  # of collectives, what lies beside no matmul
     begun_s: tuple[float, ...]  # when the first stream comes to each
-    ends_s: tuple[float, ...]
+    until_s: tuple[float, ...]
 
     @property
     def cost_s(self) -> float:
@@ -95,21 +95,21 @@ class Streams:
     def timed(self, sequence: tuple[int, ...]) -> Timed:
         """XLA begins a collective as late as it thinks that it can: with the next one, if it is
         still in flight then, in either order; and before what is loose."""
-        begun_s, ends_s = [0.0] * len(self.seconds), [0.0] * len(self.seconds)
+        begun_s, until_s = [0.0] * len(self.seconds), [0.0] * len(self.seconds)
         clock = held = now = free = waited_s = 0.0  # held: where what is not loose has ended
         flying: list[int] = []
         matmuls, sums_s = list[float](), [0.0]  # when they begin, and what those before take
         for number in sequence:
-            ready = max((ends_s[n] for n in self.before[number]), default=0.0)
+            ready = max((until_s[n] for n in self.before[number]), default=0.0)
             if number in self.links:
                 now = max(now, held, ready)
                 if ready > clock:
                     waited_s += ready - clock
                     clock = held = ready
-                flying = [*(n for n in flying if ends_s[n] > now), number]
+                flying = [*(n for n in flying if until_s[n] > now), number]
                 free = now + sum(self.seconds[n] for n in flying)
                 for n in flying:
-                    begun_s[n], ends_s[n] = now, free
+                    begun_s[n], until_s[n] = now, free
                 continue
             if ready > clock:
                 waited_s += ready - clock
@@ -118,17 +118,17 @@ class Streams:
             if number not in self.moves:
                 matmuls.append(clock)
                 sums_s.append(sums_s[-1] + self.seconds[number])
-            clock = ends_s[number] = clock + self.seconds[number]
+            clock = until_s[number] = clock + self.seconds[number]
             if number not in self.loose:
                 held = clock
         waited_s += max(0.0, free - clock)
-        busy = {(begun_s[n], ends_s[n]) for n in self.links}
-        alone_s = sum(self._alone_s(begun_s[n], ends_s[n], busy) for n in self.moves)
+        busy = {(begun_s[n], until_s[n]) for n in self.links}
+        alone_s = sum(self._alone_s(begun_s[n], until_s[n], busy) for n in self.moves)
         bare_s = 0.0
         for since, until in busy:
             first, last = bisect_left(matmuls, since), bisect_left(matmuls, until)
             bare_s += max(0.0, until - since - (sums_s[last] - sums_s[first]))
-        return Timed(sequence, waited_s, alone_s, bare_s, tuple(begun_s), tuple(ends_s))
+        return Timed(sequence, waited_s, alone_s, bare_s, tuple(begun_s), tuple(until_s))
 
     @staticmethod
     def _alone_s(begun_s: float, end_s: float, busy: Iterable[tuple[float, float]]) -> float:

@@ -40,7 +40,7 @@ def _annealed(
     """The best that follows from a first one. What moves memory has a number behind all steps'."""
     count = len(steps)
     before = [set(step.before) for step in steps]
-    before += [op.before | {count + n for n in op.after} for op in memory]
+    before += [{*op.before, *(count + n for n in op.after)} for op in memory]
     for number, op in enumerate(memory):
         for place in op.until:
             before[place].add(count + number)
@@ -71,14 +71,14 @@ def _turns(
     it. What moves memory has a turn only where it lies beside a collective and would not lie there
     anyway, between what comes before and after it; none where only what is `later` is left.
     steps: their count."""
-    links = deque(sorted(streams.links, key=lambda n: timed.ends_s[n]))
+    links = deque(sorted(streams.links, key=lambda n: timed.until_s[n]))
     computed = [n for n in timed.sequence if n not in streams.links]
     left = sum(n < steps and n not in later for n in computed)  # matmuls
     flying: list[int] = []
     last, previous = -1, ""  # what was computed or moved, and what the last turn was
 
     def come(now: float) -> set[int]:
-        return {n for n in flying if timed.ends_s[n] <= now}
+        return {n for n in flying if timed.until_s[n] <= now}
 
     def done(numbers: Collection[int]) -> Iterator[Turn]:
         for n in [n for n in flying if n in numbers]:

@@ -383,7 +383,7 @@ class Braid(Values):
         if node.behind:
             self.barrier({node.inputs[0], *node.behind})
 
-    def _is_done(self, node: Node) -> bool:
+    def _is_done(self, node: Node | Write) -> bool:
         return all(self.values[number] is not None for number in node.outputs)
 
     def _is_ready(self, node: Node | Write) -> bool:
