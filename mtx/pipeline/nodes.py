@@ -203,7 +203,7 @@ def passes_of(
                 known.update(node.outputs)
         made = _pass([node for node in nodes if node in group], stored, ends)
         own = frozenset(group - early)
-        if own and _is_kernel(group) and made.begins and made.seconds > _BRIEF:
+        if own and _is_kernel(group, ends) and made.begins and made.seconds > _BRIEF:
             found.append(replace(made, own=own))
             taken.update(group)
             stored.update(made.ends)
@@ -219,19 +219,9 @@ def passes_of(
 
 
 def moves(nodes: Iterable[Node]) -> bool:
-    """Whether any does more than to call what there is something else."""
-    return any(node.eqn.primitive.name not in _VIEWS for node in nodes)
-
-
-def _is_kernel(nodes: Collection[Node]) -> bool:
-    """Whether any is left once XLA has dropped what turns a value's type there and back, and what
-    turns axes of which one element is left."""
-    eqns = [node.eqn for node in nodes if not _is_view(node.eqn)]
-    if any(eqn.primitive.name != "convert_element_type" for eqn in eqns):
-        return True
-    made = {id(var): var.aval.dtype for eqn in eqns for var in eqn.outvars}
-    given = {atom.aval.dtype for eqn in eqns for atom in eqn.invars if id(atom) not in made}
-    return not set(made.values()) - {jnp.dtype(jnp.float32)} <= given
+    """Whether any does more than to call what there is something else, or to turn axes of which
+    one element is left."""
+    return any(not _is_view(node.eqn) for node in nodes)
 
 
 def _is_view(eqn) -> bool:
@@ -240,6 +230,23 @@ def _is_view(eqn) -> bool:
         order = [dim for dim in eqn.params["permutation"] if shape[dim] > 1]
         return order == sorted(order)
     return eqn.primitive.name in _VIEWS
+
+
+def _is_kernel(nodes: Collection[Node], ends: Collection[int]) -> bool:
+    """Whether any is left once XLA has dropped those that turn a value's type there and back. ends:
+    what others may read."""
+    if any(not _is_view(n.eqn) and n.eqn.primitive.name != "convert_element_type" for n in nodes):
+        return True
+    made: dict[int, Any] = {}
+    for node in nodes:
+        made |= zip(node.outputs, (var.aval.dtype for var in node.eqn.outvars), strict=True)
+    given = {
+        var.aval.dtype
+        for node in nodes
+        for number, var in zip(node.inputs, variables_of(node.eqn.invars), strict=True)
+        if number not in made
+    }
+    return not {made[number] for number in made.keys() & set(ends)} <= given
 
 
 def way_to(
