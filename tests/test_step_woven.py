@@ -17,7 +17,7 @@ from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.pipeline.anneal import Streams
-from mtx.pipeline.blocks import MemoryOp, Step, Turn, blocks
+from mtx.pipeline.blocks import Blocks, MemoryOp, Step, Turn, blocks
 from mtx.pipeline.order import Order, order
 from mtx.pipeline.turns import Turns
 from mtx.plan.memory import predict_memory
@@ -157,6 +157,81 @@ def _check(found: Order, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] =
     assert done == set(range(len(steps))) and not flying and moved == placed
 
 
+def _waited_s(found: Order, steps: tuple[Step, ...]) -> float:
+    """For collectives, if each begins when it is its turn."""
+    clock = free = waited_s = 0.0
+    until: dict[int, float] = {}
+    for what, number in found.turns:
+        if what == "start":
+            free = until[number] = max(free, clock) + steps[number].seconds
+        elif what == "done":
+            waited_s += max(0.0, until[number] - clock)
+            clock = max(clock, until[number])
+        elif what == "compute":
+            clock += steps[number].seconds
+    return waited_s
+
+
+def _check_blocks(
+    found: Blocks, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()
+) -> None:  # fmt: skip
+    """Each step once, after those that it waits for; what is exposed is what is not covered. What
+    moves memory comes first beside a collective, where a matmul is there too, takes no longer than
+    it, and has all that it waits for behind it, all that waits for it before it. Or it alone covers
+    one that leaves the node."""
+    done, exposed_s = set(), 0.0
+    moved: set[int] = set()
+    placed = {n for numbers in found.beside.values() for n in numbers}
+
+    def is_there(number: int) -> bool:
+        """Whether others find it: if it lies nowhere, once all that it waits for is there."""
+        return number in moved if number in placed else all(map(is_there, memory[number].after))
+
+    def alone_s(place: int) -> float:
+        return sum(memory[n].seconds for n in found.beside.get(place, ()))
+
+    def move(place: int, beside: list) -> None:
+        numbers = found.beside.get(place, ())
+        if steps[place].network and not beside:
+            assert not numbers or alone_s(place) >= 0.8 * steps[place].seconds
+        else:
+            assert not numbers or any(isinstance(each, int) for each in beside)
+            assert sum(memory[n].seconds for n in numbers) <= steps[place].seconds
+        for n in numbers:
+            assert memory[n].before <= done and not memory[n].until & (done | {place})
+            assert all(map(is_there, memory[n].after))
+            assert not memory[n].later and n not in moved
+            moved.add(n)
+
+    def check(block) -> float:
+        """Its seconds."""
+        nonlocal exposed_s
+        first, *beside = block
+        assert steps[first].before <= done
+        move(first, beside)
+        covered_s = alone_s(first) if not beside else 0.0
+        for each in beside:
+            if isinstance(each, tuple):
+                assert steps[first].network and not steps[each[0]].network
+                covered_s += check(each)
+                continue
+            assert not steps[each].communicates and not steps[each].later
+            assert steps[each].before <= done
+            covered_s += steps[each].seconds
+            done.add(each)
+        done.add(first)
+        if steps[first].communicates:
+            exposed_s += max(0.0, steps[first].seconds - covered_s)
+        else:
+            assert not beside
+        return max(steps[first].seconds, covered_s)
+
+    for block in found.blocks:
+        check(block)
+    assert done == set(range(len(steps))) and exposed_s == pytest.approx(found.exposed_s)
+    assert moved == placed
+
+
 def _beside(found: Order) -> dict[int, list[int]]:
     """What moves memory beside each collective."""
     beside: dict[int, list[int]] = {}
@@ -284,15 +359,18 @@ def test_any_order_is_right():
             before = frozenset(p for p in places if rng.random() < 0.2)
             step = Step(rng.uniform(0.1, 2), kind < 0.4, kind > 0.8, rng.choice("FB"), before)
             steps.append(step._replace(summed=0.7 < kind < 0.8))
-        _check(order(tuple(steps)), tuple(steps))
+        _check(found := order(tuple(steps)), tuple(steps))
+        assert not found.is_timed or _waited_s(found, tuple(steps)) <= found.waited_s + 1e-9
         memory = _memory(rng, steps)
-        found = order(tuple(steps), memory)
-        _check(found, tuple(steps), memory)
+        _check(found := order(tuple(steps), memory), tuple(steps), memory)
         put += sum(what == "move" for what, _ in found.turns)
+        _check_blocks(without := blocks(steps, ()), tuple(steps))
+        _check_blocks(found := blocks(steps, memory), tuple(steps), memory)
+        assert found == without._replace(beside=found.beside)
     assert put > 20
 
 
-def _memory(rng: random.Random, steps: list[Step], least: float = 0.1) -> tuple[MemoryOp, ...]:
+def _memory(rng: random.Random, steps: list[Step]) -> tuple[MemoryOp, ...]:
     """What moves memory: behind some steps, before some of those that wait for these."""
     memory: list[MemoryOp] = []
     for number in range(rng.randrange(6)):
@@ -302,7 +380,7 @@ def _memory(rng: random.Random, steps: list[Step], least: float = 0.1) -> tuple[
         behind = range(max(waits, default=-1) + 1, len(steps))
         late = any(steps[p].later for p in waits)  # then only what is late as well waits for it
         until = frozenset(p for p in behind if rng.random() < 0.1 and late <= steps[p].later)
-        memory.append(MemoryOp(rng.uniform(least, 1), before, until, after, rng.random() < 0.2))
+        memory.append(MemoryOp(rng.uniform(0.1, 1), before, until, after, rng.random() < 0.2))
     return tuple(memory)
 
 
@@ -317,7 +395,8 @@ def test_what_moves_memory_lies_where_blocks_have_room():
     steps = (first, matmul, second, last._replace(before=frozenset()), third, last, weights)
 
     def beside(*memory: MemoryOp) -> dict:
-        return blocks(steps, memory).beside
+        _check_blocks(found := blocks(steps, memory), steps, memory)
+        return found.beside
 
     assert blocks(steps, ()).blocks == ((0, 1), (2, 3), (4, 5), (6,))
     op = MemoryOp(0.4, frozenset())
@@ -355,12 +434,14 @@ def test_what_leaves_the_node_has_what_moves_memory_alone_beside_it():
         at = found.turns.index(Turn("start", place))
         alone = found.turns[at + 1 : found.turns.index(Turn("done", place))]
         assert alone == tuple(Turn("move", number) for number in numbers)
+    near = tuple(step._replace(network=False) for step in steps)
+    assert blocks(near, memory).beside == {}  # they take longer than any
     small = op._replace(seconds=0.5), last._replace(seconds=0.5)
     assert order(steps, small).waited_s == order(steps).waited_s == 1.0  # too little for one
 
 
 def test_any_order_over_the_network_is_right():
-    rng, put = random.Random(2), 0
+    rng, alone = random.Random(2), 0
     for _ in range(20):
         steps = []
         for place in range(rng.randrange(1, 20)):
@@ -368,11 +449,20 @@ def test_any_order_over_the_network_is_right():
             seconds, communicates = rng.uniform(0.1, 2), rng.random() < 0.4
             network = communicates and rng.random() < 0.7
             steps.append(Step(seconds, communicates, False, rng.choice("FB"), before, network))
-        memory = _memory(rng, steps)
-        found = order(tuple(steps), memory)
-        _check(found, tuple(steps), memory)
-        put += sum(what == "move" for what, _ in found.turns)
-    assert put > 5
+        memory: list[MemoryOp] = []
+        for number in range(rng.randrange(6)):
+            before = frozenset(p for p in range(len(steps)) if rng.random() < 0.1)
+            behind = {p for p, step in enumerate(steps) if before & step.before}
+            until = frozenset(p for p in behind - before if rng.random() < 0.5)
+            after = frozenset(n for n in range(number) if rng.random() < 0.3)
+            memory.append(MemoryOp(rng.uniform(0.1, 2), before, until, after))
+        found = blocks(steps, memory)
+        _check_blocks(found, tuple(steps), tuple(memory))
+        alone += sum((place,) in found.blocks for place in found.beside)
+        if any(step.network for step in steps):
+            assert order(tuple(steps), tuple(memory)).turns == tuple(found.turns(steps))
+            _check(order(tuple(steps), tuple(memory)), tuple(steps), tuple(memory))
+    assert alone > 5
 
 
 @pytest.mark.skipif(

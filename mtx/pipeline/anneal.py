@@ -94,7 +94,8 @@ class Streams:
 
     def timed(self, sequence: tuple[int, ...]) -> Timed:
         """XLA begins a collective as late as it thinks that it can: with the next one, if it is
-        still in flight then, in either order; and before what is loose."""
+        still in flight then, in either order; and before what is loose, but not before others that
+        have come."""
         begun_s, until_s = [0.0] * len(self.seconds), [0.0] * len(self.seconds)
         clock = held = now = free = waited_s = 0.0  # held: where what is not loose has ended
         flying: list[int] = []
@@ -102,10 +103,11 @@ class Streams:
         for number in sequence:
             ready = max((until_s[n] for n in self.before[number]), default=0.0)
             if number in self.links:
-                now = max(now, held, ready)
-                if ready > clock:
-                    waited_s += ready - clock
-                    clock = held = ready
+                now = max(now, held)
+                if ready > now:
+                    now = max(clock, ready)
+                    waited_s += now - clock
+                    clock = held = now
                 flying = [*(n for n in flying if until_s[n] > now), number]
                 free = now + sum(self.seconds[n] for n in flying)
                 for n in flying:
@@ -115,6 +117,8 @@ class Streams:
                 waited_s += ready - clock
                 clock = ready
             begun_s[number] = clock
+            if len(still := [n for n in flying if until_s[n] > clock]) < len(flying):
+                flying, held = still, clock
             if number not in self.moves:
                 matmuls.append(clock)
                 sums_s.append(sums_s[-1] + self.seconds[number])
