@@ -50,6 +50,10 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, LLAMA, Layout(data=4, pipe=2, virtual=2, zero=3, zero_unit="layer")),
         (mtx.Trainer, GPT, Layout(data=8, zero=3, zero_unit="layer", recompute="selective")),
         (mtx.Trainer, GEMMA, Layout(data=4, tensor=2, zero=3, zero_unit="layer")),
+        # passes on the way to one matmul alone and to others
+        (InPlace, LLAMA, Layout(
+            data=4, tensor=2, zero=3, microbatch=2, recompute="around_attention"
+        )),
         (mtx.Trainer, LLAMA, Layout(data=4, tensor=2, sequence_parallel=False)),
         (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),

@@ -174,7 +174,7 @@ class Pass:
     begins: list[int]  # what those have made, and others of its kind for them
     ends: list[int]  # what matmuls and collectives read of it, and outputs
     seconds: float
-    own: frozenset[Node] = frozenset()  # the nodes but for those on the way to an earlier of these
+    own: frozenset[Node] = frozenset()  # the others are on the way to these and to earlier ones
     later = False
 
 
@@ -201,8 +201,9 @@ def passes_of(
             if node in to_sums - taken and known.issuperset(node.inputs):
                 group.add(node)
                 known.update(node.outputs)
-        made = _pass([node for node in nodes if node in group], stored, ends)
         own = frozenset(group - early)
+        group = own | way_to((number for node in own for number in node.inputs), made_by, taken)
+        made = _pass([node for node in nodes if node in group], stored, ends)
         if own and _is_kernel(group, ends) and made.begins and made.seconds > _BRIEF:
             found.append(replace(made, own=own))
             taken.update(group)
