@@ -116,13 +116,12 @@ class LayerVJP:
     @cached_property
     def cut(self) -> Cut:
         """The backward pass in two parts."""
-        return Cut.of(self._backward, *self._of_backward)
+        return Cut.of(self.strands[1], *self.structures)
 
     @cached_property
-    def cut_behind_collectives(self) -> Cut:
-        """The same with all collectives in B, and the smallest of W's matmuls to lie beside the
-        last of them."""
-        return Cut.of(self._backward, *self._of_backward, stay=COLLECTIVES, leave_one=True)
+    def structures(self) -> tuple:
+        """Of the gradients of parameters, and of the other gradients."""
+        return tuple(map(jax.tree.structure, jax.eval_shape(self._backward, *self._of_backward)))
 
     @property
     def _of_backward(self) -> tuple:
@@ -153,16 +152,12 @@ class Cut:
     others: Any  # the structure of the gradients of what is no parameter
 
     @classmethod
-    def of(
-        cls, backward: Callable, residuals, params, given, dy, *, stay=(), leave_one=False
-    ) -> Cut:  # fmt: skip
-        """Of `backward(residuals, params, given, dy) -> (dparams, others)`; shapes count only.
-        stay: names of primitives that B keeps; leave_one: the smallest matmul, too."""
-        arguments = residuals, params, given, dy
-        flat = Strand.of(backward, *arguments)
-        shapes = jax.eval_shape(backward, *arguments)
-        structure, weights = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
-        of_b, of_w = divide(flat, weights, stay, leave_one=leave_one)
+    def of(cls, flat: Strand, parameters, others, *, stay=(), keep: Collection[int] = ()) -> Cut:
+        """Of (residuals, params, given, dy) -> (gradients of parameters, others), with the
+        structures of these. stay: names of primitives that B keeps; keep: the places of matmuls of
+        W's that it keeps as well."""
+        weights = parameters.num_leaves
+        of_b, of_w = divide(flat, weights, stay, keep)
         from_w = {var for eqn in of_w for var in eqn.outvars}
         dweights, rest = flat.outvars[:weights], flat.outvars[weights:]
         waits = inputs_of(of_w, exclude=set(flat.constvars))
@@ -171,10 +166,10 @@ class Cut:
         in_w = [var for var, waits_for_w in zip(dweights, made_by_w) if waits_for_w]
         return cls(
             deferred=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in waits),
-            made_by_w=structure.unflatten(made_by_w),
+            made_by_w=parameters.unflatten(made_by_w),
             b=flat.part(of_b, flat.invars, [*in_b, *rest, *waits]),
             w=flat.part(of_w, waits, in_w),
-            others=jax.tree.structure(shapes[1]),
+            others=others,
         )
 
     def of_b(self, values: Sequence) -> tuple[Tree, Tree, Arrays]:
@@ -322,22 +317,25 @@ def is_matmul(eqn) -> bool:
     return eqn.primitive.name == "dot_general" or eqn.params.get("name") == SCALED_DOT
 
 
-def divide(
-    flat, weights: int, stay: Collection[str] = (), *, leave_one: bool = False
-) -> tuple[list, list]:
-    """The equations of B and of W, each in their order; the first `weights` outputs are weight
-    gradients. stay, leave_one: as in `Cut.of`."""
+def weight_matmuls(flat: Strand, weights: int) -> list[int]:
+    """The places of the matmuls that only weight gradients need, the first `weights` outputs."""
     needed = needed_of(flat.eqns, flat.outvars[weights:])
     wanted = needed_of(flat.eqns, flat.outvars)
-    matmuls = [i for i in sorted(wanted - needed) if is_matmul(flat.eqns[i])]
-    left = None
-    if leave_one and len(matmuls) > 1:
-        left = min(matmuls, key=lambda i: _bytes(flat.eqns[i].outvars))
+    return [i for i in sorted(wanted - needed) if is_matmul(flat.eqns[i])]
+
+
+def divide(
+    flat, weights: int, stay: Collection[str] = (), keep: Collection[int] = ()
+) -> tuple[list, list]:
+    """The equations of B and of W, each in their order; the first `weights` outputs are weight
+    gradients. stay, keep: as in `Cut.of`."""
+    needed = needed_of(flat.eqns, flat.outvars[weights:])
+    wanted = needed_of(flat.eqns, flat.outvars)
     later, made_later = set(), set()
     for i, eqn in enumerate(flat.eqns):
         if i in wanted and i not in needed:
             follows = any(not isinstance(v, Literal) and v in made_later for v in eqn.invars)
-            if follows or (is_matmul(eqn) and i != left):
+            if follows or (is_matmul(eqn) and i not in keep):
                 later.add(i)
                 made_later.update(eqn.outvars)
     # What only W uses moves there too, where that leaves less, or no more, to wait.

@@ -16,6 +16,7 @@ from mtx.compile.compiler import find_compiler
 from mtx.compile.step import compile_plan
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
+from mtx.pipeline import shares
 from mtx.pipeline.anneal import Streams
 from mtx.pipeline.blocks import Blocks, MemoryOp, Step, Turn, blocks
 from mtx.pipeline.order import Order, order
@@ -76,6 +77,15 @@ def test_losses_and_gradients_stay(trainer, model, layout, monkeypatch):
     rows = 4 * layout.data if layout.data == 3 else 8
     woven = replace(layout, weave="on", idle="phases")
     reference.assert_same(found_by(trainer, model, woven, rows), on_one_device(model, rows))
+
+
+def test_some_rows_of_a_gradient_lie_beside_what_is_scattered_last(monkeypatch):
+    """Whatever the costs say."""
+    chosen = shares._Choice(parts=(0, 2, 1, 3), units=2, other=3)
+    monkeypatch.setattr(shares, "_best", lambda *_: chosen)
+    monkeypatch.setattr("mtx.pipeline.nodes._SHORT", 0.0)
+    woven = Layout(data=2, pipe=2, tensor=2, virtual=2, weave="on", idle="phases")
+    reference.assert_same(found_by(InPlace, GPT, woven), on_one_device(GPT))
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ They are an H100's, in nodes of eight, where devices along `tensor` are neighbou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jax import lax
 
+from mtx.sharding.axes import AXES
 from mtx.vjp import COLLECTIVES, axes_of
 
-# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and over the network
-# where all devices of a node send at once, those of `tensor` each for a ring of its own.
+# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and those of a whole node
+# over the network.
 _FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.4e12, 300e9, 300e9
 _MESSAGE = 0.7e-6  # over the network, to each device of a ring
 _NODE = 8  # devices
@@ -34,9 +35,9 @@ def matmuls_s(eqns: Iterable) -> float:
     return sum(matmul_s(eqn) for eqn in eqns if flops_of(eqn))
 
 
-def send_s(size: int) -> float:
-    """Of bytes that every device of a node sends to another node."""
-    return size / (_NETWORK / _NODE)
+def send_s(size: int, axis: str) -> float:
+    """Of bytes that every device sends to its neighbour along an axis."""
+    return size / _rate((axis,))
 
 
 def collective_s(eqn) -> tuple[float, bool]:
@@ -51,18 +52,31 @@ def communicates(eqn) -> bool:
     return eqn.primitive.name in COLLECTIVES
 
 
+def is_nested(eqn) -> bool:
+    """Whether an equation has a function of its own: a loop, a conditional."""
+    return any("jaxpr" in name or name == "branches" for name in eqn.params)
+
+
 def _link(eqn) -> tuple[float, bool]:
     """Bytes a second of a collective, and whether it leaves the node."""
     axes = axes_of(eqn)
     if eqn.primitive.name != "all_to_all":
-        leaves = set(axes) != {"tensor"}
-        return (_NETWORK / lax.axis_size("tensor") if leaves else _LINK), leaves
+        return _rate(axes), set(axes) != {"tensor"}
     size = lax.axis_size(axes)
     inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
     if inside == size:
         return _LINK, False
     # What leaves the node each device sends over a card of its own.
     return _NETWORK / _NODE * (size - 1) / (size - inside), True
+
+
+def _rate(axes: Sequence[str]) -> float:
+    """Bytes a second that a device sends along axes. Over the network, the others in its node that
+    lie between two neighbours send as well, each in a ring of its own."""
+    if set(axes) == {"tensor"}:
+        return _LINK
+    inner = AXES[max(map(AXES.index, axes)) + 1 :]
+    return _NETWORK / min(_NODE, math.prod(map(lax.axis_size, inner)))
 
 
 def _sent(eqn, moved: int) -> float:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mtx.pipeline.costs import is_nested
 from mtx.pipeline.model import Stream
-from mtx.pipeline.strands import is_nested
 from mtx.schedules.schedule import IDLE
 from mtx.vjp import Arrays, Strand, axes_of, is_matmul, needed_of, variables_of
 
@@ -89,10 +89,13 @@ class Leaving:
 
     Every device has some rows of the table, and what is multiplied by them gets its gradient from
     all: a sum over `tensor`, then over `pipe`. Each part takes what those before it have given, the
-    latest first, then the leaves of y and the number.
+    latest first, then the leaves of y and the number; what `losses` and `of_all` give is only for
+    `own`.
     """
 
     gathers: Strand  # of y, before all matmuls and other collectives
+    losses: Strand  # up to what the losses gather
+    of_all: Strand  # that gathered
     own: Strand  # up to what this device adds to the sums
     over_tensor: Strand  # the sums, one of what the other gives; of one alone it is the second
     over_pipe: Strand
@@ -109,6 +112,8 @@ class Leaving:
         forward = needed_of(rest.eqns, rest.outvars[: len(jax.tree.leaves(losses))])
         needed, sums = _next_collectives(rest, forward)
         own, rest = rest.divided(forward | needed if sums else ())
+        begun, own = own.divided(_next_collectives(own)[0] if sums else ())
+        of_all, own = own.divided(_next_collectives(own)[1] if sums else ())
         added = rest.outvars[: len(jax.tree.leaves((losses, parameters)))]
         is_early = tuple(bool(sums) and not _has_collectives(rest, var) for var in added)
         late = [True] * (len(rest.outvars) - len(added))  # of the stream
@@ -120,9 +125,13 @@ class Leaving:
             over_pipe, rest = _divided_at_sums(rest)
         late = rest.choose([*(not one for one in is_early), *late])
         return cls(
-            gathers=gathers, own=own, over_tensor=over_tensor, over_pipe=over_pipe,
-            early=early, late=late, is_early=is_early,
+            gathers=gathers, losses=begun, of_all=of_all, own=own, over_tensor=over_tensor,
+            over_pipe=over_pipe, early=early, late=late, is_early=is_early,
         )  # fmt: skip
+
+    def before_losses(self, given: Arrays) -> Arrays:
+        """Without what `of_all` and `losses` have given."""
+        return given[len(self.of_all.outvars) + len(self.losses.outvars) :]
 
     def with_early(self, sums: Tree, given: Arrays) -> Tree:
         """Sums of losses and of gradients of parameters, with those that wait for no sum."""

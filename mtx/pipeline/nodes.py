@@ -220,12 +220,12 @@ def passes_of(
 
 
 def moves(nodes: Iterable[Node]) -> bool:
-    """Whether any does more than to call what there is something else, or to turn axes of which
-    one element is left."""
-    return any(not _is_view(node.eqn) for node in nodes)
+    """Whether any is no view."""
+    return any(not is_view(node.eqn) for node in nodes)
 
 
-def _is_view(eqn) -> bool:
+def is_view(eqn) -> bool:
+    """Whether an equation only calls something else what there is."""
     if eqn.primitive.name == "transpose":
         shape = eqn.invars[0].aval.shape
         order = [dim for dim in eqn.params["permutation"] if shape[dim] > 1]
@@ -236,7 +236,7 @@ def _is_view(eqn) -> bool:
 def _is_kernel(nodes: Collection[Node], ends: Collection[int]) -> bool:
     """Whether any is left once XLA has dropped those that turn a value's type there and back. ends:
     what others may read."""
-    if any(not _is_view(n.eqn) and n.eqn.primitive.name != "convert_element_type" for n in nodes):
+    if any(not is_view(n.eqn) and n.eqn.primitive.name != "convert_element_type" for n in nodes):
         return True
     made: dict[int, Any] = {}
     for node in nodes:

@@ -37,14 +37,14 @@ def write(tree: Tree, values: Tree, *index) -> Tree:
 
 
 def add(totals: Tree, values: Tree, *index) -> Tree:
-    """total with a value added to total[index], in the type of total; total itself where either is
-    None."""
+    """total with a value added to total[index], or to the part of it that begins there, in the type
+    of total; total itself where either is None."""
 
     def of(total, value):
         if total is None or value is None:
             return total
         # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
-        value = value[(None,) * len(index)].astype(total.dtype)
+        value = value[(None,) * (total.ndim - value.ndim)].astype(total.dtype)
         return _replaced(total, _part(total, index, value.shape) + value, index)
 
     return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)

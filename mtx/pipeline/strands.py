@@ -12,7 +12,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from mtx.pipeline.costs import communicates, flops_of
+from mtx.pipeline.costs import communicates, flops_of, is_nested
+from mtx.pipeline.shares import Division, Sends
 from mtx.pipeline.slots import read
 from mtx.vjp import Arrays, Cut, LayerVJP, Strand, divide, needed_of, variables_of
 
@@ -26,6 +27,7 @@ class KindStrands:
     vjp: LayerVJP
     split: bool
     in_place: bool  # whether weight gradients are added where they lie
+    sends: Sends  # what lies beside the weight gradients of a tick's last layer
 
     @property
     def first(self) -> int:
@@ -103,7 +105,12 @@ class KindStrands:
     @property
     def cut(self) -> Cut:
         """B and W; where W is only the last layer's, it is left no collective."""
-        return self.vjp.cut if self.split else self.vjp.cut_behind_collectives
+        return self.vjp.cut if self.split else self.division.cut
+
+    @cached_property
+    def division(self) -> Division:
+        """Of the weight gradients of a tick's last layer."""
+        return Division.of(self.vjp, self.sends)
 
     def backward(self, *, cut: bool, alone: bool) -> tuple[Strand, frozenset]:
         """B, after what is computed ahead, and which of its equations only weight gradients need
@@ -123,7 +130,8 @@ class KindStrands:
     def taken(self, values: list, *, cut: bool) -> tuple[Tree, Tree, Arrays]:
         """What B gives: (gradients of the parameters, that of the stream, what waits)"""
         if cut or self.split:
-            dparams, others, waits = self.cut.of_b(values)
+            given = self.cut if self.split else self.division
+            dparams, others, waits = given.of_b(values)
             return dparams, others[0], waits
         structure = jax.tree.structure((self.vjp.gradients, (self.vjp.stream,)))
         dparams, (dstream,) = structure.unflatten(values)
@@ -181,8 +189,3 @@ def once(strand: Strand) -> Strand:
         atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in strand.outvars
     ]
     return strand.part(eqns, strand.invars, outvars)
-
-
-def is_nested(eqn) -> bool:
-    """Whether an equation has a function of its own: a loop, a conditional."""
-    return any("jaxpr" in name or name == "branches" for name in eqn.params)

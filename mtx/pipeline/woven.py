@@ -27,10 +27,9 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Messages
-from mtx.pipeline.costs import matmuls_s, send_s
 from mtx.pipeline.model import Stream
 from mtx.pipeline.parts import Parts
-from mtx.pipeline.slots import add, read, write
+from mtx.pipeline.slots import read, write
 from mtx.pipeline.strands import KindStrands
 from mtx.pipeline.ticks import Following, Op, Tick
 from mtx.pipeline.transfers import Cargo, Traffic
@@ -76,7 +75,7 @@ class WovenRun(WovenEnds):
         """F and B of a layer of each kind."""
         split, in_place = self.schedule.split, self.stage.shards is None
         return {
-            kind: KindStrands(vjp=vjp, split=split, in_place=in_place)
+            kind: KindStrands(vjp=vjp, split=split, in_place=in_place, sends=self.sent_beside)
             for kind, vjp in self.stage.vjps.items()
         }
 
@@ -234,15 +233,10 @@ class WovenRun(WovenEnds):
         gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
-    @cached_property
-    def sends_beside_head(self) -> bool:
-        """Whether what is sent of x takes longer than the weight gradients beside it, and has the
-        head's matmuls there as well, where there is one."""
-        if self.at_head is None or not self.leaves_last:
-            return False
-        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.stream))
-        layers = self.layers(self.first_layer, self.first_layer)
-        return send_s(size) > matmuls_s(layers.part(1).eqns)
+    @property
+    def x_beside_head(self) -> bool:
+        """Whether the head's matmuls, where there is one, lie beside what is sent of x."""
+        return self.leaves_last and self.sides[self.first_layer[0]].division.x_beside_head
 
     def behind_layers(
         self, carry: Carry, op: Tick, phase: Phase, sends: _Sends, beside: Callable, *, head: bool
@@ -266,12 +260,13 @@ class WovenRun(WovenEnds):
                 arrived = self.send(x, self.schedule.receives)
         if head:
             given = self.head_begins(y, op.head)
-        longer = head and self.sends_beside_head
+        longer = head and self.x_beside_head
         with_head, arrived = (arrived, ()) if longer else ((), arrived)
         (arrived, given), carry = beside((arrived, given), carry, part=1)
         if phase.weight and op.weight is not None:
             carry = self.weight_half(carry, op.weight, op.scatter[1])
         if head:
+            carry, given = self.losses(carry, given, op.embed_backward, (left, gathered))
             given, (dx, with_head) = self.own_of_head(given, (dx, with_head))
         arrived = arrived or with_head
         if phase.backward:
@@ -281,7 +276,7 @@ class WovenRun(WovenEnds):
             whole = self.entered(entered, op.embed[0])
             messages = self.prepared(carry.messages, op.following, arrived, whole)
             carry = carry._replace(messages=messages)
-        if left is not None and gathered is not None:
+        if not (head and self.embedding_beside_losses):
             carry = self.with_embedding(carry, op.embed_backward, left, gathered)
         if head:
             carry, given, sent = self.through_head(carry, op.head, given, sent)
@@ -335,8 +330,9 @@ class WovenRun(WovenEnds):
         if waits:
             kind = self.first_layer[0]
             layers = self.layers(self.first_layer, self.first_layer)
-            mine = layers.waiting(part)
-            made = [a for a, one in zip(jax.tree.leaves(of_b[kind]), mine, strict=True) if one]
+            shares, _ = layers.division.part(part)
+            leaves, structure = jax.tree.flatten(of_b[kind])
+            made = [leaves[share.leaf] for share in shares]
             apart = self.axes.in_place and self.stage.shards is None and layers.has_plain_weights
             behind = behind or apart
             with jax.named_scope("W"):
@@ -349,16 +345,15 @@ class WovenRun(WovenEnds):
                 else:  # no loops in a branch: XLA puts no send beside it, nor takes them for cover
                     begun, finish = layers.weights_with_loops(waits, part=part)
                     beside, begun = lax.optimization_barrier((beside, begun))
-                    added = lambda op, more, made: add(made, more, op.held, 0)  # noqa: E731
+                    added = lambda op, more, made: layers.added(made, more, op, shares)  # noqa: E731
                     made, behind = self.by_chunk(added)(op.backward, finish(begun), made), False
         # Nothing may stand right behind gradients that matmuls add in place; behind their branch
         # it may.
         if waits is not None and behind:
             beside, made = lax.optimization_barrier((beside, made))
         if waits:
-            leaves, structure = jax.tree.flatten(of_b[kind])
-            rest = iter(made)
-            leaves = [next(rest) if one else a for a, one in zip(leaves, mine, strict=True)]
+            for share, value in zip(shares, made, strict=True):
+                leaves[share.leaf] = value
             made = of_b | {kind: structure.unflatten(leaves)}
         return beside, carry._replace(gradients=carry.gradients._replace(of_b=made))
 

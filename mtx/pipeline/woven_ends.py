@@ -5,7 +5,8 @@ Of the microbatch whose F is in tick n the embedding is looked up in tick n - 2 
 stages and into the embedding's in tick n + 1. Sums over `pipe` lie beside all layers of a tick;
 what goes over `tensor` beside the weight gradients behind them. The head comes between these: what
 it gathers and its gradient's sum over `pipe` lie beside them, that over `tensor` beside the weight
-gradients of its own. Beside what the losses gather there is nothing.
+gradients of its own. Beside what the losses gather lies the embedding's gradient, unless the dx
+that is sent needs it there.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import numpy as np
 from jax import lax
 
 from mtx.pipeline.carry import Carry, Messages
+from mtx.pipeline.costs import matmuls_s, send_s
 from mtx.pipeline.ends import Entering, Gathering, Leaving
 from mtx.pipeline.head import gradients, is_whole
 from mtx.pipeline.model import Stream
 from mtx.pipeline.run import Run
+from mtx.pipeline.shares import Sends, seconds_of
 from mtx.pipeline.ticks import Tick
 from mtx.schedules.schedule import IDLE, Phase
 from mtx.vjp import Arrays
@@ -89,8 +92,12 @@ class WovenEnds(Run):
             return self.zeros()
         return self.stream_of(self.entering.whole(summed, item))
 
-    def with_embedding(self, carry: Carry, item, left: Stream, gathered: Arrays) -> Carry:
-        """With the gradients of an item's embedding."""
+    def with_embedding(
+        self, carry: Carry, item, left: Stream | None, gathered: Arrays | None
+    ) -> Carry:  # fmt: skip
+        """With the gradients of an item's embedding, if there are any."""
+        if left is None or gathered is None:
+            return carry
 
         def compute(total, left, gathered):
             return self.leaving.add_up(total, gathered, left, item)
@@ -121,15 +128,60 @@ class WovenEnds(Run):
         with jax.named_scope("broadcast"):
             return (*self.at_head.gathers(*leaves, item), *leaves, item)
 
+    @cached_property
+    def sent_beside(self) -> Sends:
+        """What a tick sends beside the weight gradients of its last layer."""
+        embed, leaving = self.entering, self.leaving if self.trains_embedding else None
+        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.stream))
+        send = send_s(size, "pipe") if self.schedule.stages > 1 else 0.0
+        over_pipe, over_tensor = (seconds_of(s.eqns) for s in (embed.second, embed.first))
+        ends = over_tensor + (seconds_of(leaving.first.eqns) if leaving else 0.0)
+        head, gather, computed = self.at_head, 0.0, 0.0
+        if head is not None:
+            gather, computed = seconds_of(head.gathers.eqns), matmuls_s(head.own.eqns)
+        return Sends(
+            with_head=(max(ends, over_pipe), gather, over_pipe), without=(ends, send, send),
+            heads=1 / self.schedule.virtual, x=send, head=computed,
+        )  # fmt: skip
+
+    @cached_property
+    def embedding_beside_losses(self) -> bool:
+        """Whether the embedding's gradient lies beside what the losses gather: where the head's own
+        is enough for the dx that is sent, and for what the head scatters."""
+        head = self.at_head
+        if head is None or not seconds_of(head.of_all.eqns):
+            return False
+        sent_s = max(self.sent_beside.x, seconds_of(head.over_tensor.eqns))
+        return matmuls_s(head.early.eqns) >= sent_s
+
+    def losses(self, carry: Carry, given: Arrays, item, left: tuple) -> tuple[Carry, Arrays]:
+        """(carry, what the head has given), with what the losses gather and, beside it, the
+        gradients of an item's embedding, where `embedding_beside_losses`. left: as `with_embedding`
+        takes it."""
+        if (head := self.at_head) is None:
+            return carry, given
+        with jax.named_scope("head"):
+            given = (*head.losses(*given), *given)
+            if self.embedding_beside_losses:
+                given, left = lax.optimization_barrier((given, left))
+            of_all = tuple(head.of_all(*given))
+        if self.embedding_beside_losses:
+            carry = self.with_embedding(carry, item, *left)
+            shared = carry.gradients.shared
+            with jax.named_scope("head"):
+                of_all, shared = lax.optimization_barrier((of_all, shared))
+            carry = carry._replace(gradients=carry.gradients._replace(shared=shared))
+        return carry, (*of_all, *given)
+
     def own_of_head(self, given: Arrays, beside: tuple) -> tuple[Arrays, tuple]:
         """(what the head has given up to its sums, `beside`): what is sent next of `beside` comes
         after, what has been sent has come, and the losses' own collective has the links to
-        itself."""
-        if self.at_head is None:
+        itself. given: by `losses`."""
+        if (head := self.at_head) is None:
             return given, beside
         with jax.named_scope("head"):
-            own, beside = lax.optimization_barrier((tuple(self.at_head.own(*given)), beside))
-        return (*own, *given), beside
+            own, beside = lax.optimization_barrier((tuple(head.own(*given)), beside))
+        return (*own, *head.before_losses(given)), beside
 
     def through_head(
         self, carry: Carry, item, given: Arrays, sent: tuple

@@ -10,7 +10,6 @@ Legend: C chunks · N layers of a kind in a chunk · R ring slots
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from mtx.pipeline.costs import is_nested
+from mtx.pipeline.shares import Division, Share
 from mtx.pipeline.slots import add, read, write
 from mtx.pipeline.stage import Stage
-from mtx.pipeline.strands import KindStrands, is_nested
+from mtx.pipeline.strands import KindStrands
 from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.turns import At, Kinds, Turn, Turns
@@ -31,10 +31,6 @@ from mtx.pipeline.weave import Braid
 from mtx.vjp import Arrays, Strand, variables_of
 
 Tree = Any
-
-# What a tick sends lies beside three parts of the weight gradients of B's last layer, so large. Of
-# a GPT's three that wait those of the MLP have what goes over `pipe` for the head beside them.
-PARTS = 0.36, 0.28, 0.36
 
 
 class Side(NamedTuple):
@@ -236,39 +232,39 @@ class WovenLayers:
         return braid.add(side.ahead_back, inputs, side="B")
 
     @property
-    def has_plain_weights(self) -> bool:
-        """Whether the weight gradients that B's last layer leaves are made without loops."""
-        return not any(map(is_nested, self.sides[self.backward[0]].cut.w.eqns))
+    def division(self) -> Division:
+        """Of the weight gradients of B's last layer."""
+        return self.sides[self.backward[0]].division
 
-    def waiting(self, part: int) -> list[bool]:
-        """Of the leaves of a chunk's first layer, those whose gradients wait when B is done, and
-        are in that part of them (`parts_of`)."""
-        cut = self.sides[self.backward[0]].cut
-        parts = cut.of_w(parts_of(cut.w.outvars))
-        return [one == part for one in jax.tree.leaves(parts, is_leaf=lambda a: a is None)]
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether those that wait are made without loops."""
+        return not any(map(is_nested, self.division.cut.w.eqns))
 
     def last_weights(self, op: Op, waits: Arrays, gradients: list, *, part: int) -> list:
-        """Those gradients of a part, with what B has left of them."""
-        braid = Braid()
-        made = braid.add(self.part(part), braid.given(waits), side="B")
+        """Gradients with the shares in a part, of what B has left of them: one for each share."""
+        braid, (shares, strand) = Braid(), self.division.part(part)
+        made = braid.add(strand, braid.given(waits), side="B")
         braid.run()
-        return add(gradients, braid.read(made), op.held, 0)
+        return self.added(gradients, braid.read(made), op, shares)
+
+    @staticmethod
+    def added(gradients: list, values: Sequence, op: Op, shares: Sequence[Share]) -> list:
+        return [
+            add(gradient, value, op.held, 0, share.row)
+            for gradient, value, share in zip(gradients, values, shares, strict=True)
+        ]
 
     def weights_with_loops(self, waits: Arrays, *, part: int) -> tuple[Arrays, Callable]:
-        """The same gradients by themselves: (what is computed before any loop, a function of that
-        to what B has left of them)"""
-        strand, late = self.part(part), set()
+        """The shares by themselves: (what is computed before any loop, a function of that to what B
+        has left of them)"""
+        (_, strand), late = self.division.part(part), set()
         for eqn in strand.eqns:
             if is_nested(eqn) or late.intersection(variables_of(eqn.invars)):
                 late.update(eqn.outvars)
         eqns = enumerate(strand.eqns)
         begin, finish = strand.divided({n for n, eqn in eqns if late.isdisjoint(eqn.outvars)})
         return tuple(begin(*waits)), lambda begun: finish(*begun, *waits)
-
-    def part(self, part: int) -> Strand:
-        """The weight gradients of a part."""
-        w = self.sides[self.backward[0]].cut.w
-        return w.choose([number == part for number in parts_of(w.outvars)])
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
@@ -286,14 +282,3 @@ class WovenLayers:
         else:
             leaves = jax.tree.leaves(stream)
         return [*jax.tree.leaves(params), *leaves, *jax.tree.leaves(given)]
-
-
-def parts_of(variables: Sequence) -> list[int]:
-    """The number of the part that each lies in: the largest first, where the most is missing."""
-    sizes = np.array([math.prod(v.aval.shape) for v in variables])
-    wanted, parts = sizes.sum() * np.array(PARTS), [0] * len(sizes)
-    missing = wanted.copy()
-    for place in np.argsort(-sizes, kind="stable"):
-        parts[place] = int(np.lexsort((-wanted, -missing / wanted))[0])
-        missing[parts[place]] -= sizes[place]
-    return parts
