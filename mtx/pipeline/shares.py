@@ -3,12 +3,14 @@
 Some stay with B, to lie beside what it scatters last; the others wait, in three parts, for what the
 tick sends. Each lies where least is left exposed, by the costs of the target; the largest also in
 two shares, some rows here and the others there. Rows of it are columns of what is multiplied, and
-those XLA copies: that counts.
+those XLA copies: that counts. So does that it joins two matmuls of the same array in one part, and
+then adds the gradients in passes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +57,7 @@ class _Item(NamedTuple):
     seconds: float
     size: int  # bytes
     matmuls: tuple  # the variables that they give; () where one is in a loop
+    left: Any = None  # what is multiplied by a gradient, where that is one matmul
 
 
 class _Choice(NamedTuple):
@@ -89,7 +92,7 @@ class Division:
             shares[item.leaf] = Share(item.leaf, part=part)
             keep.update(item.matmuls if part == _OWN else ())
         if found.units:
-            leaf, *_, (product,) = items[0]
+            leaf, (product,) = items[0].leaf, items[0].matmuls
             flat, made, row = _in_rows(flat, product, found.units)
             shares[leaf : leaf + 1] = Share(leaf, 0, found.other), shares[leaf]._replace(row=row)
             keep.update(made[:1] if found.other == _OWN else ())
@@ -126,6 +129,7 @@ def seconds_of(eqns: Iterable) -> float:
 def _items(flat: Strand, weights: int) -> list[_Item]:
     """The largest first. Of a loop that makes several each has its share."""
     _, of_w = divide(flat, weights, COLLECTIVES)
+    makers = {var: eqn for eqn in flat.eqns for var in eqn.outvars}
     made = {var for eqn in of_w for var in eqn.outvars}
     gradients = {
         leaf: var for leaf, var in enumerate(flat.outvars[:weights])
@@ -141,9 +145,18 @@ def _items(flat: Strand, weights: int) -> list[_Item]:
         eqns = [of_w[n] for n in sorted(needed[leaf])]
         seconds = sum(matmuls_s([of_w[n]]) * size_of(var) / bytes_of[n] for n in needed[leaf])
         in_loops = any(is_nested(eqn) and not is_matmul(eqn) for eqn in eqns)
-        matmuls = () if in_loops else tuple(eqn.outvars[0] for eqn in eqns if is_matmul(eqn))
-        items.append(_Item(leaf, seconds, size_of(var), matmuls))
+        matmuls = [] if in_loops else [eqn for eqn in eqns if is_matmul(eqn)]
+        left = _source(matmuls[0].invars[0], makers) if len(matmuls) == 1 else None
+        made_by = tuple(eqn.outvars[0] for eqn in matmuls)
+        items.append(_Item(leaf, seconds, size_of(var), made_by, left))
     return sorted(items, key=lambda item: -item.size)
+
+
+def _source(variable, makers: Mapping):
+    """What it is that views only call something else."""
+    while (maker := makers.get(variable)) and is_view(maker):
+        variable = maker.invars[0]
+    return variable
 
 
 def _last_scatter_s(flat: Strand, weights: int) -> float:
@@ -179,6 +192,7 @@ def _best(
     for beside in (False, True):
         parts = np.array([first.parts])
         (exposed_s,) = _exposed_s(parts, seconds, sends, scatter_s, x_beside_head=beside)
+        exposed_s += _joined_s(items, parts)[0]
         if exposed_s < best_s:
             best, best_s = first._replace(x_beside_head=beside), exposed_s - _ENOUGH
     for units in (0, 2, 4, 6) if copied_s is not None else (0,):
@@ -189,11 +203,11 @@ def _best(
                 tried = tried[tried[:, place] != _OWN]
         rest = np.broadcast_to(first.parts[count:], (len(tried), len(items) - count))
         parts = np.concatenate([tried[:, :count], rest, tried[:, count:]], axis=1)
-        moved_s = seconds[0] * units / _UNITS
-        each_s = np.array([seconds[0] - moved_s, *seconds[1:], *([moved_s] if units else ())])
+        other_s = seconds[0] * units / _UNITS
+        each_s = np.array([seconds[0] - other_s, *seconds[1:], *([other_s] if units else ())])
         for beside in (False, True):
             exposed_s = _exposed_s(parts, each_s, sends, scatter_s, x_beside_head=beside)
-            exposed_s += copied_s if units else 0.0
+            exposed_s += _joined_s(items, parts) + (copied_s if units else 0.0)
             least = int(exposed_s.argmin())
             if exposed_s[least] < best_s:
                 chosen, best_s = parts[least].tolist(), exposed_s[least]
@@ -218,6 +232,15 @@ def _exposed_s(
     return exposed_s + np.maximum(0.0, scatter_s - own_s)
 
 
+def _joined_s(items: Sequence[_Item], parts: np.ndarray) -> np.ndarray:
+    """What it takes to add gradients of the same part that matmuls of the same array make."""
+    seconds = np.zeros(len(parts))
+    for (n, one), (m, other) in itertools.combinations(enumerate(items), 2):
+        if one.left is not None and one.left is other.left:
+            seconds += (parts[:, n] == parts[:, m]) * moved_s(3 * (one.size + other.size))
+    return seconds
+
+
 def _copied_s(flat: Strand, item: _Item) -> float | None:
     """What it takes to copy what is multiplied for a gradient; None where that is no product alone,
     or others read it. What a pass makes XLA would not copy, but make in a pass of its own: None."""
@@ -234,8 +257,7 @@ def _copied_s(flat: Strand, item: _Item) -> float | None:
     has_rows = not batch and len(contract) < left.aval.ndim
     if is_read or is_twice or not has_rows or product.aval.shape[0] % _UNITS:
         return None
-    while (maker := makers.get(left)) and is_view(maker):
-        left = maker.invars[0]
+    maker = makers.get(_source(left, makers))
     is_there = maker is None or communicates(maker) or is_matmul(maker)
     return moved_s(2 * size_of(left)) if is_there else None
 
