@@ -317,13 +317,6 @@ def is_matmul(eqn) -> bool:
     return eqn.primitive.name == "dot_general" or eqn.params.get("name") == SCALED_DOT
 
 
-def weight_matmuls(flat: Strand, weights: int) -> list[int]:
-    """The places of the matmuls that only weight gradients need, the first `weights` outputs."""
-    needed = needed_of(flat.eqns, flat.outvars[weights:])
-    wanted = needed_of(flat.eqns, flat.outvars)
-    return [i for i in sorted(wanted - needed) if is_matmul(flat.eqns[i])]
-
-
 def divide(
     flat, weights: int, stay: Collection[str] = (), keep: Collection[int] = ()
 ) -> tuple[list, list]:

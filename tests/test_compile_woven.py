@@ -195,8 +195,8 @@ def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls():
 
 
 def test_weight_gradients_of_a_gated_layer_are_beside_what_a_tick_sends(tmp_path):
-    """Of Llama 2 70B's layers: where the smallest is too short for the last scatter, some rows of
-    another lie there, added in place as the others are."""
+    """Of Llama 2 70B's layers: enough of them beside the last scatter, for which the smallest is
+    too short, and gate and up in two parts, some rows in each, added in place as the others are."""
     model = ModelConfig(
         family="llama", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, sequence=4096,
         vocab=32000,

@@ -80,6 +80,13 @@ def test_where_nothing_is_sent_the_smallest_stays_with_b_and_the_others_lie_apar
     kept = [path for path, _ in jax.tree.leaves_with_path(early)]
     assert OUT in [tuple(key.key for key in path[:2]) for path in kept]
     assert not division.x_beside_head
+    waits = random_like(division.cut.deferred)
+    late = [share for part in waiting for share in part]
+    want = dict(zip(sorted(late), jax.jit(division.cut.w)(*waits), strict=True))
+    for part in range(3):
+        (share,), strand = division.part(part)
+        assert len(strand.eqns) < len(division.cut.w.eqns)
+        np.testing.assert_array_equal(jax.jit(strand)(*waits)[0], want[share])
 
 
 def exposed_s(seconds, parts, sends, scatter_s, x_beside_head):
@@ -128,16 +135,20 @@ def test_least_is_left_exposed(seed):
     assert cost < of(first) or found == first
 
 
-def test_a_gated_layer_has_rows_beside_what_it_scatters_last():
-    """A tick of Llama 2 70B, by the costs of its gradients: the smallest, of keys and values, are
-    too short for that, and gate and up together are more than any send takes."""
+def test_gate_and_up_lie_in_two_parts_and_enough_beside_what_is_scattered_last():
+    """A tick of Llama 2 70B, by the costs of its gradients: that of keys and values, the smallest,
+    is too short for the scatter, and gate and up together take longer than anything sent."""
     items = [
-        shares._Item(leaf, seconds, int(1e12 * seconds), (leaf,))
-        for leaf, seconds in enumerate((650e-6, 325e-6, 93e-6, 93e-6, 32e-6))
+        shares._Item(leaf, seconds, int(1e12 * seconds), (leaf,), left)
+        for leaf, (seconds, left) in enumerate(
+            [(650e-6, "y"), (325e-6, "h"), (93e-6, "x"), (93e-6, "heads"), (32e-6, "x")]
+        )
     ]
-    sends = Sends((391e-6, 196e-6, 338e-6), (391e-6, 224e-6, 224e-6), 0.25, 224e-6, 93e-6)
+    sends = Sends((391e-6, 196e-6, 338e-6), (391e-6, 302e-6, 302e-6), 0.25, 302e-6, 93e-6)
     first = shares._by_sizes(items)
+    assert first.parts[-1] == 3
     found = shares._best(items, first, sends, 196e-6, 56e-6)
-    assert found.units and found.other == 3 and not found.x_beside_head
-    whole = shares._best(items, first, sends, 196e-6, None)
-    assert not whole.units
+    assert found.units == 4 and {found.parts[0], found.other} == {0, 2}
+    assert sum(item.seconds for item, p in zip(items, found.parts) if p == 3) > 180e-6
+    assert found.parts[2] != found.parts[4]  # of the same array: XLA would join their matmuls
+    assert not shares._best(items, first, sends, 196e-6, None).units

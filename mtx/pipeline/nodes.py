@@ -225,7 +225,8 @@ def moves(nodes: Iterable[Node]) -> bool:
 
 
 def is_view(eqn) -> bool:
-    """Whether an equation only calls something else what there is."""
+    """Whether an equation only calls what there is something else, or turns axes of which one
+    element is left."""
     if eqn.primitive.name == "transpose":
         shape = eqn.invars[0].aval.shape
         order = [dim for dim in eqn.params["permutation"] if shape[dim] > 1]
