@@ -18,6 +18,9 @@ from mtx.launch import start
 from mtx.launch.start import _own_address, _refuse_taken_port, join_cluster, use_virtual_devices
 from mtx.train import memory
 
+# The C library's own malloc, not the one that `conftest.py` puts before it.
+GLIBC = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
 
 @pytest.fixture
 def no_launcher(monkeypatch):
@@ -122,7 +125,7 @@ print(resident_mib() - before)
 """
     command = [sys.executable, "-c", code]
     kept, given_back, as_it_comes = (
-        float(subprocess.run([*command, *how], capture_output=True, check=True).stdout)
+        float(subprocess.run([*command, *how], env=GLIBC, capture_output=True, check=True).stdout)
         for how in (["keep"], ["keep", "give back"], [])
     )
     assert kept > 200 > 50 > max(given_back, as_it_comes)
@@ -154,5 +157,5 @@ print(sum(
     for text in maps if "[heap]" in text and re.search("VmFlags:.* hg", text)
 ))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=GLIBC, capture_output=True, check=True)
     assert int(done.stdout) > 1_000_000  # kB
