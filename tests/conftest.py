@@ -38,15 +38,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mtx-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # The tests compile hundreds of programs and run each once: LLVM's optimisations, jax 0.10's new
-# fusion emitters, YNNPACK, which prepares each matmul on each device, and code cut up for several
-# threads cost more than they give. They come after everything that the tests read in a compiled
-# program.
+# fusion emitters and code cut up for several threads cost more than they give. They come after
+# everything that the tests read in a compiled program.
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-    "--xla_cpu_experimental_ynn_fusion_type=-individual_dot,-dot",
 ])  # fmt: skip
 # Nor do the tests read which line of a file made an op: a tenth of what compiling takes.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

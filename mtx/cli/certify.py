@@ -23,10 +23,9 @@ from mtx.sizes import Seed, Sequences
 
 _FLAGS = (
     # Each program runs a few times: to optimise it costs more than it gives, and so do new fusion
-    # emitters of jax 0.10, and YNNPACK, which prepares each matmul on each device.
+    # emitters of jax 0.10.
     "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-    "--xla_cpu_experimental_ynn_fusion_type=-individual_dot,-dot",
 )  # fmt: skip
 
 
