@@ -15,10 +15,11 @@ ROOT = Path(__file__).parent.parent
 # Packages, and modules beside them, lowest first: each may import those below it and itself.
 ORDER = (
     "mtx", "mtx.errors", "mtx.fields", "mtx.sizes", "mtx.paths", "mtx.files", "mtx.schedules",
-    "mtx.sharding", "mtx.vjp", "mtx.layers", "mtx.huggingface", "mtx.optimizers", "mtx.families",
-    "mtx.config", "mtx.costs", "mtx.presets", "mtx.data", "mtx.plan", "mtx.pipeline", "mtx.step",
-    "mtx.launch", "mtx.checkpoint", "mtx.compile", "mtx.conversion", "mtx.evaluation",
-    "mtx.certify", "mtx.train", "mtx.api", "mtx.view", "mtx.cli", "mtx.__main__", "experiments",
+    "mtx.sharding", "mtx.strand", "mtx.vjp", "mtx.layers", "mtx.huggingface", "mtx.optimizers",
+    "mtx.families", "mtx.config", "mtx.costs", "mtx.presets", "mtx.data", "mtx.plan",
+    "mtx.pipeline", "mtx.step", "mtx.launch", "mtx.checkpoint", "mtx.compile",
+    "mtx.conversion", "mtx.evaluation", "mtx.certify", "mtx.train", "mtx.api", "mtx.view",
+    "mtx.cli", "mtx.__main__", "experiments",
 )  # fmt: skip
 # They do not know each other, whatever their height.
 STRANGERS = [

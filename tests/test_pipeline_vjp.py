@@ -54,11 +54,6 @@ def layer(*, recompute="none", slices=1, part=0, in_place=False, **model):
     return LayerVJP(partial(gpt.layer, "block"), params, x, *given), params, x, given
 
 
-def whole(vjp, residuals, params, given, dy):
-    dparams, dx, _, *dcache = vjp.backward(residuals, params, given, dy)
-    return dparams, (dx, *dcache)
-
-
 def in_two(vjp, residuals, params, given, dy):
     early, others, waits = vjp.cut.backward(residuals, params, given, dy)
     late = vjp.cut.weight(waits)
@@ -77,7 +72,7 @@ def flops(f, *args):
 def test_w_is_the_matmuls_of_weight_gradients_and_b_is_the_rest(recompute):
     vjp, params, _, given = layer(recompute=recompute)
     arguments = vjp.residuals, params, given, vjp.output
-    together = flops(partial(whole, vjp), *arguments)
+    together = flops(vjp.backward, *arguments)
     assert flops(vjp.cut.weight, vjp.cut.deferred) == LINEAR
     assert flops(vjp.cut.backward, *arguments) == together - LINEAR
     assert together > 2 * LINEAR
@@ -105,7 +100,7 @@ def test_the_two_parts_give_the_gradients_of_the_whole(case):
     def run(params, x, given, dy):
         _, residuals = vjp.forward(params, x, *given)
         assert [r.shape for r in residuals] == [r.shape for r in vjp.residuals]
-        return whole(vjp, residuals, params, given, dy), in_two(vjp, residuals, params, given, dy)
+        return vjp.backward(residuals, params, given, dy), in_two(vjp, residuals, params, given, dy)
 
     want, got = run(params, x, given, dy)
     rtol = 1e-2 if "compute_dtype" in case else 1e-5
@@ -124,6 +119,27 @@ def test_the_weights_wait_and_what_they_need_is_2f_plus_8_hidden_vectors_a_token
     assert {str(a.dtype) for a in vjp.cut.deferred} == {dtype}
     elements = sum(a.size for a in vjp.cut.deferred)
     assert elements == (2 * MULTIPLE + 8) * ROWS * SEQUENCE * HIDDEN
+
+
+def test_a_layer_is_traced_once_however_often_it_runs():
+    calls = []
+
+    def run(params, x, given):
+        calls.append(None)
+        return {"x": jnp.tanh(x["x"] @ params["w"])}
+
+    params, x = {"w": np.ones((4, 4), "float32")}, {"x": np.ones((2, 3, 4), "float32")}
+    vjp = LayerVJP(run, params, x, None)
+
+    def both(params, x):
+        for _ in range(2):
+            x, residuals = vjp.forward(params, x, None)
+            dparams, (dx,) = vjp.backward(residuals, params, (None,), x)
+            deferred = vjp.cut.backward(residuals, params, (None,), x)[2]
+        return dparams, dx, vjp.cut.weight(deferred)
+
+    jax.jit(both).trace(params, x)
+    assert len(calls) == 1
 
 
 def test_a_slice_of_the_sequence_defers_its_own_part_only():
@@ -155,7 +171,7 @@ def sharded(recompute, sequence_parallel, tensor=2):
     def local(params, x):
         vjp = LayerVJP(partial(gpt.layer, "block"), params, {"x": x}, None)
         arguments = vjp.residuals, params, (None,), vjp.output
-        parts = dict(whole=partial(whole, vjp), first=vjp.cut.backward)
+        parts = dict(whole=vjp.backward, first=vjp.cut.backward)
         for name, f in parts.items():
             seen[name] = collectives(jax.make_jaxpr(f)(*arguments).jaxpr)
         seen["then"] = collectives(jax.make_jaxpr(vjp.cut.weight)(vjp.cut.deferred).jaxpr)

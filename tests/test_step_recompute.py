@@ -17,7 +17,8 @@ from mtx.errors import UserError
 from mtx.layers import fused
 from mtx.layers.model import Model
 from mtx.step.trainer import Trainer
-from mtx.vjp import LayerVJP, Strand, needed_of
+from mtx.strand import Strand, needed_of
+from mtx.vjp import LayerVJP
 
 GPT = ModelConfig(
     layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", vocab_multiple=8

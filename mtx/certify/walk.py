@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from mtx.certify.kinds import DIFFERENT, SAME, ZERO, Kind, Value, different, either_value
 from mtx.pipeline.nodes import BEHIND
 from mtx.sharding.fp8 import SCALED_DOT
-from mtx.vjp import NESTED, is_matmul
+from mtx.strand import NESTED, is_matmul
 
 Rule = Callable[["Walk", Any, list[Value]], list[Value]]
 _OWN_FOLDER = Path(__file__).parents[1]

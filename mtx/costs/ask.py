@@ -224,4 +224,4 @@ def _sources() -> str:
 def _layer_sources(root: Path) -> Iterator[Path]:
     for package in ("layers", "families", "sharding", "costs"):
         yield from (root / package).rglob("*.py")
-    yield root / "vjp.py"
+    yield from (root / "strand.py", root / "vjp.py")

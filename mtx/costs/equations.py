@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
 from mtx.costs.cost import Collective, Later, Matmul, Moved, Pass, Size
 from mtx.costs.fusion import Kernels
 from mtx.layers import fused
-from mtx.vjp import NESTED, divide, inputs_of, needed_of
+from mtx.strand import Strand, divide, inputs_of, needed_of
 
 # Primes, beyond the factors of any model's numbers: so each array's size says how it grows.
 ROWS, VOCAB = 16_381, 8_191
@@ -52,47 +51,13 @@ def bytes_of(arrays: Iterable) -> tuple[Size, ...]:
     return tuple(Size(number, *powers) for powers, number in sorted(found.items()))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Equations:
-    """A function without nested ones."""
+@dataclass(frozen=True, eq=False)
+class Equations(Strand):
+    """Without any: of a scaled product they are several."""
 
-    constvars: list[Var]
-    invars: list[Var]
-    outvars: list[Any]
-    eqns: list
-
-    @classmethod
-    def of(cls, function, *arguments) -> Equations:
-        """Of shapes alone, given one after the other."""
-        return cls.flat(jax.make_jaxpr(function)(*arguments))
-
-    @classmethod
-    def flat(cls, closed: ClosedJaxpr) -> Equations:
-        flat = cls(constvars=[], invars=list(closed.jaxpr.invars), outvars=[], eqns=[])
-        known = {var: var for var in flat.invars}
-        flat.outvars.extend(flat._inline(closed, known))
-        return flat
-
-    def _inline(self, jaxpr, known: dict) -> list:
-        """The values of a jaxpr's outputs, its equations added to these."""
-        body = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-        for var in body.constvars:
-            known[var] = Var(var.aval)
-            self.constvars.append(known[var])
-
-        def read(atom):
-            return atom if isinstance(atom, Literal) else known[atom]
-
-        for eqn in body.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            if inner := eqn.params.get(NESTED.get(eqn.primitive.name, "")):
-                at = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                outputs = self._inline(inner, dict(zip(at.invars, inputs, strict=True)))
-            else:
-                outputs = [Var(var.aval) for var in eqn.outvars]
-                self.eqns.append(eqn.replace(invars=inputs, outvars=outputs))
-            known.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in body.outvars]
+    @staticmethod
+    def is_whole(eqn) -> bool:
+        return False
 
     @cached_property
     def is_read(self) -> list[bool]:

@@ -174,8 +174,8 @@ class _Traced:
         trained, own = self._tree(model.trained, *names), self._local(*names)
         if part == EMBED:
             return _read_vjp(
-                lambda shared, _, batch, context: model.embed(shared, batch, context),
-                trained, own, stream, batch, context,
+                lambda shared, _, given: model.embed(shared, *given),
+                trained, own, stream, (batch, context),
             ) | {"cuts": ()}  # fmt: skip
         if part == HEAD:
             return _read_vjp(model.loss, trained, own, stream, batch) | {"cuts": ()}
@@ -200,13 +200,7 @@ def _read_vjp(function, trained: Tree, params: Tree, stream: Tree, *given) -> di
     names = {at: _name(path) for at, (path, _) in enumerate(gradients)}
     read_as = dict(enumerate(_name(path) for path, w in parameters for _ in jax.tree.leaves(w)))
 
-    def backward(residuals, params, given, dy):
-        dparams, dx, *others = vjp.backward(residuals, params, given, dy)
-        others = [d for d in jax.tree.leaves(others) if d.dtype != jax.dtypes.float0]
-        return dparams, (dx, others)
-
-    forward = Equations.flat(vjp.traced)
-    both = Equations.of(backward, vjp.residuals, params, given, vjp.output)
+    forward, both = map(Equations.flat, (vjp.traced, vjp.traced_back))
     of_b, of_w, deferred = both.divided(len(names))
     read = Reader()
     first = len(forward.outvars) - len(vjp.residuals)  # what B does not read nobody stores

@@ -60,7 +60,7 @@ def backward(
     elif beside and any(map(communicates, vjp.strands[1].eqns)):
         return [_woven_alone(vjp, own, residuals, params, given, dy)]
     else:
-        dparams, *others = vjp.backward(residuals, params, given, dy)
+        dparams, others = vjp.backward(residuals, params, given, dy)
     own.add("gradients", dparams)
     return others
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from jax import lax
 
 from mtx.sharding.axes import AXES
-from mtx.vjp import COLLECTIVES, axes_of
+from mtx.strand import COLLECTIVES, axes_of
 
 # A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and those of a whole node
 # over the network.

@@ -20,7 +20,8 @@ from jax import lax
 from mtx.pipeline.costs import is_nested
 from mtx.pipeline.model import Stream
 from mtx.schedules.schedule import IDLE
-from mtx.vjp import Arrays, Strand, axes_of, is_matmul, needed_of, variables_of
+from mtx.strand import Strand, axes_of, is_matmul, needed_of, variables_of
+from mtx.vjp import Arrays
 
 Tree = Any
 _ITEM = jax.ShapeDtypeStruct((), jnp.int32)

@@ -24,7 +24,7 @@ from mtx.pipeline.costs import (
 )
 from mtx.pipeline.order import Order, order
 from mtx.pipeline.slots import add, read, write
-from mtx.vjp import bind, is_matmul, variables_of
+from mtx.strand import bind, is_matmul, variables_of
 
 _SHORT = 5e-6  # collectives that take less are not worth a matmul
 _BRIEF = 3e-6  # nor are passes a place of their own

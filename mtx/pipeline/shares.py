@@ -21,7 +21,8 @@ from jax.extend.core import Literal
 
 from mtx.pipeline.costs import collective_s, communicates, is_nested, matmuls_s, moved_s, size_of
 from mtx.pipeline.nodes import is_view
-from mtx.vjp import COLLECTIVES, Cut, LayerVJP, Strand, bind, divide, is_matmul, needed_of
+from mtx.strand import COLLECTIVES, Strand, bind, divide, is_matmul, needed_of
+from mtx.vjp import Cut, LayerVJP
 
 Tree = Any
 

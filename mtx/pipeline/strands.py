@@ -15,7 +15,8 @@ from jax.extend.core import Literal
 from mtx.pipeline.costs import communicates, flops_of, is_nested
 from mtx.pipeline.shares import Division, Sends
 from mtx.pipeline.slots import read
-from mtx.vjp import Arrays, Cut, LayerVJP, Strand, divide, needed_of, variables_of
+from mtx.strand import Strand, divide, needed_of, variables_of
+from mtx.vjp import Arrays, Cut, LayerVJP
 
 Tree = Any
 

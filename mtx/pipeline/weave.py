@@ -38,7 +38,7 @@ from mtx.pipeline.nodes import (
     way_to,
 )
 from mtx.pipeline.values import Values
-from mtx.vjp import Strand
+from mtx.strand import Strand
 
 Tree = Any
 

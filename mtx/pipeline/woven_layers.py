@@ -28,7 +28,8 @@ from mtx.pipeline.ticks import Op
 from mtx.pipeline.transfers import Cargo
 from mtx.pipeline.turns import At, Kinds, Turn, Turns
 from mtx.pipeline.weave import Braid
-from mtx.vjp import Arrays, Strand, variables_of
+from mtx.strand import Strand, variables_of
+from mtx.vjp import Arrays
 
 Tree = Any
 
