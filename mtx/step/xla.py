@@ -33,6 +33,10 @@ GPU = (
         "the autotuner may take a Triton kernel, which wants a copy of the weight",
     ),
     Option(
+        "xla_gpu_dot_merger_threshold_mb", 0, (0, 10),
+        "two gradients of which the same is an input would be one matmul, which adds to neither",
+    ),
+    Option(
         "xla_disable_hlo_passes", "collective-permute-motion", (0, 10),
         "the pass moves the send of a tick's F to the start of the next tick, where it is needed",
     ),
