@@ -19,6 +19,7 @@ from mtx.compile.hlo import read_program
 from mtx.compile.hlo_work import matmul_flops
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.plan.compiled import Tick
+from mtx.sharding.experts import LATER_ROUNDS
 from mtx.step import xla
 from mtx.step.trainer import Trainer
 
@@ -174,19 +175,24 @@ def test_most_of_a_tick_is_matmuls_and_attention(compiled, virtual, most):
     assert uncovered(compiled(virtual, "on")[1]) < most
 
 
-def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls():
+def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls(tmp_path):
     """Of a mixture in chunks, the experts of a layer within a node; loops of later rounds, which
-    hardly ever run, cover nothing."""
+    hardly ever run, cover nothing. Nor do they keep matmuls from adding experts' gradients in
+    place, but for those of a tick's last layer."""
     model = ModelConfig(
         family="mixtral", layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, sequence=4096,
         vocab=32000,
     )  # fmt: skip
     layout = Layout(pipe=2, expert=8, virtual=2, weave="on", idle="phases", recompute="selective")
-    found = step.compile_plan(
-        RunConfig(model=model, layout=layout, global_batch=128), target="h100"
-    )
+    run, path = RunConfig(model=model, layout=layout, global_batch=128), tmp_path / "step.txt"
+    found = step.compile_plan(run, target="h100", program=path)
     assert found.timeline and found.timeline.tick
     tick = found.timeline.tick
+    added = SteadyTick(read_program(path.read_text()), layout.sizes).made(
+        "f32", [(4096, 2, 14336), (14336, 4096)]
+    )
+    apart = ("/W/", LATER_ROUNDS)
+    assert not [one.name for one in added if not any(part in one.op_name for part in apart)]
     exposed = dict.fromkeys(("exposed over expert", "exposed over pipe"), 0.0)
     for one in tick.spent:
         if one.what in exposed:

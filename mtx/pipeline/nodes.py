@@ -23,6 +23,7 @@ from mtx.pipeline.costs import (
     size_of,
 )
 from mtx.pipeline.order import Order, order
+from mtx.pipeline.rounds import first_carried, is_loop, only_adds
 from mtx.pipeline.slots import add, read, write
 from mtx.strand import bind, is_matmul, variables_of
 
@@ -90,6 +91,7 @@ class Node:
     outputs: list[int]
     side: str
     later: bool
+    after: tuple[int, ...] = ()  # values that are there before, though it does not read them
     behind = ()
 
     @property
@@ -112,6 +114,12 @@ class Node:
             return None
         return Step(matmul_s(self.eqn), False, self.later, self.side)
 
+    @property
+    def given(self) -> list[int | None]:
+        """The number of each of the equation's inputs; None of what is written in it."""
+        numbers = iter(self.inputs)
+        return [None if isinstance(v, Literal) else next(numbers) for v in self.eqn.invars]
+
     def compute(self, values: Sequence) -> list:
         given = iter(values)
         atoms = [v.val if isinstance(v, Literal) else next(given) for v in self.eqn.invars]
@@ -126,6 +134,7 @@ class Sum:
     value: int
     total: int  # the array
     nodes: list[Node]  # from the matmul to the gradient
+    loop: Node | None = None  # that adds more to it
 
     def compute(self, total, value):
         return add(total, value, *self.index)
@@ -164,6 +173,20 @@ def product_of(value: int, nodes: Sequence[Node]) -> tuple[int | None, list[Node
     if any(made.union(given).intersection(node.inputs) for node in nodes if node not in way):
         return None, []
     return product, between
+
+
+def before_loop(value: int, dtype, nodes: Sequence[Node]) -> tuple[Node | None, int, int]:
+    """What a gradient of this type is before a loop that adds more to it: (the loop, which of its
+    outputs the gradient is, the number of what that goes on from); (None, 0, the gradient) where
+    there is no such loop."""
+    node = next((node for node in nodes if value in node.outputs), None)
+    if node is not None and is_loop(node.eqn):
+        output = node.outputs.index(value)
+        start = node.given[first_carried(node.eqn) + output]
+        same = node.eqn.outvars[output].aval.dtype == dtype
+        if start is not None and same and only_adds(node.eqn, output):
+            return node, output, start
+    return None, 0, value
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,8 +333,8 @@ class Asked:
 
     def _follow(self, node: Node, number: int | None) -> None:
         """number: of the pass in which it is."""
-        before = self._union(self._waits, node.inputs)
-        after = self._union(self._needs, node.inputs)
+        before = self._union(self._waits, (*node.inputs, *node.after))
+        after = self._union(self._needs, (*node.inputs, *node.after))
         if node.op:
             place = len(self.steps)
             self.steps.append(node.op._replace(before=before, summed=node in self._sums))

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from mtx.pipeline.costs import communicates, flops_of, is_nested
+from mtx.pipeline.rounds import is_loop
 from mtx.pipeline.shares import Division, Sends
 from mtx.pipeline.slots import read
 from mtx.strand import Strand, divide, needed_of, variables_of
@@ -39,6 +40,16 @@ class KindStrands:
     def gradients(self) -> int:
         """How many B gives, of parameters."""
         return len(jax.tree.leaves(self.vjp.gradients))
+
+    @cached_property
+    def in_loops(self) -> set[int]:
+        """The places of the parameters that a loop reads."""
+        found: set[int] = set()
+        for strand, before in zip(self.vjp.strands, (0, len(self.vjp.residuals)), strict=True):
+            read = {v for e in strand.eqns if is_loop(e) for v in variables_of(e.invars)}
+            of_params = strand.invars[before : before + self.first]
+            found |= {place for place, var in enumerate(of_params) if var in read}
+        return found
 
     @property
     def outputs(self) -> Any:
@@ -74,9 +85,6 @@ class KindStrands:
     @property
     def ahead_back(self) -> Strand | None:
         return self._of_b[self.split][0]
-
-    def with_stream(self, inputs: Sequence[int], stream: Sequence[int]) -> list[int]:
-        return [*inputs[: self.first], *stream, *inputs[self.first + len(stream) :]]
 
     def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
         """(residuals, the ring). F writes there as well, and XLA would copy the ring to keep what
@@ -144,7 +152,7 @@ def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
     `weights` outputs they are: of those that matmuls can add in place. What goes through a loop,
     as experts' gradients do, cannot be, and is as any other."""
     _, later = divide(strand, weights)
-    loops = [eqn for eqn in later if eqn.primitive.name == "while"]
+    loops = [eqn for eqn in later if is_loop(eqn)]
     read = [atom for eqn in loops for atom in variables_of(eqn.invars)]
     through = [later[place] for place in needed_of(later, read)]
     ids = set(map(id, later)) - set(map(id, [*loops, *through]))

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from jax import lax
 
-from mtx.pipeline.nodes import Part
+from mtx.pipeline.nodes import Node, Part
+from mtx.pipeline.rounds import Place, first_carried, run
 from mtx.pipeline.slots import read
+
+
+class Addition(NamedTuple):
+    """What a loop adds to a gradient."""
+
+    product: int  # the number of what the matmul gives that makes the rest of it
+    total: int  # of the array that it is added up in
+    index: tuple  # where in that
 
 
 class Values:
     def __init__(self):
         self.values: list[Any] = []  # None: still to be computed; or where it lies
         self.weights: set[int] = set()
+        self.loops: dict[Node, dict[int, Addition]] = {}  # those that add to gradients, by output
 
     def given(self, arrays: Sequence[Any], *, weights: bool = False) -> list[int]:
         """The numbers under which arrays are known from now on. weights: no barrier is put before
@@ -25,17 +36,63 @@ class Values:
         self.weights.update(numbers if weights else ())
         return numbers
 
-    def parts(self, arrays: Sequence[Any], *index) -> list[int]:
-        """The numbers of array[index] of each, which is read where it is needed."""
-        return self.given([Part(number, index) for number in self.given(arrays)])
+    def parts(self, arrays: Sequence[Any], *index, weights: bool = False) -> list[int]:
+        """The numbers of array[index] of each, which is read where it is needed. weights: as of
+        what is given."""
+        parts = [Part(number, index) for number in self.given(arrays, weights=weights)]
+        return self.given(parts, weights=weights)
 
     def value(self, number: int) -> Any:
         """Computed or given."""
+        value = self.place(number)
+        return read(value.array, *value.index) if isinstance(value, Place) else value
+
+    def place(self, number: int) -> Any:
+        """The value, or where it lies."""
         value = self.values[number]
-        return read(self.values[value.array], *value.index) if isinstance(value, Part) else value
+        return Place(self.values[value.array], value.index) if isinstance(value, Part) else value
 
     def read(self, numbers: Sequence[int]) -> list:
         return [self.value(number) for number in numbers]
+
+    # -- loops ------------------------------------------------------------------------------------
+
+    def behind_loops(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, but what loops add to gradients is there before their products: right behind
+        these there is nothing, or no matmul would add them in place."""
+        found = list(nodes)
+        for loop, sums in self.loops.items():
+            products = {one.product for one in sums.values()}
+            for place, node in enumerate(found):
+                if not products.isdisjoint(node.outputs):
+                    found[place] = replace(node, after=(*node.after, *self.given_to(loop)))
+        return found
+
+    @property
+    def added_up(self) -> Iterator[int]:
+        """The outputs of loops that are gradients which these add to an array."""
+        return (loop.outputs[output] for loop, sums in self.loops.items() for output in sums)
+
+    def given_to(self, loop: Node) -> list[int]:
+        """What a loop needs, but for the gradients that it adds to."""
+        first = first_carried(loop.eqn)
+        own = {loop.given[first + output] for output in self.loops[loop]}
+        return [number for number in loop.inputs if number not in own]
+
+    def of_loop(self, loop: Node) -> list:
+        """What it gives: of gradients that it adds to an array, that."""
+        values: list = [
+            atom.val if number is None else self.place(number)
+            for number, atom in zip(loop.given, loop.eqn.invars, strict=True)
+        ]
+        sums = self.loops.get(loop, {})
+        for output, one in sums.items():
+            values[first_carried(loop.eqn) + output] = Place(self.values[one.total], one.index)
+        made = run(loop.eqn, values)
+        self.set([one.total for one in sums.values()], [made[output] for output in sums])
+        return made
+
+    # -- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, numbers: set[int]) -> None:
         """None of them is there for others before all are."""

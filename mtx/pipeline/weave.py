@@ -29,15 +29,18 @@ from mtx.pipeline.nodes import (
     Pass,
     Sum,
     Write,
+    before_loop,
     behind,
     can_wait,
     is_large,
+    is_view,
     is_written_in_place,
     product_of,
     reads_in_place,
     way_to,
 )
-from mtx.pipeline.values import Values
+from mtx.pipeline.rounds import is_loop
+from mtx.pipeline.values import Addition, Values
 from mtx.strand import Strand
 
 Tree = Any
@@ -85,6 +88,8 @@ class Braid(Values):
             outputs = self.given([None] * len(eqn.outvars))
             reads = [known[v] for v in eqn.invars if not isinstance(v, Literal)]
             self._nodes.append(Node(strand.jaxpr, eqn, reads, outputs, side, place in later))
+            if is_view(eqn) and reads and self.weights.issuperset(reads):
+                self.weights.update(outputs)
             known.update(zip(eqn.outvars, outputs))
         given = [
             self.given([atom.val])[0] if isinstance(atom, Literal) else known[atom]
@@ -124,12 +129,14 @@ class Braid(Values):
                 return None
             (number,) = self.given([total])
             if value is not None:
-                product, between = product_of(value, self._nodes)
-                made = Sum(index, value, number, between)
+                loop, output, start = before_loop(value, total.dtype, self._nodes)
+                product, between = product_of(start, [n for n in self._nodes if n is not loop])
                 if product is None or product in self._sums:
-                    self._sums_of_rest.append(made)
+                    self._sums_of_rest.append(Sum(index, value, number, between))
                 else:
-                    self._sums[product] = made
+                    self._sums[product] = Sum(index, start, number, between, loop)
+                    if loop is not None:
+                        self.loops.setdefault(loop, {})[output] = Addition(product, number, index)
             return number
 
         return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)
@@ -174,15 +181,16 @@ class Braid(Values):
     def run(self, last: Sequence[int] = ()) -> None:
         """Computes all. last: behind these lie the writes that lie beside no collective."""
         written = {node.inputs[1] for node in self._writes}
-        written.update(each.value for each in self._sums.values())
+        written.update((each.value for each in self._sums.values()), self.added_up)
         self._at_once = {node.inputs[1]: node for node in self._writes if node.at_once}
         self._writes = [node for node in self._writes if not node.at_once]
+        self._nodes = self.behind_loops(self._nodes)
         asked = Asked(self._nodes, self._outputs - written, self._writes, self._sums.keys())
         self._large, self._memory, found = asked.large, asked.memory, asked.order
         self._is_timed = found.is_timed
         moved = [self._memory[number] for what, number in found.turns if what == "move"]
         placed = {node for op in moved for node in op.own}
-        placed.update(node for each in self._sums.values() for node in each.nodes)
+        placed.update(self.loops, (node for each in self._sums.values() for node in each.nodes))
         self._pending = [node for node in self._nodes if not (node.op or node in placed)]
         self._puts_off = not asked.joins
         self._follow(found.turns)
@@ -196,14 +204,13 @@ class Braid(Values):
             self.barrier({*last, *(node.inputs[0] for node in writes)})
         for node in writes:
             self.set(node.outputs, node.compute(self.read(node.inputs)))
-        self._nodes, self._writes = [], []
+        self._nodes, self._writes, self.loops = [], [], {}
 
     # -- in turn -----------------------------------------------------------------------------------
 
     def _follow(self, turns: Sequence[Turn]) -> None:
         """A collective and what lies beside it: neither runs before what the other waits for, nor
-        after what needs the other. What only moves memory keeps its place between matmuls; what
-        only weight gradients need is free to come later."""
+        after what needs the other. What only weight gradients need is free to come later."""
         flying: dict[int, _Flight] = {}
         starting: list[int] = []
         previous = ""
@@ -311,9 +318,10 @@ class Braid(Values):
         """What needs the collective, or what was made beside it, waits for both. Where a gradient
         is added up, for an element of the sum: XLA has a matmul add its product in place only where
         neither a barrier nor a further sum stands behind it. That comes before the barrier, or else
-        the collective would be waited for there."""
-        for product in sorted(made & self._sums.keys()):
-            total = self.values[self._sums[product].total]
+        the collective would be waited for there. Sums of loops XLA may copy for it: only what
+        leaves the node is worth that."""
+        sums = [self._sums[product] for product in sorted(made & self._sums.keys())]
+        for total in [self.values[s.total] for s in sums if first.op.network or not s.loop]:
             values = self.read(first.outputs)
             self.set(first.outputs, [behind(a, total) if can_wait(a) else a for a in values])
         if others := made - self._sums.keys():
@@ -324,14 +332,10 @@ class Braid(Values):
         return numbers & self._outputs.union(*waiting)
 
     def _compute_for(self, node: Node) -> None:
-        """An equation, and what is still to be computed on the way to it; the rest lies behind the
-        barrier to come."""
+        """An equation, and the way to it; the rest lies behind the barrier to come."""
         if not self._puts_off:
             self._compute_ready()
         self._compute_way(node.inputs)
-        # Of two that read the same part XLA would make one, of joined arrays.
-        if parts := {n for n in node.inputs if isinstance(self.values[n], Part)}:
-            self.barrier(parts)
         self._compute_all([node])
 
     def _compute_way(self, numbers: Iterable[int]) -> None:
@@ -369,6 +373,9 @@ class Braid(Values):
                 self._read_there.add(number)
 
     def _add(self, summed: Sum) -> None:
+        if (loop := summed.loop) and not self._is_done(loop):
+            self._compute_way(self.given_to(loop))
+            self.set(loop.outputs, self.of_loop(loop))
         total, value = self.read((summed.total, summed.value))
         self.values[summed.total] = summed.compute(total, value)
 
@@ -377,6 +384,8 @@ class Braid(Values):
             self._read_there.update(node.outputs)
             return [self.values[number] for number in node.inputs]
         self._hold_back(node)
+        if isinstance(node, Node) and is_loop(node.eqn):
+            return self.of_loop(node)
         return node.compute(self.read(node.inputs))
 
     def _hold_back(self, node: Node | Write) -> None:

@@ -171,7 +171,7 @@ class WovenLayers:
         """The numbers of what a layer's F gives, and of what is ahead of the following one. given:
         stream, what has been computed ahead."""
         (x, ahead), side = given, self.sides[kind]
-        inputs = self._numbers(braid, self._inputs(f, kind, *at[:2], x), side)
+        inputs = self._inputs(braid, f, kind, *at[:2], braid.given(jax.tree.leaves(x)))
         of_f, of_next = braid.add(side.rest, [*braid.given(ahead), *inputs], side="F"), []
         if following is not None:
             stream = of_f[: len(jax.tree.leaves(x))]
@@ -185,12 +185,11 @@ class WovenLayers:
         """The same of B and the preceding layer. given: the numbers of the residuals, the gradient
         of the stream, what has been computed ahead; equations: `KindStrands.backward`."""
         residuals, d, ahead = given
-        params, context = self._given(b, kind, *at[:2])
         inputs = [
             *braid.given(ahead),
             *residuals,
-            *braid.given(jax.tree.leaves(params), weights=True),
-            *braid.given(jax.tree.leaves((context, d))),
+            *self._weights(braid, b, kind, at.index),
+            *braid.given(jax.tree.leaves((self._context(b, at.layer), d))),
         ]
         strand, later = equations
         of_b, of_before = braid.add(strand, inputs, side="B", later=later), []
@@ -198,20 +197,14 @@ class WovenLayers:
             of_before = self._ahead_back(braid, b, preceding, at.layer - 1, at.next)
         return of_b, of_before
 
-    def _numbers(self, braid: Braid, inputs: list, of: KindStrands) -> list[int]:
-        """Of F's inputs."""
-        weights = braid.given(inputs[: of.first], weights=True)
-        return weights + braid.given(inputs[of.first :])
-
     def _ahead(self, braid: Braid, f: Side, kind: str, n, index, stream) -> list[int]:
         """What is computed ahead of a layer's F, of its stream: arrays, or their numbers."""
         side = self.sides[kind]
         if side.ahead is None:
             return []
-        inputs = self._numbers(braid, self._inputs(f, kind, n, index, None), side)
-        leaves = jax.tree.leaves(stream)
-        numbers = leaves if isinstance(stream, list) else braid.given(leaves)
-        return braid.add(side.ahead, side.with_stream(inputs, numbers), side="F")
+        numbers = stream if isinstance(stream, list) else braid.given(jax.tree.leaves(stream))
+        inputs = self._inputs(braid, f, kind, n, index, numbers)
+        return braid.add(side.ahead, inputs, side="F")
 
     def ahead(self, f: Side) -> Arrays:
         """What can be computed of F's first layer before there is a B beside it."""
@@ -225,8 +218,7 @@ class WovenLayers:
         side = self.sides[kind]
         if side.ahead_back is None:
             return []
-        params, _ = self._given(b, kind, m, index)
-        numbers = braid.given(jax.tree.leaves(params), weights=True)
+        numbers = self._weights(braid, b, kind, index)
         inputs = braid.given([None] * len(side.ahead_back.invars))
         first = len(side.vjp.residuals)
         inputs[first : first + len(numbers)] = numbers
@@ -269,17 +261,24 @@ class WovenLayers:
 
     # -- a layer's arguments ----------------------------------------------------------------------
 
-    def _given(self, side: Side, kind: str, n, index) -> tuple[Tree, tuple]:
+    def _context(self, side: Side, n):
+        """What the model says of a layer's call."""
         op = side.op
-        layer = read(self.stage.tables["layer"], op.chunk, n)
-        params = read(side.params[kind], side.held, index)
-        return params, (self.stage.context(op.item, layer),)
+        return self.stage.context(op.item, read(self.stage.tables["layer"], op.chunk, n))
 
-    def _inputs(self, side: Side, kind: str, n, index, stream: Tree) -> list:
-        """Leaves of F's arguments; without a stream, its places are None."""
-        params, given = self._given(side, kind, n, index)
-        if stream is None:
-            leaves = [None] * len(jax.tree.leaves(self.stage.stream))
-        else:
-            leaves = jax.tree.leaves(stream)
-        return [*jax.tree.leaves(params), *leaves, *jax.tree.leaves(given)]
+    def _weights(self, braid: Braid, side: Side, kind: str, index) -> list[int]:
+        """The numbers of a layer's parameters: those that a loop reads it reads where they lie."""
+        return [
+            number
+            for place, stack in enumerate(jax.tree.leaves(side.params[kind]))
+            for number in (
+                braid.parts([stack], side.held, index, weights=True)
+                if place in self.sides[kind].in_loops
+                else braid.given([read(stack, side.held, index)], weights=True)
+            )
+        ]
+
+    def _inputs(self, braid: Braid, f: Side, kind: str, n, index, stream: list[int]) -> list[int]:
+        """The numbers of F's arguments; those of the stream are given."""
+        context = braid.given(jax.tree.leaves(self._context(f, n)))
+        return [*self._weights(braid, f, kind, index), *stream, *context]
