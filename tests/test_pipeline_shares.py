@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from test_pipeline_vjp import layer, random_like, whole
+from test_pipeline_vjp import layer, random_like
 
 from mtx.pipeline import shares
 from mtx.pipeline.shares import Division, Sends
@@ -63,7 +63,7 @@ def test_wherever_they_lie_the_gradients_are_those_of_the_whole(choice, recomput
     @jax.jit
     def run(params, x, given, dy):
         _, residuals = vjp.forward(params, x, *given)
-        return whole(vjp, residuals, params, given, dy), residuals
+        return vjp.backward(residuals, params, given, dy), residuals
 
     want, residuals = run(params, x, given, dy)
     got = in_parts(vjp, division, residuals, params, given, dy)
@@ -141,10 +141,8 @@ def test_gate_and_up_lie_in_two_parts_and_enough_beside_what_is_scattered_last()
     """A tick of Llama 2 70B, by the costs of its gradients: that of keys and values, the smallest,
     is too short for the scatter, and gate and up together take longer than anything sent."""
     items = [
-        shares._Item(leaf, seconds, int(1e12 * seconds), (leaf,), left)
-        for leaf, (seconds, left) in enumerate(
-            [(650e-6, "y"), (325e-6, "h"), (93e-6, "x"), (93e-6, "heads"), (32e-6, "x")]
-        )
+        shares._Item(leaf, seconds, int(1e12 * seconds), (leaf,))
+        for leaf, seconds in enumerate((650e-6, 325e-6, 93e-6, 93e-6, 32e-6))
     ]
     sends = Sends((391e-6, 196e-6, 338e-6), (391e-6, 302e-6, 302e-6), 0.25, 302e-6, 93e-6)
     first = shares._by_sizes(items)
@@ -152,5 +150,4 @@ def test_gate_and_up_lie_in_two_parts_and_enough_beside_what_is_scattered_last()
     found = shares._best(items, first, sends, 196e-6, 56e-6)
     assert found.units == 4 and {found.parts[0], found.other} == {0, 2}
     assert sum(item.seconds for item, p in zip(items, found.parts) if p == 3) > 180e-6
-    assert found.parts[2] != found.parts[4]  # of the same array: XLA would join their matmuls
     assert not shares._best(items, first, sends, 196e-6, None).units

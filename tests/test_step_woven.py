@@ -123,6 +123,19 @@ def test_what_is_not_made_is_refused(options, values):
     names(error, "weave='on'", *values)
 
 
+def test_a_table_of_ones_own_is_woven_where_the_layout_is():
+    table, layout = make("1f1b", microbatches=8, stages=2), Layout(pipe=2, idle="phases")
+    run = RunConfig(model=GPT, layout=replace(layout, weave="on"), global_batch=8)
+    named, *given = (mtx.Trainer(run, schedule=own).schedule for own in (None, table, table.woven))
+    for one in given:
+        assert one.head_ahead == named.head_ahead == 1
+        assert (one.backward_ticks == named.backward_ticks).all()
+    assert mtx.Trainer(replace(run, layout=layout), schedule=table).schedule is table
+    with pytest.raises(UserError) as error:
+        mtx.Trainer(replace(run, layout=layout), schedule=table.woven)
+    names(error, "weave='off'", "1f1b")
+
+
 def test_the_plan_keeps_a_slot_more():
     """Of the stash, since B is a tick later; and what a woven tick has at once."""
     layout = Layout(pipe=4, tensor=2, virtual=2, idle="phases")

@@ -3,13 +3,11 @@
 Some stay with B, to lie beside what it scatters last; the others wait, in three parts, for what the
 tick sends. Each lies where least is left exposed, by the costs of the target; the largest also in
 two shares, some rows here and the others there. Rows of it are columns of what is multiplied, and
-those XLA copies: that counts. So does that it joins two matmuls of the same array in one part, and
-then adds the gradients in passes of their own.
+those XLA copies: that counts.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,7 +56,6 @@ class _Item(NamedTuple):
     seconds: float
     size: int  # bytes
     matmuls: tuple  # the variables that they give; () where one is in a loop
-    left: Any = None  # what is multiplied by a gradient, where that is one matmul
 
 
 class _Choice(NamedTuple):
@@ -130,7 +127,6 @@ def seconds_of(eqns: Iterable) -> float:
 def _items(flat: Strand, weights: int) -> list[_Item]:
     """The largest first. Of a loop that makes several each has its share."""
     _, of_w = divide(flat, weights, COLLECTIVES)
-    makers = {var: eqn for eqn in flat.eqns for var in eqn.outvars}
     made = {var for eqn in of_w for var in eqn.outvars}
     gradients = {
         leaf: var for leaf, var in enumerate(flat.outvars[:weights])
@@ -147,9 +143,8 @@ def _items(flat: Strand, weights: int) -> list[_Item]:
         seconds = sum(matmuls_s([of_w[n]]) * size_of(var) / bytes_of[n] for n in needed[leaf])
         in_loops = any(is_nested(eqn) and not is_matmul(eqn) for eqn in eqns)
         matmuls = [] if in_loops else [eqn for eqn in eqns if is_matmul(eqn)]
-        left = _source(matmuls[0].invars[0], makers) if len(matmuls) == 1 else None
         made_by = tuple(eqn.outvars[0] for eqn in matmuls)
-        items.append(_Item(leaf, seconds, size_of(var), made_by, left))
+        items.append(_Item(leaf, seconds, size_of(var), made_by))
     return sorted(items, key=lambda item: -item.size)
 
 
@@ -193,7 +188,6 @@ def _best(
     for beside in (False, True):
         parts = np.array([first.parts])
         (exposed_s,) = _exposed_s(parts, seconds, sends, scatter_s, x_beside_head=beside)
-        exposed_s += _joined_s(items, parts)[0]
         if exposed_s < best_s:
             best, best_s = first._replace(x_beside_head=beside), exposed_s - _ENOUGH
     for units in (0, 2, 4, 6) if copied_s is not None else (0,):
@@ -208,7 +202,7 @@ def _best(
         each_s = np.array([seconds[0] - other_s, *seconds[1:], *([other_s] if units else ())])
         for beside in (False, True):
             exposed_s = _exposed_s(parts, each_s, sends, scatter_s, x_beside_head=beside)
-            exposed_s += _joined_s(items, parts) + (copied_s if units else 0.0)
+            exposed_s += copied_s if units else 0.0
             least = int(exposed_s.argmin())
             if exposed_s[least] < best_s:
                 chosen, best_s = parts[least].tolist(), exposed_s[least]
@@ -231,15 +225,6 @@ def _exposed_s(
     with_head = left((sum_y, max(gather_y, beside_w_s), sum_dy)) + max(0.0, x_s)
     exposed_s = sends.heads * with_head + (1 - sends.heads) * left(sends.without)
     return exposed_s + np.maximum(0.0, scatter_s - own_s)
-
-
-def _joined_s(items: Sequence[_Item], parts: np.ndarray) -> np.ndarray:
-    """What it takes to add gradients of the same part that matmuls of the same array make."""
-    seconds = np.zeros(len(parts))
-    for (n, one), (m, other) in itertools.combinations(enumerate(items), 2):
-        if one.left is not None and one.left is other.left:
-            seconds += (parts[:, n] == parts[:, m]) * moved_s(3 * (one.size + other.size))
-    return seconds
 
 
 def _copied_s(flat: Strand, item: _Item) -> float | None:

@@ -26,18 +26,21 @@ CONTEXT_WAYS: tuple[ContextAttention, ...] = ("gather", "ring", "ulysses", "usp"
 _SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
 
 
-def schedule_for(layout: Layout, microbatches: int) -> Schedule:
-    """The table that a layout's schedule names, or that its file holds.
+def schedule_for(layout: Layout, microbatches: int, own: Schedule | None = None) -> Schedule:
+    """The table that a layout's schedule names, or that its file holds, or one's own; woven where
+    the layout's ticks are.
 
     UserError where there is none. A file's table may be of another shape: see `check_shape`.
     """
-    if layout.schedule == "auto":
+    if own is not None:
+        table = own
+    elif layout.schedule == "auto":
         raise UserError("schedule='auto' is still to be chosen: see mtx.plan.choose.resolve")
-    if layout.schedule_is_file:
+    elif layout.schedule_is_file:
         table = _read(Path(layout.schedule))
     else:
         table = _make(layout.schedule, microbatches, layout.pipe, layout.virtual, layout.slices)
-    return table.woven if layout.weave == "on" else table
+    return table.woven if layout.weave == "on" and isinstance(table, Schedule) else table
 
 
 @lru_cache(maxsize=128)
@@ -49,8 +52,8 @@ _read = lru_cache(maxsize=8)(read_schedule)
 
 
 def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
-    """UserError where a table is made for another number of stages, chunks or microbatches, or is a
-    name."""
+    """UserError where a table is made for another number of stages, chunks or microbatches, or for
+    woven ticks where a layout has none, or is a name."""
     if not isinstance(table, Schedule):
         raise UserError(
             f"schedule={table!r} is not a table; a schedule's name stands in the layout, "
@@ -67,6 +70,11 @@ def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
                 f"schedule {table.name!r} is a table of {has} {name}, which is not {wants}; change "
                 "one of the two"
             )
+    if table.head_ahead and layout.weave == "off":
+        raise UserError(
+            f"schedule {table.name!r} is a table of woven ticks, which is not layout.weave='off'; "
+            "use the table that it was woven from, or weave='on'"
+        )
 
 
 def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:

@@ -50,7 +50,7 @@ class Trainer:
         model = run.model
         layout, self.reason = resolve(run.layout, model, run.global_batch)
         self.run = run = replace(run, layout=layout)
-        self.schedule = schedule or schedule_for(layout, run.microbatches)
+        self.schedule = schedule_for(layout, run.microbatches, schedule)
         check_shape(self.schedule, layout, run.microbatches)
         self._mesh = mesh
 
