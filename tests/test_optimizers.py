@@ -4,6 +4,7 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -158,6 +159,14 @@ def twice(*args, **kwargs):
     return optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-1e-3))
 
 
+def per_array(change):
+    return optax.stateless(lambda updates, _: jax.tree.map(change, updates))
+
+
+def row_by_row(g):
+    return jax.lax.scan(lambda total, row: (total + row, total), jnp.zeros(g.shape[1:]), g)[1]
+
+
 @pytest.mark.parametrize(
     "make, what",
     [
@@ -167,9 +176,21 @@ def twice(*args, **kwargs):
         (lambda *a, **k: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), "reduce"),
         (lambda *a, **k: optax.contrib.schedule_free_adamw(1e-3), "float32"),
         (twice, "trace"),
+        (lambda *a, **k: optax.adamw(1e-3, mu_dtype="bfloat16"), "bfloat16"),
+        (lambda *a, **k: optax.sm3(1e-3), "float32"),
+        (lambda *a, **k: per_array(lambda g: g * g.shape[-1] ** -0.5), "mul"),
+        (lambda *a, **k: per_array(lambda g: g ** g.shape[-1]), "integer_pow"),
+        (lambda *a, **k: per_array(lambda g: jnp.clip(g, -1 / g.size, 1 / g.size)), "0.5"),
+        (lambda *a, **k: per_array(lambda g: jnp.sign(g) * jnp.arange(g.shape[-1])), "iota"),
+        (lambda *a, **k: per_array(lambda g: g + np.arange(g.shape[-1], dtype="f4")), "add"),
+        (lambda *a, **k: per_array(lambda g: -g if g.size > 9 else g), "neg"),
+        (lambda *a, **k: per_array(row_by_row), "scan"),
     ],
-    ids=["lamb", "muon", "adafactor", "clipped", "schedule-free", "twice"],
-)
+    ids=[
+        "lamb", "muon", "adafactor", "clipped", "schedule-free", "twice", "half", "sm3", "size",
+        "power", "bound", "place", "constant", "large", "loop",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
     module = SimpleNamespace(STATES=1, DEFAULTS={}, make=make)
     monkeypatch.setattr(optimizers, "NAMES", (*optimizers.NAMES, "shampoo"))
