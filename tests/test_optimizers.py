@@ -205,6 +205,14 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
     _check.cache_clear()
 
 
+def test_a_file_that_leaves_something_out_is_named(tmp_path, monkeypatch):
+    (tmp_path / "nothing.py").write_text("STATES = 1\n")
+    monkeypatch.setattr(optimizers, "__path__", [str(tmp_path)])
+    with pytest.raises(UserError) as error:
+        optimizers.optimizer_module("nothing")
+    assert names(error, tmp_path / "nothing.py", "DEFAULTS", "make")
+
+
 @pytest.mark.parametrize("name", optimizers.NAMES)
 def test_each_file_says_what_it_keeps(name):
     module = optimizers.optimizer_module(name)

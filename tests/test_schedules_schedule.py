@@ -21,6 +21,18 @@ from mtx.schedules.shape import Shape
 quick = settings(max_examples=60, deadline=None)
 
 
+@pytest.mark.parametrize("text", ["", 'MAKERS = {"1f1b": None}\n'], ids=["none", "twice"])
+def test_a_file_of_makers_without_a_table_or_with_a_known_name_is_refused(
+    text, tmp_path, monkeypatch
+):
+    file = f"my_{len(text)}"
+    (tmp_path / f"{file}.py").write_text(text)
+    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
+    with pytest.raises(UserError) as error:
+        makers.find_makers()
+    assert names(error, *(("'1f1b'", "one_f_one_b.py") if text else ("MAKERS",)), f"{file}.py")
+
+
 @st.composite
 def made_schedules(draw) -> Schedule:
     name = draw(st.sampled_from(sorted(MAKERS)))

@@ -16,9 +16,15 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+from mtx.errors import UserError
+
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def optimizer_module(name: str) -> ModuleType:
-    """The file of one of `NAMES`."""
-    return importlib.import_module(f"{__name__}.{name}")
+    """The file of one of `NAMES`; UserError where it leaves something out."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    missing = [each for each in ("STATES", "DEFAULTS", "make") if not hasattr(module, each)]
+    if missing:
+        raise UserError(f"{module.__file__} has no {' and no '.join(missing)}; give it what it has")
+    return module
