@@ -21,7 +21,7 @@ from mtx.errors import UserError
 from mtx.families import NAMES
 from mtx.layers.model import Model
 from mtx.plan.memory import predict_memory
-from mtx.sharding.parameter import ROLES
+from mtx.sharding.parameter import DECAYED, ROLES
 from mtx.step.optimizer import make_optimizer, state_arrays
 
 SIZES = dict(layers=4, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8)
@@ -142,11 +142,13 @@ def test_every_parameter_has_a_role(family):
     assert jax.tree.structure(model.roles) == jax.tree.structure(
         jax.tree.map(str, model.specs, is_leaf=lambda a: isinstance(a, jax.sharding.PartitionSpec))
     )
-    # What is not decayed was once told by its name.
+    # What is decayed was once told by its name: names like these still say it.
     for name, role in roles.items():
         table = name in ("embed.encoder_bias", "embed.decoder_bias")  # of distances
-        undecayed = name.endswith((".b", "bias", ".scale", ".sinks")) and not table
-        assert undecayed == (role in ("norm", "bias")) or role == "recurrence", name
+        if name.endswith((".b", "bias", ".scale", ".sinks")) and not table:
+            assert role not in DECAYED, name
+        if table or name.endswith(".w"):
+            assert role in DECAYED, name
     assert roles["embed.tokens"] == "embedding"
     outputs = (".mlp.down.w", ".mlp.down", ".out.w", ".mixer.down.w")
     downs = [role for name, role in roles.items() if name.endswith(outputs)]
