@@ -5,9 +5,10 @@
     make      (rate, *, weight_decay, mask, **DEFAULTS) -> optax.GradientTransformation
 
 rate: step -> learning rate. mask: params -> tree of bool, those that decay. Each device updates its
-shards of the masters by itself: an update that is not elementwise, or a state of other shapes than
-the parameters', is refused (`mtx.step.optimizer`). Clipping, the loss scale and steps that are not
-finite are the step's, for all of them.
+shards of the masters by itself: an update that is not elementwise, or that takes a number from an
+array's sizes, or a state that is not float32 or of other shapes than the parameters', is refused
+(`mtx.step.optimizer`). Clipping, the loss scale and steps that are not finite are the step's, for
+all of them.
 """
 
 from __future__ import annotations
