@@ -248,6 +248,17 @@ class Names:
     ) -> Iterator[tuple[str, Weight, tuple[str, ...]]]:
         """Of each of our arrays: its path, its Weight, and what stands before the tensors' names:
         nothing for shared ones, one text a layer for others. pattern: the kind of each layer."""
+        known = self._rows(pattern)
+        for path in shapes:
+            yield (path, *known[path])
+
+    def unnamed(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> list[str]:
+        """The paths of arrays that have no row."""
+        known = self._rows(pattern)
+        return [path for path in shapes if path not in known]
+
+    def _rows(self, pattern: Sequence[str]) -> dict[str, tuple[Weight, tuple[str, ...]]]:
+        """By path, what `arrays` gives of it."""
         starts: dict[str, tuple[str, ...]] = {}
         known: dict[str, tuple[Weight, tuple[str, ...]]]
         counts: dict[str, int] = {}
@@ -262,8 +273,7 @@ class Names:
                     continue
                 before = names if weight.of_layer else ("",) * len(names)
                 known[f"layers.{kind}.{weight.leaf}"] = weight, before
-        for path in shapes:
-            yield (path, *known[path])
+        return known
 
     def tensors(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> dict[str, Shape]:
         """The short names and shapes of all tensors of a model whose arrays have these shapes."""
@@ -314,3 +324,12 @@ class HuggingFace:
     has: Callable[[Any], bool] = lambda model: True  # whether a model of the family is of this type
     # the model without what none of its tensors, by short name, are there for
     as_there: Callable[[Any, Mapping[str, Any]], Any] = lambda model, tensors: model
+
+    def names_of(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> Names:
+        """`names`, for arrays of these shapes; UserError where one has no row there."""
+        if unnamed := self.names.unnamed(shapes, pattern):
+            raise UserError(
+                f"model_type={self.model_type!r} has no names for {', '.join(unnamed[:4])}; give "
+                "each a Weight in its family's table of names"
+            )
+        return self.names

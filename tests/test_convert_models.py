@@ -296,6 +296,22 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_array_without_a_row_of_names_is_named(tmp_path, monkeypatch):
+    config, shapes = gpt2()
+    hugging.write(tmp_path / "in", config, hugging.random_tensors(shapes))
+    to_checkpoint(tmp_path / "in", tmp_path / "run")
+    kind = KINDS["gpt2"]
+    rows = tuple(row for row in kind.names.layers if row.leaf != "mlp.up.b")
+    short = replace(kind, names=replace(kind.names, layers=rows))
+    monkeypatch.setattr("mtx.conversion.huggingface.kind_of", lambda *_: short)
+    monkeypatch.setattr("mtx.conversion.writing.kind_of_model", lambda _: short)
+    for move, source in ((to_checkpoint, "in"), (to_huggingface, "run")):
+        with pytest.raises(UserError) as error:
+            move(tmp_path / source, tmp_path / "new")
+        assert names(error, "'gpt2'", "layers.block.mlp.up.b")
+        assert not (tmp_path / "new").exists()
+
+
 def test_a_head_of_which_a_part_is_missing(tmp_path):
     config, shapes = bert()
     del shapes["bert.pooler.dense.bias"]

@@ -27,6 +27,7 @@ from mtx.launch.supervisor import LaunchOptions
 from mtx.plan.search import search
 from mtx.schedules.makers import make
 from mtx.schedules.shape import Shape
+from mtx.sharding.axes import AXES
 from mtx.train.finetune import Finetuning
 
 
@@ -155,7 +156,7 @@ def test_every_number_of_things_has_a_bound_of_its_own(kind):
         (lambda: ModelConfig(vocab=10**5000), "vocab=a number of thousands of digits must be at"),
         (
             lambda: Layout(data=2**20, tensor=2),
-            r"pipe\*data\*expert\*context\*tensor=2097152 must be at most",
+            r"\*".join(AXES) + "=2097152 must be at most",
         ),
         (lambda: Layout(stage_layers=(10**9,)), "stage_layers=1000000000 must be at most"),
         (lambda: RunConfig(global_batch=10**12), "global_batch=1000000000000 must be at most"),

@@ -4,6 +4,7 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,7 +21,7 @@ from mtx.errors import UserError
 from mtx.families import NAMES
 from mtx.layers.model import Model
 from mtx.plan.memory import predict_memory
-from mtx.sharding.parameter import ROLES
+from mtx.sharding.parameter import DECAYED, ROLES
 from mtx.step.optimizer import make_optimizer, state_arrays
 
 SIZES = dict(layers=4, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8)
@@ -141,11 +142,13 @@ def test_every_parameter_has_a_role(family):
     assert jax.tree.structure(model.roles) == jax.tree.structure(
         jax.tree.map(str, model.specs, is_leaf=lambda a: isinstance(a, jax.sharding.PartitionSpec))
     )
-    # What is not decayed was once told by its name.
+    # What is decayed was once told by its name: names like these still say it.
     for name, role in roles.items():
         table = name in ("embed.encoder_bias", "embed.decoder_bias")  # of distances
-        undecayed = name.endswith((".b", "bias", ".scale", ".sinks")) and not table
-        assert undecayed == (role in ("norm", "bias")) or role == "recurrence", name
+        if name.endswith((".b", "bias", ".scale", ".sinks")) and not table:
+            assert role not in DECAYED, name
+        if table or name.endswith(".w"):
+            assert role in DECAYED, name
     assert roles["embed.tokens"] == "embedding"
     outputs = (".mlp.down.w", ".mlp.down", ".out.w", ".mixer.down.w")
     downs = [role for name, role in roles.items() if name.endswith(outputs)]
@@ -158,6 +161,14 @@ def twice(*args, **kwargs):
     return optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-1e-3))
 
 
+def per_array(change):
+    return optax.stateless(lambda updates, _: jax.tree.map(change, updates))
+
+
+def row_by_row(g):
+    return jax.lax.scan(lambda total, row: (total + row, total), jnp.zeros(g.shape[1:]), g)[1]
+
+
 @pytest.mark.parametrize(
     "make, what",
     [
@@ -167,9 +178,21 @@ def twice(*args, **kwargs):
         (lambda *a, **k: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), "reduce"),
         (lambda *a, **k: optax.contrib.schedule_free_adamw(1e-3), "float32"),
         (twice, "trace"),
+        (lambda *a, **k: optax.adamw(1e-3, mu_dtype="bfloat16"), "bfloat16"),
+        (lambda *a, **k: optax.sm3(1e-3), "float32"),
+        (lambda *a, **k: per_array(lambda g: g * g.shape[-1] ** -0.5), "mul"),
+        (lambda *a, **k: per_array(lambda g: g ** g.shape[-1]), "integer_pow"),
+        (lambda *a, **k: per_array(lambda g: jnp.clip(g, -1 / g.size, 1 / g.size)), "0.5"),
+        (lambda *a, **k: per_array(lambda g: jnp.sign(g) * jnp.arange(g.shape[-1])), "iota"),
+        (lambda *a, **k: per_array(lambda g: g + np.arange(g.shape[-1], dtype="f4")), "add"),
+        (lambda *a, **k: per_array(lambda g: -g if g.size > 9 else g), "neg"),
+        (lambda *a, **k: per_array(row_by_row), "scan"),
     ],
-    ids=["lamb", "muon", "adafactor", "clipped", "schedule-free", "twice"],
-)
+    ids=[
+        "lamb", "muon", "adafactor", "clipped", "schedule-free", "twice", "half", "sm3", "size",
+        "power", "bound", "place", "constant", "large", "loop",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
     module = SimpleNamespace(STATES=1, DEFAULTS={}, make=make)
     monkeypatch.setattr(optimizers, "NAMES", (*optimizers.NAMES, "shampoo"))
@@ -182,6 +205,14 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
         make_optimizer(OptimizerConfig(name="shampoo"), 10, {"layers": {"w": "matrix"}})
     assert names(error, "'shampoo'", what)
     _check.cache_clear()
+
+
+def test_a_file_that_leaves_something_out_is_named(tmp_path, monkeypatch):
+    (tmp_path / "nothing.py").write_text("STATES = 1\n")
+    monkeypatch.setattr(optimizers, "__path__", [str(tmp_path)])
+    with pytest.raises(UserError) as error:
+        optimizers.optimizer_module("nothing")
+    assert names(error, tmp_path / "nothing.py", "DEFAULTS", "make")
 
 
 @pytest.mark.parametrize("name", optimizers.NAMES)

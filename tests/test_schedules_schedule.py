@@ -21,6 +21,18 @@ from mtx.schedules.shape import Shape
 quick = settings(max_examples=60, deadline=None)
 
 
+@pytest.mark.parametrize("text", ["", 'MAKERS = {"1f1b": None}\n'], ids=["none", "twice"])
+def test_a_file_of_makers_without_a_table_or_with_a_known_name_is_refused(
+    text, tmp_path, monkeypatch
+):
+    file = f"my_{len(text)}"
+    (tmp_path / f"{file}.py").write_text(text)
+    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
+    with pytest.raises(UserError) as error:
+        makers.find_makers()
+    assert names(error, *(("'1f1b'", "one_f_one_b.py") if text else ("MAKERS",)), f"{file}.py")
+
+
 @st.composite
 def made_schedules(draw) -> Schedule:
     name = draw(st.sampled_from(sorted(MAKERS)))
@@ -447,3 +459,54 @@ def test_a_new_schedule_is_one_file(tmp_path, monkeypatch):
     found = makers.find_makers()
     monkeypatch.delitem(sys.modules, "mtx.schedules.makers.backwards")
     assert set(found) == {*MAKERS, "backwards"} and found["backwards"].source == "a test"
+
+
+TICKS = np.array([[[0, 1]]]), np.array([[[2, 1]]])
+
+
+@pytest.mark.parametrize(
+    "tables, others, values",
+    [
+        ((TICKS[0] * 1.0, TICKS[1]), {}, ("F", "float64")),
+        ((TICKS[0][0], TICKS[1]), {}, ("F", "[1, 2]")),
+        ((TICKS[0], TICKS[1][:0]), {}, ("B", "[0, 1, 2]")),
+        ((TICKS[0], TICKS[1][..., :1]), {}, ("[1, 1, 2]", "[1, 1, 1]")),
+        ((*TICKS, TICKS[1][..., :1]), {}, ("FBW", "[1, 1, 1]")),
+        (([[[0], [1, 2]]], TICKS[1]), {}, ("F", "[[[0], [1, 2]]]")),
+        (TICKS, {"virtual_stages": [[0, 2]]}, ("[[0, 2]]", "[1, 2]")),
+        (TICKS, {"virtual_stages": [[0, 0]]}, ("[[0, 0]]", "[1, 2]")),
+        (TICKS, {"virtual_stages": [[0], [1]]}, ("[[0], [1]]", "[1, 2]")),
+        (TICKS, {"virtual_stages": [0, 1]}, ("[0, 1]", "chunk")),
+        (TICKS, {"slices": 2}, ("slices=2", "1 items")),
+    ],
+)
+def test_tables_that_are_none_are_refused(tables, others, values):
+    with pytest.raises(UserError) as error:
+        Schedule.from_ticks("mine", *tables, **others)
+    assert names(error, *values)
+
+
+@pytest.mark.parametrize(
+    "lists, values",
+    [
+        ([], ("no stage",)),
+        ([[]], ("stage 0", "[]")),
+        ([[("F", 0, 0)]], ("stage 0", "('F', 0, 0)")),
+        ([[(F, 0, 0)], [(0, 0)]], ("stage 1", "(0, 0)")),
+        ([[(F, 0, 0), (3, 0, 0)]], ("stage 0", "(3, 0, 0)")),
+        ([[(F, 0.0, 0)]], ("stage 0", "(0, 0.0, 0)")),
+        ([[(F, 2**31, 0)]], ("stage 0", f"(0, {2**31}, 0)")),
+        ([[(F, 0, 0), (B, 0)]], ("stage 0", "(1, 0)")),
+    ],
+)
+def test_lists_that_are_no_orders_are_refused(lists, values):
+    with pytest.raises(UserError) as error:
+        Orders.from_lists(lists)
+    assert names(error, *values)
+
+
+def test_orders_on_other_stages_than_they_are_placed_are_refused():
+    orders = Orders.from_lists([[(F, 0, 0), (B, 0, 0)]] * 2)
+    with pytest.raises(UserError) as error:
+        Schedule.from_orders("mine", orders, virtual_stages=[[0, 1, 2]])
+    assert names(error, "[[0, 1, 2]]", "[1, 2]")

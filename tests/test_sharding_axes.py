@@ -19,24 +19,27 @@ def test_the_mesh_is_in_the_order_of_the_records():
     assert make_mesh(layout).axis_names == AXES == tuple(layout.sizes)
     assert layout.devices == 8 and layout.replicas == 2
     assert [axis.name for axis in MESH if axis.splits == "batch"] == list(BATCH)
-    assert TOKENS == ("data", "expert", "context")
+    assert [axis.name for axis in MESH if axis.splits in ("batch", "sequence")] == list(TOKENS)
+    assert {"data", "expert", "context"} <= set(TOKENS)
 
 
 @pytest.mark.parametrize(
-    "spec, sums, with_sequence_parallelism",
+    "spec, shards_tokens, whole_over_tensor",
     [
-        (P("pipe", None, None, None, "tensor"), TOKENS, TOKENS),
-        (P(("pipe", "tensor"), None), TOKENS, TOKENS),
-        (P("pipe", None, None, None), TOKENS, (*TOKENS, "tensor")),
-        (P(None, None), TOKENS, (*TOKENS, "tensor")),
-        (P("pipe", None, None, "data", "tensor"), ("expert", "context"), ("expert", "context")),
-        (P("pipe", None, None, "expert", "tensor"), ("data", "context"), ("data", "context")),
-        (P("pipe", None, None, ("data", "expert", "context"), "tensor"), (), ()),
+        (P("pipe", None, None, None, "tensor"), (), False),
+        (P(("pipe", "tensor"), None), (), False),
+        (P("pipe", None, None, None), (), True),
+        (P(None, None), (), True),
+        (P("pipe", None, None, "data", "tensor"), ("data",), False),
+        (P("pipe", None, None, "expert", "tensor"), ("expert",), False),
+        (P("pipe", None, None, TOKENS, "tensor"), TOKENS, False),
     ],
 )
-def test_sums_follow_from_what_an_axis_splits(spec, sums, with_sequence_parallelism):
+def test_sums_follow_from_what_an_axis_splits(spec, shards_tokens, whole_over_tensor):
+    sums = tuple(axis for axis in TOKENS if axis not in shards_tokens)
     assert sum_axes(spec, sequence_parallel=False) == sums
-    assert sum_axes(spec, sequence_parallel=True) == with_sequence_parallelism
+    more = (*sums, "tensor") if whole_over_tensor else sums
+    assert sum_axes(spec, sequence_parallel=True) == more
     assert not set(axes_of(spec)) & set(sum_axes(spec, sequence_parallel=True))
 
 
@@ -44,7 +47,7 @@ A_FURTHER_AXIS = """
 from dataclasses import dataclass
 import mtx.sharding.axes as axes
 
-axes.MESH = (*axes.MESH[:1], axes.Axis("replica", "batch"), *axes.MESH[1:])  # the record,
+axes.MESH = (*axes.MESH[:1], axes.Axis("further", "batch"), *axes.MESH[1:])  # the record,
 axes.AXES = tuple(axis.name for axis in axes.MESH)
 axes.BATCH = axes.axes_that_split("batch")
 axes.TOKENS = axes.axes_that_split("batch", "sequence")
@@ -57,10 +60,10 @@ from mtx.config import Layout, ModelConfig, RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Wider(Layout):
-    replica: int = 1  # and its size
+    further: int = 1  # and its size
 
 
-Layout.replica = 1
+Layout.further = 1
 mtx.use_virtual_devices(8)
 model = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8,
                     dropout=0.1, compute_dtype="float32")
@@ -80,7 +83,7 @@ def trained(layout):
 
 plain, wanted = trained(Layout(microbatch=8))
 for more in (dict(tensor=2), dict(pipe=2, zero=3)):
-    numbers, params = trained(Wider(data=2, replica=2, microbatch=2, **more))
+    numbers, params = trained(Wider(data=2, further=2, microbatch=2, **more))
     np.testing.assert_allclose(numbers, plain, rtol=1e-5)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)

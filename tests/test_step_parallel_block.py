@@ -4,15 +4,22 @@ numbers, and one reduction a layer."""
 import functools
 import re
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 import reference
+from errors import names
 
 import mtx
 from mtx.compile.hlo import read_program
 from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.errors import UserError
+from mtx.families.mamba2 import Mamba2
+from mtx.layers.layer import Kind
+from mtx.layers.mlp import MLP
+from mtx.layers.norm import Norm
 from mtx.step.trainer import Trainer
 
 SIZES = {
@@ -64,6 +71,40 @@ def wanted(rows):
 def test_a_parallel_block_equals_the_reference(layout):
     params, batch, want = wanted(8)
     reference.assert_same(mtx.loss_and_gradients(MODEL, layout, batch, params=params), want)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_mixer_may_stand_beside_an_mlp(sequence_parallel, monkeypatch):
+    """Of two groups of heads, which four devices have twice."""
+    in_turn = Mamba2.stack
+
+    def beside(model):
+        stack = in_turn(model)
+        kind = stack.kinds["block"]
+        both = *kind.sublayers, ("mlp", MLP(ffn=32))
+        return replace(stack, kinds={"block": replace(kind, sublayers=both, parallel=True)})
+
+    monkeypatch.setattr(Mamba2, "stack", beside)
+    sizes = SIZES | {"layers": 1, "ssm_groups": 2, "ssm_head_dim": 8, "ssm_state": 8}
+    model = ModelConfig(family="mamba2", **sizes)
+    batch, params = reference.random_batch(model, 2), mtx.init_params(model)
+    found = [
+        mtx.loss_and_gradients(model, layout, batch, params=params)
+        for layout in (Layout(), Layout(tensor=4, sequence_parallel=sequence_parallel))
+    ]
+    reference.assert_same(*found[::-1])
+
+
+@pytest.mark.parametrize("also", [{}, {"norm_placement": "both"}])
+def test_what_needs_a_sum_of_its_own_is_refused(also):
+    @dataclass(frozen=True, kw_only=True)
+    class NormedBehind:
+        looks_around = False
+
+    sublayers = ("mlp", MLP(ffn=8)), ("mix", NormedBehind())
+    with pytest.raises(UserError) as error:
+        Kind(sublayers=sublayers, norm=Norm(kind="rms", epsilon=1e-6), parallel=True, **also)
+    assert names(error, "mix", "NormedBehind", "parallel=False")
 
 
 @pytest.mark.parametrize(

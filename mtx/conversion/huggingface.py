@@ -174,6 +174,7 @@ class HuggingFaceModel:
         """Takes the canonical arrays of these shapes to be what the tensors make up. Raises
         UserError with the names of tensors that are missing, that belong to nothing, or that have
         another shape; and where tied weights differ."""
+        self.names = self.kind.names_of(shapes, self._pattern)
         self.absent = tuple(part for part in self.names.optional if not self._has(part, shapes))
         self.shapes, arrays = dict(shapes), self.names.arrays(shapes, self._pattern)
         self._weights = {path: (weight, starts) for path, weight, starts in arrays}

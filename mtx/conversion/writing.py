@@ -45,7 +45,8 @@ def write_model(
     base: a config.json whose other values are kept. Raises UserError for a value that float16
     cannot hold, OSError where the disk says so.
     """
-    names, pattern = kind_of_model(model).names, model.stack().pattern
+    pattern = model.stack().pattern
+    names = kind_of_model(model).names_of(source.shapes, pattern)
     names = replace(names, prefix="") if form.bare else names
     shapes, dtype = present(source.shapes, form.absent), form.dtype
     tensors = {names.full(name): shape for name, shape in names.tensors(shapes, pattern).items()}

@@ -60,6 +60,7 @@ class Attention:
     looks_around = True
     over_context = True
     adapts = True
+    joins = True
 
     @property
     def in_parts(self) -> bool:

@@ -22,6 +22,7 @@ from mtx.layers.sublayer import (
     Sublayer,
     adapts,
     has_aux,
+    joins,
     require_rule,
 )
 from mtx.sharding.adapter import Adapters
@@ -42,10 +43,16 @@ class Kind:
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
     # x + f(norm(x)) + g(norm(x)), one norm for all (Wang and Komatsuzaki 2021; MegaScale, Jiang et
-    # al. 2024): with `tensor` one reduction a layer. Of sublayers made of linears, without losses
+    # al. 2024): with `tensor` one reduction a layer. Of sublayers that join, without losses
     parallel: bool = False
 
     def __post_init__(self):
+        for name, sublayer in self.sublayers:
+            if self.parallel and not joins(sublayer):
+                raise UserError(
+                    f"parallel=True: {name}, {type(sublayer).__name__}, does not say joins = True: "
+                    "it may need its own sum over tensor; use parallel=False"
+                )
         assert not self.parallel or (self.norm_placement == "pre" and not self.has_aux)
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:

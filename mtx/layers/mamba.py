@@ -57,6 +57,7 @@ class Mamba:
     least_dt: float = 0.0
     looks_around = True
     over_context = True
+    joins = True
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return MambaModule(self, build, rngs)

@@ -43,6 +43,7 @@ class MLP:
     bias: bool = True
     looks_around = False
     adapts = True
+    joins = True
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return MLPModule(self, build, rngs)

@@ -93,6 +93,13 @@ def adapts(sublayer: Sublayer) -> bool:
     return getattr(sublayer, "adapts", False)
 
 
+def joins(sublayer: Sublayer) -> bool:
+    """Whether a sublayer's module may leave its sum over `tensor` to the layer, which sums those of
+    several at once (`mtx.sharding.linear`): its linears read `axes.joint`, and nothing but a sum
+    stands behind the last of them."""
+    return getattr(sublayer, "joins", False)
+
+
 def has_aux(sublayer: Sublayer) -> bool:
     """Whether a sublayer's module is `Balanced`."""
     return getattr(sublayer, "has_aux", False)

@@ -5,9 +5,10 @@
     make      (rate, *, weight_decay, mask, **DEFAULTS) -> optax.GradientTransformation
 
 rate: step -> learning rate. mask: params -> tree of bool, those that decay. Each device updates its
-shards of the masters by itself: an update that is not elementwise, or a state of other shapes than
-the parameters', is refused (`mtx.step.optimizer`). Clipping, the loss scale and steps that are not
-finite are the step's, for all of them.
+shards of the masters by itself: an update that is not elementwise, or that takes a number from an
+array's sizes, or a state that is not float32 or of other shapes than the parameters', is refused
+(`mtx.step.optimizer`). Clipping, the loss scale and steps that are not finite are the step's, for
+all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+from mtx.errors import UserError
+
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def optimizer_module(name: str) -> ModuleType:
-    """The file of one of `NAMES`."""
-    return importlib.import_module(f"{__name__}.{name}")
+    """The file of one of `NAMES`; UserError where it leaves something out."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    missing = [each for each in ("STATES", "DEFAULTS", "make") if not hasattr(module, each)]
+    if missing:
+        raise UserError(f"{module.__file__} has no {' and no '.join(missing)}; give it what it has")
+    return module

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtx.errors import UserError
+from mtx.errors import UserError, shown
 
 F, B, W = range(3)
 KINDS = "FBW"
@@ -58,7 +58,9 @@ class Orders:
     @classmethod
     def from_lists(cls, stages: Sequence[Iterable[tuple[int, int, int]]]) -> Orders:
         """From one list of (kind, item, chunk) a stage."""
-        rows = [np.array(list(ops), np.int32).reshape(-1, 3) for ops in stages]
+        rows = [_ops_of(stage, list(ops)) for stage, ops in enumerate(stages)]
+        if not rows:
+            raise UserError("orders of no stage: give a list of (kind, item, chunk) for each")
         lengths = [len(row) for row in rows]
         if len(set(lengths)) > 1:
             short = int(np.argmin(lengths))
@@ -94,6 +96,71 @@ class Orders:
     def of(self, stage: int) -> list[Op]:
         columns = (array[stage].tolist() for array in (self.kind, self.item, self.chunk))
         return [Op(*op) for op in zip(*columns, strict=True)]
+
+
+def _ops_of(stage: int, ops: list) -> np.ndarray:
+    """int32 [K, 3]"""
+    what = f"stage {stage} runs"
+    rows = _whole_numbers(what, ops, ("op", "(kind, item, chunk)"))
+    bad = (rows < 0) | (rows >= NEVER)
+    if rows.shape[1] != 3 or bad.any() or (rows[:, 0] > W).any():
+        first = rows[int((bad.any(axis=1) | (rows[:, 0] > W)).argmax())].tolist()
+        raise UserError(
+            f"{what} {shown(tuple(first))}; an op is (kind, item, chunk), its kind F={F}, B={B} or "
+            f"W={W}"
+        )
+    return rows.astype(np.int32)
+
+
+def _whole_numbers(what: str, values: Any, dims: tuple[str, ...]) -> np.ndarray:
+    """int of these dims; UserError where `values` are none, or no such array."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of several lengths
+        array = np.array(None)
+    if array.ndim != len(dims) or not array.size or array.dtype.kind not in "iu":
+        raise UserError(
+            f"{what} {' '.join(shown(values).split())}, {array.dtype} {list(array.shape)}; give "
+            f"whole numbers [{', '.join(dims)}]"
+        )
+    return array if array.dtype == np.int32 else array.astype(np.int64)
+
+
+def check_ticks(name: str, tables: Sequence[Any], slices: int) -> tuple[np.ndarray, ...]:
+    """`tables` as arrays int [I, C, P]; UserError where they are not, or of several shapes."""
+    dims = "item", "chunk", "stage"
+    arrays = tuple(
+        _whole_numbers(f"schedule {name!r}: the ticks of {kind} are", table, dims)
+        for kind, table in zip(KINDS, tables)
+    )
+    shapes = [array.shape for array in arrays]
+    if len(set(shapes)) > 1:
+        raise UserError(
+            f"schedule {name!r}: the ticks of {KINDS[: len(arrays)]} have the shapes "
+            f"{', '.join(str(list(shape)) for shape in shapes)}; give all the same"
+        )
+    if slices < 1 or shapes[0][0] % slices:
+        raise UserError(
+            f"schedule {name!r}: slices={slices} must divide its {shapes[0][0]} items, which are "
+            "microbatches times slices"
+        )
+    return arrays
+
+
+def check_placement(
+    name: str, virtual_stages: Any, stages: int, *, chunks: int | None = None
+) -> np.ndarray:
+    """`virtual_stages` as an array int [C, P]; UserError where it is none, of other sizes, or does
+    not have each virtual stage once."""
+    what = f"schedule {name!r}: virtual_stages are"
+    array = _whole_numbers(what, virtual_stages, ("chunk", "stage"))
+    sizes = (len(array) if chunks is None else chunks, stages)
+    if array.shape != sizes or (np.sort(array, axis=None) != np.arange(array.size)).any():
+        raise UserError(
+            f"{what} {shown(array.tolist())}; give each of 0 to {sizes[0] * stages - 1} once, "
+            f"[chunk, stage] {list(sizes)}"
+        )
+    return array
 
 
 def stages_in_order(virtual_stages_CP: np.ndarray) -> np.ndarray:

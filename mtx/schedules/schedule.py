@@ -28,6 +28,8 @@ from mtx.schedules.orders import (
     Op,
     Orders,
     W,
+    check_placement,
+    check_ticks,
     chunks_in_order,
     orders_of,
     pack,
@@ -87,13 +89,17 @@ class Schedule:
         """The schedule that runs F, B and W of (item, chunk, stage) in the given ticks [I, C, P].
 
         virtual_stages: int [C, P], looped where not given. orders: where a runtime with a program
-        per stage would run the ops in another order than that of the ticks. Raises UserError naming
-        the first op that overlaps another or runs before its input.
+        per stage would run the ops in another order than that of the ticks. Raises UserError where
+        these are no such arrays, or naming the first op that overlaps another or runs before its
+        input.
         """
-        if virtual_stages is None:
-            virtual_stages = looped_placement(forward_ticks.shape[2], forward_ticks.shape[1])
         tables = (forward_ticks, backward_ticks)
         tables += () if weight_ticks is None else (weight_ticks,)
+        tables = check_ticks(name, tables, slices)
+        _, chunks, stages = tables[F].shape
+        if virtual_stages is None:
+            virtual_stages = looped_placement(stages, chunks)
+        virtual_stages = check_placement(name, virtual_stages, stages, chunks=chunks)
         schedule = cls(
             name=name, tables=tables, virtual_stages=virtual_stages, slices=slices,
             orders=orders or orders_of(*tables),
@@ -112,6 +118,7 @@ class Schedule:
         """
         if virtual_stages is None:
             virtual_stages = looped_placement(len(orders.kind), int(orders.chunk.max()) + 1)
+        virtual_stages = check_placement(name, virtual_stages, len(orders.kind))
         forward, backward, weight = pack(name, orders, virtual_stages, slices)
         return cls.from_ticks(
             name, forward, backward, weight, virtual_stages=virtual_stages, slices=slices,

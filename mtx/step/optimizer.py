@@ -6,12 +6,14 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, reduce
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, GetAttrKey
 
@@ -91,6 +93,11 @@ _ELEMENTWISE = frozenset(
     "nextafter not or pow rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh "
     "xor".split()
 )
+_OF_SHAPES = "shape", "broadcast_dimensions", "sharding"  # of what an op says of itself
+
+
+# Of parameters of one to six dims: what differs between the two depends on sizes.
+_SIZES = (2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37)
 
 
 @lru_cache
@@ -100,9 +107,55 @@ def _check(name: str) -> None:
     like a parameter nor a count of updates, which could not be sharded, nor saved."""
     module = optimizer_module(name)
     made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
-    sizes = (2, 3, 5, 7, 11, 13)
+    for ops in zip_longest(*(_ops(name, made, sizes) for sizes in _SIZES)):
+        if ops[0] != ops[1]:
+            raise UserError(
+                f"optimizer {name!r} looks at the sizes of arrays "
+                f"({', of others '.join(op.describe() for op in ops if op)}), and each device has "
+                "a shard alone; use one whose update is elementwise"
+            )
+
+
+class _Op(NamedTuple):
+    """What an op does to each element."""
+
+    name: str
+    values: tuple[str, ...]  # what its inputs are, where that is written in the program
+    params: str
+
+    def describe(self) -> str:
+        return " ".join((self.name, *self.values))
+
+
+def _ops(name: str, made: optax.GradientTransformation, sizes: tuple[int, ...]) -> Iterator[_Op]:
+    """Of the first state and of an update, for parameters of such sizes; UserError as `_check`."""
     params = {"layers": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
     state = jax.eval_shape(made.init, params)
+    _check_state(name, state, params)
+    programs = jax.make_jaxpr(made.init)(params), jax.make_jaxpr(made.update)(params, state, params)
+    constants: dict[Any, Any] = {}
+    for equation, inner in (each for one in programs for each in _equations(one, constants)):
+        op, variables = equation.primitive.name, (*equation.invars, *equation.outvars)
+        shapes = set() if inner else {getattr(each.aval, "shape", ()) for each in variables} - {()}
+        written = [
+            each.val if isinstance(each, Literal) else constants[each]
+            for each in equation.invars
+            if isinstance(each, Literal) or each in constants
+        ]
+        other = shapes and op not in _ELEMENTWISE
+        if other or len(shapes) > 1 or any(map(np.ndim, written)):
+            raise UserError(
+                f"optimizer {name!r} looks at more than an element at a time ({op}), and each "
+                "device has a shard alone; use one whose update is elementwise"
+            )
+        does = {} if inner else {k: v for k, v in equation.params.items() if k not in _OF_SHAPES}
+        yield _Op(op, tuple(map(str, written)), str(does))
+
+
+def _check_state(name: str, state: Tree, params: Tree) -> None:
+    shapes: dict[Path, Any] = {
+        ("layers", each): leaf.shape for each, leaf in params["layers"].items()
+    }
     seen = set()
     for path, leaf in jax.tree.leaves_with_path(state):
         field, parameter = _parts(path)
@@ -110,47 +163,46 @@ def _check(name: str) -> None:
             continue
         twice = (field, parameter) in seen
         seen.add((field, parameter))
-        if twice or not parameter or leaf.shape != params["layers"][parameter[-1]].shape:
+        if twice or leaf.shape != shapes.get(parameter) or leaf.dtype != jnp.float32:
             raise UserError(
                 f"optimizer {name!r} keeps {field or 'an array'}: {leaf.dtype} {list(leaf.shape)}, "
-                "and can keep only arrays like the parameters, one of each name; use another"
-            )
-    for equation in _equations(jax.make_jaxpr(made.update)(params, state, params).jaxpr):
-        of_arrays = any(getattr(variable.aval, "shape", ()) for variable in equation.invars)
-        if of_arrays and equation.primitive.name not in _ELEMENTWISE:
-            raise UserError(
-                f"optimizer {name!r} looks at more than an element at a time "
-                f"({equation.primitive.name}), and each device has a shard alone; use one whose "
-                "update is elementwise"
+                "and can keep only float32 arrays like the parameters, one of each name; use "
+                "another"
             )
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Those of a program and of its calls, in their place."""
-    for equation in jaxpr.eqns:
+def _equations(
+    program: Jaxpr | ClosedJaxpr, constants: dict[Any, Any]
+) -> Iterator[tuple[JaxprEqn, bool]]:
+    """Those of a program and of its calls, in their place, and of each whether it is a call; a loop
+    over an array is none. Adds what the programs have as constants."""
+    if isinstance(program, ClosedJaxpr):
+        constants.update(zip(program.jaxpr.constvars, program.consts))
+    for equation in program.eqns:
         inner = [
-            getattr(each, "jaxpr", each)
+            each
             for value in equation.params.values()
             for each in (value if isinstance(value, tuple | list) else (value,))
-            if hasattr(each, "jaxpr") or hasattr(each, "eqns")
+            if isinstance(each, Jaxpr | ClosedJaxpr)
         ]
-        if not inner:
-            yield equation
-        for program in inner:
-            yield from _equations(program)
+        yield equation, bool(inner) and equation.primitive.name != "scan"
+        for each in inner:
+            yield from _equations(each, constants)
 
 
 # --- its state, by name ---------------------------------------------------------------------------
 
 
 def _parts(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Of a leaf of an optimizer's state: the field that it is of, and the parameter, () if none."""
+    """Of a leaf of an optimizer's state: the field that it is of, and the parameter, () if none,
+    as where it is one of several that are kept of a parameter."""
     first = next(
         (n for n, key in enumerate(path) if isinstance(key, DictKey) and key.key in _PARTS),
         len(path),
     )
     fields = [key.name for key in path[:first] if isinstance(key, GetAttrKey)]
-    return (fields[-1] if fields else ""), tuple(key.key for key in path[first:])
+    parameter = tuple(key.key for key in path[first:] if isinstance(key, DictKey))
+    return (fields[-1] if fields else ""), parameter if len(parameter) == len(path[first:]) else ()
 
 
 def state_arrays(state: Tree) -> dict[str, Any]:

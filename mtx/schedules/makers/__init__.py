@@ -18,10 +18,20 @@ from mtx.schedules.shape import WEIGHT_SHARE, Maker, Shape, Times
 
 
 def find_makers() -> dict[str, Maker]:
-    """Of all files; first those for lock-step, and of them whole sequences, then fewer chunks."""
-    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    modules = [importlib.import_module(f"{__name__}.{file}") for file in files]
-    found = {name: maker for module in modules for name, maker in module.MAKERS.items()}
+    """Of all files; first those for lock-step, and of them whole sequences, then fewer chunks.
+    UserError where a file has none, or two have the same name."""
+    found, files = {}, {}
+    for file in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        module = importlib.import_module(f"{__name__}.{file}")
+        if not hasattr(module, "MAKERS"):
+            raise UserError(f"{module.__file__} has no MAKERS; give it a table of its schedules")
+        for name, each in module.MAKERS.items():
+            if name in found:
+                raise UserError(
+                    f"schedule {name!r} is both in {files[name]} and in {module.__file__}; use "
+                    "another name in one of them"
+                )
+            found[name], files[name] = each, module.__file__
     order = sorted(found.items(), key=lambda row: (
         not row[1].lockstep, row[1].sliced, row[1].default_virtual
     ))  # fmt: skip
