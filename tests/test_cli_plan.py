@@ -270,7 +270,7 @@ MISTAKES = {
     "gpt-1t --global-batch 100": "global_batch=100 | microbatch=6*1",
     "gpt-1t --gpus 8": "8 x a100-80gb",
     "gpt-1t --gpus 7": "gpus=7 | layers=128 | heads=160 | global_batch=3072",
-    "gpt-1t --gpus 1024 --pipe 3": "gpus=1024 | pipe=3 | 1023",
+    "gpt-1t --gpus 1024 --pipe 3": "gpus=1024 | pipe=3 | leave",
     "gpt-1t --layout.sequence-parallel --layout.no-sequence-parallel": "--layout.sequence-parallel"
     " | --layout.no-sequence-parallel | leave one out",
     "--model.heads 4": "--hidden | --layers",

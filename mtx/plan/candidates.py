@@ -99,13 +99,11 @@ class Question:
         """Every data x pipe x expert x context x tensor that model and batch allow, in its leanest
         settings."""
         fixed, found = self.fixed, []
-        sizes, tensors = divisors(self.gpus), self.tensors()
         for context, expert, tensor, pipe in itertools.product(
-            self.contexts(), self.experts(), tensors, sizes
+            self.contexts(), self.experts(), self.tensors(), self.pipes()
         ):
             data, left = divmod(self.gpus, context * expert * tensor * pipe)
-            wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
-            if left or any(given not in (None, size) for given, size in wanted):
+            if left or fixed.data not in (None, data):
                 continue
             mesh = Layout(
                 data=data, pipe=pipe, expert=expert, context=context, tensor=tensor, idle="phases",
@@ -181,6 +179,11 @@ class Question:
         most = self.hardware.node_devices if self.model.routed_experts else self.gpus
         return choices(self.fixed.tensor, tuple(n for n in divisors(self.gpus) if n <= most))
 
+    def pipes(self) -> tuple[int, ...]:
+        """The numbers of stages to try: those with a layer for every chunk."""
+        most = self.model.layers // (self.fixed.virtual or 1)
+        return choices(self.fixed.pipe, tuple(n for n in divisors(self.gpus) if n <= most))
+
     def _stage_layers(self, pipe: int) -> Literal["even", "balanced"]:
         """Layers of several kinds are balanced where as many for each stage cannot be had, or are
         no tenth as even; so are those of models with experts, whatever their number."""
@@ -237,4 +240,5 @@ def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
