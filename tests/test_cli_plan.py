@@ -126,6 +126,18 @@ def test_scatter_gather_and_zero_change_the_prediction(capsys):
 # --- what is chosen -------------------------------------------------------------------------------
 
 
+def test_the_optimizers_state_is_counted(capsys):
+    """Lion keeps one array of moments where AdamW has two; a search counts as a plan does."""
+    searched = "gpt-1.7b --search --data 8 --pipe 1 --microbatch 2 --layout.schedule 1f1b"
+    for base in ("gpt-1.7b", searched):
+        adamw, lion = (numbers(capsys, f"{base}{name}") for name in ("", " --optimizer.name lion"))
+        parts = [plan["memory_parts_gib"]["optimizer"] for plan in (adamw, lion)]
+        assert parts[1] == pytest.approx(parts[0] * 2 / 3)
+        assert lion.get("search", {}).get("ranked", [lion])[0]["memory_gib"] == lion["memory_gib"]
+    assert main(["plan", "gpt-1.7b", "--optimizer.lr", "1e-3", "--save", "plan.toml"]) == 0
+    assert load_run("plan.toml").optimizer.lr == 1e-3
+
+
 def test_another_number_of_gpus_opens_the_layout(capsys):
     """The command of the README; in seconds, with the reasons."""
     plan = numbers(capsys, "gpt-175b --gpus 1024 --target a100-80gb --global-batch 1536")
@@ -281,6 +293,8 @@ MISTAKES = {
     "miniature --draw no/plan.svg": "no/plan.svg",
     "gpt-1t --draw plan.txt": "plan.txt | .svg | .png | .pdf",
     "no.toml": "no.toml",
+    "gpt-1t --optimizer.name leon": "optimizer.name | leon | lion",
+    "gpt-1t --optimizer.lr 0": "lr=0.0",
     "gpt-1t --ffn 3": "--ffn | --model.ffn",
     "gpt-1t --schedule zb_v": "--schedule | --layout.schedule",
     "gpt-1t --schedule full": "--schedule | --layout.schedule",

@@ -11,7 +11,7 @@ import tyro
 
 from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with_family
 from mtx.cli.output import check_picture, say
-from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.errors import UserError
 from mtx.fields import require_above
 from mtx.plan.candidates import Fixed
@@ -53,6 +53,7 @@ class PlanOptions:
     json: Flag = False  # every number, units in the names
     model: ModelConfig = field(default_factory=part(type(ModelConfig())))
     layout: Layout = field(default_factory=_Layout)
+    optimizer: OptimizerConfig = field(default_factory=part(OptimizerConfig))
 
 
 def plan_command(arguments: list[str]) -> None:
@@ -98,12 +99,17 @@ class _Asked:
     def __init__(self, line: Line[PlanOptions]):
         self.name, self.options = line.name, line.options
         self.sizes, self.layout = line.changes("model"), line.changes("layout")
+        self._optimizer = line.changes("optimizer")
         self.zero: Zero | None = self.layout.pop("zero", None)
         self.target = line.options.target
         self.imbalance = line.options.expert_imbalance
         sizes: list[Any] = [self.layout.get(axis) for axis in ("data", "pipe", "tensor")]
         sizes += [self.layout.get(axis, 1) for axis in RARE]
         self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given
+
+    def optimizer(self, run: RunConfig) -> OptimizerConfig:
+        """The run's, with what is given replaced."""
+        return replace(run.optimizer, **self._optimizer)
 
 
 def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
@@ -127,7 +133,10 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
     if options.search or (options.gpus not in (None, run.layout.devices) and not asked.mesh):
         return _search(model, asked, known=run)
     batch = options.global_batch or run.global_batch
-    run = replace(run, model=model, layout=_changed(run.layout, asked), global_batch=batch)
+    run = replace(
+        run, model=model, layout=_changed(run.layout, asked), global_batch=batch,
+        optimizer=asked.optimizer(run),
+    )  # fmt: skip
     plan = make_plan(
         run, target=asked.target or "a100-80gb", zero=asked.zero,
         scatter_gather=options.scatter_gather, expert_imbalance=asked.imbalance or 1.0,
@@ -185,6 +194,8 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
     device.check(model)
     fixed = _fixed(asked)
     chosen = _said_sizes(model, asked.sizes) if known is None else []
+    start = known or RunConfig()
+    optimizer = asked.optimizer(start)
 
     def batch_of(gpus: int) -> int:
         given = options.global_batch or (known and known.global_batch)
@@ -192,18 +203,22 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
 
     gpus = options.gpus or asked.mesh or (known and known.layout.devices)
     if not gpus:
-        gpus = fewest_gpus(model, hardware=device, batch_of=batch_of, fixed=fixed)
+        gpus = fewest_gpus(
+            model, hardware=device, batch_of=batch_of, fixed=fixed, optimizer=optimizer
+        )
         chosen.append(f"gpus={gpus}: the smallest power of two that holds it")
     if not (options.global_batch or known):
         chosen.append(f"global_batch={batch_of(gpus)}: about {_STEP_TOKENS / 1e6:g}M tokens a step")
     found = search(
         model, gpus=gpus, global_batch=batch_of(gpus), hardware=device, fixed=fixed,
         scatter_gather=options.scatter_gather, expert_imbalance=asked.imbalance or 1.0,
+        optimizer=optimizer,
     )  # fmt: skip
     best = found.best
     chosen.append(_said_layout(found, fixed))
-    start = known or RunConfig()
-    run = replace(start, model=model, layout=best.layout, global_batch=batch_of(gpus))
+    run = replace(
+        start, model=model, layout=best.layout, global_batch=batch_of(gpus), optimizer=optimizer
+    )
     plan = make_plan(
         run, target=target, zero=best.zero, scatter_gather=options.scatter_gather,
         expert_imbalance=asked.imbalance or 1.0,
@@ -256,7 +271,7 @@ def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:
         changed = changes(
             found.best, plan.run.model, global_batch=plan.run.global_batch,
             hardware=plan.hardware, scatter_gather=plan.scatter_gather,
-            expert_imbalance=plan.expert_imbalance,
+            expert_imbalance=plan.expert_imbalance, optimizer=plan.run.optimizer,
         )  # fmt: skip
         numbers["search"] = search_numbers(plan, found, changed)
         heading = f"Layouts of {plan.gpus:,} x {plan.hardware.name} that fit, fastest first"

@@ -36,8 +36,8 @@ class Perplexity:
     perplexity: float  # exp(loss), at most e^20
     token_ratio: float | None  # (T - 1) / (T_o - 1); None where T_o is None or 1
     adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: of a WikiText word
-    # loss / ln(2) * T / bytes, of the detokenised texts in UTF-8: as if each text's first token cost
-    # as much as the mean of the others
+    # loss / ln(2) * T / bytes of the detokenised texts in UTF-8: as if a text's first token cost as
+    # much as the others do on average
     bits_per_byte: float
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from mtx.config import Layout, ModelConfig, Recompute
+from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
 from mtx.costs.ask import pattern_of
 from mtx.costs.place import heaviest
@@ -63,6 +63,7 @@ class Question:
     fixed: Fixed
     scatter_gather: bool = True
     expert_imbalance: float = 1.0
+    optimizer: OptimizerConfig | None = None  # AdamW
 
     def time(self, layout: Layout, zero: Zero, *, bound: bool = False) -> StepTime:
         """The predicted step. UserError where the model cannot be laid out."""
@@ -74,8 +75,9 @@ class Question:
     def memory(self, layout: Layout, zero: Zero) -> Memory:
         """Predicted bytes of a device. UserError where the model cannot be laid out."""
         return predict_memory(
-            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
-        )
+            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero,
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
     def ways(self, layout: Layout, zero: Zero) -> tuple[Recompute, ...]:
         """To recompute, the fastest first: those that are slower than one that keeps less are not
@@ -124,7 +126,7 @@ class Question:
 
     def mesh_fits(self, mesh: Layout, zero: Zero) -> bool:
         """Whether anything on that mesh does, which is in its leanest settings."""
-        if not self.holds(weights_bytes(self.model, mesh, zero)):
+        if not self.holds(weights_bytes(self.model, mesh, zero, optimizer=self.optimizer)):
             return False
         chunked = (replace(mesh, virtual=virtual) for virtual in self.virtuals(mesh))
         return any(self.can_hold(layout, zero) for layout in chunked)

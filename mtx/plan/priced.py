@@ -73,7 +73,7 @@ class PricedRun:
             other = replace(layout, recompute=way)
             memory = predict_memory(
                 self.run.model, other, self.run.global_batch, backend=self.hardware.backend,
-                zero=self.zero,
+                zero=self.zero, optimizer=self.run.optimizer,
             )  # fmt: skip
             if self._fits(memory):
                 found.append((way, self._step(other, self.calibration), memory))

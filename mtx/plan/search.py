@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, get_args
 
-from mtx.config import Layout, ModelConfig
+from mtx.config import Layout, ModelConfig, OptimizerConfig
 from mtx.errors import UserError
 from mtx.fields import checked
 from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE, Fixed, Question
@@ -92,19 +92,20 @@ class _Waiting(NamedTuple):
 def search(
     model: ModelConfig, *, gpus: int, global_batch: int, hardware: Hardware,
     fixed: Fixed | None = None, scatter_gather: bool = True, expert_imbalance: float = 1.0,
-    top: int = 8,
+    optimizer: OptimizerConfig | None = None, top: int = 8,
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
     A mesh is data x pipe x expert x context x tensor = gpus; layers lie in equal parts on the
     stages, with experts in parts that differ by one where there are no equal ones.
-    schedule="auto" is an open one. Raises UserError where the sizes allow no layout at all, and
-    where none fits.
+    schedule="auto" is an open one; optimizer: None, AdamW. Raises UserError where the sizes allow
+    no layout at all, and where none fits.
     """
     question = Question(
         model=model, gpus=checked("gpus", gpus, Devices),
         global_batch=checked("global_batch", global_batch, Sequences), hardware=hardware,
         fixed=fixed or Fixed(), scatter_gather=scatter_gather, expert_imbalance=expert_imbalance,
+        optimizer=optimizer,
     )  # fmt: skip
     check_imbalance(model, expert_imbalance)
     wanted = question.fixed.schedule
@@ -354,8 +355,9 @@ def _nothing_fits(question: Question, meshes: list[Layout]) -> UserError:
 
 
 def fewest_gpus(
-    model: ModelConfig, *, hardware: Hardware, batch_of, fixed: Fixed | None = None
-) -> int:
+    model: ModelConfig, *, hardware: Hardware, batch_of, fixed: Fixed | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> int:  # fmt: skip
     """The smallest power of two of devices on which some layout fits.
 
     batch_of: the global batch for a number of devices. UserError above 2^20 of them.
@@ -363,8 +365,9 @@ def fewest_gpus(
     fixed = fixed or Fixed()
     for gpus in (2**power for power in range(21)):
         question = Question(
-            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware, fixed=fixed
-        )
+            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware, fixed=fixed,
+            optimizer=optimizer,
+        )  # fmt: skip
         for mesh in question.meshes():
             leanest = replace(mesh, recompute=fixed.ways()[-1])
             if question.holds(question.memory(leanest, fixed.zero or 1).total_bytes):
