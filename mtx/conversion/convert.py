@@ -177,6 +177,8 @@ def to_huggingface(
     `most_file_gb` at most; adapters are merged into the weights. Raises UserError as
     `to_checkpoint` does.
     """
+    if not 0 < most_file_gb < math.inf:
+        raise UserError(f"most_file_gb={most_file_gb} must be a number above 0, such as 5")
     source, target = user_path(source, "source"), user_path(target, "target")
     checkpoints = Checkpoints(source)
     run, noted = checkpoints.run(step), checkpoints.extra(step).get(CONVERTED, {})
