@@ -90,6 +90,11 @@ class PricedRun:
                 found[way] = self._step(other, self.calibration)
         return found
 
+    def chose(self, *names: str) -> bool:
+        """Whether one of these fields is among what nobody asked for."""
+        said = ", ".join(choice.partition(":")[0] for choice in self.chosen)
+        return not {each.partition("=")[0] for each in said.split(", ")}.isdisjoint(names)
+
     def _fits(self, memory: Memory) -> bool:
         return memory.total_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
