@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtx.cli import main
+from mtx.config import to_dict
 from mtx.plan.plan import load_plan, load_run
 from mtx.presets import preset
 
@@ -215,6 +216,13 @@ def test_a_plan_file_runs_and_can_be_planned_again(capsys):
     assert other["target"] == "a100-80gb" == load_plan("best.json").target
 
 
+def test_a_run_is_planned_by_its_folder(capsys):
+    run = preset("gpt-1.7b")
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/run.json").write_text(json.dumps(to_dict(run)))
+    assert numbers(capsys, "runs/a --target h100") == numbers(capsys, "gpt-1.7b --target h100")
+
+
 def test_a_plan_is_trained_on_what_is_named(capsys, few_presets):
     """Not on the text that Python carries, and not in bytes, unless that is said."""
     numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
@@ -293,6 +301,8 @@ MISTAKES = {
     "miniature --draw no/plan.svg": "no/plan.svg",
     "gpt-1t --draw plan.txt": "plan.txt | .svg | .png | .pdf",
     "no.toml": "no.toml",
+    ".": ". | run.json | preset | .toml | training run",
+    "runs/a": "runs/a | preset | .toml | training run",
     "gpt-1t --optimizer.name leon": "optimizer.name | leon | lion",
     "gpt-1t --optimizer.lr 0": "lr=0.0",
     "gpt-1t --ffn 3": "--ffn | --model.ffn",

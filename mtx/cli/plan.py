@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ import tyro
 from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with_family
 from mtx.cli.output import check_picture, say
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.config.run import RUN_FILE
 from mtx.errors import UserError
 from mtx.fields import require_above
 from mtx.plan.candidates import Fixed
@@ -21,7 +23,7 @@ from mtx.plan.memory import Zero
 from mtx.plan.page import change_lines, plan_lines, ranking_lines
 from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
 from mtx.plan.search import Candidate, Found, fewest_gpus, search
-from mtx.presets import preset
+from mtx.presets import NAMES, preset
 from mtx.sharding.axes import AXES, RARE
 from mtx.sizes import Devices, Sequences
 
@@ -59,15 +61,16 @@ class PlanOptions:
 def plan_command(arguments: list[str]) -> None:
     """Say what a model needs on a cluster: memory, time, layout, cost; with --search, the best.
 
-    PRESET is gpt-1t where neither it nor sizes are given; a plan file (.toml, .json) can stand in
-    its place. Sizes are those of its model that are given; without PRESET --hidden and
-    --layers are enough. The layout is the preset's until --gpus or --search ask for another.
+    PRESET is gpt-1t where neither it nor sizes are given; PLAN is a file that --save has written
+    (.toml, .json), RUN_DIR the --out of a training run. Sizes are those of its model that are
+    given; without PRESET --hidden and --layers are enough. The layout is the preset's until --gpus
+    or --search ask for another.
     Nothing is run: all of it is computed from closed forms, or with --compile read from the
     compiled program.
     """
     base = _base(*split_names(arguments)[0][:1])
     default = PlanOptions(model=part(type(base[0].model))())
-    line = read_line(arguments, default, "mtx plan [PRESET]", plan_command)
+    line = read_line(arguments, default, "mtx plan [PRESET | PLAN | RUN_DIR]", plan_command)
     options = line.options
     above_0 = ("tokens", "price", "expert_imbalance")
     given = [name for name in above_0 if getattr(options, name) is not None]
@@ -114,8 +117,25 @@ class _Asked:
 
 def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
     """The run of that name to start from, and the plan, where it is a file."""
+    name = name if name in NAMES else _file(name)
     plan = load_plan(name) if is_plan_file(name) else None
     return (plan.run, plan) if plan else (preset(name), None)
+
+
+def _file(name: str) -> str:
+    """Of a run's folder the run's config, which is read as a plan file is; other names as they are.
+    UserError for a path at which there is neither."""
+    path = os.path.expanduser(name)
+    file = os.path.join(path, RUN_FILE)
+    if os.path.isfile(file):
+        return file
+    if is_plan_file(name) or not (os.path.exists(path) or os.path.basename(path) != path):
+        return name
+    what = "is a file" if os.path.isfile(path) else "does not exist"
+    what = f"is a folder without {RUN_FILE}" if os.path.isdir(path) else what
+    raise UserError(
+        f"{name} {what}; name a preset, a plan (.toml, .json) or the folder of a training run"
+    )
 
 
 def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found | None]:
