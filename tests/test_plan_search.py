@@ -319,7 +319,7 @@ def test_more_devices_than_stages_may_be():
     assert {one.layout.pipe for one in found.ranked} == {1, 2, 4}
     huge = replace(SMALL, layers=2**14, hidden=2**18, heads=2**10)
     with pytest.raises(UserError) as error:
-        fewest_gpus(huge, hardware=A100, batch_of=lambda gpus: gpus)
+        fewest_gpus(huge, hardware=A100, batch_of=lambda gpus: 1)
     names(error, f"layers={2**14}", f"hidden={2**18}", f"{2**20:,}")
 
 
