@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtx.cli import main
+from mtx.config import to_dict
 from mtx.plan.plan import load_plan, load_run
 from mtx.presets import preset
 
@@ -126,6 +127,18 @@ def test_scatter_gather_and_zero_change_the_prediction(capsys):
 # --- what is chosen -------------------------------------------------------------------------------
 
 
+def test_the_optimizers_state_is_counted(capsys):
+    """Lion keeps one array of moments where AdamW has two; a search counts as a plan does."""
+    searched = "gpt-1.7b --search --data 8 --pipe 1 --microbatch 2 --layout.schedule 1f1b"
+    for base in ("gpt-1.7b", searched):
+        adamw, lion = (numbers(capsys, f"{base}{name}") for name in ("", " --optimizer.name lion"))
+        parts = [plan["memory_parts_gib"]["optimizer"] for plan in (adamw, lion)]
+        assert parts[1] == pytest.approx(parts[0] * 2 / 3)
+        assert lion.get("search", {}).get("ranked", [lion])[0]["memory_gib"] == lion["memory_gib"]
+    assert main(["plan", "gpt-1.7b", "--optimizer.lr", "1e-3", "--save", "plan.toml"]) == 0
+    assert load_run("plan.toml").optimizer.lr == 1e-3
+
+
 def test_another_number_of_gpus_opens_the_layout(capsys):
     """The command of the README; in seconds, with the reasons."""
     plan = numbers(capsys, "gpt-175b --gpus 1024 --target a100-80gb --global-batch 1536")
@@ -203,6 +216,13 @@ def test_a_plan_file_runs_and_can_be_planned_again(capsys):
     assert other["target"] == "a100-80gb" == load_plan("best.json").target
 
 
+def test_a_run_is_planned_by_its_folder(capsys):
+    run = preset("gpt-1.7b")
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/run.json").write_text(json.dumps(to_dict(run)))
+    assert numbers(capsys, "runs/a --target h100") == numbers(capsys, "gpt-1.7b --target h100")
+
+
 def test_a_plan_is_trained_on_what_is_named(capsys, few_presets):
     """Not on the text that Python carries, and not in bytes, unless that is said."""
     numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
@@ -270,7 +290,7 @@ MISTAKES = {
     "gpt-1t --global-batch 100": "global_batch=100 | microbatch=6*1",
     "gpt-1t --gpus 8": "8 x a100-80gb",
     "gpt-1t --gpus 7": "gpus=7 | layers=128 | heads=160 | global_batch=3072",
-    "gpt-1t --gpus 1024 --pipe 3": "gpus=1024 | pipe=3 | 1023",
+    "gpt-1t --gpus 1024 --pipe 3": "gpus=1024 | pipe=3 | leave",
     "gpt-1t --layout.sequence-parallel --layout.no-sequence-parallel": "--layout.sequence-parallel"
     " | --layout.no-sequence-parallel | leave one out",
     "--model.heads 4": "--hidden | --layers",
@@ -281,6 +301,10 @@ MISTAKES = {
     "miniature --draw no/plan.svg": "no/plan.svg",
     "gpt-1t --draw plan.txt": "plan.txt | .svg | .png | .pdf",
     "no.toml": "no.toml",
+    ".": ". | run.json | preset | .toml | training run",
+    "runs/a": "runs/a | preset | .toml | training run",
+    "gpt-1t --optimizer.name leon": "optimizer.name | leon | lion",
+    "gpt-1t --optimizer.lr 0": "lr=0.0",
     "gpt-1t --ffn 3": "--ffn | --model.ffn",
     "gpt-1t --schedule zb_v": "--schedule | --layout.schedule",
     "gpt-1t --schedule full": "--schedule | --layout.schedule",

@@ -284,6 +284,8 @@ MISTAKES = {
     "--csv .": "cannot write .",
     "--csv - --json": "--csv - | --text - | --json",
     "--csv a.csv --beside gpipe": "--csv | --text | --beside",
+    "--csv a.csv --text ./a.csv": "--csv | --text | a.csv",
+    "--draw a.svg --trace a.svg": "--draw | --trace | a.svg",
     "--orders": "--orders | --csv | --text",
     "compare --model asynchronous": "compare | --model asynchronous",
     "compare --draw a.svg": "--draw | compare",

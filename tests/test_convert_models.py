@@ -120,6 +120,13 @@ def test_there_and_back_is_bit_for_bit_the_same(tmp_path, name):
         assert path.read_bytes() == (tmp_path / "out2" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.parametrize("size", [0, -1.0, float("nan"), float("inf")])
+def test_a_file_has_some_size(tmp_path, size):
+    with pytest.raises(UserError) as error:
+        to_huggingface(tmp_path / "run", tmp_path / "out", most_file_gb=size)
+    names(error, f"most_file_gb={size}", "above 0")
+
+
 def test_a_prefix_that_is_left_out_and_older_spellings(tmp_path):
     config, shapes = bert(heads=("pooler",))
     tensors = hugging.random_tensors(shapes)

@@ -127,7 +127,20 @@ def test_perplexity_is_that_of_the_reference(sharded, log_probabilities, stride)
     assert got.loss == pytest.approx(total / targets, rel=1e-5)
     assert got.perplexity == pytest.approx(np.exp(total / targets), rel=1e-4)
     assert got.original_tokens is got.token_ratio is got.adjusted_perplexity is None
-    assert got.bits_per_byte == pytest.approx(total / np.log(2) / (targets + 3), rel=1e-5)
+    assert got.bits_per_byte == pytest.approx(total / targets / np.log(2), rel=1e-5), "a byte each"
+
+
+def test_bits_per_byte_are_of_as_many_bytes_as_tokens_have(sharded):
+    """Of tokens of two bytes on average, half of the bits of a token; the first ones are no less
+    than others, though they may be halves of characters."""
+
+    class Pairs(ByteTokenizer):
+        def encode_all(self, texts):
+            return [ids[1::2] for ids in super().encode_all(texts)]
+
+    got = perplexity(*sharded, Pairs(), ["\u00e9t\u00e9 ", "ab\u00e9d" * 4], stride=5)
+    assert (got.tokens, got.targets) == (13, 11)
+    assert got.bits_per_byte == pytest.approx(got.loss / np.log(2) / 2, rel=1e-6)
 
 
 def test_wikitext_counts_its_words_before_it_is_detokenised(sharded):

@@ -288,16 +288,39 @@ def test_too_small_devices_are_said_with_what_is_missing():
 @pytest.mark.parametrize(
     "gpus, fixed, named",
     [
-        (7, {}, ("gpus=7", "layers=4", "heads=8", "global_batch=16", "use gpus=4")),
-        (8, {"pipe": 3}, ("gpus=8", "pipe=3", "use gpus=6")),
-        (8, {"tensor": 2, "pipe": 8}, ("gpus=8", "pipe=8 * tensor=2")),
-        (8, {"pipe": 8}, ("gpus=8", "pipe=8", "layers=4")),
+        (7, {}, ("gpus=7", "layers=4", "heads=8", "global_batch=16", "gpus=4", "global_batch=21")),
+        (8, {"pipe": 3}, ("gpus=8", "leave pipe=3")),
+        (9, {"pipe": 4}, ("gpus=9", "pipe=4", "gpus=8")),
+        (8, {"tensor": 2, "pipe": 8}, ("gpus=8", "pipe=8 * tensor=2", "leave")),
+        (8, {"pipe": 8}, ("gpus=8", "leave pipe=8", "layers=4")),
+        (5, {"tensor": 5, "pipe": 1}, ("gpus=5", "leave", "pipe=1", "tensor=5", "gpus=4")),
     ],
 )
 def test_no_layout_is_said_with_the_remedy(gpus, fixed, named):
     with pytest.raises(UserError) as error:
         search(SMALL, gpus=gpus, global_batch=16, hardware=A100, fixed=Fixed(**fixed))
     names(error, *named)
+
+
+def test_the_remedy_for_no_layout_is_one_that_fits():
+    """The next lower number of GPUs has layouts, and is too small."""
+    run = preset("gpt-175b")
+    with pytest.raises(UserError) as error:
+        search(run.model, gpus=7, global_batch=60, hardware=A100)
+    names(error, "gpus=7", "use gpus=64")
+    search(run.model, gpus=64, global_batch=60, hardware=A100, top=1)
+
+
+def test_more_devices_than_stages_may_be():
+    """Sizes above an axis' bound are no candidates."""
+    fixed = Fixed(data=2**13, microbatch=1, schedule="1f1b", recompute="none")
+    found = search(SMALL, gpus=2**15, global_batch=2**15, hardware=A100, fixed=fixed)
+    assert {one.layout.devices for one in found.ranked} == {2**15}
+    assert {one.layout.pipe for one in found.ranked} == {1, 2, 4}
+    huge = replace(SMALL, layers=2**14, hidden=2**18, heads=2**10)
+    with pytest.raises(UserError) as error:
+        fewest_gpus(huge, hardware=A100, batch_of=lambda gpus: 1)
+    names(error, f"layers={2**14}", f"hidden={2**18}", f"{2**20:,}")
 
 
 def test_the_fewest_gpus_hold_the_model_and_half_of_them_do_not():

@@ -182,6 +182,20 @@ def test_what_was_chosen_is_said():
     assert sources["data x pipe x tensor"] == "chosen" and sources["step"] == "given"
 
 
+def test_a_size_that_was_chosen_is_not_given():
+    """The rows say of the sizes what `Chosen` says of them."""
+    rows = {
+        "layers of hidden, heads": "heads=8", "sequence, vocabulary": "vocab=4096, sequence=512",
+        "computes in": "compute_dtype=bfloat16", "step": "global_batch=8",
+    }  # fmt: skip
+    for chosen in rows.values():
+        plan = make_plan(preset("bench-s"), chosen=(f"{chosen}: not given",))
+        sources = {row.name: row.source for row in plan_rows(plan)}
+        assert {name for name in rows if sources[name] == "chosen"} == {
+            name for name, text in rows.items() if text == chosen
+        }
+
+
 def test_unknown_parts_have_a_name_too():
     assert part_name("bubble_s") == "idle in the pipeline"
     assert part_name("stash_bytes") == "stash between F and B"

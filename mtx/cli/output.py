@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from mtx.cli.options import Command, summary
 from mtx.errors import UserError, unknown_name
 from mtx.files import replacing
+from mtx.paths import user_path
 
 Report = Callable[..., None]  # of (done, total), and of a text before the bar
 
@@ -73,6 +75,17 @@ def check_picture(draw: str | None) -> None:
         from mtx.view.picture import check_suffix
 
         check_suffix(draw)
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """UserError before anything is computed where two options name one file to write. What is no
+    file, as - or /dev/null, may be named twice."""
+    found: dict[str, str] = {}
+    for name, path in files.items():
+        if path in (None, "", "-") or os.path.exists(path) and not os.path.isfile(path):
+            continue
+        if (first := found.setdefault(os.path.realpath(user_path(path)), name)) != name:
+            raise UserError(f"--{first} and --{name} both write {path}; name two files")
 
 
 def write_text(path: str | Path, text: str) -> None:

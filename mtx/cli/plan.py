@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
@@ -11,7 +12,8 @@ import tyro
 
 from mtx.cli.options import File, Flag, Line, part, read_line, split_names, with_family
 from mtx.cli.output import check_picture, say
-from mtx.config import Layout, ModelConfig, RunConfig
+from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.config.run import RUN_FILE
 from mtx.errors import UserError
 from mtx.fields import require_above
 from mtx.plan.candidates import Fixed
@@ -21,7 +23,7 @@ from mtx.plan.memory import Zero
 from mtx.plan.page import change_lines, plan_lines, ranking_lines
 from mtx.plan.plan import Plan, is_plan_file, load_plan, make_plan, save_plan
 from mtx.plan.search import Candidate, Found, fewest_gpus, search
-from mtx.presets import preset
+from mtx.presets import NAMES, preset
 from mtx.sharding.axes import AXES, RARE
 from mtx.sizes import Devices, Sequences
 
@@ -53,20 +55,22 @@ class PlanOptions:
     json: Flag = False  # every number, units in the names
     model: ModelConfig = field(default_factory=part(type(ModelConfig())))
     layout: Layout = field(default_factory=_Layout)
+    optimizer: OptimizerConfig = field(default_factory=part(OptimizerConfig))
 
 
 def plan_command(arguments: list[str]) -> None:
     """Say what a model needs on a cluster: memory, time, layout, cost; with --search, the best.
 
-    PRESET is gpt-1t where neither it nor sizes are given; a plan file (.toml, .json) can stand in
-    its place. Sizes are those of its model that are given; without PRESET --hidden and
-    --layers are enough. The layout is the preset's until --gpus or --search ask for another.
+    PRESET is gpt-1t where neither it nor sizes are given; PLAN is a file that --save has written
+    (.toml, .json), RUN_DIR the --out of a training run. Sizes are those of its model that are
+    given; without PRESET --hidden and --layers are enough. The layout is the preset's until --gpus
+    or --search ask for another.
     Nothing is run: all of it is computed from closed forms, or with --compile read from the
     compiled program.
     """
     base = _base(*split_names(arguments)[0][:1])
     default = PlanOptions(model=part(type(base[0].model))())
-    line = read_line(arguments, default, "mtx plan [PRESET]", plan_command)
+    line = read_line(arguments, default, "mtx plan [PRESET | PLAN | RUN_DIR]", plan_command)
     options = line.options
     above_0 = ("tokens", "price", "expert_imbalance")
     given = [name for name in above_0 if getattr(options, name) is not None]
@@ -98,6 +102,7 @@ class _Asked:
     def __init__(self, line: Line[PlanOptions]):
         self.name, self.options = line.name, line.options
         self.sizes, self.layout = line.changes("model"), line.changes("layout")
+        self._optimizer = line.changes("optimizer")
         self.zero: Zero | None = self.layout.pop("zero", None)
         self.target = line.options.target
         self.imbalance = line.options.expert_imbalance
@@ -105,11 +110,32 @@ class _Asked:
         sizes += [self.layout.get(axis, 1) for axis in RARE]
         self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given
 
+    def optimizer(self, run: RunConfig) -> OptimizerConfig:
+        """The run's, with what is given replaced."""
+        return replace(run.optimizer, **self._optimizer)
+
 
 def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
     """The run of that name to start from, and the plan, where it is a file."""
+    name = name if name in NAMES else _file(name)
     plan = load_plan(name) if is_plan_file(name) else None
     return (plan.run, plan) if plan else (preset(name), None)
+
+
+def _file(name: str) -> str:
+    """Of a run's folder the run's config, which is read as a plan file is; other names as they are.
+    UserError for a path at which there is neither."""
+    path = os.path.expanduser(name)
+    file = os.path.join(path, RUN_FILE)
+    if os.path.isfile(file):
+        return file
+    if is_plan_file(name) or not (os.path.exists(path) or os.path.basename(path) != path):
+        return name
+    what = "is a file" if os.path.isfile(path) else "does not exist"
+    what = f"is a folder without {RUN_FILE}" if os.path.isdir(path) else what
+    raise UserError(
+        f"{name} {what}; name a preset, a plan (.toml, .json) or the folder of a training run"
+    )
 
 
 def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found | None]:
@@ -127,7 +153,10 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
     if options.search or (options.gpus not in (None, run.layout.devices) and not asked.mesh):
         return _search(model, asked, known=run)
     batch = options.global_batch or run.global_batch
-    run = replace(run, model=model, layout=_changed(run.layout, asked), global_batch=batch)
+    run = replace(
+        run, model=model, layout=_changed(run.layout, asked), global_batch=batch,
+        optimizer=asked.optimizer(run),
+    )  # fmt: skip
     plan = make_plan(
         run, target=asked.target or "a100-80gb", zero=asked.zero,
         scatter_gather=options.scatter_gather, expert_imbalance=asked.imbalance or 1.0,
@@ -185,6 +214,8 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
     device.check(model)
     fixed = _fixed(asked)
     chosen = _said_sizes(model, asked.sizes) if known is None else []
+    start = known or RunConfig()
+    optimizer = asked.optimizer(start)
 
     def batch_of(gpus: int) -> int:
         given = options.global_batch or (known and known.global_batch)
@@ -192,18 +223,22 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
 
     gpus = options.gpus or asked.mesh or (known and known.layout.devices)
     if not gpus:
-        gpus = fewest_gpus(model, hardware=device, batch_of=batch_of, fixed=fixed)
+        gpus = fewest_gpus(
+            model, hardware=device, batch_of=batch_of, fixed=fixed, optimizer=optimizer
+        )
         chosen.append(f"gpus={gpus}: the smallest power of two that holds it")
     if not (options.global_batch or known):
         chosen.append(f"global_batch={batch_of(gpus)}: about {_STEP_TOKENS / 1e6:g}M tokens a step")
     found = search(
         model, gpus=gpus, global_batch=batch_of(gpus), hardware=device, fixed=fixed,
         scatter_gather=options.scatter_gather, expert_imbalance=asked.imbalance or 1.0,
+        optimizer=optimizer,
     )  # fmt: skip
     best = found.best
     chosen.append(_said_layout(found, fixed))
-    start = known or RunConfig()
-    run = replace(start, model=model, layout=best.layout, global_batch=batch_of(gpus))
+    run = replace(
+        start, model=model, layout=best.layout, global_batch=batch_of(gpus), optimizer=optimizer
+    )
     plan = make_plan(
         run, target=target, zero=best.zero, scatter_gather=options.scatter_gather,
         expert_imbalance=asked.imbalance or 1.0,
@@ -256,7 +291,7 @@ def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:
         changed = changes(
             found.best, plan.run.model, global_batch=plan.run.global_batch,
             hardware=plan.hardware, scatter_gather=plan.scatter_gather,
-            expert_imbalance=plan.expert_imbalance,
+            expert_imbalance=plan.expert_imbalance, optimizer=plan.run.optimizer,
         )  # fmt: skip
         numbers["search"] = search_numbers(plan, found, changed)
         heading = f"Layouts of {plan.gpus:,} x {plan.hardware.name} that fit, fastest first"

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from mtx.cli.options import File, Flag, Line, command, part
-from mtx.cli.output import check_picture, facts, say, table, write_text
+from mtx.cli.output import check_distinct, check_picture, facts, say, table, write_text
 from mtx.config import Layout
 from mtx.errors import UserError
 from mtx.files import replacing
@@ -173,6 +173,7 @@ def _times(text: str) -> Times:
 def _check_outputs(options: ScheduleOptions) -> None:
     """Before anything is computed or written."""
     check_picture(options.draw)
+    check_distinct({name: getattr(options, name) for name in ("csv", "text", "draw", "trace")})
     if [options.csv, options.text].count("-") + options.json > 1:
         raise UserError("only one of --csv -, --text - and --json can be printed at a time")
     if options.beside and (options.csv or options.text):

@@ -22,6 +22,8 @@ from mtx.sizes import Interval, NotNegative, Seed, Sequences, Step
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+RUN_FILE = "run.json"  # a run's config, in its `out`
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:

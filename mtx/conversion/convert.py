@@ -17,6 +17,7 @@ from typing import Any
 
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, to_dict
+from mtx.config.run import RUN_FILE
 from mtx.conversion.check import Check, Comparison, compare
 from mtx.conversion.checkpoint import SavedParameters, canonical_shapes, write_checkpoint
 from mtx.conversion.configs import kind_of_model
@@ -120,7 +121,7 @@ def to_checkpoint(
         }
         write_checkpoint(step, run, theirs, documents=documents, report=report)
         _copy_companions(source, place / COMPANIONS)
-        write_json(place / "run.json", to_dict(run))
+        write_json(place / RUN_FILE, to_dict(run))
         with Checkpoints(place).open(0) as store:
             comparison = _compared(model, SavedParameters(store, model), theirs, check, target)
     return Converted(
@@ -177,6 +178,8 @@ def to_huggingface(
     `most_file_gb` at most; adapters are merged into the weights. Raises UserError as
     `to_checkpoint` does.
     """
+    if not 0 < most_file_gb < math.inf:
+        raise UserError(f"most_file_gb={most_file_gb} must be a number above 0, such as 5")
     source, target = user_path(source, "source"), user_path(target, "target")
     checkpoints = Checkpoints(source)
     run, noted = checkpoints.run(step), checkpoints.extra(step).get(CONVERTED, {})

@@ -36,7 +36,9 @@ class Perplexity:
     perplexity: float  # exp(loss), at most e^20
     token_ratio: float | None  # (T - 1) / (T_o - 1); None where T_o is None or 1
     adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: of a WikiText word
-    bits_per_byte: float  # of the detokenised text in UTF-8
+    # loss / ln(2) * T / bytes of the detokenised texts in UTF-8: as if a text's first token cost as
+    # much as the others do on average
+    bits_per_byte: float
 
 
 def perplexity(
@@ -57,7 +59,9 @@ def perplexity(
     `wikitext`: the texts are WikiText's, to be detokenised first, and `adjusted_perplexity` is the
     number that papers report for WikiText-103: of a word, as it was cut there. Plain text says
     nothing of how its words are to be cut, so it has none; models of different tokenizers are
-    compared by `bits_per_byte`.
+    compared by `bits_per_byte`, as on the Pile (Gao et al. 2020, section 3.1): the mean over the
+    targets, of all tokens over all bytes. So the bytes of the first tokens, which are not
+    predicted and may be parts of characters, need not be known.
     Raises UserError for a text of fewer than two tokens, and a stride that is not within 1 and S.
     """
     sequence = trainer.run.model.sequence
@@ -89,7 +93,7 @@ def perplexity(
         windows=len(rows), stride=stride, wikitext=wikitext, loss=loss,
         perplexity=_bounded_exp(loss), token_ratio=ratio,
         adjusted_perplexity=None if ratio is None else _bounded_exp(loss * ratio),
-        bits_per_byte=loss * targets / math.log(2) / text_bytes,
+        bits_per_byte=loss / math.log(2) * tokens / text_bytes,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from mtx.config import Layout, ModelConfig, Recompute
+from mtx.config import Layout, ModelConfig, OptimizerConfig, Recompute
 from mtx.config.layout import ContextAttention, Weave
 from mtx.costs.ask import pattern_of
 from mtx.costs.place import heaviest
@@ -63,6 +63,7 @@ class Question:
     fixed: Fixed
     scatter_gather: bool = True
     expert_imbalance: float = 1.0
+    optimizer: OptimizerConfig | None = None  # AdamW
 
     def time(self, layout: Layout, zero: Zero, *, bound: bool = False) -> StepTime:
         """The predicted step. UserError where the model cannot be laid out."""
@@ -74,8 +75,9 @@ class Question:
     def memory(self, layout: Layout, zero: Zero) -> Memory:
         """Predicted bytes of a device. UserError where the model cannot be laid out."""
         return predict_memory(
-            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero
-        )
+            self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero,
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
     def ways(self, layout: Layout, zero: Zero) -> tuple[Recompute, ...]:
         """To recompute, the fastest first: those that are slower than one that keeps less are not
@@ -99,13 +101,11 @@ class Question:
         """Every data x pipe x expert x context x tensor that model and batch allow, in its leanest
         settings."""
         fixed, found = self.fixed, []
-        sizes, tensors = divisors(self.gpus), self.tensors()
         for context, expert, tensor, pipe in itertools.product(
-            self.contexts(), self.experts(), tensors, sizes
+            self.contexts(), self.experts(), self.tensors(), self.pipes()
         ):
             data, left = divmod(self.gpus, context * expert * tensor * pipe)
-            wanted = ((fixed.data, data), (fixed.pipe, pipe), (fixed.tensor, tensor))
-            if left or any(given not in (None, size) for given, size in wanted):
+            if left or fixed.data not in (None, data):
                 continue
             mesh = Layout(
                 data=data, pipe=pipe, expert=expert, context=context, tensor=tensor, idle="phases",
@@ -126,7 +126,7 @@ class Question:
 
     def mesh_fits(self, mesh: Layout, zero: Zero) -> bool:
         """Whether anything on that mesh does, which is in its leanest settings."""
-        if not self.holds(weights_bytes(self.model, mesh, zero)):
+        if not self.holds(weights_bytes(self.model, mesh, zero, optimizer=self.optimizer)):
             return False
         chunked = (replace(mesh, virtual=virtual) for virtual in self.virtuals(mesh))
         return any(self.can_hold(layout, zero) for layout in chunked)
@@ -180,6 +180,11 @@ class Question:
         devices share its experts."""
         most = self.hardware.node_devices if self.model.routed_experts else self.gpus
         return choices(self.fixed.tensor, tuple(n for n in divisors(self.gpus) if n <= most))
+
+    def pipes(self) -> tuple[int, ...]:
+        """The numbers of stages to try: those with a layer for every chunk."""
+        most = self.model.layers // (self.fixed.virtual or 1)
+        return choices(self.fixed.pipe, tuple(n for n in divisors(self.gpus) if n <= most))
 
     def _stage_layers(self, pipe: int) -> Literal["even", "balanced"]:
         """Layers of several kinds are balanced where as many for each stage cannot be had, or are
@@ -237,4 +242,5 @@ def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))

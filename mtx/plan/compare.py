@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from mtx.config import Layout, ModelConfig
+from mtx.config import Layout, ModelConfig, OptimizerConfig
 from mtx.errors import UserError
 from mtx.plan.candidates import CONTEXT_WAYS, RECOMPUTE, Fixed, Question
 from mtx.plan.choose import context_attention, with_zero
@@ -111,6 +111,7 @@ class Change:
 def changes(
     best: Candidate, model: ModelConfig, *, global_batch: int, hardware: Hardware,
     scatter_gather: bool = True, expert_imbalance: float = 1.0,
+    optimizer: OptimizerConfig | None = None,
 ) -> list[Change]:  # fmt: skip
     """What each single change of a setting of `best` would cost, mesh unchanged, fastest first.
 
@@ -119,6 +120,7 @@ def changes(
     question = Question(
         model=model, gpus=best.layout.devices, global_batch=global_batch, hardware=hardware,
         fixed=Fixed(), scatter_gather=scatter_gather, expert_imbalance=expert_imbalance,
+        optimizer=optimizer,
     )  # fmt: skip
     mesh, asked = best.layout, []
     settings = list(question.settings(replace(mesh, schedule=LOOPED[0], virtual=1)))

@@ -101,14 +101,17 @@ def predict_memory(
     )
 
 
-def weights_bytes(model: ModelConfig, layout: Layout, zero: Zero) -> int:
-    """What parameters, gradients, masters and moments take at least: no layer is traced for it."""
+def weights_bytes(
+    model: ModelConfig, layout: Layout, zero: Zero, *, optimizer: OptimizerConfig | None = None
+) -> int:
+    """What parameters, gradients, masters and moments take at least: no layer is traced for it.
+    optimizer: None, AdamW."""
     held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
     parameters, gradients, _ = _weights_bytes(model, layout, held, trained, zero)
     if zero == 3 and layout.pipe == layout.virtual == 1:  # with one microbatch
         shared, _, sums = _unused_by_layers(model, layout)
         parameters, gradients = parameters - shared, gradients - sums
-    return parameters + gradients + _optimizer_bytes(trained, None, sharded=zero != 0)
+    return parameters + gradients + _optimizer_bytes(trained, optimizer, sharded=zero != 0)
 
 
 def predict_host_bytes(

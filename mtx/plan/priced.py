@@ -73,7 +73,7 @@ class PricedRun:
             other = replace(layout, recompute=way)
             memory = predict_memory(
                 self.run.model, other, self.run.global_batch, backend=self.hardware.backend,
-                zero=self.zero,
+                zero=self.zero, optimizer=self.run.optimizer,
             )  # fmt: skip
             if self._fits(memory):
                 found.append((way, self._step(other, self.calibration), memory))
@@ -89,6 +89,11 @@ class PricedRun:
             if divides(other, self.run.model, self.run.global_batch):
                 found[way] = self._step(other, self.calibration)
         return found
+
+    def chose(self, *names: str) -> bool:
+        """Whether one of these fields is among what nobody asked for."""
+        said = ", ".join(choice.partition(":")[0] for choice in self.chosen)
+        return not {each.partition("=")[0] for each in said.split(", ")}.isdisjoint(names)
 
     def _fits(self, memory: Memory) -> bool:
         return memory.total_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes

@@ -24,12 +24,13 @@ experts those of the leaders.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from mtx.config import Layout, ModelConfig
+from mtx.config import Layout, ModelConfig, OptimizerConfig
 from mtx.errors import UserError
 from mtx.fields import checked
 from mtx.plan.candidates import MEMORY_AT_MOST, RECOMPUTE, Fixed, Question
@@ -45,6 +46,7 @@ from mtx.sharding.axes import AXES
 from mtx.sizes import Devices, Sequences
 
 _SIMULATED = ("zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v", "v_half", "dualpipe_v")
+_NEARBY = 256  # numbers of GPUs that are looked at for one with a layout
 _LEADERS, _MOST_OPS = 3, 4096  # of a search that is open: meshes, and F of a simulated table
 
 
@@ -90,19 +92,20 @@ class _Waiting(NamedTuple):
 def search(
     model: ModelConfig, *, gpus: int, global_batch: int, hardware: Hardware,
     fixed: Fixed | None = None, scatter_gather: bool = True, expert_imbalance: float = 1.0,
-    top: int = 8,
+    optimizer: OptimizerConfig | None = None, top: int = 8,
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
     A mesh is data x pipe x expert x context x tensor = gpus; layers lie in equal parts on the
     stages, with experts in parts that differ by one where there are no equal ones.
-    schedule="auto" is an open one. Raises UserError where the sizes allow no layout at all, and
-    where none fits.
+    schedule="auto" is an open one; optimizer: None, AdamW. Raises UserError where the sizes allow
+    no layout at all, and where none fits.
     """
     question = Question(
         model=model, gpus=checked("gpus", gpus, Devices),
         global_batch=checked("global_batch", global_batch, Sequences), hardware=hardware,
         fixed=fixed or Fixed(), scatter_gather=scatter_gather, expert_imbalance=expert_imbalance,
+        optimizer=optimizer,
     )  # fmt: skip
     check_imbalance(model, expert_imbalance)
     wanted = question.fixed.schedule
@@ -288,23 +291,48 @@ def _no_layout(question: Question) -> UserError:
     """Names what stands in the way of a mesh that the caller asked for, or of every mesh."""
     model, gpus = question.model, question.gpus
     given = {name: value for name, value in asdict(question.fixed).items() if value is not None}
-    product, sizes = 1, []
-    for name in ("data", *(axis for axis in AXES if axis != "data")):
-        if given.get(name):
-            product *= given[name]
-            sizes.append(f"{name}={given[name]}")
+    sizes = {axis: given[axis] for axis in ("data", *AXES) if given.get(axis)}
+    product, said = math.prod(sizes.values()), _listed(given, ", ")
+    use, free = _remedy(question, product), replace(question, fixed=Fixed())
+    if not use and given:
+        use = f"leave {said} open" if len(given) == 1 else f"leave some of {said} open"
+        use += "" if _fits(free) else f", and {_remedy(free, 1) or 'use a smaller model'}"
+    use = use or "use a smaller model, or devices with more memory"
     if gpus % product:
-        return UserError(
-            f"gpus={gpus} cannot be divided by {' * '.join(sizes)}; use gpus="
-            f"{max(1, gpus // product) * product} or leave one of them open"
-        )
-    said = ", ".join(f"{name}={value}" for name, value in given.items())
-    free = replace(question, fixed=Fixed())
-    nearest = (n for n in range(gpus - 1, 0, -1) if replace(free, gpus=n).meshes())
+        return UserError(f"gpus={gpus} cannot be divided by {_listed(sizes, ' * ')}; {use}")
     return UserError(
         f"no layout of gpus={gpus}{' with ' + said if said else ''} divides layers={model.layers}, "
-        f"heads={model.heads} and global_batch={question.global_batch}; use gpus="
-        f"{next(nearest, 1)}, or a global_batch that is a multiple of gpus={gpus}"
+        f"heads={model.heads} and global_batch={question.global_batch}; {use}"
+    )
+
+
+def _listed(values: dict, between: str) -> str:
+    return between.join(f"{name}={value}" for name, value in values.items())
+
+
+def _remedy(question: Question, product: int) -> str:
+    """A number of GPUs, a multiple of `product`, or a batch, with which some layout fits; empty
+    where there is neither. Of GPUs the next lower number with a layout, else that with the nearest
+    power of two."""
+    gpus, batch = question.gpus, question.global_batch
+    below = range((gpus - 1) // product * product, 0, -product)[:_NEARBY]
+    near = [n for n in below if replace(question, gpus=n).meshes()][:1]
+    powers = [product * 2**power for power in range(21) if product * 2**power <= 2**20]
+    numbers = near + sorted(powers, key=lambda n: abs(math.log2(n / gpus)))
+    found = (f"gpus={n}" for n in numbers if _fits(replace(question, gpus=n)))
+    multiple = -(-batch // gpus) * gpus
+    larger = replace(question, global_batch=multiple)
+    fits = multiple != batch and multiple in get_args(Sequences)[1] and _fits(larger)
+    remedies = [*itertools.islice(found, 1), *[f"global_batch={multiple}"] * fits]
+    return f"use {' or '.join(remedies)}" if remedies else ""
+
+
+def _fits(question: Question) -> bool:
+    """Whether some layout does."""
+    return any(
+        question.mesh_fits(mesh, zero)
+        for mesh in question.meshes()
+        for zero in question.zeros(mesh)
     )
 
 
@@ -327,8 +355,9 @@ def _nothing_fits(question: Question, meshes: list[Layout]) -> UserError:
 
 
 def fewest_gpus(
-    model: ModelConfig, *, hardware: Hardware, batch_of, fixed: Fixed | None = None
-) -> int:
+    model: ModelConfig, *, hardware: Hardware, batch_of, fixed: Fixed | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> int:  # fmt: skip
     """The smallest power of two of devices on which some layout fits.
 
     batch_of: the global batch for a number of devices. UserError above 2^20 of them.
@@ -336,8 +365,9 @@ def fewest_gpus(
     fixed = fixed or Fixed()
     for gpus in (2**power for power in range(21)):
         question = Question(
-            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware, fixed=fixed
-        )
+            model=model, gpus=gpus, global_batch=batch_of(gpus), hardware=hardware, fixed=fixed,
+            optimizer=optimizer,
+        )  # fmt: skip
         for mesh in question.meshes():
             leanest = replace(mesh, recompute=fixed.ways()[-1])
             if question.holds(question.memory(leanest, fixed.zero or 1).total_bytes):

@@ -1,7 +1,7 @@
 """The facts of a plan, row by row, each with where it is from.
 
 given      the run's own config, a preset's included
-chosen     by the search, or by a rule that the row names
+chosen     by the search, or by a rule that the row names; of a row's numbers, perhaps not all
 computed   arithmetic on that, or counted in the schedule's table
 predicted  a model of our program's time and memory, which running or compiling it confirms or not
 compiled   read from the program that XLA made for the target
@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
-from mtx.config import RunConfig
 from mtx.costs.ask import model_parameters
 from mtx.plan import flops
 from mtx.plan.candidates import MEMORY_AT_MOST
@@ -58,7 +57,7 @@ def plan_rows(
             Row("Chosen", name, why, "chosen")
             for name, _, why in (choice.partition(": ") for choice in plan.chosen)
         ),
-        *_model(plan.run, row),
+        *_model(plan, row),
         *_parts(plan),
         *_layout(plan),
         *_memory(plan),
@@ -80,14 +79,18 @@ def title(plan: PricedRun) -> str:
     )
 
 
-def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
-    model = run.model
+def _source(plan: PricedRun, *names: str) -> Source:
+    return "chosen" if plan.chose(*names) else "given"
+
+
+def _model(plan: PricedRun, row: Throughput | None) -> list[Row]:
+    model, sizes = plan.run.model, f"{plan.run.model.sequence:,}, {plan.run.model.vocab:,}"
     shape = f"{model.layers} layers of {model.hidden:,}, {model.heads} heads"
     if model.groups != model.heads:
         shape += f", {model.groups} of keys and values"
     rows = [
-        Row("Model", "layers of hidden, heads", shape, "given"),
-        Row("Model", "sequence, vocabulary", f"{model.sequence:,}, {model.vocab:,}", "given"),
+        Row("Model", "layers of hidden, heads", shape, _source(plan, "heads", "kv_heads")),
+        Row("Model", "sequence, vocabulary", sizes, _source(plan, "sequence", "vocab")),
     ]
     as_in_paper = model.ffn_hidden == 4 * model.hidden
     if not as_in_paper:
@@ -95,7 +98,7 @@ def _model(run: RunConfig, row: Throughput | None) -> list[Row]:
         twice = 2 * model.hidden * model.ffn_hidden  # a matrix for the gate, and one beside it
         gated = any(each.elements.number == twice for layer in layers for each in layer)
         width = f"{model.ffn_hidden:,}{', gated' if gated else ''}"
-        rows.append(Row("Model", "inside of the MLP", width, "given"))
+        rows.append(Row("Model", "inside of the MLP", width, _source(plan, "ffn")))
     rows.append(Row("Model", "parameters, exactly", f"{flops.parameters(model):,}", "computed"))
     if model.freezes:
         said = f"{flops.trained_parameters(model):,}"
@@ -144,16 +147,15 @@ def _layout(plan: PricedRun) -> list[Row]:
         types += f", matmuls of layers' weights in float8 ({run.model.fp8})"
     sharded = {0: "nothing", 1: "masters and moments", 3: "parameters and all"}[plan.zero]
     source: Source = "chosen" if plan.chosen else "given"
-    batch_chosen = any(choice.startswith("global_batch") for choice in plan.chosen)
     return [
         Row("Layout", " x ".join(axes), mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
         *_context(plan, source),
         *_experts(plan),
         Row("Layout", "schedule", layout.schedule_text, source),
-        Row("Layout", "step", step, "chosen" if batch_chosen else "given"),
+        Row("Layout", "step", step, _source(plan, "global_batch")),
         Row("Layout", "microbatches", batches, "computed"),
-        Row("Layout", "computes in", types, "given"),
+        Row("Layout", "computes in", types, _source(plan, "compute_dtype")),
         Row("Layout", "activations", kept, source),
         Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
     ]

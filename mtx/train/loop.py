@@ -23,6 +23,7 @@ from rich.console import Console
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.store import Damaged
 from mtx.config import RunConfig, to_dict
+from mtx.config.run import RUN_FILE
 from mtx.data import load_data, read_ahead
 from mtx.data.corpus import check_vocab
 from mtx.errors import UserError
@@ -45,7 +46,7 @@ from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
 from mtx.train.track import make_trackers
 
-_FILES, _FOLDERS = ("run.json", "log.jsonl"), ("checkpoints", "profile", "tensorboard", "wandb")
+_FILES, _FOLDERS = (RUN_FILE, "log.jsonl"), ("checkpoints", "profile", "tensorboard", "wandb")
 
 
 def run_training(
@@ -212,7 +213,7 @@ def _created(out: Path, run: RunConfig) -> Iterator[None]:
                 held.callback(os.close, folder)
                 _lock(folder, out)
                 _refuse_others(out)
-                with replacing(out / "run.json") as written:
+                with replacing(out / RUN_FILE) as written:
                     text = json.dumps(to_dict(run), indent=2) + "\n"
                     written.write_text(text, encoding="utf-8")
         except OSError as error:

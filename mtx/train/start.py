@@ -19,6 +19,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.manifest import MANIFEST
 from mtx.checkpoint.store import Damaged
 from mtx.config import DataConfig, RunConfig, from_dict
+from mtx.config.run import RUN_FILE
 from mtx.conversion.convert import (
     COMPANIONS,
     CONVERTED,
@@ -35,7 +36,6 @@ from mtx.errors import UserError
 from mtx.plan.fit import refuse_if_too_large, spread_layout
 from mtx.sharding.agree import agree
 
-RUN = "run.json"  # a run's config, in its `out`
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
 _FREE = (
     "sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8",
@@ -67,13 +67,13 @@ def find_start(directory: str) -> Start:
         return FromModel(path)
     if os.path.isfile(path / MANIFEST):
         raise UserError(f"{path} is one checkpoint; name the run that it is of: {path.parents[1]}")
-    if path.name == "checkpoints" and os.path.isfile(path.parent / RUN):
+    if path.name == "checkpoints" and os.path.isfile(path.parent / RUN_FILE):
         path = path.parent
-    if os.path.isfile(path / RUN) or Checkpoints(path).steps():
+    if os.path.isfile(path / RUN_FILE) or Checkpoints(path).steps():
         return FromRun(path)
     raise UserError(
-        f"{path} is neither a run ({RUN}, checkpoints) nor a Hugging Face directory ({CONFIG}); "
-        "text to train on is named by --data.path"
+        f"{path} is neither a run ({RUN_FILE}, checkpoints) nor a Hugging Face directory "
+        f"({CONFIG}); text to train on is named by --data.path"
     )
 
 
@@ -90,7 +90,7 @@ class FromRun:
     def __init__(self, directory: Path):
         self._checkpoints = Checkpoints(directory)
         self._done = self._checkpoints.latest() or 0
-        written = directory / RUN
+        written = directory / RUN_FILE
         run = _read_run(written) if os.path.isfile(written) else self._checkpoints.run()
         self._own, data = str(directory), run.data
         if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever it lies by now
