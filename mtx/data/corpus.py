@@ -134,7 +134,7 @@ def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
         raise UserError(
             f"the {tokenizer.name} tokenizer has {tokens:,} tokens"
             f"{' with sentinels' if spans else ''}, more than model.vocab={model.vocab:,}; set "
-            f"model.vocab to {tokens} or more"
+            f"model.vocab to {tokens} or more, or use another tokenizer"
         )
 
 
