@@ -44,8 +44,15 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
 
     samples: how many a run takes in all, by default those of all its steps; only how far a blend
     by weights reaches depends on it, never what a sample holds.
-    Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
+    Raises UserError for data that cannot be read, are too small, are of another tokenizer, or have
+    more tokens than the model.
     """
+    corpus = _load(run, samples)
+    check_vocab(corpus.tokenizer, run.model)
+    return corpus
+
+
+def _load(run: RunConfig, samples: int | None) -> Corpus:
     if run.model.reads_images:
         return _load_images(run)
     config, (prefixes, weights) = run.data, _datasets_of(run.data)

@@ -24,7 +24,6 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.store import Damaged
 from mtx.config import RunConfig, to_dict
 from mtx.data import Corpus, load_data, read_ahead
-from mtx.data.corpus import check_vocab
 from mtx.errors import UserError
 from mtx.files import replacing
 from mtx.launch.shared import require_shared
@@ -117,7 +116,6 @@ def _load_checked(
     run = trainer.run
     left = max(0, run.steps - (step or 0)) * run.global_batch
     data = load_data(run, samples=consumed + left)
-    check_vocab(data.tokenizer, run.model)
     if step is not None:
         checkpoints.check(trainer, data.tokenizer, step)
     if left:  # a token beyond the vocabulary is refused
