@@ -180,6 +180,14 @@ def trained(tmp_path_factory):
     return place
 
 
+def test_a_torn_config_is_named_once_and_another_found(folder, capsys, trained):
+    shutil.copytree(trained / "run", "run")
+    Path("run/run.json").write_text('{"steps": ')
+    assert refused(capsys, "run").count("run/run.json") == 1
+    Path("run/run.json").rename("away")
+    assert find_start("run").run.steps == 2
+
+
 @pytest.mark.parametrize("options", NOT_OF_THE_RUN)
 @pytest.mark.parametrize("out", ["run", "new"])
 def test_what_does_not_suit_a_run_is_refused_before_anything_is_written(

@@ -78,9 +78,14 @@ def find_start(directory: str) -> Start:
     )
 
 
-def _read_run(path: Path) -> RunConfig:
+def _read_run(path: Path, checkpoints: Checkpoints) -> RunConfig:
     try:
-        return from_dict(RunConfig, read_json(path))
+        values = read_json(path)
+    except UserError as error:
+        away = "move it away: the newest checkpoint has another" if checkpoints.steps() else ""
+        raise UserError(f"{error}; {away or 'put a copy back'}") from None
+    try:
+        return from_dict(RunConfig, values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -92,7 +97,8 @@ class FromRun:
         self._checkpoints = Checkpoints(directory)
         self._done = self._checkpoints.latest() or 0
         written = directory / RUN
-        run = _read_run(written) if os.path.isfile(written) else self._checkpoints.run()
+        there = os.path.isfile(written)
+        run = _read_run(written, self._checkpoints) if there else self._checkpoints.run()
         self._own, data = str(directory), run.data
         if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever it lies by now
             data = replace(data, tokenizer=str(directory / COMPANIONS))
