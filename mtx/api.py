@@ -26,6 +26,7 @@ from mtx.evaluation.masked import MaskedPerplexity, masked_perplexity
 from mtx.evaluation.perplexity import Perplexity, is_wikitext, perplexity
 from mtx.evaluation.score import load_model
 from mtx.schedules.schedule import Schedule
+from mtx.step.batch import check_tokens
 from mtx.step.trainer import Trainer
 
 Tree = Any
@@ -118,15 +119,7 @@ def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
     shapes = {name: np.shape(batch[name]) for name in ("tokens", "targets", "weights")}
     if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
         raise UserError(f"a batch's arrays must all be [G, S], and these are {shapes}")
-    rows, length = shapes["tokens"]
-    if length > model.sequence:
-        raise UserError(f"a batch of {rows} x {length} tokens for sequence={model.sequence}")
-    for name in ("tokens", "targets"):
-        least, most = int(np.min(batch[name])), int(np.max(batch[name]))
-        if least < 0 or most >= model.vocab:
-            raise UserError(
-                f"batch {name} from {least} to {most} must lie below vocab={model.vocab}, from 0 on"
-            )
+    check_tokens({name: np.asarray(values) for name, values in batch.items()}, model)
 
 
 def _check_params(params: Tree, trainer: Trainer) -> None:

@@ -172,7 +172,8 @@ def test_config_and_tokenizer_lie_beside(saved):
     assert checkpoints.run() == RUN
     assert checkpoints.tokenizer(3).to_dict() == ByteTokenizer().to_dict()
     assert checkpoints.extra() == {"note": [1, None]}
-    checkpoints.check(replace(MODEL, dropout=0.1), ByteTokenizer())
+    dropping = Trainer(replace(RUN, model=replace(MODEL, dropout=0.1)))
+    checkpoints.check(dropping, ByteTokenizer())
 
 
 def test_fingerprints_are_the_same_on_every_layout(saved, tmp_path):
@@ -249,7 +250,7 @@ def test_another_model(saved, change, values):
         saved.checkpoints.restore(trainer)
     assert names(error, saved.directory / "3", *values)
     with pytest.raises(UserError) as error:
-        saved.checkpoints.check(trainer.run.model, ByteTokenizer())
+        saved.checkpoints.check(trainer, ByteTokenizer())
     assert names(error, *values)
 
 
@@ -264,16 +265,16 @@ def test_arrays_of_another_shape(saved):
 def test_another_tokenizer(saved, tmp_path):
     bpe = train_bpe(["to be or not to be"] * 9, vocab=260)
     with pytest.raises(UserError) as error:
-        saved.checkpoints.check(MODEL, bpe)
+        saved.checkpoints.check(saved.trainer, bpe)
     assert names(error, "bytes", 256, 260)
     state = saved.checkpoints.restore(saved.trainer)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(saved.trainer, state, tokenizer=bpe)
     assert checkpoints.tokenizer().encode("to be").tolist() == bpe.encode("to be").tolist()
-    checkpoints.check(MODEL, bpe)
+    checkpoints.check(saved.trainer, bpe)
     other = train_bpe(["that is the question"] * 9, vocab=260)
     with pytest.raises(UserError) as error:
-        checkpoints.check(MODEL, other)
+        checkpoints.check(saved.trainer, other)
     assert names(error, 260)
 
 

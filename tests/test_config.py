@@ -93,7 +93,7 @@ def test_a_choice_like_nothing_known_is_listed_without_a_guess():
         (ModelConfig, {"attention_dropout": -0.1}, ["[0, 1)"]),
         (OptimizerConfig, {"lr": 0.0}, ["above 0"]),
         (OptimizerConfig, {"lr": float("nan")}, ["finite"]),
-        (OptimizerConfig, {"min_lr": 0.1, "lr": 1e-3}, ["[0, lr=0.001]"]),
+        (OptimizerConfig, {"min_lr": 0.1, "lr": 1e-3}, ["[0, lr=0.001]", "optimizer.min_lr"]),
         (OptimizerConfig, {"min_lr": -1.0}, ["[0, lr=0.00015]"]),
         (OptimizerConfig, {"warmup_steps": -1}, ["0"]),
         (OptimizerConfig, {"warmup_steps": 10, "decay_steps": 10}, ["decay_steps=10"]),

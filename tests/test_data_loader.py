@@ -41,7 +41,7 @@ def write(tmp_path):
 
 
 def run_of(*path: str, **changes) -> RunConfig:
-    model = ModelConfig(layers=1, hidden=8, heads=1, sequence=S, compute_dtype="float32")
+    model = ModelConfig(layers=1, hidden=8, heads=1, sequence=S, vocab=260, compute_dtype="float32")
     data = DataConfig(path=path, **{"split": "8,2", **changes})
     return RunConfig(model=model, data=data, global_batch=4, steps=10, eval_batches=2)
 

@@ -56,6 +56,18 @@ def test_a_sample_is_its_text_and_nothing_is_lost(tmp_path):
     assert not np.array_equal(first.inputs, later.inputs)
 
 
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "tokens"),
+    [(t5(vocab=256), "bytes", 357), (ModelConfig(vocab=256, sequence=24), "bpe", 270)],
+)
+def test_more_tokens_than_the_model_has_are_refused(tmp_path, model, tokenizer, tokens):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 90)
+    data = DataConfig(path=(str(tmp_path / "text.txt"),), tokenizer=tokenizer, bpe_vocab=270)
+    with pytest.raises(UserError) as error:
+        load_data(RunConfig(model=model, data=data))
+    assert names(error, tokens, "vocab=256")
+
+
 def test_sentinels_are_read_and_written():
     tokenizer = SpanTokenizer(ByteTokenizer())
     ids = tokenizer.encode("a<extra_id_1>b<extra_id_200>")

@@ -127,12 +127,14 @@ def test_text_shorter_than_a_sample_is_refused_with_the_numbers(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("x" * 100)
     config = DataConfig(path=(str(path),))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         load_text(config, sequence=128)
-    assert str(caught.value) == (
-        "the training text has 96 tokens, but one sample needs sequence+1=129; "
-        "give more text or use sequence=95 or less"
-    )
+    assert names(error, 96, "sequence+1=129", "sequence=5 ")  # 6 tokens are held out
+    assert load_text(config, sequence=5).held_out.distinct == 1
+    path.write_text("x" * 5)  # which holds out nothing
+    with pytest.raises(UserError) as error:
+        load_text(config, sequence=128)
+    assert names(error, "sequence+1=129") and "sequence=" not in str(error.value)
 
 
 def test_held_out_text_shorter_than_a_sample_is_refused_with_the_numbers(tmp_path):

@@ -191,6 +191,9 @@ def test_tokens_beyond_the_vocabulary_are_refused(change, values):
     with pytest.raises(UserError) as error:
         mtx.loss_and_gradients(MODEL, Layout(), batch)
     assert names(error, *values)
+    with pytest.raises(UserError) as error:
+        mtx.trainer_for(MODEL, Layout(), global_batch=2).place(batch)
+    assert names(error, *values)
 
 
 def test_a_batch_of_another_shape_is_refused():
@@ -206,6 +209,10 @@ def test_a_batch_of_another_shape_is_refused():
         with pytest.raises(UserError) as error:
             mtx.loss_and_gradients(MODEL, Layout(), other)
         assert names(error, *values)
+    longer = {name: np.tile(a, 2) for name, a in batch.items()}
+    with pytest.raises(UserError) as error:
+        mtx.trainer_for(MODEL, Layout(), global_batch=2).place(longer)
+    assert names(error, 32, "sequence=16")
 
 
 def test_a_schedules_name_in_the_place_of_a_table_is_refused():

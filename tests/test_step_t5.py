@@ -7,10 +7,12 @@ import jax
 import pytest
 import reference
 import reference_t5
+from errors import names
 from parameters import params_of
 
 import mtx
 from mtx.config import Layout, ModelConfig
+from mtx.errors import UserError
 
 T5 = ModelConfig(
     family="t5", layers=8, hidden=32, heads=4, head_dim=10, ffn=48, sequence=12,
@@ -56,3 +58,11 @@ def test_dropout_masks_do_not_depend_on_the_layout():
     plain = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
     without, _ = reference_t5.loss_and_gradients(params_of(plain), batch, plain)
     assert abs(float(one[0]) - float(without)) > 1e-3, "something is dropped"
+
+
+def test_texts_beyond_the_vocabulary_are_refused():
+    batch = reference_t5.batch_of_spans(T5, 4)
+    batch = batch | {"inputs": batch["inputs"] + 1000}
+    with pytest.raises(UserError) as error:
+        mtx.trainer_for(T5, Layout(), global_batch=4).place(batch)
+    assert names(error, "inputs", "vocab=101")

@@ -127,6 +127,79 @@ def test_a_run_goes_on_bit_for_bit(folder, capsys, monkeypatch):
     assert find_start("part").run == replace(Checkpoints("part").run(), out="part")
 
 
+def damage_arrays(run: str, step: int) -> None:
+    file = Path(run, "checkpoints", str(step), "arrays.0.bin")
+    with open(file, "r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_copied(folder, capsys):
+    assert main(["train", *TINY, "--steps", "4", "--save-every", "2", "--out", "source"]) == 0
+    damage_arrays("source", 4)
+    before = files_of(folder)
+    capsys.readouterr()
+    assert main(["train", "source", "--steps", "5", "--out", "other"]) == 0
+    said = capsys.readouterr().out
+    assert "source/checkpoints/4 is damaged" in said and "source/checkpoints/2" in said
+    assert losses_of("other").keys() == {3, 4, 5}
+    assert {path: data for path, data in files_of(folder).items() if path in before} == before
+
+    damage_arrays("source", 2)
+    capsys.readouterr()
+    assert main(["train", "source", "--steps", "5", "--out", "third"]) == 2
+    assert "source/checkpoints" in capsys.readouterr().err and not Path("third").exists()
+
+
+NOT_OF_THE_RUN = {
+    "--model.hidden 32": ["hidden", "16", "32"],
+    "--model.sequence 8": ["sequence", "16", "8"],
+    "--model.family llama --model.heads 2": ["family", "llama"],
+    "--data.tokenizer bpe --data.bpe-vocab 270": ["270", "model.vocab=256"],
+    "--optimizer.name adamw": ["optimizer"],
+    "--layout.pipe 2 --layout.tensor 2 --layout.data 4 --layout.microbatch 1": ["16", "8"],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps by Lion, to be copied."""
+    place = tmp_path_factory.mktemp("trained")
+    Path(place, "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert (
+            main(["train", *TINY, "--optimizer.name", "lion", "--steps", "2", "--out", "run"]) == 0
+        )
+    return place
+
+
+def test_a_torn_config_is_named_once_and_another_found(folder, capsys, trained):
+    shutil.copytree(trained / "run", "run")
+    Path("run/run.json").write_text('{"steps": ')
+    assert refused(capsys, "run").count("run/run.json") == 1
+    Path("run/run.json").rename("away")
+    assert find_start("run").run.steps == 2
+
+
+@pytest.mark.parametrize("options", NOT_OF_THE_RUN)
+@pytest.mark.parametrize("out", ["run", "new"])
+def test_what_does_not_suit_a_run_is_refused_before_anything_is_written(
+    folder, capsys, trained, options, out
+):
+    shutil.copytree(trained / "run", "run")
+    before = files_of(folder)
+    line = refused(capsys, "run", "--steps", "3", "--out", out, *options.split())
+    assert all(value in line for value in NOT_OF_THE_RUN[options]), line
+    assert files_of(folder) == before and not Path("new").exists()
+
+
 # --- a model --------------------------------------------------------------------------------------
 
 
@@ -271,3 +344,10 @@ def test_what_data_cannot_serve_is_refused_before_it_is_converted(folder, capsys
         capsys, "bert", "--data.path", "text.txt"
     )
     assert not Path("runs").exists()
+
+
+def test_a_layout_of_too_many_devices_is_refused_before_a_model_is_converted(folder, capsys):
+    write_llama()
+    layout = ["--layout.data", "8", "--layout.tensor", "2", "--global-batch", "8"]
+    line = refused(capsys, "llama", "--data.path", "text.txt", *layout)
+    assert "16" in line and "8" in line and not Path("runs").exists()

@@ -244,11 +244,13 @@ class Checkpoints(Folder):
         shardings = trainer.shardings(trainer.states.specs.loss_scale)
         return state._replace(loss_scale=jax.device_put(scale, shardings))
 
-    def check(self, model: ModelConfig, tokenizer: Tokenizer, step: int | None = None) -> None:
-        """Raises UserError where a checkpoint is of another model or another tokenizer."""
+    def check(self, trainer: Trainer, tokenizer: Tokenizer, step: int | None = None) -> None:
+        """Raises UserError where a checkpoint is of another model, optimizer or tokenizer."""
         step = self._existing(step)
         path = self._path(step)
-        _check_model(path, self.run(step).model, model)
+        _check_model(path, self.run(step).model, trainer.run.model)
+        with self.open(step) as store:
+            self._snapshot_of(trainer).check(store)
         saved = self.tokenizer(step)
         if saved.identity.same_as(tokenizer.identity):
             return
@@ -258,7 +260,7 @@ class Checkpoints(Folder):
             what = f"({here} tokens on both sides, trained on other text)"
         raise UserError(
             f"checkpoint {path} was written with another tokenizer {what}; use its text and "
-            "tokenizer, or another out"
+            "tokenizer, or start a new run in another out"
         )
 
     def _snapshot_of(self, trainer: Trainer) -> Snapshot:
@@ -288,5 +290,5 @@ def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
     if differences:
         raise UserError(
             f"checkpoint {path} is of another model: {', '.join(differences)}; use its values, or "
-            "another out"
+            "start a new run in another out"
         )

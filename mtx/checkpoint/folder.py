@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mtx.checkpoint.formats import current_run
@@ -102,6 +103,13 @@ class Folder:
             raise Damaged(self._path(manifest.step), what)
         Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()
 
+    def verify(self, step: int | None = None) -> None:
+        """Raises Damaged where anything of a checkpoint is not what was written; reads it all."""
+        self.look(step)
+        with self.open(step) as store, ThreadPoolExecutor() as pool:
+            for _ in pool.map(lambda name: sum(store.verify(name)), store.catalog):
+                pass
+
     def open(self, step: int | None = None) -> Store:
         """A checkpoint's arrays, to be read one by one, as in `with checkpoints.open() as store:
         store.read("params.embed.tokens")`. Raises Damaged."""
@@ -136,7 +144,11 @@ class Folder:
         Those that are not are set aside, and `say` is told in a line. Raises UserError where there
         are checkpoints, and none of them is sound.
         """
-        step, *lines = json.loads(agree("find", "", self._find, timeout_s=TIMEOUT_S))
+
+        def search(_) -> str:
+            return json.dumps(self.search(self.look, self._rename))
+
+        step, lines = json.loads(agree("find", "", search, timeout_s=TIMEOUT_S))
         for line in lines:
             say(line)
         if step is None and (lines or self.aside()):
@@ -146,7 +158,11 @@ class Folder:
             )
         return step
 
-    def _find(self, _) -> str:
+    def search(
+        self, look: Callable[[int], None], put_away: Callable[[int], str]
+    ) -> tuple[int | None, list[str]]:
+        """(the step of the newest checkpoint that `look` does not find Damaged, or None; a line on
+        each that is). put_away: of a damaged one, returns what became of it."""
         lines = [
             f"checkpoint {self._path(step)} is damaged: it has no {MANIFEST}"
             for step in self.incomplete()
@@ -154,11 +170,11 @@ class Folder:
         ]
         for step in reversed(self.steps()):
             try:
-                self.look(step)
-                return json.dumps([step, *lines])
+                look(step)
+                return step, lines
             except Damaged as error:
-                lines.append(f"{error}; {self._rename(step)}")
-        return json.dumps([None, *lines])
+                lines.append(f"{error}; {put_away(step)}")
+        return None, lines
 
     def set_aside(self, step: int, why: str, *, unless_oldest: bool = False) -> str:
         """Gives a checkpoint another name, under which it does not count; says so in a line. `why`

@@ -47,7 +47,10 @@ class OptimizerConfig:
                     f"{self.decay_steps} to decay in; use fewer, or a larger decay_steps"
                 )
         if not 0.0 <= self.min_lr <= self.lr:
-            raise UserError(f"min_lr={self.min_lr} must lie in [0, lr={self.lr}]")
+            raise UserError(
+                f"min_lr={self.min_lr} must lie in [0, lr={self.lr}]; set optimizer.min_lr as "
+                f"well, perhaps to {self.lr / 10:.3g}"
+            )
         if not 0.0 < self.wsd_decay_fraction <= 1.0:
             raise UserError(f"wsd_decay_fraction={self.wsd_decay_fraction} must lie in (0, 1]")
         for name in ("b1", "b2"):

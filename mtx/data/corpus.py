@@ -36,6 +36,7 @@ from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError
 
 _DOUBTFUL_BYTES = 16  # a token of a sample: with fewer held out, there may be too few tokens
+_SIDES = "the training text", "the held-out text"
 _CACHE_NAME = "index_cache"  # of the folder of indices, beside the first dataset
 
 
@@ -44,8 +45,15 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
 
     samples: how many a run takes in all, by default those of all its steps; only how far a blend
     by weights reaches depends on it, never what a sample holds.
-    Raises UserError for data that cannot be read, are too small, or are of another tokenizer.
+    Raises UserError for data that cannot be read, are too small, are of another tokenizer, or have
+    more tokens than the model.
     """
+    corpus = _load(run, samples)
+    check_vocab(corpus.tokenizer, run.model)
+    return corpus
+
+
+def _load(run: RunConfig, samples: int | None) -> Corpus:
     if run.model.reads_images:
         return _load_images(run)
     config, (prefixes, weights) = run.data, _datasets_of(run.data)
@@ -134,7 +142,7 @@ def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
         raise UserError(
             f"the {tokenizer.name} tokenizer has {tokens:,} tokens"
             f"{' with sentinels' if spans else ''}, more than model.vocab={model.vocab:,}; set "
-            f"model.vocab to {tokens} or more"
+            f"model.vocab to {tokens} or more, or use another tokenizer"
         )
 
 
@@ -300,28 +308,40 @@ def load_text(config: DataConfig, *, sequence: int, bert: bool = False) -> Corpu
             f"eod={config.eod!r} leaves documents of text without an end; use auto, or a token"
         )
     vocab = find_bert_vocab(tokenizer) if bert else None
-
-    def samples(side: str, texts: Sequence[str], remedy: str, seed: int | None) -> SampleSource:
-        if vocab is not None:
-            sentences = _encode(texts, tokenizer)
-            return BertSamples(sentences, vocab, sequence=sequence, config=config, name=side)
-        tokens = _join(texts, tokenizer)
-        if len(tokens) > sequence:
-            return Samples(tokens, sequence=sequence, seed=seed)
-        shorter = f" or use sequence={len(tokens) - 1} or less" if len(tokens) > 1 else ""
-        raise UserError(
-            f"{side} has {len(tokens)} tokens, but one sample needs sequence+1={sequence + 1}; "
-            f"give more text{remedy}{shorter}"
-        )
-
-    more = f", raise eval_fraction={config.eval_fraction}"
+    parts = split.train, split.held_out
+    sides: list[SampleSource]
+    if vocab is not None:
+        sides = [
+            BertSamples(
+                _encode(texts, tokenizer), vocab, sequence=sequence, config=config, name=side
+            )
+            for side, texts in zip(_SIDES, parts)
+        ]
+    else:
+        ids, held_out_ids = (_join(texts, tokenizer) for texts in parts)
+        _refuse_short(len(ids), len(held_out_ids), sequence=sequence, config=config)
+        sides = [
+            Samples(ids, sequence=sequence, seed=config.seed),
+            Samples(held_out_ids, sequence=sequence, seed=None),
+        ]
     return Corpus(
         tokenizer=tokenizer, packed=config.packed,
         make=batch_maker(tokenizer, vocab, packed=config.packed),
-        train=samples("the training text", split.train, "", config.seed),
-        held_out=samples("the held-out text", split.held_out, more, None),
-        source=f"{documents.source}, {split.describe()}",
+        train=sides[0], held_out=sides[1], source=f"{documents.source}, {split.describe()}",
     )  # fmt: skip
+
+
+def _refuse_short(train: int, held_out: int, *, sequence: int, config: DataConfig) -> None:
+    """UserError where either side has not the tokens of one sample."""
+    longest = min(train, held_out) - 1
+    shorter = f" or use sequence={longest} or less" if longest > 0 else ""
+    raised = f", raise eval_fraction={config.eval_fraction}"
+    for side, tokens, more in zip(_SIDES, (train, held_out), ("", raised)):
+        if tokens <= sequence:
+            raise UserError(
+                f"{side} has {tokens} tokens, but one sample needs sequence+1={sequence + 1}; "
+                f"give more text{more}{shorter}"
+            )
 
 
 def named_tokenizer(

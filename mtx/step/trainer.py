@@ -26,6 +26,7 @@ from mtx.sharding.axes import AXES, BATCH, axes_of
 from mtx.sharding.mesh import Axes, make_mesh
 from mtx.sharding.sequence import zigzag
 from mtx.step import xla
+from mtx.step.batch import check_tokens
 from mtx.step.forward import Forward
 from mtx.step.order import from_canonical, to_canonical
 from mtx.step.state import States, TrainState
@@ -145,7 +146,9 @@ class Trainer:
 
     def place(self, batch: dict[str, np.ndarray]) -> Tree:
         """A batch of host arrays, [G, S] or [G], each device given its part. Positions [S] are put
-        in the order of the devices first (`mtx.sharding.sequence`)."""
+        in the order of the devices first (`mtx.sharding.sequence`). UserError for tokens that the
+        model does not take."""
+        check_tokens(batch, self.run.model)
 
         def place(a):
             sharding = NamedSharding(self.mesh, self._batch_spec(a))

@@ -24,8 +24,7 @@ from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.checkpoint.store import Damaged
 from mtx.config import RunConfig, to_dict
 from mtx.config.run import RUN_FILE
-from mtx.data import load_data, read_ahead
-from mtx.data.corpus import check_vocab
+from mtx.data import Corpus, load_data, read_ahead
 from mtx.errors import UserError
 from mtx.files import replacing
 from mtx.launch.shared import require_shared
@@ -77,8 +76,7 @@ def run_training(
         startup.mark("imports")
         programs = Programs(Trainer(run))
         run = programs.trainer.run  # its schedule chosen, where that was left open
-        refuse_if_too_large(run, jax.devices())
-        _ = programs.trainer.model  # refuses a kernel of attention that these devices have not
+        _check_devices(programs.trainer)
         while True:
             try:
                 return _train(programs, console, on_step, watching, startup, faults, history)
@@ -94,6 +92,36 @@ def run_training(
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
                 faults.go_back(fault, partial(checkpoints.set_aside, unless_oldest=True))
                 startup = StartUp("the fault")
+
+
+def check_run(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> None:
+    """Raises the UserErrors of `run_training` for all but `run.out`, before one goes on from the
+    checkpoint of `step`, or from none: for what takes long to put into `out`."""
+    trainer = Trainer(run)
+    _check_devices(trainer)
+    _ = trainer.mesh  # refuses a layout of more devices than there are
+    consumed, _ = _noted(run, checkpoints, step)
+    _load_checked(trainer, checkpoints, step, consumed)
+
+
+def _check_devices(trainer: Trainer) -> None:
+    refuse_if_too_large(trainer.run, jax.devices())
+    _ = trainer.model  # refuses a kernel of attention that these devices have not
+
+
+def _load_checked(
+    trainer: Trainer, checkpoints: Checkpoints, step: int | None, consumed: int
+) -> Corpus:
+    """The run's data. UserError where they, the model and the checkpoint of `step`, if there is
+    one, do not go together."""
+    run = trainer.run
+    left = max(0, run.steps - (step or 0)) * run.global_batch
+    data = load_data(run, samples=consumed + left)
+    if step is not None:
+        checkpoints.check(trainer, data.tokenizer, step)
+    if left:  # a token beyond the vocabulary is refused
+        data.batch(consumed, run.global_batch, _local_rows(trainer))
+    return data
 
 
 def _train(
@@ -115,14 +143,8 @@ def _train(
     consumed, usual = _noted(run, checkpoints, latest)
     consumed = max(consumed, faults.consumed)
     faults.guard.start_from(start, usual)
-    left = max(0, run.steps - start) * run.global_batch
-    data = load_data(run, samples=consumed + left)
-    check_vocab(data.tokenizer, run.model)
-    if latest is not None:
-        checkpoints.check(run.model, data.tokenizer, latest)
+    data = _load_checked(trainer, checkpoints, latest, consumed)
     local = _local_rows(trainer)
-    if left:
-        data.batch(consumed, run.global_batch, local)  # a token beyond the vocabulary is refused
     with _created(out, run):
         startup.mark("data")
         watch.started(start)

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,11 +31,11 @@ from mtx.conversion.convert import (
 )
 from mtx.conversion.huggingface import CONFIG, HuggingFaceModel, Report, read_json
 from mtx.conversion.tokenizer import own_tokenizer
-from mtx.data import load_data
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
 from mtx.plan.fit import refuse_if_too_large, spread_layout
 from mtx.sharding.agree import agree
+from mtx.train.loop import check_run
 
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
 _FREE = (
@@ -77,9 +78,14 @@ def find_start(directory: str) -> Start:
     )
 
 
-def _read_run(path: Path) -> RunConfig:
+def _read_run(path: Path, checkpoints: Checkpoints) -> RunConfig:
     try:
-        return from_dict(RunConfig, read_json(path))
+        values = read_json(path)
+    except UserError as error:
+        away = "move it away: the newest checkpoint has another" if checkpoints.steps() else ""
+        raise UserError(f"{error}; {away or 'put a copy back'}") from None
+    try:
+        return from_dict(RunConfig, values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -91,7 +97,8 @@ class FromRun:
         self._checkpoints = Checkpoints(directory)
         self._done = self._checkpoints.latest() or 0
         written = directory / RUN_FILE
-        run = _read_run(written) if os.path.isfile(written) else self._checkpoints.run()
+        there = os.path.isfile(written)
+        run = _read_run(written, self._checkpoints) if there else self._checkpoints.run()
         self._own, data = str(directory), run.data
         if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever it lies by now
             data = replace(data, tokenizer=str(directory / COMPANIONS))
@@ -122,13 +129,12 @@ class FromRun:
         run = _laid_out(run, given) if self._untrained else run
         if Path(run.out).resolve() == Path(self._own).resolve():
             return run
-        _put_checkpoint(run, self._own, self._copy)
+        _put_checkpoint(run, self._own, partial(self._copy, run))
         return replace(run, resume=True)
 
-    def _copy(self, out: Path) -> None:
-        step = self._checkpoints.latest()
-        if step is None:
-            raise UserError(f"{self._own} has no checkpoint to go on from in {out}")
+    def _copy(self, run: RunConfig, out: Path) -> None:
+        step = self._newest_sound(out)
+        check_run(run, self._checkpoints, step)
         print(f"start      copies {self._checkpoints.directory / str(step)}", flush=True)
         with new_directory(out) as place:
             source = self._checkpoints.directory / str(step)
@@ -136,6 +142,22 @@ class FromRun:
             companions = Path(self._own) / COMPANIONS
             if companions.is_dir():
                 shutil.copytree(companions, place / COMPANIONS)
+
+    def _newest_sound(self, out: Path) -> int:
+        """The step to go on from; damaged checkpoints are named, and stay where they are."""
+        if not self._checkpoints.steps():
+            raise UserError(f"{self._own} has no checkpoint to go on from in {out}")
+        step, lines = self._checkpoints.search(
+            self._checkpoints.verify, lambda _: "it is left as it is"
+        )
+        for line in lines:
+            print(f"DAMAGED    {line}", flush=True)
+        if step is None:
+            raise UserError(
+                f"no checkpoint in {self._checkpoints.directory} is sound; put a copy back, or go "
+                "on from another run"
+            )
+        return step
 
 
 class FromModel:
@@ -185,7 +207,7 @@ class FromModel:
         run = replace(asked, data=data, resume=True)
 
         def convert(out: Path) -> None:
-            load_data(asked)  # what it refuses is refused before anything is written
+            check_run(asked, Checkpoints(out), None)
             tokenizer = run_tokenizer(asked)
             print(f"start      converts {source}", flush=True)
             to_checkpoint(source, out, run=run, tokenizer=tokenizer, report=report)
