@@ -18,7 +18,7 @@ from mtx.strand import Strand, variables_of
 _SUMS = "add", "add_any"
 
 
-class Place(NamedTuple):
+class Entry(NamedTuple):
     """array[index], of an array that is given whole."""
 
     array: Any
@@ -57,7 +57,7 @@ def run(eqn, values: Sequence) -> list:
 
     def arrays(given: Sequence, tied) -> Iterator:
         for value in given:
-            if isinstance(value, Place):
+            if isinstance(value, Entry):
                 # XLA would read what does not change in front of the loop.
                 index, _ = lax.optimization_barrier((value.index, tied))
                 value = read(value.array, *index)
@@ -65,7 +65,7 @@ def run(eqn, values: Sequence) -> list:
 
     def there(carry: Sequence) -> list:
         return [
-            value._replace(array=one) if isinstance(value, Place) else one
+            value._replace(array=one) if isinstance(value, Entry) else one
             for value, one in zip(start, carry, strict=True)
         ]
 
@@ -79,11 +79,11 @@ def run(eqn, values: Sequence) -> list:
         given = *values[of_condition:of_body], *places
         made = body(*arrays(given, _counter(carry)))
         return [
-            write(one.array, new, *one.index) if isinstance(one, Place) else new
+            write(one.array, new, *one.index) if isinstance(one, Entry) else new
             for one, new in zip(places, made, strict=True)
         ]
 
-    whole = [value.array if isinstance(value, Place) else value for value in start]
+    whole = [value.array if isinstance(value, Entry) else value for value in start]
     with jax.named_scope(str(eqn.source_info.name_stack)):
         return lax.while_loop(goes_on, turn, whole)
 

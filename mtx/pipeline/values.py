@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from mtx.pipeline.nodes import Node, Part
-from mtx.pipeline.rounds import Place, first_carried, run
+from mtx.pipeline.rounds import Entry, first_carried, run
 from mtx.pipeline.slots import read
 
 
@@ -44,13 +44,13 @@ class Values:
 
     def value(self, number: int) -> Any:
         """Computed or given."""
-        value = self.place(number)
-        return read(value.array, *value.index) if isinstance(value, Place) else value
+        value = self.entry(number)
+        return read(value.array, *value.index) if isinstance(value, Entry) else value
 
-    def place(self, number: int) -> Any:
+    def entry(self, number: int) -> Any:
         """The value, or where it lies."""
         value = self.values[number]
-        return Place(self.values[value.array], value.index) if isinstance(value, Part) else value
+        return Entry(self.values[value.array], value.index) if isinstance(value, Part) else value
 
     def read(self, numbers: Sequence[int]) -> list:
         return [self.value(number) for number in numbers]
@@ -82,12 +82,12 @@ class Values:
     def of_loop(self, loop: Node) -> list:
         """What it gives: of gradients that it adds to an array, that."""
         values: list = [
-            atom.val if number is None else self.place(number)
+            atom.val if number is None else self.entry(number)
             for number, atom in zip(loop.given, loop.eqn.invars, strict=True)
         ]
         sums = self.loops.get(loop, {})
         for output, one in sums.items():
-            values[first_carried(loop.eqn) + output] = Place(self.values[one.total], one.index)
+            values[first_carried(loop.eqn) + output] = Entry(self.values[one.total], one.index)
         made = run(loop.eqn, values)
         self.set([one.total for one in sums.values()], [made[output] for output in sums])
         return made
