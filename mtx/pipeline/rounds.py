@@ -49,8 +49,8 @@ def only_adds(eqn, output: int) -> bool:
 
 
 def run(eqn, values: Sequence) -> list:
-    """The outputs of a loop of these inputs, arrays or places. Of what goes on from a place the
-    whole array is the output, with the sum there."""
+    """The outputs of a loop of these inputs, arrays or entries of arrays. Of what goes on from an
+    entry the whole array is the output, with the sum there."""
     of_condition, of_body = eqn.params["cond_nconsts"], first_carried(eqn)
     condition, body = (jaxpr_as_fun(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     start = values[of_body:]
@@ -75,12 +75,12 @@ def run(eqn, values: Sequence) -> list:
         return found
 
     def turn(carry):
-        places = there(carry)
-        given = *values[of_condition:of_body], *places
+        entries = there(carry)
+        given = *values[of_condition:of_body], *entries
         made = body(*arrays(given, _counter(carry)))
         return [
             write(one.array, new, *one.index) if isinstance(one, Entry) else new
-            for one, new in zip(places, made, strict=True)
+            for one, new in zip(entries, made, strict=True)
         ]
 
     whole = [value.array if isinstance(value, Entry) else value for value in start]
