@@ -232,7 +232,7 @@ def test_a_first_pass_is_a_part_of_it_for_each_device():
         trainer = trainer_of(model, context=context, context_attention="ring")
         state, programs = trainer.state_from(params_of(model)), programs_of(trainer)
         decoder = Decoder(trainer, state, vocab=40)
-        batch = decoder._placed(decoder._padded([range(64)]))
+        batch = decoder._placed(decoder._padded([[n % 40 for n in range(64)]]))
         lowered = programs.begin.lower(1, 64, decoder._params, batch, decoder._vocab)
         compiled = lowered.compile().as_text()
         flops.append(read_program(compiled).matmul_flops())

@@ -115,6 +115,11 @@ class Node:
         return Step(matmul_s(self.eqn), False, self.later, self.side)
 
     @property
+    def network(self) -> bool:
+        """Whether it is a collective that leaves the node."""
+        return self.op is not None and self.op.network
+
+    @property
     def given(self) -> list[int | None]:
         """The number of each of the equation's inputs; None of what is written in it."""
         numbers = iter(self.inputs)

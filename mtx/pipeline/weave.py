@@ -321,7 +321,7 @@ class Braid(Values):
         the collective would be waited for there. Sums of loops XLA may copy for it: only what
         leaves the node is worth that."""
         sums = [self._sums[product] for product in sorted(made & self._sums.keys())]
-        for total in [self.values[s.total] for s in sums if first.op.network or not s.loop]:
+        for total in [self.values[s.total] for s in sums if first.network or not s.loop]:
             values = self.read(first.outputs)
             self.set(first.outputs, [behind(a, total) if can_wait(a) else a for a in values])
         if others := made - self._sums.keys():
