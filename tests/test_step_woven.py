@@ -61,7 +61,9 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
         # loops in the weight gradients, which turn: experts have no more room than their share
         (InPlace, MIXTRAL, Layout(pipe=2, expert=2, tensor=2, virtual=2, expert_room=1.0)),
-        (InPlace, MIXTRAL, Layout(tensor=2, sequence_parallel=False, recompute="around_attention")),
+        (InPlace, MIXTRAL, Layout(
+            tensor=2, sequence_parallel=False, recompute="around_attention", expert_room=1.0
+        )),
         # chunks that differ: of other lengths, of other kinds
         (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
         (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),
