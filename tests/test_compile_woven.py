@@ -178,9 +178,7 @@ def test_most_of_a_tick_is_matmuls_and_attention(compiled, virtual, most):
 def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls(tmp_path):
     """Of a mixture in chunks, the experts of a layer within a node; loops of later rounds, which
     hardly ever run, cover nothing. Nor do they keep matmuls from adding experts' gradients in
-    place, but for those of a tick's last layer: XLA is free to move such a one from beside a
-    collective within the node, which leaves a hundredth of a tick exposed, for less than the
-    addition apart would take."""
+    place, but for those of a tick's last layer."""
     model = ModelConfig(
         family="mixtral", layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, sequence=4096,
         vocab=32000,
@@ -200,7 +198,7 @@ def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls(tmp_path):
         if one.what in exposed:
             exposed[one.what] += one.seconds / tick.seconds
     to_experts, sends = exposed.values()
-    assert to_experts < 0.01 and sends < 0.02, exposed
+    assert to_experts < 1e-3 and sends < 0.02, exposed
 
 
 def test_weight_gradients_of_a_gated_layer_are_beside_what_a_tick_sends(tmp_path):

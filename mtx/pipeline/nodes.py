@@ -313,13 +313,16 @@ class Asked:
         summed: Collection[int],
     ):  # fmt: skip
         """summed: the products of matmuls that are weight gradients, and added up."""
-        # Short collectives, as of FP8's largest magnitudes, XLA joins where several are ready at
-        # once: no pass among them has a place, and none is put off.
-        self.joins = any(communicates(node.eqn) and not node.op for node in nodes)
+        # Short collectives have no place of their own, nor have passes where there are such. Of a
+        # function's several that XLA joins where they are ready at once, as those of FP8's largest
+        # magnitudes, nothing is put off.
+        short = [node for node in nodes if communicates(node.eqn) and not node.op]
+        joined = [node.side for node in short if node.eqn.primitive.name != "all_to_all"]
+        self.joins = len(joined) > len(set(joined))
         self._sums = {
             node for node in nodes if node.op and not set(node.outputs).isdisjoint(summed)
         }
-        passes = [] if self.joins else passes_of(nodes, outputs, self._sums)
+        passes = [] if short else passes_of(nodes, outputs, self._sums)
         self.large = [node for node in nodes if node.op]
         self.memory: list[Pass | Write] = [*passes, *writes]
         self.steps: list[Step] = []

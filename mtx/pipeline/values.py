@@ -59,13 +59,21 @@ class Values:
 
     def behind_loops(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes, but what loops add to gradients is there before their products: right behind
-        these there is nothing, or no matmul would add them in place."""
+        these there is nothing, or no matmul would add them in place. Tied to a collective that does
+        not leave the node, such a one XLA would copy whole: where the longest does not, XLA has
+        them when it likes."""
+        sent = (node for node in nodes if node.op is not None and node.op.communicates)
+        longest = max(sent, key=lambda node: node.op.seconds, default=None)
+        free = longest is None or not longest.network
+        read = {number for node in nodes for number in node.inputs}
         found = list(nodes)
         for loop, sums in self.loops.items():
             products = {one.product for one in sums.values()}
+            later = free and read.isdisjoint(loop.outputs)
             for place, node in enumerate(found):
                 if not products.isdisjoint(node.outputs):
-                    found[place] = replace(node, after=(*node.after, *self.given_to(loop)))
+                    after = (*node.after, *self.given_to(loop))
+                    found[place] = replace(node, after=after, later=node.later or later)
         return found
 
     @property
