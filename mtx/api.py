@@ -8,7 +8,7 @@ the results of two layouts can be compared. Parity tests and outside checks use 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.conversion.check import Check
 from mtx.conversion.convert import Converted, is_huggingface, to_checkpoint, to_huggingface
 from mtx.data.documents import read_documents
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 from mtx.evaluation.choice import ChoiceScores, choice, read_race
 from mtx.evaluation.cloze import ClozeScores, cloze, read_passages
 from mtx.evaluation.masked import MaskedPerplexity, masked_perplexity
@@ -69,6 +69,8 @@ def loss_and_gradients(
     which dropout follows too. schedule: a table of one's own. UserError where the batch or the
     model does not fit the layout.
     """
+    require_kind("model", model, ModelConfig, "a ModelConfig, such as run.model")
+    require_kind("layout", layout, Layout, "a Layout, such as run.layout")
     _check_batch(batch, model)
     trainer = trainer_for(
         model, layout, global_batch=len(batch["tokens"]), seed=seed, schedule=schedule
@@ -112,10 +114,11 @@ def convert(source: str | Path, target: str | Path, *, check: Check = "auto") ->
 
 
 def _check_batch(batch: dict[str, np.ndarray], model: ModelConfig) -> None:
+    require_kind("batch", batch, Mapping, "arrays by name, as of mtx.load_data(run).batch(0, 8)")
     further = ("neighbours",) if model.objective == "retrieval" else ()
     for name in ("tokens", "targets", "weights", *further):
         if name not in batch:
-            raise UserError(f"a batch of {', '.join(batch)} has no {name}")
+            raise UserError(f"a batch of {', '.join(map(str, batch)) or 'nothing'} has no {name}")
     shapes = {name: np.shape(batch[name]) for name in ("tokens", "targets", "weights")}
     if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
         raise UserError(f"a batch's arrays must all be [G, S], and these are {shapes}")

@@ -27,6 +27,13 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def require_kind(name: str, value: object, kinds: type | tuple[type, ...], use: str) -> None:
+    """UserError where the argument `name` of a public function is of none of the `kinds`. use: what
+    to give in its place."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise UserError(f"{name}={shown(value)} is of type {type(value).__name__}; use {use}")
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The error for a name that is not known: the known ones, and which of them is near, if any."""
     known = sorted(known)

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 
 _STORES = "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|r2|oss|cos|b2|dbfs|hf|https?|s?ftp"
 # gs://bucket/run, also gs:/bucket/run as pathlib makes of it, s3:bucket, simplecache::s3://bucket.
@@ -35,6 +35,7 @@ def user_path(path: str | os.PathLike, name: str = "path") -> Path:
 def check_path(name: str, path: str | os.PathLike) -> None:
     """Raises UserError where `path` can be no file or folder: it is an address, has a NUL in it, or
     is too long. `name`: what it was given as."""
+    require_kind(name, path, (str, os.PathLike), "a path")
     text = os.fspath(path)
     if _ADDRESS.match(text):
         raise UserError(

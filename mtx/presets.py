@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mtx import families
 from mtx.config import DataConfig, RunConfig, from_dict
-from mtx.errors import UserError, unknown_name
+from mtx.errors import UserError, require_kind, unknown_name
 from mtx.families import presets_of
 
 _FAMILIES = {preset: name for name in families.NAMES for preset in presets_of(name)}
@@ -25,6 +25,7 @@ _SPELLED = {_letters(name): name for name in NAMES}
 def preset(name: str) -> RunConfig:
     """The preset of that name, with or without its hyphens and dots (llama3-8b); UserError with
     the nearest name where there is none."""
+    require_kind("preset", name, str, "its name, such as 'miniature'")
     name = _SPELLED.get(_letters(name), name)
     if name not in _FAMILIES:
         raise unknown_name("preset", name, NAMES)

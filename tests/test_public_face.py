@@ -14,9 +14,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from errors import names
 
 import mtx
 from mtx.costs import ask
+from mtx.view.notebook import explore
 
 ROOT = Path(__file__).parent.parent
 CHECK = """
@@ -53,6 +55,42 @@ def test_importing_it_loads_no_jax():
 
 def test_the_version_is_the_package_s():
     assert metadata.version("mtx") == mtx.__version__
+
+
+RUN = mtx.preset("miniature")
+WRONG_KINDS = {
+    "preset, number": (lambda: mtx.preset(3), ["preset", 3, "int"]),
+    "preset, none": (lambda: mtx.preset(None), ["preset", None]),
+    "preset, list": (lambda: mtx.preset(["gpt-1t"]), ["preset", "gpt-1t", "list"]),
+    "explore": (lambda: explore(None), ["run", None]),
+    "explore, number": (lambda: explore(3), ["run", 3, "int"]),
+    "make": (lambda: mtx.make(3, microbatches=8, stages=4), ["schedule", 3, "int"]),
+    "make, list": (lambda: mtx.make(["1f1b"], microbatches=8, stages=4), ["schedule", "1f1b"]),
+    "timeline_text": (lambda: mtx.timeline_text("1f1b"), ["shown", "1f1b", "str"]),
+    "simulate": (lambda: mtx.simulate("1f1b"), ["schedule", "1f1b", "str"]),
+    "from_lists": (lambda: mtx.Orders.from_lists(None), ["orders", None]),
+    "from_lists, ops": (lambda: mtx.Orders.from_lists([3]), ["stage 0", 3]),
+    "from_orders": (lambda: mtx.Schedule.from_orders("x", None), ["orders", None]),
+    "make_plan": (lambda: mtx.make_plan("gpt-1t"), ["run", "gpt-1t", "str"]),
+    "load_data": (lambda: mtx.load_data("miniature"), ["run", "miniature", "str"]),
+    "Trainer": (lambda: mtx.Trainer(RUN.model), ["run", "GPT"]),
+    "load_model": (lambda: mtx.load_model(None), ["checkpoints", None]),
+    "no batch": (lambda: mtx.loss_and_gradients(RUN.model, RUN.layout, None), ["batch", None]),
+    "empty batch": (lambda: mtx.loss_and_gradients(RUN.model, RUN.layout, {}), ["tokens"]),
+    "layout": (lambda: mtx.loss_and_gradients(RUN.model, "x", {}), ["layout", "'x'"]),
+    "model": (lambda: mtx.loss_and_gradients(RUN, RUN.layout, {}), ["model", "RunConfig"]),
+    "consumed": (lambda: mtx.load_data(RUN).batch(0.5, 16), ["consumed", 0.5, "float"]),
+    "consumed below 0": (lambda: mtx.load_data(RUN).batch(-1, 16), ["consumed", -1]),
+    "rows": (lambda: mtx.load_data(RUN).batch(0, "16"), ["rows", "'16'", "str"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_KINDS)
+def test_an_argument_of_another_kind_is_refused(case):
+    call, values = WRONG_KINDS[case]
+    with pytest.raises(mtx.UserError) as error:
+        call()
+    assert names(error, *values)
 
 
 # --- types ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mtx.data.tokenizer_base import Tokenizer
+from mtx.errors import UserError, require_kind
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | np.ndarray  # of a batch, by their numbers
@@ -103,8 +104,10 @@ def make_batch(
 
 def rows_to_read(consumed: int, rows: int, local: Rows | None, filled: int | None) -> list[int]:
     """Those of a batch that are wanted and there; see `make_batch`."""
+    for name, number in (("consumed", consumed), ("rows", rows)):
+        require_kind(name, number, (int, np.integer), "a whole number of samples")
     if consumed < 0 or rows < 1:
-        raise ValueError(f"{consumed=} must be at least 0 and {rows=} at least 1")
+        raise UserError(f"{consumed=} must be at least 0 and {rows=} at least 1")
     wanted = range(rows) if local is None else map(int, local)
     return [row for row in wanted if filled is None or row < filled]
 

@@ -33,7 +33,7 @@ from mtx.data.special_tokens import find_bert_vocab, find_special_tokens
 from mtx.data.tokenizer import WORDPIECE, ByteTokenizer, Tokenizer, train_bpe, train_wordpiece
 from mtx.data.tokenizer_base import Eod, TokenizerIdentity
 from mtx.data.tokenizer_files import load_tokenizer
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 
 _DOUBTFUL_BYTES = 16  # a token of a sample: with fewer held out, there may be too few tokens
 _SIDES = "the training text", "the held-out text"
@@ -48,6 +48,7 @@ def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
     Raises UserError for data that cannot be read, are too small, are of another tokenizer, or have
     more tokens than the model.
     """
+    require_kind("run", run, RunConfig, "a RunConfig, such as mtx.preset('miniature')")
     corpus = _load(run, samples)
     check_vocab(corpus.tokenizer, run.model)
     return corpus

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtx.config import RunConfig, from_dict, to_dict
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 from mtx.fields import checked
 from mtx.files import read_json, read_toml
 from mtx.paths import user_path
@@ -86,6 +86,7 @@ def make_plan(
     tokens of the fullest expert over the mean, as the log has it. chosen: what nobody
     asked for, to be said; of schedule="auto" the plan says itself what was chosen and why.
     """
+    require_kind("run", run, RunConfig, "a RunConfig, such as mtx.preset('miniature')")
     zero = run.layout.zero if zero is None else zero
     if zero not in (0, 1, 3):
         raise UserError(f"zero={zero} must be 0 (nothing), 1 (optimizer) or 3 (parameters too)")

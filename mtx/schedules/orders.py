@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtx.errors import UserError, shown
+from mtx.errors import UserError, require_kind, shown
 
 F, B, W = range(3)
 KINDS = "FBW"
@@ -58,7 +58,12 @@ class Orders:
     @classmethod
     def from_lists(cls, stages: Sequence[Iterable[tuple[int, int, int]]]) -> Orders:
         """From one list of (kind, item, chunk) a stage."""
-        rows = [_ops_of(stage, list(ops)) for stage, ops in enumerate(stages)]
+        use = "a list of (kind, item, chunk) for each stage"
+        require_kind("orders", stages, Iterable, use)
+        rows = []
+        for stage, ops in enumerate(stages):
+            require_kind(f"orders of stage {stage}", ops, Iterable, use)
+            rows.append(_ops_of(stage, list(ops)))
         if not rows:
             raise UserError("orders of no stage: give a list of (kind, item, chunk) for each")
         lengths = [len(row) for row in rows]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mtx.errors import require_kind
 from mtx.schedules.orders import (
     KINDS,
     B,
@@ -116,6 +117,7 @@ class Schedule:
 
         Raises UserError where an op is missing or twice, or stages wait for one another for ever.
         """
+        require_kind("orders", orders, Orders, "Orders, as of mtx.Orders.from_lists")
         if virtual_stages is None:
             virtual_stages = looped_placement(len(orders.kind), int(orders.chunk.max()) + 1)
         virtual_stages = check_placement(name, virtual_stages, len(orders.kind))

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 from mtx.schedules.orders import B, BadOp, F, Orders, W, orders_of, stages_in_order
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Times
@@ -114,6 +114,7 @@ def simulate(
     weight_share: the part of a stash that stays from B to W where they are split. 1.0 frees nothing
     before W, which is how the papers of the V-shaped schedules count; 0.0 frees all of it with B.
     """
+    require_kind("schedule", schedule, Schedule, "a table, as of mtx.make('1f1b', ...)")
     times = times or Times()
     for name in ("stage_factors", "stage_times"):
         given = getattr(times, name)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.config import RunConfig
 from mtx.costs.place import placement_of
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 from mtx.layers.kernels import AttentionKernel, cudnn_takes
 from mtx.layers.model import Model
 from mtx.pipeline.model import PipelineModel
@@ -48,6 +48,7 @@ class Trainer:
     def __init__(
         self, run: RunConfig, *, mesh: Mesh | None = None, schedule: Schedule | None = None
     ):
+        require_kind("run", run, RunConfig, "a RunConfig, such as mtx.preset('miniature')")
         model = run.model
         layout, self.reason = resolve(run.layout, model, run.global_batch)
         self.run = run = replace(run, layout=layout)

@@ -23,10 +23,13 @@ def explore(run: str | RunConfig, *, target: str = "a100-80gb") -> Explorer | Lo
     target: a name in `mtx.plan.hardware`, or a TOML file's path. Where ipywidgets is missing, one
     line says so, and the layout is shown as it is. UserError for a run that cannot be planned.
     """
+    from mtx.config import RunConfig
+    from mtx.errors import require_kind
     from mtx.presets import preset
     from mtx.view.explore import look
 
     given = preset(run) if isinstance(run, str) else run
+    require_kind("run", given, RunConfig, "a preset's name, such as 'gpt-1t', or a RunConfig")
     try:
         from mtx.view.explore_widgets import Explorer
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from rich.text import Text
 
-from mtx.errors import UserError
+from mtx.errors import UserError, require_kind
 from mtx.schedules.formats_text import op_text
 from mtx.schedules.orders import KINDS, F, Op, orders_of
 from mtx.schedules.schedule import IDLE, Schedule
@@ -53,6 +53,7 @@ def timeline_text(shown: Shown, width: int | None = None) -> str:
 
 def timeline_in_colours(shown: Shown, width: int | None = None) -> Text:
     """`timeline_text` as rich prints it in colours."""
+    require_kind("shown", shown, (Schedule, Simulation), "a schedule, or a simulation of one")
     if isinstance(shown, Schedule):
         title, rows, notation = _table(shown, width)
     else:

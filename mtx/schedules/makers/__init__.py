@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mtx.errors import UserError, unknown_name
+from mtx.errors import UserError, require_kind, unknown_name
 from mtx.schedules.orders import B, F, Orders
 from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Maker, Shape, Times
@@ -43,6 +43,7 @@ MAKERS = find_makers()
 
 def maker(name: str) -> Maker:
     """The maker of that name; UserError names the nearest where there is none."""
+    require_kind("schedule", name, str, "its name, such as '1f1b'")
     if name not in MAKERS:
         raise unknown_name("schedule", name, MAKERS)
     return MAKERS[name]
