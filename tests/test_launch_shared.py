@@ -1,4 +1,5 @@
-"""Two real processes whose out is, and is not, one folder: told by both, before anything else."""
+"""Two real processes whose out, and what they are asked for, is, and is not, one: told by both,
+before anything else."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from mtx.data.tokenizer import ByteTokenizer
 from mtx.launch import shared
 from mtx.launch.exits import Exit
 from mtx.step.trainer import Trainer
+from mtx.train import loop
 
 ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")
@@ -54,6 +57,8 @@ cases = {
     "not there": lambda: shared.require_shared(own / "new" / "run"),
     "read-only": lambda: shared.require_shared(folder / "same"),
     "a file": lambda: shared.require_shared(folder / "file" / "run"),
+    "same": lambda: shared.require_same("run", {"lr": 0.1, "seed": 3}),
+    "others": lambda: shared.require_same("run", {"lr": 0.1 + process, "seed": 3 + process}),
 }
 for name, case in cases.items():
     if name == "read-only" and process == 1:
@@ -141,6 +146,25 @@ def test_a_folder_that_one_cannot_write_is_refused_by_all(said):
     assert "(Read-only file system)" in one
     one, other = found["a file"]
     assert one == other and "cannot be written by process 0" in one and "Not a directory" in one
+
+
+def test_processes_that_were_asked_for_other_things_are_refused_by_all(said):
+    _, found = said
+    assert found["same"] == ["", ""]
+    (one,) = set(found["others"])
+    for value in ("lr=0.1", "1.1", "process 0", "process 1"):
+        assert value in one
+    assert "\n" not in one
+
+
+def test_a_run_asks_whether_all_processes_have_its_config_and_data(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(loop, "require_same", asked.__setitem__)
+    loop.run_training(replace(RUN, layout=Layout(), steps=1, out=str(tmp_path / "run")))
+    assert {"optimizer.lr", "global_batch", "seed", "data.split"} <= asked["run"].keys()
+    assert not {"out", "data.path", "data.tokenizer"} & asked["run"].keys()  # names of each host
+    assert asked["data"]["tokens to train on"] > 0
+    assert asked["data"]["tokenizer sha256"] == ByteTokenizer().identity.sha256
 
 
 def test_what_another_host_sees_late_is_waited_for(tmp_path, monkeypatch):

@@ -1,19 +1,21 @@
-"""Whether a folder is one and the same for all processes: found out before anything is computed."""
+"""Whether a folder, and what is asked for, is the same for all processes: found out before anything
+is computed."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
-from mtx.errors import UserError
+from mtx.errors import UserError, shown
 from mtx.sharding.agree import agree
 
 _SEEN_S = 30.0  # for what one process writes to be seen by another: NFS and mounted buckets cache
@@ -66,6 +68,26 @@ def require_shared(folder: Path) -> None:
         for path in made[1:]:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def require_same(subject: str, values: Mapping[str, object]) -> None:
+    """Raises UserError, on all processes, where one of them has other `values` (of JSON) than
+    process 0: they would run different programs, or read batches of different data."""
+
+    def judge(all_said: Sequence[str]) -> str:
+        first, *others = map(json.loads, all_said)
+        for process, other in enumerate(others, start=1):
+            differ = [name for name in first if name not in other or first[name] != other[name]]
+            if differ:
+                name = differ[0]
+                more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+                raise UserError(
+                    f"{name}={shown(first[name])} on process 0 and {shown(other.get(name))} on "
+                    f"process {process}{more}; start all with the same options and files"
+                )
+        return ""
+
+    agree(subject, json.dumps(values), judge, timeout_s=_ANSWER_S)
 
 
 def _appears(path: Path) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from mtx.config.run import RUN_FILE
 from mtx.data import Corpus, load_data, read_ahead
 from mtx.errors import UserError
 from mtx.files import replacing
-from mtx.launch.shared import require_shared
+from mtx.launch.shared import require_same, require_shared
 from mtx.launch.startup import StartUp
 from mtx.launch.watch import Watch, WatchOptions
 from mtx.paths import check_path
@@ -45,6 +46,7 @@ from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
 from mtx.train.track import make_trackers
 
+_OF_HOSTS = ("out", "data.path", "data.tokenizer", "data.cache")  # files may lie elsewhere on each
 _FILES, _FOLDERS = (RUN_FILE, "log.jsonl"), ("checkpoints", "profile", "tensorboard", "wandb")
 
 
@@ -139,11 +141,18 @@ def _train(
     watch.place(trainer.mesh)  # which refuses a layout of more devices than there are
     out, report = Path(run.out), Report(console)
     checkpoints, latest = _checkpoints(run, report, faults)
+    asked = flatten_dict(to_dict(run), sep=".")
+    require_same("run", {name: asked[name] for name in asked if name not in _OF_HOSTS})
     start = latest or 0  # a converted checkpoint is of step 0
     consumed, usual = _noted(run, checkpoints, latest)
     consumed = max(consumed, faults.consumed)
     faults.guard.start_from(start, usual)
     data = _load_checked(trainer, checkpoints, latest, consumed)
+    require_same("data", {
+        "tokens to train on": int(data.train.part_tokens),
+        "tokens held out": int(data.held_out.part_tokens),
+        "tokenizer sha256": data.tokenizer.identity.sha256,
+    })  # fmt: skip
     local = _local_rows(trainer)
     with _created(out, run):
         startup.mark("data")
