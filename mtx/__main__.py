@@ -1,7 +1,35 @@
-"""`python -m mtx` is `mtx`."""
+"""`python -m mtx` is `mtx`: a command as a process of its own."""
 
+import os
 import sys
+from typing import NoReturn
 
-from mtx.cli import main
 
-sys.exit(main())
+def run() -> NoReturn:
+    """Runs one command and ends the process with its status, however early Ctrl-C comes."""
+    try:
+        from mtx.cli import main
+
+        status = main()
+    except KeyboardInterrupt:  # while all that is imported
+        print("mtx: interrupted", file=sys.stderr)
+        status = 130
+    if status == 130 and not _is_one_of_several():
+        # Threads of JAX may still compute, and crash where the interpreter ends beneath them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process has joined others, which have to hear that it leaves."""
+    if "jax" not in sys.modules:
+        return False
+    import jax
+
+    return jax.distributed.is_initialized()
+
+
+if __name__ == "__main__":
+    run()

@@ -347,6 +347,31 @@ def test_every_ending_has_its_status(capsys):
     assert str(error.value) == "a bug keeps its traceback"
 
 
+@pytest.mark.parametrize("line", [
+    "sys.meta_path.insert(0, Finder())",  # Ctrl-C while commands are imported
+    "import mtx.cli; mtx.cli.main = lambda: 130",  # and while JAX computes, beneath the command
+])  # fmt: skip
+def test_an_interrupted_command_ends_at_once(line):
+    """Without a traceback, and without the interpreter's end, which threads of JAX may crash in."""
+    code = f"""
+import atexit, sys
+from importlib.abc import MetaPathFinder
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "mtx.cli":
+            raise KeyboardInterrupt
+
+{line}
+atexit.register(print, "the interpreter ends")
+from mtx.__main__ import run
+run()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_terminal_that_knows_only_ascii_is_no_error():
     done = subprocess.run(
         [sys.executable, "-m", "mtx", "schedule"], capture_output=True, env=ENVIRONMENT, timeout=300
