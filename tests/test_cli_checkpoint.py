@@ -21,6 +21,7 @@ from mtx.config import Layout, ModelConfig, RunConfig, to_dict
 from mtx.conversion.safetensors import SafetensorsFile
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.step.trainer import Trainer
+from mtx.train.session import MOST_LOSS
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, sequence=8, vocab=256, compute_dtype="float32")
 RUN = RunConfig(model=MODEL, layout=Layout(pipe=2), global_batch=2)
@@ -68,6 +69,17 @@ def test_list(saved, damaged, capsys):
         10: "damaged: run.json is not what was written", 20: "complete", 30: "incomplete",
         40: "set aside as 40.aside",
     }  # fmt: skip
+
+
+def test_inspect_says_of_a_usual_loss_whether_it_is_known(tmp_path, capsys):
+    for name, usual in (("known", 2.5), ("not", MOST_LOSS)):
+        with Checkpoints(tmp_path / name / "checkpoints") as checkpoints:
+            trainer = Trainer(RUN)
+            extra = {"usual_loss": usual}
+            checkpoints.save(trainer, trainer.init(), tokenizer=ByteTokenizer(), extra=extra)
+        assert main(["checkpoint", "inspect", str(tmp_path / name)]) == 0
+        text = capsys.readouterr().out
+        assert ("2.5" in text) == (name == "known") and "1e+30" not in text
 
 
 def test_inspect(saved, capsys):

@@ -125,11 +125,15 @@ def inspect_action(line: Line[InspectOptions]) -> None:
 
 
 def _inspected(numbers: dict, run: RunConfig, directory: Path) -> list[str]:
+    from mtx.train.session import MOST_LOSS
+
     layout, model = run.layout, run.model
     said, processes = dict(numbers["extra"]), numbers["processes"]
     held_out = said.get("held_out")
     if isinstance(held_out, dict) and type(held_out.get("loss")) is float:
         said["held_out"] = f"loss {held_out['loss']:.4f} at step {held_out.get('step')}"
+    if said.get("usual_loss") == MOST_LOSS:
+        said["usual_loss"] = "not known yet"
     tokenizer = numbers["tokenizer"].values()
     cells: list[tuple] = [("array", "shape", "dtype", "bytes", "fingerprint")]
     for name, array in numbers["arrays"].items():

@@ -36,7 +36,7 @@ from mtx.train.programs import Programs
 from mtx.train.report import Report
 
 _EXPERT_LINES = 200  # of a run's log: how full experts are
-_MOST_LOSS = 1e30  # JSON has no infinity
+MOST_LOSS = 1e30  # what stands for a usual loss that is not known: JSON has no infinity
 _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
 
 
@@ -287,7 +287,7 @@ class Session:
                 extra={
                     "consumed": self.consumed,
                     "held_out": dict(zip(("step", "loss"), self.history.last_evaluation)),
-                    "usual_loss": min(self.faults.guard.usual, _MOST_LOSS),
+                    "usual_loss": min(self.faults.guard.usual, MOST_LOSS),
                 },
             )
         self.saved = self.step
