@@ -115,7 +115,12 @@ def test_losses_of_some_models_alone_are_said_where_they_are(run, capsys):
 def test_what_is_not_known_is_said_with_its_reason(records, tmp_path, capsys):
     """Of a run that has just begun, and of one whose steps tell only their time and loss."""
     write_log(tmp_path, records, to_dict(RUN))
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
+    page, picture = str(tmp_path / "report.html"), str(tmp_path / "report.svg")
+    assert main(["report", str(tmp_path), "--out", page, "--draw", picture]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        page,
+        picture,
+    ]
     facts = report_facts(summarize(read_log(tmp_path / "log.jsonl")))
     assert not [fact for fact in facts if fact.value.strip(" -") == ""]
     values = {fact.name: fact.value for fact in facts}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtx.cli.options import File, Flag, Line, command
-from mtx.cli.output import check_picture, say, write_text
+from mtx.cli.output import check_picture, facts, say, write_text
 from mtx.errors import UserError
 from mtx.files import replacing
 from mtx.plan.page import render, rows_table
@@ -45,4 +45,6 @@ def report_command(line: Line[ReportOptions]) -> None:
 
         with replacing(Path(options.draw).expanduser()) as written:
             save_figure(draw_run(records), written)
-    say(numbers, render(table, width=width), as_json=options.json)
+    made = {"wrote page": options.out, "wrote picture": options.draw}
+    lines = facts({what: path for what, path in made.items() if path}, width=15)
+    say(numbers, [*render(table, width=width), *lines], as_json=options.json)
