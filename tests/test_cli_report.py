@@ -117,10 +117,8 @@ def test_what_is_not_known_is_said_with_its_reason(records, tmp_path, capsys):
     write_log(tmp_path, records, to_dict(RUN))
     page, picture = str(tmp_path / "report.html"), str(tmp_path / "report.svg")
     assert main(["report", str(tmp_path), "--out", page, "--draw", picture]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == [
-        page,
-        picture,
-    ]
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split()[-1] for line in last] == [page, picture]
     facts = report_facts(summarize(read_log(tmp_path / "log.jsonl")))
     assert not [fact for fact in facts if fact.value.strip(" -") == ""]
     values = {fact.name: fact.value for fact in facts}
