@@ -188,6 +188,16 @@ def test_a_torn_config_is_named_once_and_another_found(folder, capsys, trained):
     assert find_start("run").run.steps == 2
 
 
+def test_another_optimizer_takes_no_moments_of_the_same_name(folder, capsys):
+    """Lion's mu is none of AdamW's, whose nu would be lost with the next save."""
+    Path("text.txt").write_text(TEXT)
+    assert main(["train", *TINY, "--steps", "2", "--out", "run"]) == 0
+    capsys.readouterr()
+    for option, values in (("name", ("name=adamw", "lion")), ("rest", ("rest", "lion"))):
+        line = refused(capsys, "run", "--steps", "3", f"--optimizer.{option}", "lion")
+        assert all(value in line for value in values), line
+
+
 @pytest.mark.parametrize("options", NOT_OF_THE_RUN)
 @pytest.mark.parametrize("out", ["run", "new"])
 def test_what_does_not_suit_a_run_is_refused_before_anything_is_written(

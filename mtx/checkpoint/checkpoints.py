@@ -29,7 +29,7 @@ from mtx.checkpoint.folder import TIMEOUT_S, Folder
 from mtx.checkpoint.manifest import is_ours
 from mtx.checkpoint.snapshot import Snapshot
 from mtx.checkpoint.store import Damaged
-from mtx.config import ModelConfig, to_dict
+from mtx.config import ModelConfig, OptimizerConfig, to_dict
 from mtx.data import Tokenizer
 from mtx.data.indexed import sync_folder
 from mtx.errors import UserError
@@ -249,6 +249,8 @@ class Checkpoints(Folder):
         step = self._existing(step)
         path = self._path(step)
         _check_model(path, self.run(step).model, trainer.run.model)
+        if step:  # moments of a converted model are zeros, for any optimizer
+            _check_optimizer(path, self.run(step).optimizer, trainer.run.optimizer)
         with self.open(step) as store:
             self._snapshot_of(trainer).check(store)
         saved = self.tokenizer(step)
@@ -292,3 +294,16 @@ def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
             f"checkpoint {path} is of another model: {', '.join(differences)}; use its values, or "
             "start a new run in another out"
         )
+
+
+def _check_optimizer(path: Path, saved: OptimizerConfig, now: OptimizerConfig) -> None:
+    """Another one may have arrays of the same names, which mean something else."""
+    for name, there, here in (
+        ("name", saved.name, now.name),
+        ("rest", saved.rest or saved.name, now.rest or now.name),
+    ):
+        if there != here:
+            raise UserError(
+                f"checkpoint {path} is of another optimizer: optimizer.{name}={there} there and "
+                f"{here} here; go on with the one that it was saved with, or start anew elsewhere"
+            )
