@@ -39,7 +39,7 @@ def _lines(made: Certificate) -> Iterator[str]:
         f"sizes: cases are models of hidden={small_model(model).hidden}, trained for {STEPS} steps"
     )
     yield (
-        f"optimizer.name={run.optimizer.name}: cases train with adamw, "
+        f"the run's own {run.optimizer.name}: cases train with adamw at other values, "
         f"epsilon={optimizer.epsilon:g}, clip={optimizer.clip:g}, lr={optimizer.lr:g}"
     )
     if layout.schedule_is_file or layout.schedule == "auto":
