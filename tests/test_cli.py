@@ -414,14 +414,15 @@ def test_presets_as_json_are_what_they_are(capsys):
 
 def test_presets_are_listed(capsys):
     assert run("presets") == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    head, *rows, _, legend = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == list(NAMES)
+    assert max(map(len, (head, *rows, legend))) <= 100
     (row,) = (row for row in rows if row.startswith("gpt-1t"))
-    columns = head.replace("data x pipe x tensor", "mesh").split()
+    columns = head.replace("d x p x t", "mesh").split()
     assert dict(zip(columns, row.replace(" x ", "x").split(), strict=True)) == {
-        "preset": "gpt-1t", "parameters": "1.01T", "layers": "128", "hidden": "25600",
-        "heads": "160", "sequence": "2048", "vocab": "51200", "mesh": "6x64x8", "virtual": "1",
-        "microbatch": "1", "batch": "3072", "devices": "3072",
+        "preset": "gpt-1t", "params": "1.01T", "layers": "128", "hidden": "25600",
+        "heads": "160", "sequence": "2048", "vocab": "51200", "mesh": "6x64x8", "v": "1",
+        "b": "1", "batch": "3072", "GPUs": "3072",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -222,6 +223,19 @@ def test_compare_lists_every_schedule_with_both_prices_or_the_reason(capsys):
     lockstep = [float(row[5]) for row in prices.values()]
     assert lockstep == sorted(lockstep)
     assert best.startswith(f"best in lock-step: {rows[0].split()[0]} v=2")
+
+
+def test_compare_fits_a_terminal(monkeypatch, capsys):
+    """Reasons stand below the numbers where there is no room behind them."""
+    asked = ["compare", "--pipe", "4", "--microbatches", "8"]
+    assert run(*asked) == 0
+    head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((100, 40)))
+    assert run(*asked) == 0
+    narrow = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert max(map(len, narrow)) <= 100 < max(map(len, rows))
+    assert " ".join(" ".join(narrow).split()) == " ".join(" ".join([head, *rows]).split())
 
 
 def test_compare_as_json_and_within_a_memory_limit(capsys):

@@ -105,9 +105,22 @@ def test_fewer_devices_take_a_part_of_a_layout(devices, fitted):
 
 
 def test_a_part_of_an_uneven_pipeline_is_balanced():
-    layout = Layout(pipe=2, stage_layers=(1, 3))
+    layout, balanced = Layout(pipe=2, stage_layers=(1, 3)), Layout(stage_layers="balanced")
     assert fit_layout(layout, 2) == layout
-    assert fit_layout(layout, 1) == replace(layout, pipe=1, stage_layers="balanced")
+    assert fit_layout(layout, 1) == fit_layout(layout, 8, {"pipe": 1}) == balanced
+
+
+def test_what_is_given_stays_and_the_rest_is_fitted_to_it():
+    layout = Layout(data=2, pipe=2, tensor=2)
+    assert fit_layout(layout, 4, {"tensor": 4}) == Layout(tensor=4)
+    assert fit_layout(layout, 8, {"tensor": 4, "virtual": 2}) == Layout(pipe=2, tensor=4, virtual=2)
+    assert fit_layout(layout, 1, {"pipe": 4}) == Layout(pipe=4)  # which is refused
+
+
+def test_experts_are_on_fewer_devices_where_there_are_fewer():
+    layout = Layout(data=2, expert=4, tensor=2)
+    assert fit_layout(layout, 4) == Layout(expert=2, tensor=2)
+    assert fit_layout(layout, 1) == Layout()
 
 
 def shape(layout: Layout) -> tuple[int, int, int]:

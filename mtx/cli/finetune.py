@@ -109,9 +109,9 @@ def _run(
     from mtx.plan.fit import fit_layout
     from mtx.train.finetune import Finetuning, finetune_run
 
-    options, layout = line.options, fit_layout(pretrained.layout, jax.device_count())
-    whole = -(-layout.microbatch // task.options) * task.options
-    layout = replace(layout, **{"microbatch": whole, **line.changes("layout")})
+    options, given = line.options, line.changes("layout")
+    whole = -(-pretrained.layout.microbatch // task.options) * task.options
+    layout = fit_layout(pretrained.layout, jax.device_count(), {"microbatch": whole, **given})
     how = Finetuning(
         epochs=options.epochs, batch=options.batch, warmup_fraction=options.warmup_fraction,
         seed=options.seed, **line.changes("model"), **line.changes("optimizer"),

@@ -108,7 +108,7 @@ def _run(line: Line[FinetuneOptions], pretrained: RunConfig, rows: int) -> RunCo
 
     options = line.options
     model = replace(pretrained.model, **line.changes("model"))
-    layout = replace(fit_layout(pretrained.layout, jax.device_count()), **line.changes("layout"))
+    layout = fit_layout(pretrained.layout, jax.device_count(), line.changes("layout"))
     given = line.changes("optimizer")
     if model.lora_rank:
         given = {"lr": _LR_OF_ADAPTERS} | given

@@ -17,7 +17,7 @@ def changed(run: RunConfig, line: Line[Any], devices: int) -> tuple[RunConfig, L
     a part of that where there are fewer devices, with the fields that are given."""
     from mtx.plan.fit import fit_layout
 
-    layout = replace(fit_layout(run.layout, devices), **line.changes("layout"))
+    layout = fit_layout(run.layout, devices, line.changes("layout"))
     changes = line.changes("model")
     model = run.model.without_fp8() if changes.get("fp8") == "off" else run.model
     return replace(run, model=replace(model, **changes)), layout

@@ -9,6 +9,7 @@ from mtx.cli.output import say, table
 from mtx.config import to_dict
 from mtx.presets import NAMES, preset
 
+_LEGEND = "d x p x t: data x pipe x tensor; v: virtual; b: microbatch, in sequences"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
@@ -24,8 +25,8 @@ def presets_command(line: Line[PresetsOptions]) -> None:
 
     counts, numbers = {name: parameters(preset(name).model) for name in NAMES}, {}
     rows: list[tuple] = [(
-        "preset", "parameters", "layers", "hidden", "heads", "sequence", "vocab",
-        "data x pipe x tensor", "virtual", "microbatch", "batch", "devices",
+        "preset", "params", "layers", "hidden", "heads", "sequence", "vocab",
+        "d x p x t", "v", "b", "batch", "GPUs",
     )]  # fmt: skip
     for name, count in counts.items():
         run = preset(name)
@@ -36,7 +37,8 @@ def presets_command(line: Line[PresetsOptions]) -> None:
             model.vocab, f"{layout.data} x {layout.pipe} x {layout.tensor}", layout.virtual,
             layout.microbatch, run.global_batch, layout.devices,
         ))  # fmt: skip
-    say(numbers, table(rows, "<" + ">" * 11), as_json=line.options.json)
+    lines = [*table(rows, "<" + ">" * 11), "", _LEGEND]
+    say(numbers, lines, as_json=line.options.json)
 
 
 def _short(count: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, get_args
 
 import tyro
@@ -296,7 +298,8 @@ def _compare(asked: _Asked) -> None:
             for one, schedule in made
         ], [], as_json=True)  # fmt: skip
         return
-    print("\n".join(_table(made, asked.microbatches * asked.times.work)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    print("\n".join(_table(made, asked.microbatches * asked.times.work, width)))
     refused = [f"  {one.name}: {one.reason}" for one in found if one.schedule is None]
     if refused:
         print("\n".join(["\nnot for these numbers:", *refused]))
@@ -306,16 +309,23 @@ def _compare(asked: _Asked) -> None:
         print(f"*: {FOR_COMPARISON}")
 
 
-def _table(made: list[tuple[Candidate, Schedule]], ideal: float) -> list[str]:
+def _table(made: list[tuple[Candidate, Schedule]], ideal: float, width: float) -> list[str]:
+    """Reasons stand behind the numbers where `width` columns hold them, else below."""
     rows: list[tuple] = [
         ("schedule", "ticks", "in flight", "slots", "stashes", "lock-step", "bubble",
-         "asynchronous", "bubble", "")
+         "asynchronous", "bubble")
     ]  # fmt: skip
     for one, schedule in made:
         rows.append((
             one.label + " *" * one.for_comparison, schedule.ticks, schedule.in_flight.max(),
             schedule.slots, f"{one.memory:.4g}", f"{one.lockstep:.5g}",
             f"{one.lockstep / ideal - 1:.2%}", f"{one.asynchronous:.5g}",
-            f"{one.asynchronous / ideal - 1:.2%}", one.reason,
+            f"{one.asynchronous / ideal - 1:.2%}",
         ))  # fmt: skip
-    return table(rows, "<>>>>>>>><")
+    head, *lines = table(rows, "<>>>>>>>>")
+    reasons = [one.reason for one, _ in made]
+    beside = [f"{line}  {reason}" for line, reason in zip(lines, reasons)]
+    if max(map(len, beside), default=0) <= width:
+        return [head, *beside]
+    below = partial(textwrap.wrap, width=int(width), initial_indent="  ", subsequent_indent="  ")
+    return [head, *(row for line, reason in zip(lines, reasons) for row in (line, *below(reason)))]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mtx.config import Layout, RunConfig
 from mtx.errors import UserError
@@ -98,18 +99,27 @@ def _nearest_preset(room: _Room) -> str:
     return "no preset fits: use smaller values of model.layers and model.hidden"
 
 
-def fit_layout(layout: Layout, devices: int) -> Layout:
-    """The largest part of `layout` for at most `devices`: fewer replicas first, then fewer parts of
-    sequences, tensor shards and stages, each a divisor of what it was, so that everything still
-    divides."""
-    for axis in ("data", "context", "tensor", "pipe"):
+def fit_layout(layout: Layout, devices: int, given: Mapping[str, Any] | None = None) -> Layout:
+    """The largest part of `layout` for at most `devices`: fewer replicas first, then fewer shards
+    of experts, parts of sequences, tensor shards and stages, each a divisor of what it was, so that
+    everything still divides. given: fields that are to have these values, whatever the layout's."""
+    given = given or {}
+    layout = replace(layout, **_without_uneven_stages(layout, given), **given)
+    for axis in ("data", "expert", "context", "tensor", "pipe"):
+        if axis in given:
+            continue
         size = getattr(layout, axis)
         room = max(devices * size // layout.devices, 1)
-        fitting = max(n for n in divisors(size) if n <= room)
-        if axis == "pipe" and fitting < size and isinstance(layout.stage_layers, tuple):
-            layout = replace(layout, stage_layers="balanced")
-        layout = replace(layout, **{axis: fitting})
+        fitting = {axis: max(n for n in divisors(size) if n <= room)}
+        layout = replace(layout, **_without_uneven_stages(layout, fitting), **fitting)
     return layout
+
+
+def _without_uneven_stages(layout: Layout, changes: Mapping[str, Any]) -> dict[str, str]:
+    """What else changes, where lists of stages' layers are of other stages."""
+    is_other = changes.get("pipe", layout.pipe) != layout.pipe
+    uneven = isinstance(layout.stage_layers, tuple) and "stage_layers" not in changes
+    return {"stage_layers": "balanced"} if uneven and is_other else {}
 
 
 def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = ()) -> Layout:
