@@ -311,6 +311,12 @@ def test_the_remedy_for_no_layout_is_one_that_fits():
     search(run.model, gpus=64, global_batch=60, hardware=A100, top=1)
 
 
+def test_the_next_higher_number_of_gpus_is_named_where_no_lower_one_is_near():
+    with pytest.raises(UserError) as error:
+        search(preset("gpt-1t").model, gpus=3071, global_batch=3072, hardware=A100)
+    names(error, "gpus=3071", "use gpus=3072")
+
+
 def test_more_devices_than_stages_may_be():
     """Sizes above an axis' bound are no candidates."""
     fixed = Fixed(data=2**13, microbatch=1, schedule="1f1b", recompute="none")

@@ -47,6 +47,12 @@ def test_every_second_has_its_place():
     assert (goodput.rollbacks, goodput.clock_jumps) == (1, 0)
 
 
+def test_a_run_that_had_come_to_its_end_was_not_down():
+    log = [start(0, 1000.0, 1.0), step(6, 8.0), start(6, 9000.0, 2.0), step(7, 4.0)]
+    goodput = measure_goodput(log)
+    assert goodput.parts["down"] == 0.0 and goodput.wall_s == pytest.approx(1 + 8 + 2 + 4)
+
+
 def test_a_clock_that_was_set_back_takes_no_time_away():
     log = [start(0, 5000.0, 1.0), step(1, 10.0), start(1, 4000.0, 1.0), step(2, 10.0)]
     goodput = measure_goodput(log)

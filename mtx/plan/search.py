@@ -312,13 +312,17 @@ def _listed(values: dict, between: str) -> str:
 
 def _remedy(question: Question, product: int) -> str:
     """A number of GPUs, a multiple of `product`, or a batch, with which some layout fits; empty
-    where there is neither. Of GPUs the next lower number with a layout, else that with the nearest
-    power of two."""
+    where there is neither. Of GPUs the next lower number with a layout, else the next higher one,
+    else that with the nearest power of two."""
     gpus, batch = question.gpus, question.global_batch
     below = range((gpus - 1) // product * product, 0, -product)[:_NEARBY]
-    near = [n for n in below if replace(question, gpus=n).meshes()][:1]
+    above = range(gpus // product * product + product, 2**20, product)[:_NEARBY]
+    near = [
+        next((n for n in numbers if replace(question, gpus=n).meshes()), 0)
+        for numbers in (below, above)
+    ]
     powers = [product * 2**power for power in range(21) if product * 2**power <= 2**20]
-    numbers = near + sorted(powers, key=lambda n: abs(math.log2(n / gpus)))
+    numbers = [*filter(None, near), *sorted(powers, key=lambda n: abs(math.log2(n / gpus)))]
     found = (f"gpus={n}" for n in numbers if _fits(replace(question, gpus=n)))
     multiple = -(-batch // gpus) * gpus
     larger = replace(question, global_batch=multiple)

@@ -114,16 +114,17 @@ def measure_goodput(records: Sequence[Record]) -> Goodput:
     names = ("steps", "lost", "skipped", "start", "compile", "eval", "save", "other", "down")
     parts: dict[str, float] = dict.fromkeys(names, 0.0)
     counts = {"lost": 0, "skipped": 0, "rollback": 0, "jumps": 0}
-    ended_s = None
+    ended_s, finished = None, False
     for session in sessions:
         start = session[0]
         launched_s = start["unix_time"] - start.get("since_launch_s", 0.0)
         if ended_s is not None:
             gap_s = launched_s - ended_s
             counts["jumps"] += gap_s < -1.0  # two clocks' rounding is none
-            parts["down"] += max(gap_s, 0.0)
+            parts["down"] += 0.0 if finished else max(gap_s, 0.0)
         length_s = session[-1].get("t_s", 0.0) - start.get("t_s", 0.0)
         ended_s = start["unix_time"] + length_s
+        finished = _has_finished(session)  # what comes later was asked for later
         told = dict.fromkeys(names, 0.0)
         for record in session:
             kind = record["kind"]
@@ -145,6 +146,12 @@ def measure_goodput(records: Sequence[Record]) -> Goodput:
         skipped_steps=counts["skipped"], rollbacks=counts["rollback"],
         clock_jumps=counts["jumps"],
     )  # fmt: skip
+
+
+def _has_finished(session: Sequence[Record]) -> bool:
+    """Whether a session came to its run's last step."""
+    done = max((one["step"] for one in session if one["kind"] in ("start", "step")), default=0)
+    return done >= session[0]["run"]["steps"]
 
 
 def _sessions(records: Sequence[Record]) -> list[list[Record]]:
