@@ -35,6 +35,10 @@ DEEPSEEK = ModelConfig(
 MIXTRAL = ModelConfig(
     family="mixtral", kv_heads=2, experts=4, choices=2, **SIZES | {"vocab_multiple": 4}
 )
+GPT_OSS = ModelConfig(
+    family="gpt_oss", kv_heads=2, head_dim=4, experts=4, choices=2, expert_ffn=12,
+    **SIZES | {"vocab_multiple": 4}
+)  # fmt: skip
 GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4})
 
 
@@ -64,6 +68,8 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, MIXTRAL, Layout(
             tensor=2, sequence_parallel=False, recompute="around_attention", expert_room=1.0
         )),
+        # and what those loops add to has passes behind it
+        (InPlace, GPT_OSS, Layout(pipe=2, tensor=2, virtual=2, expert_room=1.0)),
         # chunks that differ: of other lengths, of other kinds
         (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
         (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),

@@ -207,17 +207,18 @@ class Pass:
 
 
 def passes_of(
-    nodes: Sequence[Node], outputs: Collection[int], sums: Collection[Node]
-) -> list[Pass]:
+    nodes: Sequence[Node], outputs: Collection[int], sums: Collection[Node],
+    loops: Collection[Node],
+) -> list[Pass]:  # fmt: skip
     """What leads to matmuls and collectives, then what leads to sums' matmuls and to outputs alone.
     An equation is in the first that needs it; those that are brief, and what only leads to weight
     gradients that matmuls make, are in none. What sums need comes along with what reads the same:
-    XLA makes one pass of the two."""
+    XLA makes one pass of the two. Loops that add to gradients are in none."""
     made_by = {number: node for node in nodes for number in node.outputs}
-    stored = {number for node in nodes if node.op for number in node.outputs}
+    stored = {number for node in nodes if node.op or node in loops for number in node.outputs}
     ends = {number for node in nodes if node.op for number in node.inputs}.union(outputs)
     found: list[Pass] = []
-    taken: set[Node] = set()
+    taken: set[Node] = set(loops)
     early: set[Node] = set()
 
     to_sums = way_to((number for node in sums for number in node.inputs), made_by)
@@ -310,9 +311,10 @@ class Asked:
 
     def __init__(
         self, nodes: Sequence[Node], outputs: Collection[int], writes: Sequence[Write],
-        summed: Collection[int],
+        summed: Collection[int], loops: Collection[Node],
     ):  # fmt: skip
-        """summed: the products of matmuls that are weight gradients, and added up."""
+        """summed: the products of matmuls that are weight gradients, and added up; loops: that add
+        to the same."""
         # Short collectives have no place of their own, nor have passes where there are such. Of a
         # function's several that XLA joins where they are ready at once, as those of FP8's largest
         # magnitudes, nothing is put off.
@@ -322,7 +324,7 @@ class Asked:
         self._sums = {
             node for node in nodes if node.op and not set(node.outputs).isdisjoint(summed)
         }
-        passes = [] if short else passes_of(nodes, outputs, self._sums)
+        passes = [] if short else passes_of(nodes, outputs, self._sums, loops)
         self.large = [node for node in nodes if node.op]
         self.memory: list[Pass | Write] = [*passes, *writes]
         self.steps: list[Step] = []

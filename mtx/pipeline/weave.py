@@ -185,7 +185,8 @@ class Braid(Values):
         self._at_once = {node.inputs[1]: node for node in self._writes if node.at_once}
         self._writes = [node for node in self._writes if not node.at_once]
         self._nodes = self.behind_loops(self._nodes)
-        asked = Asked(self._nodes, self._outputs - written, self._writes, self._sums.keys())
+        outputs = self._outputs - written
+        asked = Asked(self._nodes, outputs, self._writes, self._sums.keys(), self.loops.keys())
         self._large, self._memory, found = asked.large, asked.memory, asked.order
         self._is_timed = found.is_timed
         moved = [self._memory[number] for what, number in found.turns if what == "move"]
