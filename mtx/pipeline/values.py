@@ -62,8 +62,8 @@ class Values:
         these there is nothing, or no matmul would add them in place. Tied to a collective that does
         not leave the node, such a one XLA would copy whole: where the longest does not, XLA has
         them when it likes."""
-        sent = (node for node in nodes if node.op is not None and node.op.communicates)
-        longest = max(sent, key=lambda node: node.op.seconds, default=None)
+        sent = (node.op for node in nodes if node.op is not None and node.op.communicates)
+        longest = max(sent, key=lambda op: op.seconds, default=None)
         free = longest is None or not longest.network
         read = {number for node in nodes for number in node.inputs}
         found = list(nodes)
