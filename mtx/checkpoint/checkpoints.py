@@ -248,9 +248,10 @@ class Checkpoints(Folder):
         """Raises UserError where a checkpoint is of another model, optimizer or tokenizer."""
         step = self._existing(step)
         path = self._path(step)
-        _check_model(path, self.run(step).model, trainer.run.model)
+        run = self.run(step)
+        _check_model(path, run.model, trainer.run.model)
         if step:  # moments of a converted model are zeros, for any optimizer
-            _check_optimizer(path, self.run(step).optimizer, trainer.run.optimizer)
+            _check_optimizer(path, run.optimizer, trainer.run.optimizer)
         with self.open(step) as store:
             self._snapshot_of(trainer).check(store)
         saved = self.tokenizer(step)

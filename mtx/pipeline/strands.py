@@ -149,8 +149,8 @@ class KindStrands:
 
 def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
     """The places of the equations that only weight gradients need, of a backward pass whose first
-    `weights` outputs they are: of those that matmuls can add in place. What goes through a loop,
-    as experts' gradients do, cannot be, and is as any other."""
+    `weights` outputs they are: of those that matmuls alone make. What goes through a loop, as
+    experts' gradients do, is as any other here (see `Values.behind_loops`)."""
     _, later = divide(strand, weights)
     loops = [eqn for eqn in later if is_loop(eqn)]
     read = [atom for eqn in loops for atom in variables_of(eqn.invars)]
