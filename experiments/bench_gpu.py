@@ -110,7 +110,7 @@ def layer_cases(tiny: bool) -> list[Case]:
             ("7.5B / 4", shard(4096, 32, 4, layers=8), 2),
             ("1.7B / 1", shard(2304, 24, 1, layers=8), 8),
         ]
-    ways = {"plain": {}, "woven": {"weave": "on", "idle": "phases"}}
+    ways = {"plain": {"weave": "off"}, "woven": {"weave": "on", "idle": "phases"}}
     return [
         Case(
             name=f"{name}, {way}",
@@ -128,7 +128,7 @@ def step_cases(tiny: bool) -> list[Case]:
     sizes = [("345M", 24, 1024, 16, 1024, 16), ("1.3B", 24, 2048, 16, 2048, 4)]
     if tiny:
         sizes = [("tiny", 2, 64, 4, 64, 2)]
-    ways = {"": {}, ", woven": {"weave": "on", "idle": "phases"}}
+    ways = {"": {"weave": "off"}, ", woven": {"weave": "on", "idle": "phases"}}
     return [
         Case(
             name=name + way,

@@ -64,6 +64,7 @@ def test_a_model_is_shrunk_with_all_that_it_is_made_of(name):
 
 def test_the_runs_own_layout_is_the_first_case():
     run = preset("gpt-145b")
+    run = replace(run, layout=replace(run.layout, weave="off"))
     first, *others = cases(run, 6, seed=4)
     layout = first.run.layout
     assert first.why == "the run's own" and not any(each.why for each in others)
@@ -72,6 +73,18 @@ def test_the_runs_own_layout_is_the_first_case():
         assert getattr(layout, name) == getattr(run.layout, name)
     assert cases(run, 6, seed=4) == [first, *others]
     assert cases(run, 6, seed=5)[1:] != others
+
+
+def test_what_devices_may_weave_is_compared_woven_as_well():
+    run = preset("gpt-145b")
+    assert run.layout.weave == "auto" and run.layout.weaves
+    plain, woven, third = cases(run, 3, seed=4)
+    assert plain.why == woven.why == "the run's own" and not third.why
+    assert woven.run.layout == replace(plain.run.layout, weave="on") != plain.run.layout
+    for changes in (dict(weave="off"), dict(weave="on"), dict(idle="skip")):
+        layout = replace(run.layout, **changes)
+        first, second = cases(replace(run, layout=layout), 2, seed=4)
+        assert first.why and not second.why and first.run.layout.weave == layout.weave
 
 
 def test_random_cases_share_experts_in_all_ways():

@@ -397,7 +397,9 @@ def compiled_for_gpus(script: str, *flags: str) -> str:
 @needs_gpu_compiler
 def test_a_gpu_that_is_not_there():
     model = ModelConfig(layers=8, hidden=1024, heads=16, sequence=1024, vocab=8000)
-    layout = Layout(data=4, pipe=2, tensor=2, microbatch=2, recompute="full", idle="phases")
+    layout = Layout(
+        data=4, pipe=2, tensor=2, microbatch=2, recompute="full", idle="phases", weave="off"
+    )
     run = RunConfig(model=model, layout=layout, global_batch=64)
     compiled = compile_plan(run, target="a100-80gb")
     assert (compiled.backend, compiled.devices) == ("gpu", 16)
@@ -431,7 +433,9 @@ from mtx.compile.step import mesh_of
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.step.trainer import Trainer
 model = ModelConfig(layers=8, hidden=1024, heads=8, sequence=1024, vocab=8000)
-layout = Layout(pipe=2, tensor=2, virtual=2, idle="phases", attention="blocked")
+layout = Layout(
+    pipe=2, tensor=2, virtual=2, idle="phases", attention="blocked", weave="off"
+)
 run = RunConfig(model=model, layout=layout, global_batch=8)
 mesh = mesh_of(run, "h100", find_compiler("h100", 4, kernel="blocked"))
 print(Trainer(run, mesh=mesh).compile_step(mesh).as_text())

@@ -141,7 +141,7 @@ def test_a_table_of_ones_own_is_woven_where_the_layout_is():
     assert mtx.Trainer(replace(run, layout=layout), schedule=table).schedule is table
     with pytest.raises(UserError) as error:
         mtx.Trainer(replace(run, layout=layout), schedule=table.woven)
-    names(error, "weave='off'", "1f1b")
+    names(error, "weave='auto'", "weave='on'", "1f1b")
 
 
 def test_the_plan_keeps_a_slot_more():

@@ -186,7 +186,7 @@ def test_choices_that_do_not_go_together():
 
 def test_layers_placed_by_hand_are_balanced_on_other_chunks():
     run = preset("llama-3-405b")
-    assert look(run).layout == replace(run.layout, attention=run.layout.attention)
+    assert look(run).layout.stage_layers == run.layout.stage_layers != "balanced"
     assert look(run, virtual=7).layout.stage_layers == "balanced"
 
 
@@ -336,7 +336,8 @@ def test_sequences_and_experts_have_sliders_where_there_is_a_choice(explorer):
     assert explorer.look.device.at == {"pipe": 0, "data": 0, "context": 2, "tensor": 1}
     assert "positions 32-47 and 80-95" in page.html and page.html.count('class="context"') == 4
     explorer.model.value = "mixtral-8x7b"
-    assert explorer.look.layout == preset("mixtral-8x7b").layout and explorer.message.value == ""
+    woven = replace(preset("mixtral-8x7b").layout, weave="on")  # as is predicted to be faster
+    assert explorer.look.layout == woven and explorer.message.value == ""
     assert sliders["expert"].layout.display is None and max(sliders["expert"].options)[1] == 8
     sliders["expert"].value = 4
     time = explorer.look.plan.time

@@ -57,16 +57,18 @@ def choices() -> dict[str, tuple]:
     attention, of which CPUs have one."""
     hints = typing.get_type_hints(Layout)
     few = {n: typing.get_args(h) for n, h in hints.items() if typing.get_origin(h) is Literal}
+    few["weave"] = ("auto", "on")  # on CPUs "auto" is "off"
     return {name: values for name, values in few.items() if name != "attention"}
 
 
 def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
     """The run's own layout, if it can be shrunk so, and then random ones without end."""
     rng, number = random.Random(seed), 0
-    own = own_case(run, devices)
-    if own is not None:
-        number = 1
-        yield Case(number=number, run=own, why="the run's own")
+    for way in ways_to_weave(run):
+        own = own_case(way, devices)
+        if own is not None:
+            number += 1
+            yield Case(number=number, run=own, why="the run's own")
     while True:
         changes, rows = random_features(run.model, rng), rng.choice(ROWS)
         for _ in range(_PER_MODEL):
@@ -74,6 +76,13 @@ def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
             model = small_model(run.model, **changes)
             made = random_run(run, model, rows, rng, devices)
             yield Case(number=number, run=made, model=tuple(changes.items()))
+
+
+def ways_to_weave(run: RunConfig) -> list[RunConfig]:
+    """`run`, plain on CPUs where weave="auto" leaves that to the devices, and then woven too."""
+    layout = run.layout
+    is_open = layout.weave == "auto" and layout.weaves
+    return [run, *([replace(run, layout=replace(layout, weave="on"))] if is_open else [])]
 
 
 def own_case(run: RunConfig, devices: int) -> RunConfig | None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from mtx.certify import arrays, collectives, elementwise
+from mtx.certify.cases import ways_to_weave
 from mtx.certify.kinds import DIFFERENT, SAME, Kind, Value, different
 from mtx.certify.walk import Finding, Walk
 from mtx.config import RunConfig
@@ -45,12 +46,17 @@ class Walked:
 
 
 def walk_all(run: RunConfig) -> Walked:
-    """The training step of `run`, with gradients that matmuls add in place and without, and its
-    held-out losses and scores."""
-    walked, trainer = walk_run(run), _trainer(run)
-    trainer.axes = replace(trainer.axes, in_place=not trainer.axes.in_place)
-    walked.add(walk_step(trainer))
-    trainer = _trainer(run)
+    """The training step of `run`, with gradients that matmuls add in place and without, woven and
+    not where that is left open, and its held-out losses and scores."""
+    first, *others = ways_to_weave(run)
+    walked = walk_run(first)
+    for other in others:
+        walked.add(walk_run(other))
+    for each in (first, *others):
+        trainer = _trainer(each)
+        trainer.axes = replace(trainer.axes, in_place=not trainer.axes.in_place)
+        walked.add(walk_step(trainer))
+    trainer = _trainer(first)
     for f in (trainer.evaluate, trainer.score):
         walked.add(walk_program(_traced(f, trainer)))
     return walked

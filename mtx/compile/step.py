@@ -167,7 +167,7 @@ def _compile(
     busy, trips = busy_shares(trainer), trip_counts(trainer)
     flops = program.matmul_flops(busy, trip_counts=trips)
     formula = hardware_matmul_flops(
-        compiled_run.model, compiled_run.layout, run.global_batch,
+        trainer.run.model, trainer.run.layout, run.global_batch,
         backend="cuda" if compiler.attention == "cudnn" else "xla",
     )  # fmt: skip
     times = None

@@ -22,9 +22,11 @@ Zero = Literal[1, 3]
 ZeroUnit = Literal["auto", "layer", "chunk"]
 Recompute = Literal["none", "selective", "around_attention", "full"]
 Attention = Literal["auto", "blocked", "cudnn"]
-Weave = Literal["off", "on"]
+Weave = Literal["auto", "off", "on"]
 ContextAttention = Literal["auto", "gather", "ring", "ulysses", "usp"]
 ExpertDispatch = Literal["alltoall", "gathered"]
+
+_WOVEN = {"offload": 0.0, "idle": "phases", "stash": "residuals", "slices": 1}  # what that needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,9 @@ class Layout:
     # of an expert, over what it is given where all are given as much; what more comes to one waits
     # for further, smaller rounds: never dropped
     expert_room: Annotated[float, Between(0.125, 64)] = 1.2
-    weave: Weave = "off"  # a tick's F and B side by side, each one's collectives beside the other
+    # a tick's F and B side by side, each one's collectives beside the other; "auto": off, but on
+    # GPUs, from JAX 0.11 on, where it fits and is predicted to take less time
+    weave: Weave = "auto"
     # layers of each of the pipe*virtual stages, in model order
     stage_layers: StageLayers = "even"
 
@@ -81,21 +85,24 @@ class Layout:
                 f"{self.zero}; use zero=3 with it, or zero_unit='auto'"
             )
         if self.weave == "on":
-            for name, wanted in (("idle", "phases"), ("stash", "residuals"), ("slices", 1)):
+            for name, wanted in _WOVEN.items():
                 if (value := getattr(self, name)) != wanted:
                     raise UserError(
                         f"weave='on' is not made for {name}={value!r}; use {name}={wanted!r} with "
                         "it, or weave='off'"
                     )
-        if self.offload:
-            for name, wanted in (("stash", "residuals"), ("weave", "off")):
-                if (value := getattr(self, name)) != wanted:
-                    raise UserError(
-                        f"offload={self.offload} is not made for {name}={value!r}; use {name}="
-                        f"{wanted!r} with it, or offload=0"
-                    )
+        if self.offload and self.stash != "residuals":
+            raise UserError(
+                f"offload={self.offload} is not made for stash={self.stash!r}; use "
+                "stash='residuals' with it, or offload=0"
+            )
         checked("*".join(AXES), self.devices, Devices)
         checked("pipe*virtual", self.pipe * self.virtual, Layers)
+
+    @property
+    def weaves(self) -> bool:
+        """Whether weave="on" is made for the rest of it."""
+        return all(getattr(self, name) == wanted for name, wanted in _WOVEN.items())
 
     @property
     def schedule_text(self) -> str:

@@ -159,7 +159,8 @@ class Question:
     def weaves(self, mesh: Layout) -> tuple[Weave, ...]:
         """Whether to weave: where collectives can hide, and the software priced is ours."""
         hides = self._is_ours(mesh) and mesh.tensor * mesh.expert > 1
-        return choices(self.fixed.weave, ("off", "on") if hides else ("off",))
+        wanted = None if self.fixed.weave == "auto" else self.fixed.weave
+        return choices(wanted, ("off", "on") if hides else ("off",))
 
     def attentions(self, layout: Layout) -> tuple[ContextAttention, ...]:
         """The ways over `context` to try, that which is chosen by itself first."""

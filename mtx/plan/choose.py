@@ -70,10 +70,10 @@ def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
                 f"schedule {table.name!r} is a table of {has} {name}, which is not {wants}; change "
                 "one of the two"
             )
-    if table.head_ahead and layout.weave == "off":
+    if table.head_ahead and layout.weave != "on":
         raise UserError(
-            f"schedule {table.name!r} is a table of woven ticks, which is not layout.weave='off'; "
-            "use the table that it was woven from, or weave='on'"
+            f"schedule {table.name!r} is a table of woven ticks, and layout.weave={layout.weave!r} "
+            "has none here; use the table that it was woven from, or weave='on'"
         )
 
 

@@ -32,6 +32,7 @@ from mtx.plan.priced import GIB, PricedRun
 from mtx.plan.published import published_throughput
 from mtx.plan.summary import plan_rows
 from mtx.plan.time import StepTime, predict_step
+from mtx.plan.woven import choose_weave
 from mtx.presets import brings_data
 
 _PLAN_SUFFIXES = (".toml", ".json")
@@ -101,8 +102,9 @@ def make_plan(
         optimizer=run.optimizer,
     )  # fmt: skip
     layout, how_much = room.resolve(replace(layout, context_attention=asked.context_attention))
+    layout, whether = choose_weave(replace(run, layout=layout), device, zero=zero)
     run = replace(run, layout=layout)
-    model, layout, batch = run.model, run.layout, run.global_batch
+    model, batch = run.model, run.global_batch
     return Plan(
         run=run, target=name, hardware=device, zero=zero, scatter_gather=scatter_gather,
         expert_imbalance=expert_imbalance,
@@ -113,7 +115,7 @@ def make_plan(
         memory=predict_memory(
             model, layout, batch, backend=device.backend, zero=zero, optimizer=run.optimizer
         ),
-        chosen=(*chosen, *filter(None, (why, *how_much))), compiled=compiled,
+        chosen=(*chosen, *filter(None, (why, *how_much, whether))), compiled=compiled,
     )  # fmt: skip
 
 

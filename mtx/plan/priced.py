@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from mtx.config import Layout, Recompute, RunConfig
@@ -91,9 +92,10 @@ class PricedRun:
         return found
 
     def chose(self, *names: str) -> bool:
-        """Whether one of these fields is among what nobody asked for."""
+        """Whether one of these fields is among what nobody asked for: "heads=8, vocab=512: ..." or
+        "weave on: ..." is."""
         said = ", ".join(choice.partition(":")[0] for choice in self.chosen)
-        return not {each.partition("=")[0] for each in said.split(", ")}.isdisjoint(names)
+        return not {re.split("[= ]", each)[0] for each in said.split(", ")}.isdisjoint(names)
 
     def _fits(self, memory: Memory) -> bool:
         return memory.total_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes

@@ -22,7 +22,7 @@ class Slots(NamedTuple):
 def slots_of(layout: Layout, microbatches: int) -> Slots:
     """In closed form for SC'21's schedules; from the table for all others."""
     pipe, virtual, name = layout.pipe, layout.virtual, layout.schedule
-    plain = layout.slices == 1 and layout.weave == "off"
+    plain = layout.slices == 1 and layout.weave != "on"
     if plain and name in ("1f1b", "interleaved_1f1b", "eager_1f1b"):
         warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
         # One more than are in flight where a stage sits ticks out: it writes to a free slot.

@@ -146,22 +146,22 @@ def _layout(plan: PricedRun) -> list[Row]:
     if run.model.fp8 != "off":
         types += f", matmuls of layers' weights in float8 ({run.model.fp8})"
     sharded = {0: "nothing", 1: "masters and moments", 3: "parameters and all"}[plan.zero]
-    source: Source = "chosen" if plan.chosen else "given"
+    source, ticks = _source(plan, "layout"), _source(plan, "layout", "schedule", "weave")
     return [
         Row("Layout", " x ".join(axes), mesh, source),
         Row("Layout", "nodes", f"{nodes:,}; tensor groups {where}", "computed"),
-        *_context(plan, source),
+        *_context(plan),
         *_experts(plan),
-        Row("Layout", "schedule", layout.schedule_text, source),
+        Row("Layout", "schedule", layout.schedule_text, ticks),
         Row("Layout", "step", step, _source(plan, "global_batch")),
         Row("Layout", "microbatches", batches, "computed"),
         Row("Layout", "computes in", types, _source(plan, "compute_dtype")),
-        Row("Layout", "activations", kept, source),
+        Row("Layout", "activations", kept, _source(plan, "layout", "activations")),
         Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
     ]
 
 
-def _context(plan: PricedRun, source: Source) -> list[Row]:
+def _context(plan: PricedRun) -> list[Row]:
     """How sequences are cut, and how attention goes over their parts: each way's seconds."""
     run, layout = plan.run, plan.run.layout
     if layout.context == 1:
@@ -171,7 +171,7 @@ def _context(plan: PricedRun, source: Source) -> list[Row]:
     for way, time in plan.context_ways.items():
         text = f"a step in {seconds(time.step_s)}, {seconds(time.context_comm_s)} of it exposed"
         name, mine = f"attention over context: {way}", way == layout.context_attention
-        rows.append(Row("Layout", name, text + ", taken" * mine, source if mine else "predicted"))
+        rows.append(Row("Layout", name, text + ", taken" * mine, "predicted"))
     return rows
 
 

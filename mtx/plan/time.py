@@ -252,7 +252,7 @@ def _on_stages(
         virtual=layout.virtual,
     )
     later = {kind: later_work(shard, kind, recompute) for kind in on.work}
-    if layout.weave == "off" or calibration.software.pipeline == "asynchronous":
+    if layout.weave != "on" or calibration.software.pipeline == "asynchronous":
         return on.with_more(later)
     apart = replace(calibration, software=replace(calibration.software, overlaps_tensor=False))
     shard = replace(shard, calibration=apart)

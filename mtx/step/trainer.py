@@ -12,14 +12,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtx.config import RunConfig
+from mtx.config import Layout, RunConfig
 from mtx.costs.place import placement_of
 from mtx.errors import UserError, require_kind
 from mtx.layers.kernels import AttentionKernel, cudnn_takes
 from mtx.layers.model import Model
 from mtx.pipeline.model import PipelineModel
 from mtx.pipeline.program import Pipeline
+from mtx.plan.calibration import calibration_of
 from mtx.plan.choose import check_shape, resolve, schedule_for
+from mtx.plan.hardware import find_hardware
+from mtx.plan.woven import choose_weave
 from mtx.schedules.partition import Placement
 from mtx.schedules.schedule import Schedule
 from mtx.sharding.axes import AXES, BATCH, axes_of
@@ -41,8 +44,8 @@ class Trainer:
     Nothing touches a device until `init`, `train_step` or another of its functions is called, and
     `mesh` is then the one of the real devices unless another is given. It is written for an
     abstract mesh, runs on whatever mesh its state lies on, and compiles for devices that are not
-    there. Which ones are there is asked at one place only, where the layout leaves the kernel of
-    attention open.
+    there. Which ones are there is asked where the layout leaves the kernel of attention open, or
+    whether ticks are woven.
     """
 
     def __init__(
@@ -50,17 +53,35 @@ class Trainer:
     ):
         require_kind("run", run, RunConfig, "a RunConfig, such as mtx.preset('miniature')")
         model = run.model
-        layout, self.reason = resolve(run.layout, model, run.global_batch)
+        self._mesh = mesh
+        layout, why = resolve(run.layout, model, run.global_batch)
+        layout, whether = self._choose_weave(replace(run, layout=layout))
+        self.reasons = tuple(filter(None, (why, whether)))
         self.run = run = replace(run, layout=layout)
         self.schedule = schedule_for(layout, run.microbatches, schedule)
         check_shape(self.schedule, layout, run.microbatches)
-        self._mesh = mesh
+
+    def _choose_weave(self, run: RunConfig) -> tuple[Layout, str]:
+        """(the layout of `run` with weave="auto" chosen, why): on GPUs whose data are known, where
+        matmuls read weights in place."""
+        is_open = run.layout.weave == "auto" and run.layout.weaves and xla.version() >= xla.IN_PLACE
+        known = is_open and self.platform == "gpu"
+        device = find_hardware(self.devices[0].device_kind) if known else None
+        if device is None:
+            return run.layout, ""
+        calibration = calibration_of(device, "mtx", family=run.model.family)
+        return choose_weave(run, device, calibration=calibration)
+
+    @cached_property
+    def devices(self) -> list:
+        """Those of the mesh that was given, or of this machine."""
+        return list(self._mesh.devices.flat) if self._mesh else jax.devices()
 
     @cached_property
     def platform(self) -> str:
-        """ "cpu", "gpu" or "tpu": of the mesh that was given, or of this machine."""
-        devices = self._mesh.devices.flat if self._mesh else jax.devices()
-        return "gpu" if devices[0].platform in ("gpu", "cuda", "rocm") else devices[0].platform
+        """ "cpu", "gpu" or "tpu"."""
+        platform = self.devices[0].platform
+        return "gpu" if platform in ("gpu", "cuda", "rocm") else platform
 
     @cached_property
     def axes(self) -> Axes:
@@ -92,12 +113,12 @@ class Trainer:
         wanted = self.run.layout.attention
         if wanted == "blocked":
             return wanted
-        devices = self._mesh.devices.flat if self._mesh else jax.devices()
-        nvidia = "nvidia" in devices[0].device_kind.lower()
+        device = self.devices[0]
+        nvidia = "nvidia" in device.device_kind.lower()
         if wanted == "cudnn":
             if not nvidia:
                 raise UserError(
-                    f"attention='cudnn' is for NVIDIA GPUs, not {devices[0].device_kind}; use auto"
+                    f"attention='cudnn' is for NVIDIA GPUs, not {device.device_kind}; use auto"
                 )
             return wanted
         there = nvidia and jax.default_backend() == "gpu"
@@ -107,7 +128,7 @@ class Trainer:
             dtype=model.compute_dtype,
         )  # fmt: skip
         if model.value_size != model.head_size:  # see `cudnn_takes`
-            there = there and float(devices[0].compute_capability) >= 9
+            there = there and float(device.compute_capability) >= 9
         return "cudnn" if there and takes else "blocked"
 
     @cached_property

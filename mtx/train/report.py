@@ -119,7 +119,7 @@ def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
         f"devices    {len(devices):,} x {kind}{processes}{used}",
         f"layout     {layout.mesh_text}",
         f"schedule   {_schedule_text(trainer)}",
-        *([f"           chosen: {trainer.reason}"] if trainer.reason else []),
+        *(f"           chosen: {reason}" for reason in trainer.reasons),
         f"model      {parameters(model):,} parameters in {model.layers} layers, hidden "
         f"{model.hidden:,}, sequence {model.sequence:,}, {model.compute_dtype}",
         f"data       {data}",

@@ -1,0 +1,52 @@
+"""Whether a step's ticks are woven, where a layout leaves that open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtx.config import Layout, RunConfig
+from mtx.plan.calibration import Calibration, calibration_for
+from mtx.plan.candidates import MEMORY_AT_MOST
+from mtx.plan.hardware import Hardware
+from mtx.plan.memory import Zero, predict_memory
+from mtx.plan.time import predict_step
+
+# Of the plain step's seconds, what a woven one has at most: where there is little to hide it costs
+# 3 to 10 % on a GPU (docs/results.md, "One GPU"), in barriers that no prediction knows of.
+_AT_MOST = 0.97
+_GIB = 2**30
+
+
+def choose_weave(
+    run: RunConfig, device: Hardware, *, zero: Zero | None = None,
+    calibration: Calibration | None = None,
+) -> tuple[Layout, str]:  # fmt: skip
+    """(the layout of `run`, weave="auto" now "on" where that is made for the rest of it, takes less
+    time on `device`, and fits its memory; why, or "" where nothing is said for it). Left "auto", it
+    runs as "off" does.
+
+    zero: None, the layout's. calibration: None, what `calibration_for` says; another program's than
+    ours does not weave.
+    """
+    plain = run.layout
+    calibration = calibration or calibration_for(plain, run.model, device)
+    ours = calibration.software.pipeline == "lockstep"
+    if plain.weave != "auto" or not plain.weaves or not ours:
+        return plain, ""
+    woven = replace(plain, weave="on")
+    plain_s, woven_s = (
+        predict_step(
+            run.model, each, run.global_batch, device, zero=zero, calibration=calibration
+        ).step_s
+        for each in (plain, woven)
+    )
+    if woven_s > _AT_MOST * plain_s:
+        return plain, ""
+    seconds = f"a step in {woven_s:.4g} s, {plain_s:.4g} without"
+    held = predict_memory(
+        run.model, woven, run.global_batch, backend=device.backend, zero=zero,
+        optimizer=run.optimizer,
+    ).total_bytes  # fmt: skip
+    if held > MEMORY_AT_MOST * device.memory_bytes:
+        return plain, f"weave off: {seconds}, but {held / _GIB:,.1f} GiB do not fit"
+    return woven, f"weave on: {seconds}, as predicted"
