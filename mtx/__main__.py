@@ -4,6 +4,8 @@ import os
 import sys
 from typing import NoReturn
 
+from mtx.errors import UserError
+
 
 def run() -> NoReturn:
     """Runs one command and ends the process with its status, however early Ctrl-C comes."""
@@ -14,6 +16,9 @@ def run() -> NoReturn:
     except KeyboardInterrupt:  # while all that is imported
         print("mtx: interrupted", file=sys.stderr)
         status = 130
+    except UserError as error:  # an added file of schedules, of a family or of an optimizer
+        print(f"mtx: {error}", file=sys.stderr)
+        status = 2
     if status == 130 and not _is_one_of_several():
         # Threads of JAX may still compute, and crash where the interpreter ends beneath them.
         sys.stdout.flush()

@@ -372,6 +372,27 @@ run()
     assert "Traceback" not in ended.stderr
 
 
+def test_an_added_file_that_is_refused_ends_in_a_line():
+    """As a file of schedules without its table is, when commands are imported."""
+    code = """
+import pkgutil
+from mtx.__main__ import run
+of_makers, of_all = "schedules/makers", pkgutil.iter_modules
+
+def with_another(paths):
+    found = list(of_all(paths))
+    return found + [found[0]] if any(path.endswith(of_makers) for path in paths) else found
+
+pkgutil.iter_modules = with_another
+run()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "") and "use another name" in ended.stderr
+    assert (
+        ended.stderr.startswith("mtx: schedule 'breadth_first'") and ended.stderr.count("\n") == 1
+    )
+
+
 def test_a_terminal_that_knows_only_ascii_is_no_error():
     done = subprocess.run(
         [sys.executable, "-m", "mtx", "schedule"], capture_output=True, env=ENVIRONMENT, timeout=300
