@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -247,6 +248,21 @@ def test_passes_of_fsdp_are_beside_gathers_and_scatters():
     exposed_s = sum(one.seconds for one in tick.spans if one.exposed)
     assert (1 - beside(tick)) * passes_s + exposed_s < 0.05 * tick.drawn_s
     assert passes_s < 0.1 * tick.drawn_s and exposed_s < 0.005 * tick.drawn_s
+
+
+def test_layers_of_two_kinds_in_turn_copy_no_stash(tmp_path):
+    """As Gemma 2's, of which F's kind in a pair is another than B's: F writes to a kind's slot in
+    the pair behind that in which B has read from it."""
+    model = ModelConfig(
+        family="gemma2", layers=8, hidden=2048, heads=8, kv_heads=8, head_dim=256, sequence=2048,
+        window=1024, vocab=32000,
+    )  # fmt: skip
+    layout = Layout(tensor=8, weave="on", idle="phases", recompute="selective")
+    run, path = RunConfig(model=model, layout=layout, global_batch=8), tmp_path / "step.txt"
+    step.compile_plan(run, target="h100", program=path)
+    slots = r" = bf16\[2,4,1,[\d,]*\]\S* "  # two, of four layers of each kind
+    assert len(re.findall(slots + "get-tuple-element", path.read_text())) > 8
+    assert not re.findall(slots + r"copy\(", path.read_text())
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
