@@ -111,6 +111,33 @@ class KindStrands:
         residuals = strand.invars[: len(self.vjp.residuals)]
         return {place for place, var in enumerate(residuals) if var in read_by_w}
 
+    def have_read(self, dparams: Tree, d: Tree, ring: Arrays) -> tuple[Tree, Tree, Arrays]:
+        """(gradients, dx, the ring) of a pair in which F writes to another kind's ring, and to this
+        one in a later pair: behind all that B reads of it. That is dx, and the gradients that no
+        matmul makes, which are sums of residuals where these lie."""
+        leaves, structure = jax.tree.flatten(dparams, is_leaf=lambda leaf: leaf is None)
+        sums = [leaves[place] for place in self._sums]
+        d, ring, sums = lax.optimization_barrier((d, ring, sums))
+        for place, made in zip(self._sums, sums, strict=True):
+            leaves[place] = made
+        return structure.unflatten(leaves), d, ring
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        """The places of the gradients that no matmul makes."""
+        strand = self.vjp.strands[1]
+        maker = {var: eqn for eqn in strand.eqns for var in eqn.outvars}
+
+        def is_product(var) -> bool:
+            eqn = None if isinstance(var, Literal) else maker.get(var)
+            while eqn is not None and not flops_of(eqn):
+                read = variables_of(eqn.invars)
+                eqn = maker.get(read[0]) if len(read) == 1 else None
+            return eqn is not None
+
+        gradients = enumerate(strand.outvars[: self.gradients])
+        return [place for place, var in gradients if not is_product(var)]
+
     @property
     def cut(self) -> Cut:
         """B and W; where W is only the last layer's, it is left no collective."""

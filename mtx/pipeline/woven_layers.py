@@ -150,8 +150,8 @@ class WovenLayers:
         braid.run(last)
         if b and turn.backward:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
-            if f and turn.forward != kind:  # a later F writes there: behind all that B has read
-                d, ring = lax.optimization_barrier((d, rings[kind]))
+            if f and turn.forward != kind:
+                dparams, d, ring = backward.have_read(dparams, d, rings[kind])
                 rings = rings | {kind: ring}
             if sums is None:
                 summed = add(gradients[kind], dparams, *at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,13 @@ from mtx.plan.time import StepTime, later_rounds, predict_step
 GIB = 2**30
 DAY_S = 86400
 MEMORY_BY_DEFAULT = 0.75  # of a GPU: what JAX takes unless told otherwise
+
+
+def memory_share() -> float:
+    """Of a GPU's memory, what JAX takes here, by its environment; at most what it can be told."""
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    told = next(filter(None, map(os.environ.get, names)), None)
+    return min(float(told or MEMORY_BY_DEFAULT), MEMORY_AT_MOST)
 
 
 @dataclass(frozen=True, kw_only=True)

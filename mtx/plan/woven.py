@@ -19,14 +19,14 @@ _GIB = 2**30
 
 def choose_weave(
     run: RunConfig, device: Hardware, *, zero: Zero | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | None = None, share: float = MEMORY_AT_MOST,
 ) -> tuple[Layout, str]:  # fmt: skip
     """(the layout of `run`, weave="auto" now "on" where that is made for the rest of it, takes less
     time on `device`, and fits its memory; why, or "" where nothing is said for it). Left "auto", it
     runs as "off" does.
 
     zero: None, the layout's. calibration: None, what `calibration_for` says; another program's than
-    ours does not weave.
+    ours does not weave. share: of the device's memory, what JAX takes.
     """
     plain = run.layout
     calibration = calibration or calibration_for(plain, run.model, device)
@@ -47,6 +47,6 @@ def choose_weave(
         run.model, woven, run.global_batch, backend=device.backend, zero=zero,
         optimizer=run.optimizer,
     ).total_bytes  # fmt: skip
-    if held > MEMORY_AT_MOST * device.memory_bytes:
+    if held > share * device.memory_bytes:
         return plain, f"weave off: {seconds}, but {held / _GIB:,.1f} GiB do not fit"
     return woven, f"weave on: {seconds}, as predicted"

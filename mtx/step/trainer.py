@@ -22,6 +22,7 @@ from mtx.pipeline.program import Pipeline
 from mtx.plan.calibration import calibration_of
 from mtx.plan.choose import check_shape, resolve, schedule_for
 from mtx.plan.hardware import find_hardware
+from mtx.plan.priced import memory_share
 from mtx.plan.woven import choose_weave
 from mtx.schedules.partition import Placement
 from mtx.schedules.schedule import Schedule
@@ -70,7 +71,7 @@ class Trainer:
         if device is None:
             return run.layout, ""
         calibration = calibration_of(device, "mtx", family=run.model.family)
-        return choose_weave(run, device, calibration=calibration)
+        return choose_weave(run, device, calibration=calibration, share=memory_share())
 
     @cached_property
     def devices(self) -> list:
