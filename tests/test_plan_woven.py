@@ -107,3 +107,16 @@ def test_training_weaves_by_our_own_times(monkeypatch):
     monkeypatch.setattr("mtx.step.xla.version", lambda: (0, 12))
     assert trainer_on("gpu", A100.device_kinds[0], preset("gpt-1t")).run.layout.weave == "on"
     assert trainer_on("gpu", H100_KIND, preset("gpt-1.7b")).run.layout.weave == "auto"
+
+
+def test_training_has_the_memory_that_jax_takes(monkeypatch):
+    monkeypatch.setattr("mtx.step.xla.version", lambda: (0, 12))
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        for told, weave in ((None, "on"), ("0.25", "auto"), ("0.5", "on")):
+            monkeypatch.delenv(name, raising=False)
+            if told:
+                monkeypatch.setenv(name, told)  # 23.7 of 80 GiB are needed
+            trainer = trainer_on("gpu", H100_KIND)
+            assert trainer.run.layout.weave == weave
+            assert any("do not fit" in each for each in trainer.reasons) == (weave == "auto")
+        monkeypatch.delenv(name, raising=False)
