@@ -25,6 +25,8 @@ from mtx.errors import UserError
 from mtx.plan.compiled import Compiled
 from mtx.plan.held import parameters_per_device
 from mtx.plan.memory import predict_memory
+from mtx.plan.plan import make_plan
+from mtx.presets import preset
 from mtx.schedules.makers import make
 from mtx.step import xla
 from mtx.step.trainer import Trainer
@@ -392,6 +394,19 @@ def compiled_for_gpus(script: str, *flags: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.mark.parametrize(("weave", "compiled"), [("auto", "off"), ("off", "off"), ("on", "on")])
+def test_what_a_plan_leaves_open_is_compiled_as_it_is_priced(weave, compiled, monkeypatch):
+    """As of a GPT on A100s, whose seconds are Megatron-LM's."""
+    seen = []
+    monkeypatch.setattr("mtx.compile.step._in_own_process", lambda run, *_: seen.append(run))
+    run = preset("gpt-1t")
+    run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, weave=weave))
+    plan = make_plan(run, target="a100-80gb")
+    assert plan.run.layout.weave == weave
+    compile_plan(plan.run, target="a100-80gb")
+    assert [one.layout.weave for one in seen] == [compiled]
 
 
 @needs_gpu_compiler

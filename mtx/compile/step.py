@@ -60,9 +60,12 @@ def compile_plan(
     """The step of `run`, compiled for `target`, a name in `mtx.plan.hardware`.
 
     program: a file to keep the text of what was compiled in. The attention compiled is that of a
-    run, as far as it can be here; the result says which. UserError where no compiler can serve, and
-    where the compiler fails, with the line that says why.
+    run, as far as it can be here; the result says which. What a plan leaves weave="auto" it prices
+    plain, and so it is compiled. UserError where no compiler can serve, and where the compiler
+    fails, with the line that says why.
     """
+    if run.layout.weave == "auto":
+        run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, weave="off"))
     layout = run.layout
     hardware(target).check(run.model)
     kernel = kernel_of(run.model, hardware(target).backend, layout.slices)
