@@ -401,7 +401,7 @@ def test_what_a_plan_leaves_open_is_compiled_as_it_is_priced(weave, compiled, mo
     """As of a GPT on A100s, whose seconds are Megatron-LM's."""
     seen = []
     monkeypatch.setattr("mtx.compile.step._in_own_process", lambda run, *_: seen.append(run))
-    run = preset("gpt-1t")
+    run = preset("gpt-39b")
     run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, weave=weave))
     plan = make_plan(run, target="a100-80gb")
     assert plan.run.layout.weave == weave
