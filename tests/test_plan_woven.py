@@ -42,6 +42,13 @@ def test_it_is_on_where_it_takes_less_time(name):
     assert any(each.startswith("weave on") for each in plan.chosen) and plan.chose("weave")
 
 
+def test_the_reason_has_the_seconds_of_the_plan():
+    """Also where experts are not evenly loaded."""
+    plan = make_plan(preset("mixtral-8x7b"), target="h100", expert_imbalance=2.0)
+    (why,) = plan.chosen
+    assert plan.run.layout.weave == "on" and f"in {plan.time.step_s:.4g} s" in why
+
+
 @pytest.mark.parametrize(
     "run",
     [

@@ -186,7 +186,7 @@ def test_choices_that_do_not_go_together():
 
 def test_layers_placed_by_hand_are_balanced_on_other_chunks():
     run = preset("llama-3-405b")
-    assert look(run).layout.stage_layers == run.layout.stage_layers != "balanced"
+    assert look(run).layout == replace(run.layout, weave="on")  # as is predicted to be faster
     assert look(run, virtual=7).layout.stage_layers == "balanced"
 
 

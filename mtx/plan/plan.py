@@ -102,7 +102,10 @@ def make_plan(
         optimizer=run.optimizer,
     )  # fmt: skip
     layout, how_much = room.resolve(replace(layout, context_attention=asked.context_attention))
-    layout, whether = choose_weave(replace(run, layout=layout), device, zero=zero)
+    layout, whether = choose_weave(
+        replace(run, layout=layout), device, zero=zero, scatter_gather=scatter_gather,
+        expert_imbalance=expert_imbalance,
+    )  # fmt: skip
     run = replace(run, layout=layout)
     model, batch = run.model, run.global_batch
     return Plan(

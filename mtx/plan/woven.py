@@ -19,14 +19,15 @@ _GIB = 2**30
 
 def choose_weave(
     run: RunConfig, device: Hardware, *, zero: Zero | None = None,
-    calibration: Calibration | None = None, share: float = MEMORY_AT_MOST,
+    calibration: Calibration | None = None, scatter_gather: bool = True,
+    expert_imbalance: float = 1.0, share: float = MEMORY_AT_MOST,
 ) -> tuple[Layout, str]:  # fmt: skip
     """(the layout of `run`, weave="auto" now "on" where that is made for the rest of it, takes less
     time on `device`, and fits its memory; why, or "" where nothing is said for it). Left "auto", it
     runs as "off" does.
 
-    zero: None, the layout's. calibration: None, what `calibration_for` says; another program's than
-    ours does not weave. share: of the device's memory, what JAX takes.
+    zero, calibration, scatter_gather, expert_imbalance: as in `predict_step`; another program's
+    calibration than ours does not weave. share: of the device's memory, what JAX takes.
     """
     plain = run.layout
     calibration = calibration or calibration_for(plain, run.model, device)
@@ -36,10 +37,11 @@ def choose_weave(
     woven = replace(plain, weave="on")
     plain_s, woven_s = (
         predict_step(
-            run.model, each, run.global_batch, device, zero=zero, calibration=calibration
+            run.model, each, run.global_batch, device, zero=zero, calibration=calibration,
+            scatter_gather=scatter_gather, expert_imbalance=expert_imbalance,
         ).step_s
         for each in (plain, woven)
-    )
+    )  # fmt: skip
     if woven_s > _AT_MOST * plain_s:
         return plain, ""
     seconds = f"a step in {woven_s:.4g} s, {plain_s:.4g} without"
