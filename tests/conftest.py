@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,18 +50,50 @@ os.environ["XLA_FLAGS"] = " ".join([
 # Nor do the tests read which line of a file made an op: a tenth of what compiling takes.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 use_virtual_devices(8)
-# Traced programs are many objects that stay: collecting as often as Python would, 700 new ones each
-# time, is a tenth of the tests' time.
-gc.set_threshold(100_000, 20, 100)
+# Traced programs are many objects that stay: looking through them for garbage as often as Python
+# would, each 700 new ones and again among the older, is a tenth of the tests' time.
+gc.set_threshold(1_000_000, 50, 100)
 
 # A busy machine is no failure.
 settings.register_profile("mtx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mtx")
 
 
+def _with_a_large_frame():
+    """A function that calls another from a frame of 70,000 variables: what is called then lies in
+    one piece of Python's stack. Python 3.11 maps a piece whenever a call crosses its end and
+    unmaps it on return: what JAX traces, hundreds of calls deep, does so all the time, a twentieth
+    of the tests' time."""
+    variables = " = ".join(f"v{n}" for n in range(70_000))
+    lines = "def call(test, **given):", "return test(**given)", f"{variables} = None"
+    space = {}
+    exec("\n    ".join(lines), space)
+    return space["call"]
+
+
+_call = _with_a_large_frame()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    test = pyfuncitem.obj
+    pyfuncitem.obj = partial(_call, test)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test
+
+
 def pytest_collection_modifyitems(items):
     """The longest begins first: else one process of two waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_types.py")
+
+
+def pytest_sessionfinish():
+    """pytest looks for garbage five times at the end, for what was left open: once finds it all;
+    what is traced is left out of the others, seconds each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
