@@ -89,13 +89,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name != "test_types.py")
 
 
-def pytest_sessionfinish():
-    """pytest looks for garbage five times at the end, for what was left open: once finds it all;
-    what is traced is left out of the others, seconds each."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module")
 def kept_programs(tmp_path_factory):
     """What is compiled is kept for the module's other runs, as `mtx train` does."""

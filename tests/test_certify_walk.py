@@ -265,16 +265,13 @@ def test_where_dims_go(before, after, places):
     assert reshaped(before, after) == places
 
 
-FSDP = {"zero": 3, "zero_unit": "layer", "sequence_parallel": False, "weave": "off"}
-
-
 @pytest.mark.parametrize(
     ("name", "devices", "layout"),
     [
         ("gpt-1t", 3072, {}),
         ("llama-3-405b", 16384, {}),
         ("miniature", 8, {"weave": "on", "idle": "phases"}),  # ZeRO-1's buckets of mixed kinds
-        ("gemma-2-27b", 256, FSDP),
+        ("gemma-2-27b", 256, {"zero": 3, "zero_unit": "layer", "sequence_parallel": False}),
         ("qwen3-32b", 512, {"zero": 3, "zero_unit": "chunk", "schedule": "v_half", "virtual": 2}),
         ("gpt-145b", 1536, {"schedule": "seq1f1b", "virtual": 1, "slices": 2, "idle": "skip"}),
         ("bert-3.9b", 512, {"stash": "inputs"}),

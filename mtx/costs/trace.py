@@ -167,10 +167,9 @@ class _Traced:
     def _read(self) -> dict[str, Any]:
         model, part, batch = self.model, self.question.part, self._batch(ROWS)
         context = self._context(batch, ROWS)
-        # Whatever the kind of layer, its dropout, its attention and what of it is recomputed.
+        # Whatever the kind of layer, its dropout and what of it is recomputed.
         plain = replace(self.question.model, dropout=0.0, attention_dropout=0.0)
-        asked = replace(self.question, model=plain, part=EMBED, recompute="none", kernel="blocked")
-        stream = _stream(replace(asked, context_attention="gather"), ROWS)
+        stream = _stream(replace(self.question, model=plain, part=EMBED, recompute="none"), ROWS)
         names = ("embed", "head") if part in (EMBED, HEAD) else ("layers", part)
         trained, own = self._tree(model.trained, *names), self._local(*names)
         if part == EMBED:
@@ -187,7 +186,7 @@ class _Traced:
         return found | {"cache": _bytes(cache)}
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _stream(question: Question, rows: int) -> Tree:
     return _Traced(question).stream(rows)
 

@@ -247,7 +247,8 @@ class Braid(Values):
         beside = [self._large[n] for what, n in coming[:done] if what == "compute"]
         first = next((each for each in beside if not each.later), None)
         begins = {n for op in memory for n in op.begins} | self._held
-        begins |= self._still_read(self._front if flying else set())
+        if flying:
+            begins |= self._still_read(self._front)
         if first is not None and self._is_ready(first):
             begins.update(first.inputs)
             self._held = set()
@@ -328,9 +329,8 @@ class Braid(Values):
             self.barrier({*first.outputs, *others})
 
     def _still_read(self, numbers: set[int]) -> set[int]:
-        readers = (node for node in self._nodes if not numbers.isdisjoint(node.inputs))
-        waiting = (node.inputs for node in readers if not self._is_done(node))
-        return numbers & self._outputs.union(*waiting)
+        read = [n for n in self._nodes if not (numbers.isdisjoint(n.inputs) or self._is_done(n))]
+        return numbers & self._outputs.union(*(node.inputs for node in read))
 
     def _compute_for(self, node: Node) -> None:
         """An equation, and the way to it; the rest lies behind the barrier to come."""
