@@ -265,6 +265,19 @@ def test_layers_of_two_kinds_in_turn_copy_no_stash(tmp_path):
     assert not re.findall(slots + r"copy\(", path.read_text())
 
 
+def test_nor_gradients_that_loops_of_experts_add_to(tmp_path):
+    """As gpt-oss's."""
+    model = ModelConfig(
+        family="gpt_oss", layers=8, hidden=1024, heads=16, kv_heads=8, head_dim=64, sequence=2048,
+        window=128, vocab=32000, experts=16, choices=2, expert_ffn=1024,
+    )  # fmt: skip
+    layout = Layout(expert=8, weave="on", idle="phases", recompute="selective")
+    run, path = RunConfig(model=model, layout=layout, global_batch=64), tmp_path / "step.txt"
+    step.compile_plan(run, target="h100", program=path)
+    tick = SteadyTick(read_program(path.read_text()), layout.sizes)
+    assert tick.copies(4 * 2 * 1024 * 1024) == []  # four layers of each kind, two experts
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_residuals_of_one_stage_are_not_copied(recompute, tmp_path):
     """GELU and its backward pass make one array of the MLP's width each, that are no matmul's; so

@@ -141,33 +141,43 @@ def test_a_stage_holds_an_encoder_and_a_decoder_once():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "pipe", "repeats", "runs"),
+    ("pattern", "pipe", "periods"),
     [
-        ("aaaa", 2, 1, "aa"),
-        ("abababab", 2, 2, "a b"),
-        ("aabbaabb", 1, 2, "aa bb"),
-        ("aabbaabb", 2, 1, "aa bb"),
-        ("aabaab", 1, 2, "aa b"),
-        ("abba", 1, 1, "a bb a"),
-        ("abba", 2, 0, ""),
+        ("aaaa", 2, ["aa"]),
+        ("abababab", 2, ["2 a b"]),
+        ("aabbaabb", 1, ["2 aa bb"]),
+        ("aabbaabb", 2, ["aa", "bb"]),
+        ("aabaab", 1, ["2 aa b"]),
+        ("abba", 1, ["a", "bb", "a"]),
+        ("ababa", 1, ["2 a b", "a"]),
+        ("mmmmammmammmamm", 1, ["mmm", "3 m a mm"]),
+        ("cabababddadda", 1, ["c", "3 a b", "2 dd a"]),
+        ("abba", 2, None),
     ],
 )
-def test_the_smallest_period_of_a_chunk(pattern, pipe, repeats, runs):
+def test_the_periods_of_a_chunk(pattern, pipe, periods):
+    """Those with the fewest runs, which are all of its layers."""
     placement = place_layers(pattern, pipe=pipe, virtual=1, stage_layers="even")
-    period = placement.period
-    if not repeats:
-        assert period is None
+    if periods is None:
+        assert placement.periods is None
         return
-    assert period.repeats == repeats
-    assert [run.kind * run.count for run in period.runs] == runs.split()
-    chunk = "".join(run.kind * run.count for run in period.runs)
-    for run in period.runs:
-        assert chunk[run.place] == run.kind and run.index == chunk[: run.place].count(run.kind)
-        assert period.of_kind(run.kind) == chunk.count(run.kind)
+    assert [
+        " ".join([str(times)] * (times > 1) + [run.kind * run.count for run in runs])
+        for times, _, runs in placement.periods
+    ] == periods
+    chunk = pattern[: len(pattern) // pipe]
+    layers = [
+        (k * period.layers + run.place + i, run.kind, k * period.of_kind(run.kind) + run.index + i)
+        for period in placement.periods
+        for k in range(period.repeats)
+        for run in period.runs
+        for i in range(run.count)
+    ]
+    assert layers == [(n, kind, chunk[:n].count(kind)) for n, kind in enumerate(chunk)]
 
 
-def test_chunks_of_other_lengths_have_no_period():
-    assert place_layers(3, pipe=2, virtual=1, stage_layers=(1, 2)).period is None
+def test_chunks_of_other_lengths_have_no_periods():
+    assert place_layers(3, pipe=2, virtual=1, stage_layers=(1, 2)).periods is None
 
 
 # Fewer layers than would divide (Llama 3's largest has one less at each end), or other kinds.

@@ -353,8 +353,10 @@ def test_collectives_in_flight_together_begin_together():
     assert loose.timed((0, 1)).begun_s == (0.0, 0.0)  # not held back behind a weight gradient
 
 
-@pytest.mark.parametrize("forward", ["aab", "abab", "a", ""])
-@pytest.mark.parametrize("backward", ["aab", "abab", "bb"])
+@pytest.mark.parametrize(
+    "forward", ["aab", "abab", "aabaaba", "babababa", "aababaababaab", "a", ""]
+)
+@pytest.mark.parametrize("backward", ["aab", "abab", "ababababa", "aababaababaab", "bb"])
 def test_each_layer_has_its_turn(forward, backward):
     """F's layers from the first on, B's from the last, each with its place among its kind."""
     turns = Turns(tuple(forward), tuple(backward))
@@ -382,6 +384,26 @@ def test_each_layer_has_its_turn(forward, backward):
     assert [n for step, n in seen if step == 1] == list(range(len(forward)))
     assert [n for step, n in seen if step == -1] == list(range(len(backward)))[::-1]
     assert waits[0] == backward[0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "written_out"),
+    [
+        ("aaaaaaaa", 2), ("abababab", 4), ("ababababa", 3), ("aabab", 5),
+        ("mmmmmmmmmammmmmmmmammmmmmmmammmm", 20),
+    ],
+)  # fmt: skip
+def test_what_repeats_is_written_out_once(kinds, written_out):
+    """And the last pair, which nothing follows, by itself."""
+    pairs = 0
+
+    def pair(*args):
+        nonlocal pairs
+        pairs += 1
+        return args[-1], ()
+
+    jax.eval_shape(lambda: Turns(tuple(kinds), tuple(kinds)).run(pair, 0.0)[0])
+    assert pairs == written_out
 
 
 def test_any_order_is_right():

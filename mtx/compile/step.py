@@ -295,7 +295,7 @@ def busy_shares(
             taken = shares[where[1]]
             true_first = "true_computation=" in conditional.attributes
             return (taken, 1 - taken) if true_first else (1 - taken, taken)
-        if conditional.op_name.endswith("/woven/cond") and trainer.placement.period is None:
+        if conditional.op_name.endswith("/woven/cond") and trainer.placement.periods is None:
             return () if of_slowest else _of_stages(trainer, count)
         if conditional.op_name.endswith(("/chunk/cond", "/woven/cond")) or count == schedule.slices:
             return (1 / count,) * count  # of chunks, or of attention's slices: equally often

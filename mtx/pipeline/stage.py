@@ -29,7 +29,7 @@ from mtx.pipeline.own import Kept, Own, entry_of
 from mtx.pipeline.past import Past
 from mtx.pipeline.slots import read, write
 from mtx.pipeline.ticks import Op
-from mtx.pipeline.turns import loop, plus
+from mtx.pipeline.turns import through
 from mtx.pipeline.weights import LayerShards
 from mtx.schedules.partition import Placement
 from mtx.sharding.mesh import Axes
@@ -93,7 +93,7 @@ class Stage:
         """Of residuals to the host's memory."""
         if not self.offload_fraction:
             return None
-        if self.placement.period is None and len(self.placement.kinds) > 1:
+        if self.placement.periods is None and len(self.placement.kinds) > 1:
             raise UserError(
                 f"offload={self.offload_fraction} is not made for uneven stages of several kinds "
                 f"of layers, {', '.join(self.placement.kinds)}; use stage_layers='even' or "
@@ -106,7 +106,7 @@ class Stage:
 
     def _last(self, chunk, kind: str):
         """The index of a chunk's last layer of a kind."""
-        if self.placement.period is None:  # then of this kind are all
+        if self.placement.periods is None:  # then of this kind are all
             return read(self.tables["count"], chunk) - 1
         return self.placement.slots_of(kind).shape[-1] - 1
 
@@ -264,9 +264,9 @@ class Stage:
         kept: {name: ({kind: leaves [.., N, ...]}, index of the first dim)}, what they change, each
         layer its own entry; None where there is none.
 
-        Where all chunks of all stages are alike, kinds are known while tracing: the smallest period
-        is written out, and looped over. Else each layer's kind is read from a table; all devices
-        that have a collective of a layer in common run the same one.
+        Where all chunks of all stages are alike, kinds are known while tracing: periods are written
+        out, and looped over. Else each layer's kind is read from a table; all devices that have a
+        collective of a layer in common run the same one.
         """
         first = {
             kind: {
@@ -277,30 +277,15 @@ class Stage:
             for kind in self.placement.kinds
         }
         trees = {name: tree for name, (tree, _) in kept.items()}
-        if self.placement.period is None:
+        if (periods := self.placement.periods) is None:
             return self._switched(op, body, (stream, trees), first, backward)
-        period = self.placement.period
 
-        def repeat(k, carry):
-            k, after = period.repeats - 1 - k if backward else k, 0
-            for run in reversed(period.runs) if backward else period.runs:
-                n = k * period.layers + run.place + after
-                index = k * period.of_kind(run.kind) + run.index + after
+        def layer(kind: str, n, index, carry):
+            stream, trees = carry
+            own = Own.of(kind, n, index, trees, first[kind])
+            return body(own, stream), own.put_into(trees)
 
-                def layer(i, carry, run=run, n=n, index=index):
-                    i = run.count - 1 - i if backward else i
-                    stream, trees = carry
-                    own = Own.of(run.kind, plus(n, i), plus(index, i), trees, first[run.kind])
-                    return body(own, stream), own.put_into(trees)
-
-                carry = loop(run.count, layer, carry)
-                # Written out, what layers compute again could be computed for all of them at
-                # first, and their weight gradients at last: the next waits, as in a loop.
-                if backward and len(period.runs) > 1:
-                    carry, after = lax.optimization_barrier((carry, jnp.zeros((), jnp.int32)))
-            return carry
-
-        return loop(period.repeats, repeat, (stream, trees))
+        return through(periods, layer, (stream, trees), backward=backward)
 
     def _switched(self, op: Op, body: Callable, start: Tree, first: dict, backward: bool):
         """`_layers` where a layer's kind is read. A branch is given, and gives back, the entries of
@@ -385,7 +370,7 @@ class Stage:
 
 def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
     """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
-    names = ("layer",) if placement.period else ("layer", "count", "kind", "index")
+    names = ("layer",) if placement.periods else ("layer", "count", "kind", "index")
     names += () if placement.row is None else ("row",)
     return {name: read(jnp.asarray(getattr(placement, name)), stage) for name in names}
 

@@ -114,7 +114,8 @@ class KindStrands:
     def have_read(self, dparams: Tree, d: Tree, ring: Arrays) -> tuple[Tree, Tree, Arrays]:
         """(gradients, dx, the ring) of a pair in which F writes to another kind's ring, and to this
         one in a later pair: behind all that B reads of it. That is dx, and the gradients that no
-        matmul makes, which are sums of residuals where these lie."""
+        matmul makes, which are sums of residuals where these lie. (Behind a barrier XLA would copy
+        what loops add to.)"""
         leaves, structure = jax.tree.flatten(dparams, is_leaf=lambda leaf: leaf is None)
         sums = [leaves[place] for place in self._sums]
         d, ring, sums = lax.optimization_barrier((d, ring, sums))
@@ -124,13 +125,13 @@ class KindStrands:
 
     @cached_property
     def _sums(self) -> list[int]:
-        """The places of the gradients that no matmul makes."""
+        """The places of the gradients that no matmul makes, and no loop of such."""
         strand = self.vjp.strands[1]
         maker = {var: eqn for eqn in strand.eqns for var in eqn.outvars}
 
         def is_product(var) -> bool:
             eqn = None if isinstance(var, Literal) else maker.get(var)
-            while eqn is not None and not flops_of(eqn):
+            while eqn is not None and not (flops_of(eqn) or is_loop(eqn)):
                 read = variables_of(eqn.invars)
                 eqn = maker.get(read[0]) if len(read) == 1 else None
             return eqn is not None

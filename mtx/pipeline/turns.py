@@ -1,19 +1,23 @@
-"""Which layers of a chunk's F meet which of another chunk's B, where a tick runs both side by side.
+"""Through a chunk layer by layer, with loops where layers repeat; and which layers of a chunk's F
+meet which of another chunk's B, where a tick runs both side by side.
 
 F goes from its chunk's first layer to its last, B from its chunk's last to its first. Pairs that
-are of the same kinds, and lead to the same kinds, are one loop; where chunks differ in length, the
-longer one's last layers are by themselves.
+are of the same kinds, and lead to the same kinds, are one loop, and so is what of several kinds
+comes more than once; where chunks differ in length, the longer one's last layers are by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
+
+from mtx.schedules.partition import KindRun, Period
+from mtx.schedules.stretches import stretches
 
 Kinds = tuple[str, ...]
 _Side = tuple[str | None, ...]  # with None where there are no layers left
@@ -26,8 +30,9 @@ class Turn(NamedTuple):
     following: str | None  # of F's next layer
     backward: str | None
     preceding: str | None  # of the one before B's
-    place: int  # of the first pair, in a period
+    place: int  # of the first pair
     count: int
+    period: int  # how many pairs on it comes again; 0: it does not
 
 
 class At(NamedTuple):
@@ -50,48 +55,40 @@ class Turns:
         return max(len(self.forward), len(self.backward))
 
     @cached_property
-    def repeats(self) -> int:
-        """The periods of one pattern of several kinds that both chunks consist of."""
-        both = [kinds for kinds in (self.forward, self.backward) if kinds]
-        if not both or any(kinds != both[0] for kinds in both) or len(set(both[0])) == 1:
-            return 1
-        kinds, size = both[0], len(both[0])
-        counts = (n for n in range(size, 0, -1) if size % n == 0)
-        return next(n for n in counts if kinds[: size // n] * n == kinds)
-
-    def _period(self, kinds: Kinds) -> _Side:
-        """As far as pairs go in one period."""
-        size = self.pairs // self.repeats
-        return (*kinds, *(None,) * (self.pairs - len(kinds)))[:size]
+    def _sides(self) -> tuple[_Side, _Side]:
+        """The kinds of F's and of B's layers, pair by pair."""
+        forward, back = (
+            (*kinds, *(None,) * (self.pairs - len(kinds)))
+            for kinds in (self.forward, self.backward[::-1])
+        )
+        return forward, back
 
     @cached_property
-    def _sides(self) -> tuple[_Side, _Side]:
-        return self._period(self.forward), self._period(self.backward[::-1])
-
-    def of_period(self, *, last: bool) -> list[Turn]:
-        """In turn; after the last period comes nothing."""
+    def in_turn(self) -> list[tuple[list[Turn], int]]:
+        """(turns, how often they come), one after the other. No loop stands in another: of some
+        gradients there XLA would make an addition apart."""
         forward, back = self._sides
-        met = zip(forward, _next(forward, last), back, _next(back, last), strict=True)
-        turns, place = [], 0
-        for (f, following, b, preceding), group in groupby(met):
-            turns.append(Turn(f, following, b, preceding, place, len(list(group))))
-            place += turns[-1].count
-        return turns
+        met = [*zip(forward, (*forward, None)[1:], back, (*back, None)[1:], strict=True)]
+        found = []
+        for runs, times, size in ((s.runs, s.times, s.size) for s in stretches(met, nested=False)):
+            period = size if times > 1 else 0
+            found.append(([Turn(*met[run.place], *run, period) for run in runs], times))
+        return found
 
-    def at(self, turn: Turn, period, i) -> tuple[At, At]:
-        """The layers of F and of B in pair i of a turn."""
+    def at(self, turn: Turn, n, i) -> tuple[At, At]:
+        """The layers of F and of B in pair i of a turn, the nth time that it comes."""
         forward, back = self._sides
-        pair = period * (self.pairs // self.repeats) + turn.place + i
+        pair = n * turn.period + turn.place + i
         f = At(
             pair,
-            _index(forward, turn.forward, period, turn.place, i),
-            _after(forward, turn.forward, turn.following, period, turn, i),
+            _index(forward, turn.forward, turn, n, i),
+            _after(forward, turn.forward, turn.following, turn, n, i),
         )
         of_b, before = (self.backward.count(kind) - 1 for kind in (turn.backward, turn.preceding))
         b = At(
             len(self.backward) - 1 - pair,
-            of_b - _index(back, turn.backward, period, turn.place, i),
-            before - _after(back, turn.backward, turn.preceding, period, turn, i),
+            of_b - _index(back, turn.backward, turn, n, i),
+            before - _after(back, turn.backward, turn.preceding, turn, n, i),
         )
         return f, b
 
@@ -99,22 +96,65 @@ class Turns:
         """(carry, what the last pair of B gives beside it) after carry, waits = pair(turn, f, b,
         carry) for all pairs."""
 
-        def one(turn: Turn, period, i, carry):
-            return pair(turn, *self.at(turn, period, i), carry)[0]
+        def one(turn: Turn, n, i, carry) -> tuple:
+            return pair(turn, *self.at(turn, n, i), carry)
 
-        def whole(period, carry):
-            for turn in self.of_period(last=False):
-                carry = loop(turn.count, lambda i, c, turn=turn: one(turn, period, i, c), carry)
+        def repeat(n, carry, turns: list[Turn]):
+            for turn in turns:
+                carry = loop(turn.count, lambda i, c, t=turn: one(t, n, i, c)[0], carry)
             return carry
 
-        last, waits = self.repeats - 1, ()
-        carry = loop(last, whole, carry)
-        for turn in self.of_period(last=True):
-            if turn.backward is not None and turn.preceding is None:
-                carry, waits = pair(turn, *self.at(turn, last, 0), carry)
+        waits = ()
+        for turns, times in self.in_turn:
+            if turns[0].backward is not None and turns[0].preceding is None:
+                carry, waits = one(turns[0], 0, 0, carry)
             else:
-                carry = loop(turn.count, lambda i, c, turn=turn: one(turn, last, i, c), carry)
+                carry = loop(times, partial(repeat, turns=turns), carry)
         return carry, waits
+
+
+def _index(kinds: _Side, kind: str | None, turn: Turn, n, i, beyond: int = 0):
+    """Of a layer, `i` behind a turn's first, or behind one `beyond` it, among those of its kind."""
+    place = turn.place + beyond
+    return n * kinds[place : place + turn.period].count(kind) + kinds[:place].count(kind) + i
+
+
+def _after(kinds: _Side, kind: str | None, following: str | None, turn: Turn, n, i):
+    if following == kind:
+        return _index(kinds, kind, turn, n, i + 1)
+    return _index(kinds, following, turn, n, 0, turn.count)
+
+
+def through(periods: Sequence[Period], layer: Callable, carry, *, backward: bool):
+    """carry = layer(kind, n, index, carry) for the layers of a chunk, from the last to the first
+    where `backward`. n: among the chunk's, index: among those of its kind."""
+    in_turn = reversed if backward else iter
+
+    def repeat(k, carry, period: Period, after):
+        k = period.repeats - 1 - k if backward else k
+        for run in in_turn(period.runs):
+            n = k * period.layers + run.place + after
+            index = k * period.of_kind(run.kind) + run.index + after
+            carry = loop(run.count, partial(one, run=run, n=n, index=index), carry)
+            carry, after = behind(carry, after, period.runs)
+        return carry
+
+    def one(i, carry, run: KindRun, n, index):
+        i = run.count - 1 - i if backward else i
+        return layer(run.kind, plus(n, i), plus(index, i), carry)
+
+    def behind(carry, after, parts: Sequence):
+        """Written out, what layers compute again could be computed for all of them at first, and
+        their weight gradients at last: the next waits, as in a loop."""
+        if not backward or len(parts) < 2:
+            return carry, after
+        return lax.optimization_barrier((carry, jnp.zeros((), jnp.int32)))
+
+    after = 0
+    for period in in_turn(periods):
+        carry = loop(period.repeats, partial(repeat, period=period, after=after), carry)
+        carry, after = behind(carry, after, periods)
+    return carry
 
 
 def loop(count: int, body: Callable, start: Any) -> Any:
@@ -127,18 +167,3 @@ def loop(count: int, body: Callable, start: Any) -> Any:
 def plus(base, i):
     """base + i; where that is i, without an op."""
     return i if isinstance(base, int) and base == 0 else base + i
-
-
-def _next(kinds: _Side, last: bool) -> _Side:
-    return (*kinds[1:], None if last else kinds[0]) if kinds else ()
-
-
-def _index(kinds: _Side, kind: str | None, period, place: int, i):
-    """Of a layer, `i` behind a place in its period, among those of its kind."""
-    return period * kinds.count(kind) + kinds[:place].count(kind) + i
-
-
-def _after(kinds: _Side, kind: str | None, following: str | None, period, turn: Turn, i):
-    if following == kind:
-        return _index(kinds, kind, period, turn.place, i + 1)
-    return _index(kinds, following, period, turn.place + turn.count, 0)

@@ -15,27 +15,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from mtx.errors import UserError
+from mtx.schedules.stretches import Stretch, stretches
 
 EMPTY = -1
 
 
 class KindRun(NamedTuple):
-    """Layers of one kind that follow each other in a period of a chunk."""
+    """Layers of one kind that follow each other in a chunk."""
 
     kind: str
-    place: int  # of the first, among the period's layers
-    index: int  # of the first, among the period's layers of its kind
+    place: int  # of the first, among the chunk's layers
+    index: int  # of the first, among the chunk's layers of its kind
     count: int
 
 
 class Period(NamedTuple):
-    """A chunk as the same runs of kinds, `repeats` times."""
+    """A part of a chunk: the same runs of kinds, `repeats` times."""
 
     repeats: int
     layers: int
@@ -138,22 +138,14 @@ class Placement:
         return places[np.argsort(flat[places])]
 
     @cached_property
-    def period(self) -> Period | None:
-        """What every chunk of every stage consists of; None where they differ."""
+    def periods(self) -> tuple[Period, ...] | None:
+        """What every chunk of every stage consists of, in the fewest runs; None where they
+        differ."""
         chunks = self.kind.reshape(-1, self.kind.shape[-1])
         if not self.even or (chunks != chunks[0]).any():
             return None
         chunk = [self.kinds[number] for number in chunks[0]]
-        size = len(chunk)
-        if len(set(chunk)) > 1:
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
-            size = next(n for n in divisors if chunk[:n] * (size // n) == chunk)
-        runs, place = [], 0
-        for kind, layers in groupby(chunk[:size]):
-            count = len(list(layers))
-            runs.append(KindRun(kind, place, chunk[:place].count(kind), count))
-            place += count
-        return Period(len(chunk) // size, size, tuple(runs))
+        return tuple(_period(chunk, stretch) for stretch in stretches(chunk))
 
     def describe(self) -> str:
         """One line a stage: the layers of each of its chunks."""
@@ -162,6 +154,14 @@ class Placement:
             spans = [_span(layers[layers != EMPTY]) for layers in chunks]
             lines.append(f"stage {stage}: " + " | ".join(spans))
         return "\n".join(lines)
+
+
+def _period(chunk: Sequence[str], stretch: Stretch) -> Period:
+    runs = (
+        KindRun(chunk[place], place, chunk[:place].count(chunk[place]), count)
+        for place, count in stretch.runs
+    )
+    return Period(stretch.times, stretch.size, tuple(runs))
 
 
 def place_layers(
