@@ -370,7 +370,8 @@ class Stage:
 
 def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
     """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
-    names = ("layer",) if placement.periods else ("layer", "count", "kind", "index")
+    even = placement.periods is not None
+    names = ("layer",) if even else ("layer", "count", "kind", "index")
     names += () if placement.row is None else ("row",)
     return {name: read(jnp.asarray(getattr(placement, name)), stage) for name in names}
 

@@ -43,12 +43,15 @@ def stretches(sequence: Sequence, *, nested: bool = True) -> tuple[Stretch, ...]
 
 def _from(sequence: Sequence, first: int, nested: bool) -> Iterator[Stretch]:
     """Those that can begin there: what comes more than once, a run, and the beginning of one."""
-    for size in range(2, (len(sequence) - first) // 2 + 1):
-        runs = _runs(sequence[first : first + size], first)
-        times = 1 + _alike(sequence[first:], sequence[first + size :]) // size
-        if len(runs) > 1 and times > 1 and (nested or len(runs) == size):
-            yield Stretch(runs, times)
-    for count in range(1 + _alike(sequence[first:], sequence[first + 1 :]), 0, -1):
+    rest = sequence[first:]
+    run = 1 + _alike(rest, rest[1:])
+    for size in range(run + 1, len(rest) // 2 + 1):
+        times = 1 + _alike(rest, rest[size:]) // size
+        if times > 1:
+            runs = _runs(rest[:size], first)
+            if nested or len(runs) == size:
+                yield Stretch(runs, times)
+    for count in range(run, 0, -1):
         yield Stretch((Run(first, count),))
 
 
