@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from mtx.costs import ask, equations, trace
 from mtx.costs.ask import layer_cost, model_parameters
 from mtx.costs.cost import EMBED, HEAD, PARAMETERS, Question, Size
 from mtx.families.llama import Llama
+from mtx.layers.model import Model
 from mtx.plan.flops import (
     forward_flops,
     model_flops,
@@ -165,7 +167,48 @@ def test_every_size_says_how_it_grows(monkeypatch):
     for module in (trace, equations):
         monkeypatch.setattr(module, "ROWS", 99_991)
         monkeypatch.setattr(module, "VOCAB", 7_919)
+    trace._traced.cache_clear()
     assert list(map(trace.trace, asked)) == before
+    trace._traced.cache_clear()
+
+
+EXPERTS = dict(family="mixtral", kv_heads=2, ffn=48)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "around_attention", "full"])
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (small(), {}), (small(**LLAMA), {}), (small(**LLAMA), dict(kernel="blocked")),
+        (small(**LLAMA), dict(tensor=1, sequence_parallel=False, slices=2)),
+        (small(fp8="hybrid"), {}), (small(lora_rank=4, **LLAMA), {}), (small(**EXPERTS), {}),
+        (preset("miniature-llava").model, {}), (preset("t5-small").model, {}),
+        (preset("mamba2-hybrid-8b").model, {}), (preset("retro-172m").model, {}),
+        (preset("gemma-2-9b").model, {}),
+    ],
+)  # fmt: skip
+def test_what_is_computed_again_is_what_a_checkpoint_computes(
+    monkeypatch, model, changes, recompute
+):
+    """Costs of layers with recomputation are derived from a trace of the layer without: they are
+    those of the layer behind `jax.checkpoint`."""
+    asked = dict(tensor=2, sequence_parallel=True, kernel="cudnn", recompute=recompute) | changes
+    kinds = ask.pattern_of(model)
+    derived = [trace.trace(Question(model=model, part=kind, **asked)) for kind in set(kinds)]
+    trace._traced.cache_clear()
+    monkeypatch.setattr(trace, "Model", partial(Model, recompute=recompute))
+    # A checkpoint puts one behind what it keeps, to the precision that this has: XLA removes it.
+    monkeypatch.setattr(equations, "_ALIASES", {"name", "reduce_precision"})
+    for kind, found in zip(set(kinds), derived):
+        of_checkpoint = trace.trace(
+            Question(model=model, part=kind, **asked | dict(recompute="none"))
+        )
+        for field in found._fields:
+            got, want = getattr(found, field), getattr(of_checkpoint, field)
+            if field in ("matmuls", "collectives", "cuts"):
+                got, want = Counter(got), Counter(want)
+            assert got == want, (kind, field)
+    trace._traced.cache_clear()
 
 
 def test_w_makes_a_gradient_of_each_matrix_and_b_one_of_each_input():

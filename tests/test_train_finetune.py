@@ -123,7 +123,9 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     want = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, arrays, examples, task)))(params)
     got = trainer.loss_and_gradients(state, batch)
     if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
-        assert all(abs(tree["head"]["classifier"].pop("b")) < 1e-7 for tree in (got[1], want[1]))
+        rounding = trainer.batch * np.finfo("float32").eps  # of probabilities that add up to 1
+        for tree in (got[1], want[1]):
+            assert abs(tree["head"]["classifier"].pop("b")) <= rounding
     assert_same(got, jax.device_get(want))
     judged = trainer.judge(state, examples * 3)
     wanted = np.asarray(log_probabilities(params, arrays, task))[: len(examples)]

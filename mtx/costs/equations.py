@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ _COLLECTIVES = {  # and which of their parameters has the axes
 _FUSED = (fused.FORWARD.name, fused.BACKWARD.name)
 _LATER = "while"  # a loop of a length that nobody knows: of mtx.sharding.experts
 _NESTING = ("cond", "scan", _LATER)
+_ALIASES = {"name"}  # gives what it is given: what a policy of recomputation calls by a name
 _OWN = frozenset(("dot_general", *_COLLECTIVES, *_FUSED, *_NESTING))
 Part = tuple[list, list]  # equations, and what they are for
 Tags = dict[Var, frozenset[str]]  # of what follows from parameters alone: which; of constants none
@@ -58,13 +58,6 @@ class Equations(Strand):
     @staticmethod
     def is_whole(eqn) -> bool:
         return False
-
-    @cached_property
-    def is_read(self) -> list[bool]:
-        """Whether an input is, by what the outputs need."""
-        needed = needed_of(self.eqns, self.outvars)
-        read = set(inputs_of([self.eqns[i] for i in sorted(needed)], exclude=set()))
-        return [var in read for var in self.invars]
 
     def divided(self, weights: int) -> tuple[Part, Part, list[Var]]:
         """B, W, and what waits between them; the first `weights` outputs are weight gradients."""
@@ -244,7 +237,7 @@ def _each_once(eqns: Sequence) -> tuple[list, dict]:
     found, same, kept = {}, {}, []
     for eqn in eqns:
         inputs = [a if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]
-        if eqn.primitive.name == "name":  # what a policy of recomputation calls by it
+        if eqn.primitive.name in _ALIASES:
             same[eqn.outvars[0]] = inputs[0]
             continue
         key = (

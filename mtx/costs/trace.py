@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from mtx.config import Layout
+from mtx.config import Layout, Recompute
 from mtx.costs.cost import (
     EMBED,
     HEAD,
@@ -36,7 +36,8 @@ from mtx.costs.cost import (
     Size,
     dim_of_tokens,
 )
-from mtx.costs.equations import ROWS, VOCAB, Equations, Reader, bytes_of, size_of
+from mtx.costs.equations import ROWS, VOCAB, Reader, bytes_of, size_of
+from mtx.costs.recompute import Both
 from mtx.layers.model import Model
 from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.fp8 import HISTORY, is_quantised, weight
@@ -50,12 +51,19 @@ Tree = Any
 
 def trace(question: Question) -> Cost | Parameters:
     """What is asked for, of one device."""
-    traced = _Traced(question)
-    return traced.parameters() if question.part == PARAMETERS else traced.cost()
+    if question.part == PARAMETERS:
+        return _Traced(question).parameters()
+    return _traced(replace(question, recompute="none")).cost(question.recompute)
+
+
+@lru_cache(maxsize=32)
+def _traced(question: Question) -> _Traced:
+    """For each way to recompute, which is asked for soon."""
+    return _Traced(question)
 
 
 class _Traced:
-    """A model for one device, with abstract arguments."""
+    """A model for one device, with abstract arguments, where nothing is computed again."""
 
     def __init__(self, question: Question):
         self.question = question
@@ -68,7 +76,7 @@ class _Traced:
         config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)
         parts = ("embed", "head") if question.part in (EMBED, HEAD) else (question.part,)
         self.model = Model(
-            config, axes=Axes.of(layout), recompute=question.recompute,
+            config, axes=Axes.of(layout),
             kernel="described" if question.kernel == "cudnn" else "blocked",
             vocab_shards=self.shards, slices=question.slices,
             parts=None if question.part == PARAMETERS else parts,
@@ -78,12 +86,19 @@ class _Traced:
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.model.pattern))
 
-    def cost(self) -> Cost:
+    def cost(self, recompute: Recompute) -> Cost:
+        part = self.question.part
+        if part in (EMBED, HEAD):
+            return self._part.cost(jax.checkpoint_policies.everything_saveable)._replace(cuts=())
+        return self._part.cost(self.model.policy(part, recompute))
+
+    @cached_property
+    def _part(self) -> _Part:
         """Inside of a `shard_map` collectives know their axes."""
-        found = {}
+        found = []
 
         def run():
-            found.update(self._read())
+            found.append(self._trace())
             return jnp.zeros(())
 
         mesh = AbstractMesh(
@@ -96,7 +111,7 @@ class _Traced:
             # ROWS times a sequence may be more than int32 counts, which no device is asked to.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
             jax.eval_shape(body)
-        return Cost(**found)
+        return found[0]
 
     def parameters(self) -> Parameters:
         shared = self._parameters("embed", "head")
@@ -164,26 +179,24 @@ class _Traced:
         shared, context = self._local("embed", "head"), self._context(batch, rows)
         return jax.eval_shape(self.model.embed, shared, batch, context)
 
-    def _read(self) -> dict[str, Any]:
+    def _trace(self) -> _Part:
         model, part, batch = self.model, self.question.part, self._batch(ROWS)
         context = self._context(batch, ROWS)
-        # Whatever the kind of layer, its dropout and what of it is recomputed.
+        # Whatever the kind of layer and its dropout.
         plain = replace(self.question.model, dropout=0.0, attention_dropout=0.0)
-        stream = _stream(replace(self.question, model=plain, part=EMBED, recompute="none"), ROWS)
+        stream = _stream(replace(self.question, model=plain, part=EMBED), ROWS)
         names = ("embed", "head") if part in (EMBED, HEAD) else ("layers", part)
-        trained, own = self._tree(model.trained, *names), self._local(*names)
+        trees = self._tree(model.trained, *names), self._local(*names), stream
         if part == EMBED:
-            return _read_vjp(
-                lambda shared, _, given: model.embed(shared, *given),
-                trained, own, stream, (batch, context),
-            ) | {"cuts": ()}  # fmt: skip
+            return _Part(
+                lambda shared, _, given: model.embed(shared, *given), *trees, (batch, context)
+            )
         if part == HEAD:
-            return _read_vjp(model.loss, trained, own, stream, batch) | {"cuts": ()}
+            return _Part(model.loss, *trees, batch)
         cache = ()
         if self.question.slices > 1:
             cache = (jax.eval_shape(lambda: model.empty_cache(part, ROWS)),)
-        found = _read_vjp(partial(model.layer, part), trained, own, stream, context, *cache)
-        return found | {"cache": _bytes(cache)}
+        return _Part(partial(model.layer, part), *trees, context, *cache)
 
 
 @lru_cache(maxsize=64)
@@ -191,33 +204,36 @@ def _stream(question: Question, rows: int) -> Tree:
     return _Traced(question).stream(rows)
 
 
-def _read_vjp(function, trained: Tree, params: Tree, stream: Tree, *given) -> dict[str, Any]:
-    """Fields of a cost: of `function(params, stream, *given)` and of its backward pass, with
-    gradients of the parameters that are trained."""
-    vjp = LayerVJP(function, params, stream, *given, trained=trained)
-    parameters = tree_leaves_with_path(params, is_leaf=is_quantised)
-    gradients = tree_leaves_with_path(vjp.gradients)
-    names = {at: _name(path) for at, (path, _) in enumerate(gradients)}
-    read_as = dict(enumerate(_name(path) for path, w in parameters for _ in jax.tree.leaves(w)))
+class _Part:
+    """`function(params, stream, context or batch, *cache)`, and its backward pass with gradients of
+    the parameters that are trained, traced."""
 
-    forward, both = map(Equations.flat, (vjp.traced, vjp.traced_back))
-    of_b, of_w, deferred = both.divided(len(names))
-    read = Reader()
-    first = len(forward.outvars) - len(vjp.residuals)  # what B does not read nobody stores
-    kept = [at < first or both.is_read[at - first] for at in range(len(forward.outvars))]
-    outputs = [var for var, is_kept in zip(forward.outvars, kept, strict=True) if is_kept]
-    read.add("F", forward.eqns, outputs, forward.tags(read_as))
-    waiting = len(vjp.residuals)
-    tags = both.tags({at + waiting: name for at, name in read_as.items()})
-    read.add("B", *of_b, tags)
-    read.add("W", *of_w, tags, made=both.made(names))
-    residuals = zip(vjp.residuals, kept[first:], strict=True)
-    waiting_arrays = [a for a, is_kept in residuals if is_kept and a.ndim]
-    return read.found | {
-        "stream": _bytes(stream), "cache": (), "deferred": _bytes([var.aval for var in deferred]),
+    def __init__(self, function, trained: Tree, params: Tree, stream: Tree, *given):
+        vjp = LayerVJP(function, params, stream, *given, trained=trained)
+        self._passes = Both(vjp, params, stream, given).passes
+        gradients = tree_leaves_with_path(vjp.gradients)
+        self._gradients = {at: _name(path) for at, (path, _) in enumerate(gradients)}
+        parameters = tree_leaves_with_path(params, is_leaf=is_quantised)
+        names = [_name(path) for path, w in parameters for _ in jax.tree.leaves(w)]
+        self._parameters = dict(enumerate(names))
+        self._stream, self._cache = _bytes(stream), _bytes(given[1:])
+
+    def cost(self, policy) -> Cost:
+        """policy: what is kept (`mtx.costs.recompute`)."""
+        forward, backward, kept = self._passes(policy)
+        of_b, of_w, deferred = backward.divided(len(self._gradients))
+        read = Reader()
+        read.add("F", forward.eqns, forward.outvars, forward.tags(self._parameters))
+        after = {at + len(kept): name for at, name in self._parameters.items()}
+        tags = backward.tags(after)
+        read.add("B", *of_b, tags)
+        read.add("W", *of_w, tags, made=backward.made(self._gradients))
         # A number alone is a constant of the program, which nobody keeps.
-        "kept": _bytes(waiting_arrays), "cuts": _cuts(waiting_arrays),
-    }  # fmt: skip
+        arrays = [var.aval for var in kept if var.aval.ndim]
+        return Cost(
+            stream=self._stream, cache=self._cache, deferred=_bytes([v.aval for v in deferred]),
+            kept=_bytes(arrays), cuts=_cuts(arrays), **read.found,
+        )  # fmt: skip
 
 
 def _cuts(arrays: list) -> tuple[Cut, ...]:

@@ -213,16 +213,19 @@ class Model:
             return nnx.merge(self._graphs[kind], params)(stream, context, *cache)
 
         if self.recompute != "none":
-            run = jax.checkpoint(run, policy=self._policy(kind), prevent_cse=False)
+            policy = self.policy(kind, self.recompute)
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
         return run(params, stream, context, *cache)
 
-    def _policy(self, kind: str) -> Any:
-        """Where a fused kernel gives parts, only what they make together is kept."""
+    def policy(self, kind: str, recompute: Recompute) -> Callable[..., Any]:
+        """Of an equation, by its primitive, shapes and parameters: whether a layer of that kind
+        keeps what it gives, as `jax.checkpoint` asks. Where a fused kernel gives parts, only what
+        they make together is kept."""
         parts = in_parts(self.axes, max(1, self.config.groups // self.axes.tensor_shards))
         parts |= any(getattr(each, "in_parts", False) for _, each in self.kinds[kind].sublayers)
-        if parts and self.recompute == "around_attention":
+        if parts and recompute == "around_attention":
             return _names(ATTENTION_OUTPUT)
-        return _POLICIES[self.recompute]
+        return _POLICIES[recompute]
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree):
         """The sum of the losses of batch["targets"] int32 [B, S], weighted by batch["weights"]."""
@@ -287,11 +290,12 @@ def _is_fused(primitive, *_, **__) -> bool:
 
 _names = jax.checkpoint_policies.save_only_these_names
 _POLICIES = {  # what is kept of a layer, beside its input
+    "none": jax.checkpoint_policies.everything_saveable,
     "selective": _names(MATMUL_OUTPUT, ATTENTION_OUTPUT),
     "around_attention": jax.checkpoint_policies.save_from_both_policies(
         _names(ATTENTION_OUTPUT, FUSED_OUTPUT), _is_fused
     ),
-    "full": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
 }
 
 

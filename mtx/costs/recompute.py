@@ -1,0 +1,85 @@
+"""F and B of a layer, and what they are where B computes again what a policy does not keep: what
+`jax.checkpoint` makes of the layer, from a trace of it without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal, Var
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from mtx.costs.equations import Equations
+from mtx.strand import variables_of
+from mtx.vjp import LayerVJP
+
+
+class Passes(NamedTuple):
+    """What waits from F to B is the last that F gives, and the first that B takes."""
+
+    forward: Equations
+    backward: Equations
+    kept: list[Var]
+
+
+class Both:
+    """F and B of a function's VJP, where B reads what F has made."""
+
+    def __init__(self, vjp: LayerVJP, params: Any, stream: Any, given: tuple):
+        """params, stream, given: the examples by which it was traced."""
+        self._forward, back = map(Equations.flat, (vjp.traced, vjp.traced_back))
+        leaves = [len(jax.tree.leaves(each)) for each in (params, stream, given)]
+        of_params, self._stream, of_given = _split(self._forward.invars, *leaves)
+        end = len(self._forward.outvars) - len(vjp.residuals)
+        self._outputs, residuals = _split(self._forward.outvars, end, len(vjp.residuals))
+        self._told = [*of_params, *of_given]  # both passes are
+        same = [*residuals, *self._told]
+        known = dict(zip(back.invars[: len(same)], same, strict=True))
+        self._rest = back.invars[len(same) :]  # the outputs' gradients
+        eqns = [eqn.replace(invars=_as(eqn.invars, known)) for eqn in back.eqns]
+        self._back = _equations(back, eqns, back.invars, _as(back.outvars, known))
+
+    def passes(self, policy: Callable[..., Any]) -> Passes:
+        """policy: as `jax.checkpoint` has it; of an equation, whether what it gives is kept."""
+        forward, back = self._forward, self._back
+        read = {*variables_of(back.outvars)}.union(*(variables_of(e.invars) for e in back.eqns))
+        again = []
+        for eqn in reversed(forward.eqns):
+            if read.isdisjoint(eqn.outvars) or _keeps(policy, eqn):
+                continue
+            again.append(eqn)
+            read.update(variables_of(eqn.invars))
+        made_again = {var for eqn in again for var in eqn.outvars}
+        made = [var for eqn in forward.eqns for var in eqn.outvars]
+        values = (*forward.constvars, *self._stream, *made)
+        kept = [var for var in values if var in read and var not in made_again]
+        inputs = [*kept, *self._told, *self._rest]
+        return Passes(
+            _equations(forward, forward.eqns, forward.invars, [*self._outputs, *kept]),
+            _equations(back, [*reversed(again), *back.eqns], inputs, back.outvars),
+            kept,
+        )
+
+
+def _keeps(policy: Callable[..., Any], eqn) -> bool:
+    return bool(policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params))
+
+
+def _equations(of: Equations, eqns: list, inputs: Sequence, outputs: list) -> Equations:
+    """Those that the outputs need; also of loops and branches."""
+    made = of.part(eqns, inputs, outputs)
+    needed, _ = dce_jaxpr(made.jaxpr, [True] * len(outputs), instantiate=True)
+    return Equations(needed, made.constants)
+
+
+def _as(atoms: Sequence, known: dict) -> list:
+    return [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in atoms]
+
+
+def _split(values: Sequence, *lengths: int) -> list[Sequence]:
+    parts, start = [], 0
+    for length in lengths:
+        parts.append(values[start : start + length])
+        start += length
+    return parts
