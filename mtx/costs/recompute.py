@@ -33,10 +33,10 @@ class Both:
         of_params, self._stream, of_given = _split(self._forward.invars, *leaves)
         end = len(self._forward.outvars) - len(vjp.residuals)
         self._outputs, residuals = _split(self._forward.outvars, end, len(vjp.residuals))
-        self._told = [*of_params, *of_given]  # both passes are
-        same = [*residuals, *self._told]
+        self._given = [*of_params, *of_given]  # to both passes
+        same = [*residuals, *self._given]
         known = dict(zip(back.invars[: len(same)], same, strict=True))
-        self._rest = back.invars[len(same) :]  # the outputs' gradients
+        self._dy = back.invars[len(same) :]
         eqns = [eqn.replace(invars=_as(eqn.invars, known)) for eqn in back.eqns]
         self._back = _equations(back, eqns, back.invars, _as(back.outvars, known))
 
@@ -54,7 +54,7 @@ class Both:
         made = [var for eqn in forward.eqns for var in eqn.outvars]
         values = (*forward.constvars, *self._stream, *made)
         kept = [var for var in values if var in read and var not in made_again]
-        inputs = [*kept, *self._told, *self._rest]
+        inputs = [*kept, *self._given, *self._dy]
         return Passes(
             _equations(forward, forward.eqns, forward.invars, [*self._outputs, *kept]),
             _equations(back, [*reversed(again), *back.eqns], inputs, back.outvars),
