@@ -39,9 +39,9 @@ LINEAR = (
 NONLINEAR = (
     "abs and acos acosh asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp cos cosh "
     "digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log "
-    "log1p logistic lt max min ne nextafter not or population_count pow rem round rsqrt "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor "
-    "random_fold_in"
+    "log2 log1p logistic lt max min ne nextafter not one_minus_square or polynomial "
+    "population_count pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical "
+    "sign sin sinh sqrt square tan tanh xor random_fold_in"
 ).split()
 ZERO_STAYS = "abs", "sign", "sqrt", "square"  # of these NONLINEAR ones, as of states' gradients
 
