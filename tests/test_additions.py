@@ -8,14 +8,25 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
 from mtx.layers.layer import Kind
+from mtx.layers.mlp import MLP
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
+from mtx.schedules.makers import MAKERS, make
+from mtx.schedules.shape import Maker
+from mtx.sharding.axes import AXES, Axis
 from mtx.sharding.mesh import Axes
+from mtx.sharding.parameter import parameter
+from mtx.step.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -87,6 +98,7 @@ from mtx.schedules.shape import Maker
 
 
 def late(shape):
+    """All F, then all B, then all W."""
     items = range(shape.microbatches)
     order = [(F, i, 0) for i in items] + [(B, i, 0) for i in reversed(items)]
     order += [(W, i, 0) for i in items]
@@ -176,3 +188,108 @@ def test_what_a_sublayer_that_looks_around_has_no_rule_for_is_refused(asked, val
     )  # fmt: skip
     with pytest.raises(UserError, match=values):
         asked(kind, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeps(Around):
+    """One that keeps what its module does not know of."""
+
+    def empty_past(self, build, rows, length):
+        return None
+
+    def module(self, build, rngs):
+        return nnx.Module()
+
+
+BUILD = Build(
+    hidden=8, init_std=1, output_std=1, dtype="float32", kernel="blocked", site=0, axes=Axes()
+)
+
+
+def test_what_a_sublayer_keeps_its_module_must_know():
+    kind = Kind(sublayers=(("mix", Keeps()),), norm=Norm(kind="rms", epsilon=1e-6))
+    with pytest.raises(UserError, match="mix: Keeps .*empty_past.*Module.*of_text"):
+        kind.module(BUILD, nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [(dict(norm_placement="after"), "'after'.*both"), (dict(), "Unsaid .*looks_around")],
+)
+def test_a_kind_says_what_it_is(values, said):
+    unsaid = type("Unsaid", (), {}) if not values else Around
+    with pytest.raises(UserError, match=said):
+        Kind(sublayers=(("mix", unsaid()),), norm=Norm(kind="rms", epsilon=1e-6), **values)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "both", "output"])
+def test_where_a_norm_stands(placement):
+    kind = Kind(
+        sublayers=(("mlp", MLP(ffn=16, activation="relu")),), norm_placement=placement,
+        norm=Norm(kind="rms", epsilon=1e-6),
+    )  # fmt: skip
+    layer = kind.module(BUILD, nnx.Rngs(0))
+    x_BsD = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    norm, f = layer.mlp_norm, layer.mlp
+    want = {
+        "pre": lambda: x_BsD + f(norm(x_BsD)), "post": lambda: norm(x_BsD + f(x_BsD)),
+        "both": lambda: x_BsD + layer.mlp_post_norm(f(norm(x_BsD))),
+        "output": lambda: x_BsD + norm(f(x_BsD)),
+    }[placement]()  # fmt: skip
+    np.testing.assert_array_equal(layer({"x": x_BsD})["x"], want)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        (dict(role="scale"), "'scale'.*norm"), (dict(spec=P("tensr")), "'tensr'.*tensor"),
+        (dict(spec=P(None, "tensor")), r"2 dims.*\(4,\)"),
+    ],
+)  # fmt: skip
+def test_a_parameter_says_what_it_is(values, said):
+    with pytest.raises(UserError, match=said):
+        parameter(jnp.zeros(4), **dict(spec=P(), role="norm") | values)
+
+
+def test_a_size_that_an_axis_does_not_divide_is_named(monkeypatch):
+    monkeypatch.setattr(ModelConfig, "split_widths", {}, raising=True)
+    model = ModelConfig(family="llama", layers=2, hidden=16, heads=4, sequence=8, ffn=30)
+    run = RunConfig(model=model, layout=Layout(tensor=4), global_batch=4)
+    with pytest.raises(UserError, match=r"tensor=4 must divide .*\.mlp\.down\.w, 30"):
+        Trainer(run).init()
+
+
+def test_dropout_that_no_layer_reads_is_refused():
+    model = ModelConfig(family="mamba2", attention_dropout=0.5)
+    with pytest.raises(UserError, match="attention_dropout=0.5 .*mamba2"):
+        model.require_read()
+    with pytest.raises(UserError, match="attention_dropout"):
+        Trainer(RunConfig(model=model, global_batch=4)).init()
+
+
+@pytest.mark.parametrize("splits", ["bath", ""])
+def test_an_axis_splits_what_there_is(splits):
+    with pytest.raises(UserError, match="batch"):
+        Axis("replica", splits)
+
+
+@pytest.mark.parametrize("axes", [(*AXES, "replica"), AXES[1:]])
+def test_an_axis_has_a_record_and_a_size(axes, monkeypatch):
+    monkeypatch.setattr("mtx.config.layout.AXES", axes)
+    with pytest.raises(UserError, match="(replica|pipe) .*MESH.*Layout"):
+        Layout()
+
+
+@pytest.mark.parametrize(
+    "made, said", [(None, "None"), (make("1f1b", microbatches=4, stages=2), "virtual=1")]
+)
+def test_what_a_maker_gives_is_checked(made, said, monkeypatch):
+    monkeypatch.setitem(MAKERS, "mine", Maker(make=lambda shape: made, source="here"))
+    with pytest.raises(UserError, match=f"'mine'.*{said} for virtual=2"):
+        make("mine", microbatches=4, stages=2, virtual=2)
+
+
+def test_a_family_has_a_config(monkeypatch):
+    monkeypatch.delattr("mtx.families.qwen3.CONFIG")
+    with pytest.raises(UserError, match="qwen3.* has no CONFIG"):
+        ModelConfig(family="qwen3")

@@ -1,6 +1,7 @@
 """Optimizers by role, on every layout: their updates, their state in checkpoints, and refusals."""
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -205,6 +206,53 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
         make_optimizer(OptimizerConfig(name="shampoo"), 10, {"layers": {"w": "matrix"}})
     assert names(error, "'shampoo'", what)
     _check.cache_clear()
+
+
+def forgetful(rate, *, weight_decay, mask):
+    return optax.sgd(rate, momentum=0.9)
+
+
+def undiscerning(rate, *, weight_decay, mask):
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay),
+        forgetful(rate, weight_decay=weight_decay, mask=mask),
+    )
+
+
+@pytest.mark.parametrize(
+    "make, states, what",
+    [
+        (forgetful, 1, "weight_decay"), (undiscerning, 1, "mask"),
+        (lambda *a, **k: optax.adam(1e-3), 1, "STATES=1 must be 2"),
+        (lambda *a, **k: None, 0, "None"),
+    ],
+)  # fmt: skip
+def test_what_says_one_thing_and_does_another_is_refused(make, states, what, monkeypatch):
+    module = SimpleNamespace(STATES=states, DEFAULTS={}, make=make)
+    monkeypatch.setattr("mtx.step.optimizer.optimizer_module", lambda name: module)
+    from mtx.step.optimizer import _check
+
+    _check.cache_clear()
+    with pytest.raises(UserError) as error:
+        make_optimizer(OptimizerConfig(), 10, {"layers": {"w": "matrix"}})
+    assert names(error, "'adamw'", what)
+    _check.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def make(rate, *, weight_decay): ...", "def make(rate, *, eps, weight_decay, mask): ...",
+        "DEFAULTS = {'eps': 1e-8}\ndef make(rate, *, eps, weight_decay, mask): ...",
+    ],
+)  # fmt: skip
+def test_make_takes_the_options_that_a_file_has(text, tmp_path, monkeypatch):
+    (tmp_path / "odd.py").write_text(f"STATES, DEFAULTS = 1, {{}}\n{text}\n")
+    monkeypatch.setattr(optimizers, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mtx.optimizers.odd", raising=False)
+    with pytest.raises(UserError) as error:
+        optimizers.optimizer_module("odd")
+    assert names(error, tmp_path / "odd.py", "mask", "epsilon")
 
 
 def test_a_file_that_leaves_something_out_is_named(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
         value = rng.choice(values)
         if has(model, name) and rng.random() < 0.4 and value != getattr(small_model(model), name):
             try:
-                small_model(model, **changes, **{name: value})
+                small_model(model, **changes, **{name: value}).require_read()
             except UserError:
                 continue
             changes[name] = value

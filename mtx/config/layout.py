@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Annotated, Literal
 
 from mtx.errors import UserError, nearest_divisors, nearest_multiples
@@ -72,6 +72,12 @@ class Layout:
 
     def __post_init__(self):
         resolve_types(self)
+        for axis in (*_sizes_of(type(self)), *AXES):
+            if axis not in AXES or not hasattr(self, axis):
+                raise UserError(
+                    f"{axis} must be both an axis of MESH, in mtx/sharding/axes.py, and a size of "
+                    "Layout, in mtx/config/layout.py; add the other"
+                )
         if self.schedule != "auto" and not self.schedule_is_file:
             check_virtual(self.schedule, self.virtual, self.slices)
         if self.stash == "inputs" and self.recompute in ("around_attention", "full"):
@@ -323,3 +329,9 @@ class Layout:
                     f"fp8={model.fp8!r} needs multiples of 16, and {name}={value}; use "
                     f"{nearest_multiples(value, 16)}, or fp8='off'"
                 )
+
+
+@cache
+def _sizes_of(layout: type[Layout]) -> tuple[str, ...]:
+    """Its fields that are numbers of devices."""
+    return tuple(each.name for each in fields(layout) if each.type in ("Devices", "Stages"))

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -204,6 +204,15 @@ def _transformers_can(theirs: HuggingFaceModel) -> bool:
         return needed < 2 << 30
 
 
+def _require_sizes(theirs: HuggingFaceModel, others: Iterable[tuple]) -> None:
+    """others: (tensor, its shape in the file, that of the model of config.json)"""
+    for name, written, asked in others:
+        raise UserError(
+            f"{theirs.directory}: {name} is {list(written)}, and {list(asked)} in the model of its "
+            "config.json; correct that, or what the family's to_config writes of it"
+        )
+
+
 def _transformers_outputs(
     theirs: HuggingFaceModel, tokens_BS, positions_BS, pixels=None
 ) -> tuple[Outputs, str]:
@@ -224,9 +233,12 @@ def _transformers_outputs(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        model = kind.from_pretrained(
-            theirs.directory, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        model, loaded = kind.from_pretrained(
+            theirs.directory, dtype=torch.float32, attn_implementation="eager",
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+        _require_sizes(theirs, loaded["mismatched_keys"])
+        model.eval()
         with torch.no_grad():
             ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
             spans = theirs.model.objective == "spans"
@@ -235,6 +247,8 @@ def _transformers_outputs(
                 first = normed_pixels(pixels[:, 0])
                 further["pixel_values"] = torch.tensor(np.asarray(first)).permute(0, 3, 1, 2)
             out = model(input_ids=ids, attention_mask=torch.ones_like(ids), **further)
+    except UserError:
+        raise
     except Exception as error:  # whatever it makes of a config.json
         raise UserError(
             f"transformers cannot run {theirs.directory}: {reason(error)}; use check='ours'"

@@ -44,7 +44,10 @@ def family_module(name: str) -> ModuleType:
     """The file of a family; UserError with the nearest name where there is none."""
     if not isinstance(name, str) or name not in NAMES:
         raise unknown_name("family", str(name), NAMES)
-    return importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    if not hasattr(module, "CONFIG"):
+        raise UserError(f"{module.__file__} has no CONFIG; give it the family's config")
+    return module
 
 
 def hugging_face_of(name: str) -> tuple[HuggingFace, ...]:
@@ -104,7 +107,10 @@ class ModelConfig:
     def __post_init__(self):
         resolve_types(self)
         if self.family != type(self).family:
-            raise UserError(f"family={self.family!r} must be {type(self).family!r} here")
+            raise UserError(
+                f"family={self.family!r} must be {type(self).family!r} in a {type(self).__name__}; "
+                "a config of its own says its name, family: str = ..., and is its file's CONFIG"
+            )
         require_above(self, 0, "init_std", "norm_epsilon")
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -157,6 +163,15 @@ class ModelConfig:
     def stack(self) -> Stack:
         """The layers, the embedding and the head."""
         raise NotImplementedError
+
+    def require_read(self) -> None:
+        """UserError for a dropout that is in no layer of `stack`. Loads JAX."""
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if value and self.stack() == dataclasses.replace(self, **{name: 0.0}).stack():
+                raise UserError(
+                    f"{name}={value} is read by no layer of family={self.family!r}; use {name}=0"
+                )
 
     @property
     def objective(self) -> Objective:

@@ -7,12 +7,12 @@ Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import jax
 from flax import nnx
 
-from mtx.errors import UserError
+from mtx.errors import UserError, unknown_name
 from mtx.layers.context import Context, dropout
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import (
@@ -23,13 +23,15 @@ from mtx.layers.sublayer import (
     adapts,
     has_aux,
     joins,
+    require_methods,
     require_rule,
 )
 from mtx.sharding.adapter import Adapters
 from mtx.sharding.linear import enter_jointly, leave_jointly
 
 # pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
-NormPlacement = Literal["pre", "post", "both"]
+# output: x + norm(f(x))
+NormPlacement = Literal["pre", "post", "both", "output"]
 Tree = Any
 Stream = dict[str, Any]  # {"x": x_BsD}, and what else goes along
 
@@ -47,7 +49,14 @@ class Kind:
     parallel: bool = False
 
     def __post_init__(self):
+        if self.norm_placement not in (known := get_args(NormPlacement)):
+            raise unknown_name("norm_placement", self.norm_placement, known)
         for name, sublayer in self.sublayers:
+            if not hasattr(sublayer, "looks_around"):
+                raise UserError(
+                    f"{name}: {type(sublayer).__name__} does not say looks_around; use True where "
+                    "a position's output depends on other positions, else False"
+                )
             if self.parallel and not joins(sublayer):
                 raise UserError(
                     f"parallel=True: {name}, {type(sublayer).__name__}, does not say joins = True: "
@@ -112,7 +121,10 @@ class Layer(nnx.Module):
                 require_rule("over_context", why, name, sublayer, remedy="context=1")
             site = len(kind.sublayers) + number
             own = replace(build, site=site, adapters=_adapters_of(name, sublayer, build))
-            setattr(self, name, sublayer.module(own, rngs))
+            module = sublayer.module(own, rngs)
+            if type(self).of_text is Layer.of_text:  # the modules' are called
+                require_methods(name, sublayer, module)
+            setattr(self, name, module)
             if kind.norm_placement == "both":
                 setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
 
@@ -153,12 +165,13 @@ class Layer(nnx.Module):
         placement, x_BsD, stream = self.kind.norm_placement, stream["x"], dict(stream)
         for number, (name, sublayer) in enumerate(self.kind.sublayers):
             norm, module = getattr(self, f"{name}_norm"), getattr(self, name)
-            h_BsD = run(name, module, x_BsD if placement == "post" else norm(x_BsD))
+            h_BsD = run(name, module, norm(x_BsD) if placement in ("pre", "both") else x_BsD)
             if has_aux(sublayer):
                 h_BsD, aux_Bs = h_BsD
                 stream["aux"] = stream["aux"] + aux_Bs
             if placement == "both":
                 h_BsD = getattr(self, f"{name}_post_norm")(h_BsD)
+            h_BsD = norm(h_BsD) if placement == "output" else h_BsD
             site = (context.layer, number) if context is not None else ()
             x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
             x_BsD = norm(x_BsD) if placement == "post" else x_BsD

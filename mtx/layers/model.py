@@ -68,6 +68,7 @@ class Model:
     ):
         """config: a `mtx.families.ModelConfig`. head: another head's config than the family's.
         parts: "embed", "head" and kinds of layers, all that are called; None: every one."""
+        config.require_read()
         stack: Stack = config.stack()
         self.config, self.axes, self.recompute, self.slices = config, axes, recompute, slices
         self.kinds, self.pattern = stack.kinds, stack.pattern

@@ -114,6 +114,17 @@ def require_rule(rule: str, why: str, name: str, sublayer: Sublayer, *, remedy: 
         )
 
 
+def require_methods(name: str, sublayer: Sublayer, module: Any) -> None:
+    """UserError where a sublayer says what it keeps, and its module does not know what to do with
+    it."""
+    for rule, method in (("empty_cache", "of_slice"), ("empty_past", "of_text")):
+        if sublayer.looks_around and hasattr(sublayer, rule) and not hasattr(module, method):
+            raise UserError(
+                f"{name}: {type(sublayer).__name__} has {rule}, and its module, "
+                f"{type(module).__name__}, has no {method}; write it, or leave {rule} out"
+            )
+
+
 class LooksAround(Sublayer, Protocol):
     """A config whose module looks at other positions."""
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from mtx.errors import unknown_name
+
+Splits = Literal["layers", "batch", "sequence", "weights"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,12 @@ class Axis:
     """One axis of the mesh."""
 
     name: str
-    splits: Literal["layers", "batch", "sequence", "weights"]
+    splits: Splits
     rare: bool = False  # few ask for it: not shown where it has one device
+
+    def __post_init__(self):
+        if self.splits not in (known := get_args(Splits)):
+            raise unknown_name("splits", self.splits, known)
 
 
 # Outermost first. Devices are taken in the order of their ids: along the last axis they are

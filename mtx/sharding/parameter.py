@@ -15,6 +15,9 @@ from typing import Any, Literal, get_args
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from mtx.errors import UserError, unknown_name
+from mtx.sharding.axes import AXES, axes_of
+
 # recurrence: of a state-space model, how its states move on. filter: a convolution's. adapter: of
 # a frozen matrix (`mtx.sharding.adapter`).
 Role = Literal[
@@ -41,7 +44,18 @@ def parameter(
 
     rule: of a state, which no optimizer moves. Its cotangents are summed like gradients, and once a
     step the rule makes the next state of the sum, for the dims of `value`; others may be in front.
+    UserError for a role or an axis that there is not, and for a spec of more dims than `value` has.
     """
+    if role not in ROLES:
+        raise unknown_name("role", role, ROLES)
+    for axis in axes_of(spec):
+        if axis not in AXES:
+            raise unknown_name("axis", axis, AXES)
+    if len(spec) > value.ndim:
+        raise UserError(
+            f"spec={spec} has {len(spec)} dims, and the parameter {value.ndim}, {value.shape}; use "
+            "one entry a dim at most"
+        )
     return nnx.Param(value, spec=spec, role=role, inputs=inputs, rule=rule)
 
 

@@ -107,12 +107,40 @@ def _check(name: str) -> None:
     like a parameter nor a count of updates, which could not be sharded, nor saved."""
     module = optimizer_module(name)
     made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
+    if not hasattr(made, "init") or not hasattr(made, "update"):
+        raise UserError(f"optimizer {name!r}: make gave {made!r}, no optax.GradientTransformation")
     for ops in zip_longest(*(_ops(name, made, sizes) for sizes in _SIZES)):
         if ops[0] != ops[1]:
             raise UserError(
                 f"optimizer {name!r} looks at the sizes of arrays "
                 f"({', of others '.join(op.describe() for op in ops if op)}), and each device has "
                 "a shard alone; use one whose update is elementwise"
+            )
+    _check_said(name)
+
+
+def _check_said(name: str) -> None:
+    """UserError where an optimizer keeps other than its file says, does nothing with its weight
+    decay, or decays all."""
+    module, params = optimizer_module(name), {"layers": jax.ShapeDtypeStruct((2, 3), "float32")}
+
+    def update(weight_decay: float, decays: bool) -> str:
+        def mask(params):
+            return jax.tree.map(lambda _: decays, params)
+
+        made = module.make(1e-3, weight_decay=weight_decay, mask=mask, **module.DEFAULTS)
+        state = jax.eval_shape(made.init, params)
+        if (keeps := len(state_arrays(state))) != module.STATES:
+            raise UserError(
+                f"optimizer {name!r}: STATES={module.STATES} must be {keeps}, as it keeps"
+            )
+        return str(jax.make_jaxpr(made.update)(params, state, params))
+
+    for option, others in (("weight_decay", (0.0, True)), ("mask", (0.1, False))):
+        if update(*others) == update(0.1, True):
+            raise UserError(
+                f"optimizer {name!r} does nothing with {option}; give it to optax, or chain "
+                "optax.add_decayed_weights(weight_decay, mask)"
             )
 
 

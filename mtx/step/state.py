@@ -5,6 +5,7 @@ Legend: P stages · C chunks · N layers of a kind in a chunk
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from mtx.config import RunConfig
+from mtx.errors import UserError
 from mtx.pipeline.model import PipelineModel
 from mtx.schedules.partition import EMPTY, Placement
-from mtx.sharding.axes import AXES
+from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.optimizer import WHOLE, namespace, shard_over_replicas
 from mtx.sharding.parameter import FLOAT32, chosen
 from mtx.step.optimizer import LossScale, make_optimizer, state_specs
@@ -76,7 +79,8 @@ class States:
     @cached_property
     def param_specs(self) -> Tree:
         """The PartitionSpec of every parameter, layers stacked."""
-        specs = self.model.specs
+        specs, sizes = self.model.specs, self.run.layout.sizes
+        jax.tree.map_with_path(partial(_check_divided, sizes), self.model.shapes, specs)
         stack = jax.tree.map(lambda spec: P("pipe", None, None, *spec), specs["layers"])
         return specs | {"layers": stack}
 
@@ -193,6 +197,17 @@ class States:
 
         layers = {kind: of_kind(kind) for kind in self.placement.kinds}
         return self.model.init_shared(seed) | {"layers": layers}
+
+
+def _check_divided(sizes: dict[str, int], path, a, spec: P) -> None:
+    for dim, entry in enumerate(spec):
+        axes = axes_of([entry])
+        if a.shape[dim] % math.prod(sizes[axis] for axis in axes):
+            name = keystr(path, simple=True, separator=".")
+            raise UserError(
+                f"{' * '.join(f'{axis}={sizes[axis]}' for axis in axes)} must divide dim {dim} of "
+                f"{name}, {a.shape[dim]}; use one that does, or another size"
+            )
 
 
 def stacked(a, *, slots: np.ndarray):

@@ -31,6 +31,11 @@ def find_makers() -> dict[str, Maker]:
                     f"schedule {name!r} is both in {files[name]} and in {module.__file__}; use "
                     "another name in one of them"
                 )
+            if not each.make.__doc__:
+                raise UserError(
+                    f"schedule {name!r} of {module.__file__}: its maker has no docstring, whose "
+                    "first paragraph is its line in `mtx schedule --help`; give it one"
+                )
             found[name], files[name] = each, module.__file__
     order = sorted(found.items(), key=lambda row: (
         not row[1].lockstep, row[1].sliced, row[1].default_virtual
@@ -88,7 +93,14 @@ def make(
         microbatches=microbatches, stages=stages, virtual=virtual, slices=slices,
         times=times or Times(), memory_limit=memory_limit, weight_share=weight_share,
     )  # fmt: skip
-    return replace(known.make(shape), name=name)
+    made = known.make(shape)
+    if not isinstance(made, Schedule) or made.virtual != virtual:
+        what = f"a table of virtual={made.virtual}" if isinstance(made, Schedule) else repr(made)
+        raise UserError(
+            f"schedule {name!r}: its maker gave {what} for virtual={virtual}; return a Schedule, "
+            "and say Maker(virtual=...) where it knows one number of chunks only"
+        )
+    return replace(made, name=name)
 
 
 def forward_table(virtual_stages: np.ndarray, microbatches: int) -> Schedule:
