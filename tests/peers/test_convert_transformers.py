@@ -432,6 +432,22 @@ def test_a_mistake_in_a_table_is_found_by_the_logits(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_config_that_leaves_a_size_out_is_found_by_the_tensors(tmp_path, monkeypatch):
+    random_model(llama).save_pretrained(tmp_path / "in")
+    to_checkpoint(tmp_path / "in", tmp_path / "run", check="none")
+    kind = configs.KINDS["llama"]
+
+    def without(model):
+        return kind.to_config(model) | {"intermediate_size": 64}
+
+    short = replace(kind, to_config=without)
+    monkeypatch.setattr("mtx.conversion.configs.hugging_face_of", lambda family: (short,))
+    with pytest.raises(UserError) as error:
+        to_huggingface(tmp_path / "run", tmp_path / "out", check="transformers")
+    assert names(error, "mlp.", "88", "64", "config.json")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_transformers_cannot_run_is_one_line(tmp_path):
     random_model(llama).save_pretrained(tmp_path / "in")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
