@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from mtx.costs.equations import Equations
@@ -20,7 +20,7 @@ class Passes(NamedTuple):
 
     forward: Equations
     backward: Equations
-    kept: list[Var]
+    kept: list[Any]  # variables
 
 
 class Both:

@@ -70,7 +70,8 @@ class Model:
         parts: "embed", "head" and kinds of layers, all that are called; None: every one."""
         config.require_read()
         stack: Stack = config.stack()
-        self.config, self.axes, self.recompute, self.slices = config, axes, recompute, slices
+        self.config, self.axes, self.slices = config, axes, slices
+        self.recompute: Recompute = recompute
         self.kinds, self.pattern = stack.kinds, stack.pattern
         self.vocab_rows = config.padded_vocab(vocab_shards)
         self._embedding, self._head = stack.embedding, head or stack.head
