@@ -60,12 +60,14 @@ def part(kind: type, *names: str, **types: Any) -> type:
         for name in names or types
     ]  # fmt: skip
     # tyro reads an option's help beside the field, where the class says that it stands.
-    source = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
+    source = ("__qualname__", "__doc__", "__firstlineno__")
     copied = {name: vars(kind)[name] for name in source if name in vars(kind)}
-    return dataclasses.make_dataclass(
+    made = dataclasses.make_dataclass(
         kind.__name__, fields, bases=() if names else (kind,), frozen=True, kw_only=True,
         namespace={"__post_init__": resolve_types} | copied,
     )  # fmt: skip
+    made.__module__ = kind.__module__  # Python 3.12 writes its caller's there
+    return made
 
 
 def is_part(config: object) -> bool:
