@@ -21,6 +21,17 @@ from mtx.schedules.shape import Shape
 quick = settings(max_examples=60, deadline=None)
 
 
+@pytest.mark.parametrize("row", ["None", "Maker(make=lambda shape: None, source='here')"])
+def test_a_schedule_is_a_maker_with_a_docstring(row, tmp_path, monkeypatch):
+    file = f"my_own_{len(row)}"
+    text = f"from mtx.schedules.shape import Maker\nMAKERS = {{'mine': {row}}}\n"
+    (tmp_path / f"{file}.py").write_text(text)
+    monkeypatch.setattr(makers, "__path__", [*makers.__path__, str(tmp_path)])
+    with pytest.raises(UserError) as error:
+        makers.find_makers()
+    assert names(error, "'mine'", f"{file}.py", "docstring")
+
+
 @pytest.mark.parametrize("text", ["", 'MAKERS = {"1f1b": None}\n'], ids=["none", "twice"])
 def test_a_file_of_makers_without_a_table_or_with_a_known_name_is_refused(
     text, tmp_path, monkeypatch

@@ -31,12 +31,13 @@ def find_makers() -> dict[str, Maker]:
                     f"schedule {name!r} is both in {files[name]} and in {module.__file__}; use "
                     "another name in one of them"
                 )
-            if not each.make.__doc__:
-                raise UserError(
-                    f"schedule {name!r} of {module.__file__}: its maker has no docstring, whose "
-                    "first paragraph is its line in `mtx schedule --help`; give it one"
-                )
             found[name], files[name] = each, module.__file__
+    for name, each in found.items():
+        if not (isinstance(each, Maker) and each.make.__doc__):
+            raise UserError(
+                f"schedule {name!r} of {files[name]} must be a Maker whose `make` has a docstring: "
+                "its first paragraph is the line in `mtx schedule --help`"
+            )
     order = sorted(found.items(), key=lambda row: (
         not row[1].lockstep, row[1].sliced, row[1].default_virtual
     ))  # fmt: skip
