@@ -124,7 +124,7 @@ def test_a_layer_has_half_the_collectives(sequence_parallel, forward, backward):
         trainer = Trainer(RunConfig(model=model, layout=layout, global_batch=1))
         counts = {"F": Counter(), "B": Counter()}
         for each in read_program(trainer.compile_step().as_text()).collectives():
-            if half := re.search(r"closed_call/([FB])/(?!embed)", each.op_name):
+            if half := re.search(r"(?:closed_call|eval_jaxpr)/([FB])/(?!embed)", each.op_name):
                 counts[half[1]][each.kind] += each.count
         return counts
 
