@@ -123,9 +123,8 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     want = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, arrays, examples, task)))(params)
     got = trainer.loss_and_gradients(state, batch)
     if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
-        rounding = trainer.batch * np.finfo("float32").eps  # of probabilities that add up to 1
-        for tree in (got[1], want[1]):
-            assert abs(tree["head"]["classifier"].pop("b")) <= rounding
+        assert abs(got[1]["head"]["classifier"].pop("b")) < 1e-7
+        want[1]["head"]["classifier"].pop("b")  # a unit in the last place of 1, on some CPUs
     assert_same(got, jax.device_get(want))
     judged = trainer.judge(state, examples * 3)
     wanted = np.asarray(log_probabilities(params, arrays, task))[: len(examples)]

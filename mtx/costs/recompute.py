@@ -14,6 +14,8 @@ from mtx.costs.equations import Equations
 from mtx.strand import variables_of
 from mtx.vjp import LayerVJP
 
+_CHECKPOINTS = "checkpoint", "remat", "remat2"  # as `mtx.strand.NESTED` has them
+
 
 class Passes(NamedTuple):
     """What waits from F to B is the last that F gives, and the first that B takes."""
@@ -60,6 +62,20 @@ class Both:
             _equations(back, [*reversed(again), *back.eqns], inputs, back.outvars),
             kept,
         )
+
+
+def has_checkpoints(traced: Any) -> bool:
+    """Whether a traced function, or one that it calls, is behind a `jax.checkpoint`."""
+    for eqn in getattr(traced, "jaxpr", traced).eqns:
+        inner = [
+            each
+            for value in eqn.params.values()
+            for each in (value if isinstance(value, tuple | list) else (value,))
+            if hasattr(getattr(each, "jaxpr", each), "eqns")
+        ]
+        if eqn.primitive.name in _CHECKPOINTS or any(map(has_checkpoints, inner)):
+            return True
+    return False
 
 
 def _keeps(policy: Callable[..., Any], eqn) -> bool:

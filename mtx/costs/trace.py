@@ -37,7 +37,7 @@ from mtx.costs.cost import (
     dim_of_tokens,
 )
 from mtx.costs.equations import ROWS, VOCAB, Reader, bytes_of, size_of
-from mtx.costs.recompute import Both
+from mtx.costs.recompute import Both, has_checkpoints
 from mtx.layers.model import Model
 from mtx.sharding.axes import AXES, axes_of
 from mtx.sharding.fp8 import HISTORY, is_quantised, weight
@@ -53,7 +53,10 @@ def trace(question: Question) -> Cost | Parameters:
     """What is asked for, of one device."""
     if question.part == PARAMETERS:
         return _Traced(question).parameters()
-    return _traced(replace(question, recompute="none")).cost(question.recompute)
+    plain = _traced(replace(question, recompute="none"))
+    if question.recompute != "none" and plain.has_checkpoints:
+        return _Traced(question).cost("none")
+    return plain.cost(question.recompute)
 
 
 @lru_cache(maxsize=32)
@@ -63,7 +66,7 @@ def _traced(question: Question) -> _Traced:
 
 
 class _Traced:
-    """A model for one device, with abstract arguments, where nothing is computed again."""
+    """A model for one device, with abstract arguments."""
 
     def __init__(self, question: Question):
         self.question = question
@@ -76,7 +79,7 @@ class _Traced:
         config = replace(question.model, vocab=VOCAB * self.shards, vocab_multiple=1)
         parts = ("embed", "head") if question.part in (EMBED, HEAD) else (question.part,)
         self.model = Model(
-            config, axes=Axes.of(layout),
+            config, axes=Axes.of(layout), recompute=question.recompute,
             kernel="described" if question.kernel == "cudnn" else "blocked",
             vocab_shards=self.shards, slices=question.slices,
             parts=None if question.part == PARAMETERS else parts,
@@ -86,7 +89,14 @@ class _Traced:
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.model.pattern))
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a layer computes something again by itself: then what is computed again of all of
+        it does not follow from its trace."""
+        return self._part.has_checkpoints
+
     def cost(self, recompute: Recompute) -> Cost:
+        """With that recomputed, beside what the trace has."""
         part = self.question.part
         if part in (EMBED, HEAD):
             return self._part.cost(jax.checkpoint_policies.everything_saveable)._replace(cuts=())
@@ -211,6 +221,7 @@ class _Part:
     def __init__(self, function, trained: Tree, params: Tree, stream: Tree, *given):
         vjp = LayerVJP(function, params, stream, *given, trained=trained)
         self._passes = Both(vjp, params, stream, given).passes
+        self.has_checkpoints = any(map(has_checkpoints, (vjp.traced, vjp.traced_back)))
         gradients = tree_leaves_with_path(vjp.gradients)
         self._gradients = {at: _name(path) for at, (path, _) in enumerate(gradients)}
         parameters = tree_leaves_with_path(params, is_leaf=is_quantised)
