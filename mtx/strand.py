@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.core import eval_jaxpr
+from jax.extend.core import Literal, Var
 
 from mtx.sharding.fp8 import SCALED_DOT
 
@@ -36,13 +37,13 @@ class Strand:
         return cls.flat(jax.make_jaxpr(f)(*arguments))
 
     @classmethod
-    def flat(cls, closed: ClosedJaxpr | Jaxpr) -> Self:
+    def flat(cls, program: Any) -> Self:
         """Of a traced function."""
         eqns: list = []
         constants: dict = {}
 
-        def outputs(of: ClosedJaxpr | Jaxpr, inputs: Sequence) -> list:
-            body, values = (of.jaxpr, of.consts) if isinstance(of, ClosedJaxpr) else (of, ())
+        def outputs(of: Any, inputs: Sequence) -> list:
+            body, values = opened(of)
             known = dict(zip(body.invars, inputs, strict=True))
             for var, value in zip(body.constvars, values, strict=True):
                 known[var] = Var(var.aval)
@@ -61,8 +62,8 @@ class Strand:
                 known.update(zip(eqn.outvars, made, strict=True))
             return read(body.outvars)
 
-        body = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
-        outvars = outputs(closed, body.invars)
+        body, _ = opened(program)
+        outvars = outputs(program, body.invars)
         inputs = [*constants, *body.invars]
         changed = _replaced(body, eqns=eqns, invars=inputs, outvars=outvars)
         return cls(changed, list(constants.values()))
@@ -114,7 +115,13 @@ class Strand:
         )
 
     def __call__(self, *arrays) -> list:
-        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))(*self.constants, *arrays)
+        return eval_jaxpr(self.jaxpr, (), *self.constants, *arrays)
+
+
+def opened(program: Any) -> tuple[Any, Sequence]:
+    """A traced function's jaxpr and constants. JAX 0.10 has jaxprs that are closed over theirs, and
+    others that have none; 0.12 one kind."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
 def _replaced(jaxpr, **changes):

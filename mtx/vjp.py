@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from mtx.sharding.fp8 import arrays_of
 from mtx.sharding.parameter import chosen
@@ -99,12 +99,12 @@ class LayerVJP:
         return jax.tree.unflatten(jax.tree.structure(self._back[1]), values)
 
     @property
-    def traced_back(self) -> ClosedJaxpr:
+    def traced_back(self):
         """As `backward`."""
         return self._back[0]
 
     @cached_property
-    def _back(self) -> tuple[ClosedJaxpr, tuple]:
+    def _back(self) -> tuple[Any, tuple]:
         """`backward`, traced, and the shapes of what it gives."""
         params, _, *given = self._examples
         trace = jax.make_jaxpr(self._pull_back, return_shape=True)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 from mtx.certify.kinds import DIFFERENT, SAME, ZERO, Kind, Value, different, either_value
 from mtx.pipeline.nodes import BEHIND
 from mtx.sharding.fp8 import SCALED_DOT
-from mtx.strand import NESTED, is_matmul
+from mtx.strand import NESTED, is_matmul, opened
 
 Rule = Callable[["Walk", Any, list[Value]], list[Value]]
 _OWN_FOLDER = Path(__file__).parents[1]
@@ -82,8 +82,7 @@ class Walk:
 
     def run(self, program: Any, inputs: Sequence[Value]) -> list[Value]:
         """What a jaxpr's outputs are."""
-        body = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-        constants = program.consts if isinstance(program, ClosedJaxpr) else ()
+        body, constants = opened(program)
         key = id(body), tuple(inputs), self._diverged
         if self._quiet and key in self._known:
             return self._known[key][1]

@@ -30,21 +30,22 @@ class Window(NamedTuple):
 def gather_windows(schedule: Schedule) -> tuple[Window, ...]:
     """For each chunk the ticks before its first F, from the first F of the chunk before it; none
     for the first."""
-    first = schedule.forward_ticks.min(axis=(0, 2))
+    first = schedule.forward_ticks.min(axis=(0, 2)).tolist()
     order = np.argsort(first, kind="stable").tolist()
     windows = [Window(order[0], 0, 0)]
     windows += [Window(chunk, first[before], first[chunk]) for before, chunk in pairwise(order)]
-    return tuple(Window(*map(int, window)) for window in windows)
+    return tuple(windows)
 
 
 def scatter_windows(schedule: Schedule) -> tuple[Window, ...]:
     """For each chunk the ticks after its last B and W, to the last of the chunk after it; none for
     the last."""
-    last = np.max([table.max(axis=(0, 2)) for table in schedule.tables[1:]], axis=0) + 1
+    ends = np.max([table.max(axis=(0, 2)) for table in schedule.tables[1:]], axis=0)
+    last = (ends + 1).tolist()
     order = np.argsort(last, kind="stable").tolist()
     windows = [Window(chunk, last[chunk], last[after]) for chunk, after in pairwise(order)]
     windows += [Window(order[-1], schedule.ticks, schedule.ticks)]
-    return tuple(Window(*map(int, window)) for window in windows)
+    return tuple(windows)
 
 
 def cut(phases: Iterable[Phase], windows: Iterable[Window]) -> tuple[Phase, ...]:

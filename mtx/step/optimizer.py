@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, GetAttrKey
 
@@ -21,6 +21,7 @@ from mtx.config import OptimizerConfig
 from mtx.errors import UserError
 from mtx.optimizers import optimizer_module
 from mtx.sharding.parameter import DECAYED, MATRICES
+from mtx.strand import opened
 
 Tree = Any
 Path = tuple[Any, ...]  # of a leaf, as jax.tree_util has it
@@ -199,19 +200,17 @@ def _check_state(name: str, state: Tree, params: Tree) -> None:
             )
 
 
-def _equations(
-    program: Jaxpr | ClosedJaxpr, constants: dict[Any, Any]
-) -> Iterator[tuple[JaxprEqn, bool]]:
+def _equations(program: Any, constants: dict[Any, Any]) -> Iterator[tuple[JaxprEqn, bool]]:
     """Those of a program and of its calls, in their place, and of each whether it is a call; a loop
     over an array is none. Adds what the programs have as constants."""
-    if isinstance(program, ClosedJaxpr):
-        constants.update(zip(program.jaxpr.constvars, program.consts))
-    for equation in program.eqns:
+    body, values = opened(program)
+    constants.update(zip(body.constvars, values))
+    for equation in body.eqns:
         inner = [
             each
             for value in equation.params.values()
             for each in (value if isinstance(value, tuple | list) else (value,))
-            if isinstance(each, Jaxpr | ClosedJaxpr)
+            if hasattr(each, "eqns")
         ]
         yield equation, bool(inner) and equation.primitive.name != "scan"
         for each in inner:
