@@ -181,7 +181,7 @@ def _check(found: Order, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] =
             done.add(number)
         elif what == "move":
             op = memory[number]
-            assert flying and not op.later and number not in moved
+            assert flying and number not in moved
             assert op.before <= done and not op.until & begun and all(map(is_there, op.after))
             moved.add(number)
         else:
@@ -235,7 +235,7 @@ def _check_blocks(
         for n in numbers:
             assert memory[n].before <= done and not memory[n].until & (done | {place})
             assert all(map(is_there, memory[n].after))
-            assert not memory[n].later and n not in moved
+            assert n not in moved
             moved.add(n)
 
     def check(block) -> float:
@@ -430,21 +430,21 @@ def test_any_order_is_right():
 def _memory(rng: random.Random, steps: list[Step]) -> tuple[MemoryOp, ...]:
     """What moves memory: behind some steps, before some of those that wait for these."""
     memory: list[MemoryOp] = []
+    waits: list[frozenset[int]] = []  # of each, also of those that it waits for
     for number in range(rng.randrange(6)):
         before = frozenset(p for p in range(len(steps)) if rng.random() < 0.1)
         after = frozenset(n for n in range(number) if rng.random() < 0.3)
-        waits = before.union(*(memory[n].before for n in after))
-        behind = range(max(waits, default=-1) + 1, len(steps))
-        late = any(steps[p].later for p in waits)  # then only what is late as well waits for it
+        waits.append(before.union(*(waits[n] for n in after)))
+        behind = range(max(waits[-1], default=-1) + 1, len(steps))
+        late = any(steps[p].later for p in waits[-1])  # then only what is late as well waits for it
         until = frozenset(p for p in behind if rng.random() < 0.1 and late <= steps[p].later)
-        memory.append(MemoryOp(rng.uniform(0.1, 1), before, until, after, rng.random() < 0.2))
+        memory.append(MemoryOp(rng.uniform(0.1, 1), before, until, after))
     return tuple(memory)
 
 
 def test_what_moves_memory_lies_where_blocks_have_room():
-    """Where it can be done before, nothing that waits for it is, and it is not asked to come last:
-    soon, or late where something waits for it. What nothing waits for is left where collectives are
-    alone."""
+    """Where it can be done before, and nothing that waits for it is: soon, or late where something
+    waits for it. What nothing waits for is left where collectives are alone."""
     first, matmul = Step(1.0, True, False, "B"), Step(2.0, False, False, "F")
     second, third = (Step(1.0, True, False, "B", frozenset({place})) for place in (1, 3))
     weights = Step(5.0, False, True, "B")
@@ -464,7 +464,7 @@ def test_what_moves_memory_lies_where_blocks_have_room():
     assert beside(op._replace(before=frozenset({3}), until=frozenset({4}))) == {}
     waits = op._replace(until=frozenset({5}))
     assert beside(waits, op._replace(after=frozenset({0}))) == {4: (0, 1)}
-    assert beside(op._replace(later=True)) == beside(op._replace(seconds=1.1)) == {}
+    assert beside(op._replace(seconds=1.1)) == {}
 
     alone = steps[:5]  # no matmul is left for the last
     assert blocks(alone, (op,) * 4).beside == {0: (3,)}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _MOVES = 6000
-_HEAT_S = 10e-6
+_HOT_S, _COLD_S = 20e-6, 1e-6  # of the first move and the last
 _ALONE = 0.5  # of a second that waits, one that moves memory or a collective alone
 
 
@@ -53,25 +53,25 @@ class Streams:
             for other in each:
                 self.behind[other].add(number)
 
-    def order(self, taken: Iterable[int], wanted: Sequence[float]) -> Timed:
-        """The best sequence found of those taken, from that on in which what has the smallest
-        number in `wanted` comes as soon as it can."""
-        best = now = self.timed(self._first(taken, wanted))
+    def order(self, wanted: Sequence[float]) -> Timed:
+        """The best sequence found, from that on in which what has the smallest number in `wanted`
+        comes as soon as it can."""
+        best = now = self.timed(self._first(wanted))
         rng = random.Random(0)
-        for left in range(_MOVES, 0, -1):
+        for move in range(_MOVES):
             if best.cost_s <= 0.0:
                 break
             if (moved := self._moved(now.sequence, rng)) is None:
                 continue
             found = self.timed(moved)
-            heat_s = _HEAT_S * left / _MOVES
+            heat_s = _HOT_S * (_COLD_S / _HOT_S) ** (move / _MOVES)
             if rng.random() < math.exp(min(0.0, now.cost_s - found.cost_s) / heat_s):
                 now = found
                 best = min(best, now, key=lambda each: each.cost_s)
         return best
 
-    def _first(self, taken: Iterable[int], wanted: Sequence[float]) -> tuple[int, ...]:
-        done, left = list[int](), set(taken)
+    def _first(self, wanted: Sequence[float]) -> tuple[int, ...]:
+        done, left = list[int](), {*range(len(self.seconds))}
         while left:
             ready = (n for n in left if self.before[n].isdisjoint(left))
             done.append(min(ready, key=lambda n: (wanted[n], n)))

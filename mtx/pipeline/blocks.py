@@ -34,7 +34,6 @@ class MemoryOp(NamedTuple):
     before: frozenset[int]  # the places of the steps that it waits for
     until: frozenset[int] = frozenset()  # and of those that wait for it
     after: frozenset[int] = frozenset()  # the numbers of others of its kind that it waits for
-    later: bool = False  # comes when all is done
 
 
 class Turn(NamedTuple):
@@ -203,7 +202,7 @@ class _Trial:
 
     def _may_lie(self, op: MemoryOp, link: int) -> bool:
         """Whether what moves memory may begin with a collective, if others of its kind are done."""
-        return not op.later and link not in op.until and op.before <= self.done
+        return link not in op.until and op.before <= self.done
 
     def block(self, link: int) -> tuple[Block, float]:
         """A collective with what lies beside it, and the seconds of it all."""
@@ -297,7 +296,7 @@ class _Beside:
     def _holds(self, place: int, op: MemoryOp, turn: int) -> bool:
         begin = self.begins[place]
         return (
-            not op.later and op.seconds <= self.room_s[place] and turn <= begin
+            op.seconds <= self.room_s[place] and turn <= begin
             and all(self.ends[n] <= begin for n in op.before)
             and all(self.begins[n] > begin for n in op.until)
         )  # fmt: skip

@@ -50,7 +50,6 @@ class Write:
     outputs: list[int]
     behind: tuple[int, ...]
     size: int  # of the value, bytes
-    later: bool
     at_once: bool = False  # written when it is made, and read from the array
     is_same = False
 
@@ -203,7 +202,6 @@ class Pass:
     ends: list[int]  # what matmuls and collectives read of it, and outputs
     seconds: float
     own: frozenset[Node] = frozenset()  # the others are on the way to these and to earlier ones
-    later = False
 
 
 def passes_of(
@@ -365,7 +363,7 @@ class Asked:
     @property
     def order(self) -> Order:
         memory = (
-            MemoryOp(each.seconds, *map(frozenset, sets), later=each.later)
+            MemoryOp(each.seconds, *map(frozenset, sets))
             for each, *sets in zip(self.memory, self._before, self._until, self._after, strict=True)
         )
         return order(tuple(self.steps), tuple(memory))

@@ -48,7 +48,6 @@ def _annealed(
     later = frozenset(n for n, step in enumerate(steps) if step.later) - links
     for place in later:  # XLA has them when it likes, mostly last
         before[place] |= {*range(count)} - later - links
-    taken = [*range(count), *(count + n for n, op in enumerate(memory) if not op.later)]
     wanted = [0.0] * count + [0.0 if op.until else math.inf for op in memory]
     for at, (what, number) in enumerate(first, start=1):
         if what != "done":
@@ -57,10 +56,10 @@ def _annealed(
         [each.seconds for each in (*steps, *memory)],
         [frozenset(each) for each in before],
         links=links,
-        moves=frozenset(taken[count:]),
+        moves=frozenset(range(count, count + len(memory))),
         loose=frozenset(n for n, step in enumerate(steps) if step.summed),
     )
-    best = streams.order(taken, wanted)
+    best = streams.order(wanted)
     return Order(tuple(_turns(best, streams, count, later)), best.waited_s, True)
 
 
@@ -102,5 +101,8 @@ def _turns(
         elif flying and (left or not later) and not forced:
             yield Turn(previous := "move", number - steps)
         last = number
-    yield from (Turn("start", n) for n in links)
-    yield from (Turn("done", n) for n in (*flying, *links))
+    for n in links:  # with nothing left to lie beside
+        yield from done(streams.before[n])
+        flying.append(n)
+        yield Turn("start", n)
+    yield from done(flying)

@@ -99,23 +99,22 @@ class Braid(Values):
         return given
 
     def write(
-        self, arrays: Sequence, values: Sequence[int], *index, taken: Sequence | None, last: bool
+        self, arrays: Sequence, values: Sequence[int], *index, taken: Sequence | None
     ) -> list[int]:
         """The numbers of arrays with a value written to array[index] of each. taken: the numbers
         of what was read of each before, None where nothing hangs on it: nothing is written until
-        all that is made of it is there, else XLA would copy the array to keep what it was. last:
-        none lies beside a collective, see `run`."""
+        all that is made of it is there, else XLA would copy the array to keep what it was."""
         written: list[int] = []
         at_once: set[int] = set()
         for array, value, read_of in zip(arrays, values, taken or (None,) * len(values)):
-            behind = () if last or read_of is None else self._made_of(read_of)
+            behind = () if read_of is None else self._made_of(read_of)
             size = math.prod(array.shape[len(index) :]) * array.dtype.itemsize
             number, made = self.given([array, None])
             source = self._source(value)
-            free = len(array) == 1 and not (last or behind or source in at_once)
+            free = len(array) == 1 and not (behind or source in at_once)
             if now := free and self._lies(source, size):
                 at_once.add(value := source)
-            self._writes.append(Write(index, [number, value], [made], behind, size, last, now))
+            self._writes.append(Write(index, [number, value], [made], behind, size, now))
             written.append(made)
         return written
 
