@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 import reference
 from errors import names
@@ -21,10 +22,12 @@ from mtx.pipeline.anneal import Streams
 from mtx.pipeline.blocks import Blocks, MemoryOp, Step, Turn, blocks
 from mtx.pipeline.order import Order, order
 from mtx.pipeline.turns import Turns
+from mtx.pipeline.weave import Braid
 from mtx.plan.memory import predict_memory
 from mtx.schedules.makers import make
 from mtx.schedules.schedule import IDLE
 from mtx.step import xla
+from mtx.strand import Strand
 
 DEEPSEEK = ModelConfig(
     family="deepseek_v3", layers=6, hidden=32, heads=4, ffn=48, sequence=16, vocab=61, latent=16,
@@ -440,6 +443,22 @@ def _memory(rng: random.Random, steps: list[Step]) -> tuple[MemoryOp, ...]:
         until = frozenset(p for p in behind if rng.random() < 0.1 and late <= steps[p].later)
         memory.append(MemoryOp(rng.uniform(0.1, 1), before, until, after))
     return tuple(memory)
+
+
+def test_xla_takes_products_to_need_no_time():
+    """Else it begins a collective as late as it thinks that a product takes."""
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    strand = Strand.of(lambda x, w: jnp.exp(x @ w), x, w)
+
+    def compute(x, w):
+        braid = Braid()
+        made = braid.add(strand, braid.given([x, w]), side="F")
+        braid.run()
+        return braid.read(made)
+
+    lines = jax.jit(compute).lower(x, w).as_text().splitlines()
+    (line,) = (line for line in lines if "latency_metadata" in line)
+    assert "dot_general" in line
 
 
 def test_what_moves_memory_lies_where_blocks_have_room():
