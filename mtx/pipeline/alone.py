@@ -41,7 +41,7 @@ def forward(
     ]
     made = braid.add(vjp.strands[0], inputs, side="F")
     count = len(jax.tree.leaves(vjp.output))
-    written = braid.write(ring, made[count:], *own.at["ring"], taken=None)
+    written = braid.write(ring, made[count:], *own.at["ring"], taken=None, last=False)
     braid.run()
     own.trees["ring"] = tuple(braid.read(written))
     return jax.tree.structure(vjp.output).unflatten(braid.read(made[:count]))

@@ -50,6 +50,7 @@ class Write:
     outputs: list[int]
     behind: tuple[int, ...]
     size: int  # of the value, bytes
+    last: bool  # in a tick's last pair of layers
     at_once: bool = False  # written when it is made, and read from the array
     is_same = False
 
@@ -324,6 +325,8 @@ class Asked:
             node for node in nodes if node.op and not set(node.outputs).isdisjoint(summed)
         }
         passes = [] if short else passes_of(nodes, outputs, self._sums, loops)
+        # Nor then have the last pair's writes, or XLA copies rings (Bamba: 6.37 s in place of 6.27).
+        writes = [each for each in writes if not (short and each.last)]
         self.large = [node for node in nodes if node.op]
         self.memory: list[Pass | Write] = [*passes, *writes]
         self.steps: list[Step] = []

@@ -99,11 +99,12 @@ class Braid(Values):
         return given
 
     def write(
-        self, arrays: Sequence, values: Sequence[int], *index, taken: Sequence | None
+        self, arrays: Sequence, values: Sequence[int], *index, taken: Sequence | None, last: bool
     ) -> list[int]:
         """The numbers of arrays with a value written to array[index] of each. taken: the numbers
         of what was read of each before, None where nothing hangs on it: nothing is written until
-        all that is made of it is there, else XLA would copy the array to keep what it was."""
+        all that is made of it is there, else XLA would copy the array to keep what it was. last: in
+        a tick's last pair of layers."""
         written: list[int] = []
         at_once: set[int] = set()
         for array, value, read_of in zip(arrays, values, taken or (None,) * len(values)):
@@ -114,7 +115,7 @@ class Braid(Values):
             free = len(array) == 1 and not (behind or source in at_once)
             if now := free and self._lies(source, size):
                 at_once.add(value := source)
-            self._writes.append(Write(index, [number, value], [made], behind, size, now))
+            self._writes.append(Write(index, [number, value], [made], behind, size, last, now))
             written.append(made)
         return written
 

@@ -146,7 +146,7 @@ class WovenLayers:
         if f and turn.forward:
             x, values = jax.tree.unflatten(self.sides[turn.forward].outputs, of_f)
             index, read_of = (f.op.slot, at_f.index), taken.get(turn.forward)
-            of_ring = braid.write(rings[turn.forward], values, *index, taken=read_of)
+            of_ring = braid.write(rings[turn.forward], values, *index, taken=read_of, last=cut)
         braid.run(last)
         if b and turn.backward:
             dparams, d, waits = backward.taken(braid.read(of_b), cut=cut)
