@@ -325,7 +325,7 @@ class Asked:
             node for node in nodes if node.op and not set(node.outputs).isdisjoint(summed)
         }
         passes = [] if short else passes_of(nodes, outputs, self._sums, loops)
-        # Nor then have the last pair's writes, or XLA copies rings (Bamba: 6.37 s in place of 6.27).
+        # Nor then have the last pair's writes, or XLA copies rings (Bamba: 6.37 s, not 6.27).
         writes = [each for each in writes if not (short and each.last)]
         self.large = [node for node in nodes if node.op]
         self.memory: list[Pass | Write] = [*passes, *writes]
