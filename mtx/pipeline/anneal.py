@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 _MOVES = 6000
 _HEAT_S = 10e-6  # of the first move; the last has none
-_SEARCHES = 2  # of some models' orders one of four ends where it waits for whole collectives
+_SEARCHES = 3  # of some models' orders one of four ends where it waits for whole collectives
 _ALONE = 0.5  # of a second that waits, one that moves memory or a collective alone
 
 
