@@ -342,7 +342,7 @@ def test_collectives_in_flight_together_begin_together():
         links=frozenset({0, 2}), moves=frozenset({1}), loose=frozenset(),
     )  # fmt: skip
     timed = streams.timed((0, 1, 2, 3))
-    assert timed.begun_s == (0.5, 0.0, 0.5, 0.5) and timed.until_s == (2.5, 0.5, 2.5, 3.5)
+    assert timed.begun_s == [0.5, 0.0, 0.5, 0.5] and timed.until_s == [2.5, 0.5, 2.5, 3.5]
     assert timed.alone_s == 0.5 and timed.waited_s == 0.0
     longer = Streams(
         [1.0, 1.5, 1.0, 3.0], streams.before,
@@ -353,7 +353,7 @@ def test_collectives_in_flight_together_begin_together():
         [2.0, 1.0], [frozenset()] * 2, links=frozenset({1}), moves=frozenset(),
         loose=frozenset({0}),
     )  # fmt: skip
-    assert loose.timed((0, 1)).begun_s == (0.0, 0.0)  # not held back behind a weight gradient
+    assert loose.timed((0, 1)).begun_s == [0.0, 0.0]  # not held back behind a weight gradient
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def _tile(shape: tuple[int, ...], blocks: Sequence[Block]) -> bool:
     block the product of its stretches' sums; they add up to the array's own where every place is
     held once, and otherwise with a chance of some 2^-40 at most.
     """
-    if not blocks:
-        return False
+    if len(blocks) < 2:
+        return any(not any(block.start) and block.shape == shape for block in blocks)
     first = np.array([block.start for block in blocks], np.int64).reshape(len(blocks), len(shape))
     last = first + np.array([block.shape for block in blocks], np.int64).reshape(first.shape)
     if (last > np.array(shape, np.int64)).any():

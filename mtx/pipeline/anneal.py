@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _MOVES = 6000
@@ -21,15 +21,33 @@ _SEARCHES = 3  # of some models' orders one of four ends where it waits for whol
 _ALONE = 0.5  # of a second that waits, one that moves memory or a collective alone
 
 
+class _Kind(NamedTuple):
+    """What there is to know of a number."""
+
+    seconds: float
+    awaited: tuple[int, ...]  # what it waits for and may not have ended where its turn comes
+    is_link: bool
+    is_move: bool
+    is_loose: bool
+
+
+# The two streams before a place of a sequence: the clock of the first, and when what is not loose
+# has ended there; when the collectives in flight have begun, all of them, and when they will have
+# come; these; seconds waited for collectives, and how many matmuls have been computed.
+_Clocks = tuple[float, float, float, float, tuple[int, ...], float, int]
+
+
 class Timed(NamedTuple):
     """A sequence and what it costs."""
 
     sequence: tuple[int, ...]
-    waited_s: float  # for collectives
-    alone_s: float  # of what moves memory, what lies beside no collective
-    bare_s: float  # of collectives, what lies beside no matmul
-    begun_s: tuple[float, ...]  # when the first stream comes to each
-    until_s: tuple[float, ...]
+    begun_s: list[float]  # when the first stream comes to each
+    until_s: list[float]
+    clocks: list[_Clocks]  # at each place
+    matmuls: tuple[list[float], list[float]]  # when each begins, and what those before it take
+    waited_s: float = 0.0  # for collectives
+    alone_s: float = 0.0  # of what moves memory, what lies beside no collective
+    bare_s: float = 0.0  # of collectives, what lies beside no matmul
 
     @property
     def cost_s(self) -> float:
@@ -53,6 +71,14 @@ class Streams:
         for number, each in enumerate(before):
             for other in each:
                 self.behind[other].add(number)
+        # The rest has ended where the first stream is, or where a collective is held back.
+        self.kinds = [
+            _Kind(
+                seconds[number], tuple(each & (links | loose if number in links else links)),
+                number in links, number in moves, number in loose,
+            )
+            for number, each in enumerate(before)
+        ]  # fmt: skip
 
     def order(self, wanted: Sequence[float]) -> Timed:
         """The best sequence found, from that on in which what has the smallest number in `wanted`
@@ -66,15 +92,16 @@ class Streams:
         return best
 
     def _search(self, first: Timed, rng: random.Random) -> Timed:
+        """A worse sequence is taken as well, by chance: the less likely, the worse and the later."""
         best = now = first
         for left in range(_MOVES, 0, -1):
             if best.cost_s <= 0.0:
                 break
             if (moved := self._moved(now.sequence, rng)) is None:
                 continue
-            found = self.timed(moved)
             heat_s = _HEAT_S * left / _MOVES
-            if rng.random() < math.exp(min(0.0, now.cost_s - found.cost_s) / heat_s):
+            most_s = now.cost_s - heat_s * math.log(rng.random() or math.ulp(0.0))
+            if found := self._timed(*moved, now, most_s):
                 now = found
                 best = min(best, now, key=lambda each: each.cost_s)
         return best
@@ -87,8 +114,11 @@ class Streams:
             left.remove(done[-1])
         return tuple(done)
 
-    def _moved(self, sequence: tuple[int, ...], rng: random.Random) -> tuple[int, ...] | None:
-        """With one at another place that it may have; None where that is its own."""
+    def _moved(
+        self, sequence: tuple[int, ...], rng: random.Random
+    ) -> tuple[tuple[int, ...], int] | None:
+        """(with one at another place that it may have, the first place that changes); None where
+        that is its own."""
         at = rng.randrange(len(sequence))
         number, first, last = sequence[at], at, at
         before, behind = self.before[number], self.behind[number]
@@ -99,55 +129,78 @@ class Streams:
         if (to := rng.randint(first, last)) == at:
             return None
         rest = sequence[:at] + sequence[at + 1 :]
-        return (*rest[:to], number, *rest[to:])
+        return (*rest[:to], number, *rest[to:]), min(at, to)
 
     def timed(self, sequence: tuple[int, ...]) -> Timed:
         """XLA begins a collective as late as it thinks that it can: with the next one, if it is
         still in flight then, in either order; and before what is loose, but not before others that
         have come."""
-        begun_s, until_s = [0.0] * len(self.seconds), [0.0] * len(self.seconds)
-        clock = held = now = free = waited_s = 0.0  # held: where what is not loose has ended
-        flying: list[int] = []
-        matmuls, sums_s = list[float](), [0.0]  # when they begin, and what those before take
-        for number in sequence:
-            ready = max((until_s[n] for n in self.before[number]), default=0.0)
-            if number in self.links:
-                now = max(now, held)
-                if ready > now:
-                    now = max(clock, ready)
-                    waited_s += now - clock
-                    clock = held = now
-                flying = [*(n for n in flying if until_s[n] > now), number]
-                free = now + sum(self.seconds[n] for n in flying)
+        none, begin = [0.0] * len(self.seconds), (0.0, 0.0, 0.0, 0.0, (), 0.0, 0)
+        found = self._timed(sequence, 0, Timed((), none, none, [begin], ([], [0.0])), math.inf)
+        assert found is not None  # it costs something
+        return found
+
+    def _timed(
+        self, sequence: tuple[int, ...], place: int, known: Timed, most_s: float
+    ) -> Timed | None:
+        """known: of a sequence that is the same before a place. None as soon as it is known to cost
+        `most_s` or more."""
+        clock, held, since, free, flying, waited_s, count = known.clocks[place]
+        begun_s, until_s, clocks = known.begun_s.copy(), known.until_s.copy(), known.clocks[:place]
+        matmuls, sums_s = (each[: count + n] for n, each in enumerate(known.matmuls))
+        sum_s, kinds = sums_s[-1], self.kinds
+        for n in flying:
+            begun_s[n], until_s[n] = since, free
+        for number in sequence[place:]:
+            clocks.append((clock, held, since, free, flying, waited_s, len(matmuls)))
+            seconds, awaited, is_link, is_move, is_loose = kinds[number]
+            ready = max([until_s[n] for n in awaited]) if awaited else 0.0
+            if is_link:
+                since = max(since, held)
+                if ready > since:
+                    since = max(clock, ready)
+                    waited_s += since - clock
+                    clock = held = since
+                flying = (*flying, number) if free > since else (number,)
+                free = since + sum([kinds[n].seconds for n in flying])
                 for n in flying:
-                    begun_s[n], until_s[n] = now, free
+                    begun_s[n], until_s[n] = since, free
                 continue
             if ready > clock:
                 waited_s += ready - clock
                 clock = ready
+                if waited_s >= most_s:
+                    return None
             begun_s[number] = clock
-            if len(still := [n for n in flying if until_s[n] > clock]) < len(flying):
-                flying, held = still, clock
-            if number not in self.moves:
+            if flying and free <= clock:
+                flying, held = (), clock
+            if not is_move:
                 matmuls.append(clock)
-                sums_s.append(sums_s[-1] + self.seconds[number])
-            clock = until_s[number] = clock + self.seconds[number]
-            if number not in self.loose:
+                sum_s += seconds
+                sums_s.append(sum_s)
+            clock += seconds
+            until_s[number] = clock
+            if not is_loose:
                 held = clock
         waited_s += max(0.0, free - clock)
-        busy = {(begun_s[n], until_s[n]) for n in self.links}
-        alone_s = sum(self._alone_s(begun_s[n], until_s[n], busy) for n in self.moves)
+        if waited_s >= most_s:
+            return None
+        busy = sorted({(begun_s[n], until_s[n]) for n in self.links})
         bare_s = 0.0
-        for since, until in busy:
-            first, last = bisect_left(matmuls, since), bisect_left(matmuls, until)
-            bare_s += max(0.0, until - since - (sums_s[last] - sums_s[first]))
-        return Timed(sequence, waited_s, alone_s, bare_s, tuple(begun_s), tuple(until_s))
+        for begun, ended in busy:
+            first, last = bisect_left(matmuls, begun), bisect_left(matmuls, ended)
+            bare_s += max(0.0, ended - begun - (sums_s[last] - sums_s[first]))
+        alone_s = sum([self._alone_s(begun_s[n], until_s[n], busy) for n in self.moves])
+        costs = waited_s, alone_s, bare_s
+        found = Timed(sequence, begun_s, until_s, clocks, (matmuls, sums_s), *costs)
+        return found if found.cost_s < most_s else None
 
     @staticmethod
-    def _alone_s(begun_s: float, end_s: float, busy: Iterable[tuple[float, float]]) -> float:
-        """Of a time, what is in none of those that do not overlap."""
-        alone_s = end_s - begun_s
-        for since, until in busy:
-            if since < end_s and begun_s < until:
-                alone_s -= min(end_s, until) - max(begun_s, since)
+    def _alone_s(begun_s: float, end_s: float, busy: Sequence[tuple[float, float]]) -> float:
+        """Of a time, what is in none of those that do not overlap, in turn."""
+        alone_s, place = end_s - begun_s, bisect_left(busy, (end_s,)) - 1
+        while place >= 0 and busy[place][1] > begun_s:
+            since, until = busy[place]
+            alone_s -= (until if until < end_s else end_s) - (since if since > begun_s else begun_s)
+            place -= 1
         return alone_s

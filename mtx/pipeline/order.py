@@ -29,7 +29,8 @@ def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
     """The same steps always get the same one."""
     found = blocks(steps, memory)
     first = tuple(found.turns(steps))
-    if any(step.network for step in steps) or len({step.side for step in steps}) < 2:
+    sent, sides = [step for step in steps if step.communicates], {step.side for step in steps}
+    if not sent or any(step.network for step in sent) or len(sides) < 2:
         return Order(first, found.waited_s, False)
     return _annealed(steps, memory, first)
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 Tree = Any
+_FIRST = np.zeros((), np.int32)  # an array: JAX traces a conversion of each number
 
 
 def read(tree: Tree, *index) -> Tree:
@@ -26,14 +28,14 @@ def read(tree: Tree, *index) -> Tree:
 
     def of(array):
         shape = array.shape[len(index) :]
-        return _part(array, index, (1,) * len(index) + shape).reshape(shape)
+        return lax.reshape(_part(array, index, (1,) * len(index) + shape), shape)
 
     return jax.tree.map(of, tree)
 
 
 def write(tree: Tree, values: Tree, *index) -> Tree:
     """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
-    return jax.tree.map(lambda a, v: _replaced(a, v[(None,) * len(index)], index), tree, values)
+    return jax.tree.map(lambda a, v: _replaced(a, _as_part(v, a), index), tree, values)
 
 
 def add(totals: Tree, values: Tree, *index) -> Tree:
@@ -44,10 +46,15 @@ def add(totals: Tree, values: Tree, *index) -> Tree:
         if total is None or value is None:
             return total
         # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
-        value = value[(None,) * (total.ndim - value.ndim)].astype(total.dtype)
+        value = _as_part(value, total).astype(total.dtype)
         return _replaced(total, _part(total, index, value.shape) + value, index)
 
     return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)
+
+
+def _as_part(value, array):
+    """With as many dims as the array."""
+    return value[(None,) * (array.ndim - value.ndim)]
 
 
 def _part(array, index, sizes):
@@ -61,4 +68,4 @@ def _replaced(array, part, index):
 
 
 def _origin(array, index):
-    return (*index, *(0 for _ in range(array.ndim - len(index))))
+    return (*index, *(_FIRST for _ in range(array.ndim - len(index))))

@@ -23,7 +23,8 @@ class Addition(NamedTuple):
 
 class Values:
     def __init__(self):
-        self.values: list[Any] = []  # None: still to be computed; or where it lies
+        self.values: list[Any] = []  # or where it lies; None: still to be computed
+        self.missing: set[int] = set()  # the numbers of these
         self.weights: set[int] = set()
         self.loops: dict[Node, dict[int, Addition]] = {}  # those that add to gradients, by output
 
@@ -33,6 +34,7 @@ class Values:
         first = len(self.values)
         self.values.extend(arrays)
         numbers = list(range(first, len(self.values)))
+        self.missing.update(n for n in numbers if self.values[n] is None)
         self.weights.update(numbers if weights else ())
         return numbers
 
@@ -103,7 +105,8 @@ class Values:
     # -- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, numbers: set[int]) -> None:
-        """None of them is there for others before all are."""
+        """None of them is there for others before all are that have been computed."""
+        numbers = numbers - self.missing
         parts = {n: value for n in numbers if isinstance(value := self.values[n], Part)}
         held = sorted(numbers - parts.keys() | {part.array for part in parts.values()})
         self.set(held, lax.optimization_barrier(self.read(held)))
@@ -111,3 +114,4 @@ class Values:
     def set(self, numbers: Sequence[int], values: Sequence) -> None:
         for number, value in zip(numbers, values, strict=True):
             self.values[number] = value
+        self.missing.difference_update(numbers)

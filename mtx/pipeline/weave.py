@@ -350,9 +350,9 @@ class Braid(Values):
     def _compute_ready(self) -> None:
         """Of what is neither a matmul nor a collective, all that can be computed."""
         while ready := [node for node in self._pending if self._is_ready(node)]:
-            for node in ready:
-                self._pending.remove(node)
-                self._compute_all([node])
+            found = {*ready}
+            self._pending = [node for node in self._pending if node not in found]
+            self._compute_all(ready)
 
     def _compute_all(self, nodes: Sequence[Node | Write]) -> None:
         for node in nodes:
@@ -394,7 +394,7 @@ class Braid(Values):
             self.barrier({node.inputs[0], *node.behind})
 
     def _is_done(self, node: Node | Write) -> bool:
-        return all(self.values[number] is not None for number in node.outputs)
+        return self.missing.isdisjoint(node.outputs)
 
     def _is_ready(self, node: Node | Write) -> bool:
-        return all(self.values[number] is not None for number in (*node.inputs, *node.behind))
+        return self.missing.isdisjoint(node.inputs) and self.missing.isdisjoint(node.behind)

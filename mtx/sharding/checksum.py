@@ -32,6 +32,7 @@ def checksum(tree: Tree):
     return total
 
 
+@jax.jit  # traced once for all arrays of a shape
 def _weighed_sum(a):
     words = lax.bitcast_convert_type(a, _WORDS[a.dtype.itemsize]).astype(jnp.uint32)
     factor = jnp.uint32(1)
