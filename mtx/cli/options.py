@@ -59,14 +59,15 @@ def part(kind: type, *names: str, **types: Any) -> type:
             default=each[name].default, default_factory=each[name].default_factory))
         for name in names or types
     ]  # fmt: skip
-    # tyro reads an option's help beside the field, where the class says that it stands.
-    source = ("__qualname__", "__doc__", "__firstlineno__")
-    copied = {name: vars(kind)[name] for name in source if name in vars(kind)}
     made = dataclasses.make_dataclass(
         kind.__name__, fields, bases=() if names else (kind,), frozen=True, kw_only=True,
-        namespace={"__post_init__": resolve_types} | copied,
+        namespace={"__post_init__": resolve_types},
     )  # fmt: skip
-    made.__module__ = kind.__module__  # Python 3.12 writes its caller's there
+    # tyro reads an option's help beside the field, where the class says that it stands: the module
+    # before the line, which Python 3.13 drops with another module.
+    for name in ("__module__", "__qualname__", "__doc__", "__firstlineno__"):
+        if name in vars(kind):
+            setattr(made, name, vars(kind)[name])
     return made
 
 

@@ -92,7 +92,7 @@ class Streams:
         return best
 
     def _search(self, first: Timed, rng: random.Random) -> Timed:
-        """A worse sequence is taken as well, by chance: the less likely, the worse and the later."""
+        """What costs more is taken too, by chance: the more it costs and the later, the less."""
         best = now = first
         for left in range(_MOVES, 0, -1):
             if best.cost_s <= 0.0:
