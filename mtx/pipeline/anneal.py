@@ -137,7 +137,7 @@ class Streams:
         have come."""
         none, begin = [0.0] * len(self.seconds), (0.0, 0.0, 0.0, 0.0, (), 0.0, 0)
         found = self._timed(sequence, 0, Timed((), none, none, [begin], ([], [0.0])), math.inf)
-        assert found is not None  # it costs something
+        assert found is not None  # whatever it costs
         return found
 
     def _timed(

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 Tree = Any
-_FIRST = np.zeros((), np.int32)  # an array: JAX traces a conversion of each number
+_FIRST = np.zeros((), np.int32)  # of a number, JAX would trace a conversion each time
 
 
 def read(tree: Tree, *index) -> Tree:
