@@ -106,9 +106,9 @@ class Values:
 
     def barrier(self, numbers: set[int]) -> None:
         """None of them is there for others before all are that have been computed."""
-        numbers = numbers - self.missing
         parts = {n: value for n in numbers if isinstance(value := self.values[n], Part)}
-        held = sorted(numbers - parts.keys() | {part.array for part in parts.values()})
+        arrays = {part.array for part in parts.values()}
+        held = sorted((numbers - parts.keys() | arrays) - self.missing)
         self.set(held, lax.optimization_barrier(self.read(held)))
 
     def set(self, numbers: Sequence[int], values: Sequence) -> None:
