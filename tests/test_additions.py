@@ -244,6 +244,7 @@ def test_where_a_norm_stands(placement):
     [
         (dict(role="scale"), "'scale'.*norm"), (dict(spec=P("tensr")), "'tensr'.*tensor"),
         (dict(spec=P(None, "tensor")), r"2 dims.*\(4,\)"),
+        (dict(dims=("hidden", "heads")), r"'heads'.*2 dims.*\(4,\)"),
     ],
 )  # fmt: skip
 def test_a_parameter_says_what_it_is(values, said):

@@ -93,18 +93,21 @@ class GroupedProjection(nnx.Module):
         shard = None if self._repeated else "tensor"
         q_spec, kv_spec = ("tensor", None), (None, shard, None)
         q = weight(config.heads, config.size)
-        self.q = parameter(q, spec=P(None, *q_spec), role="matrix")
+        q_dims = "hidden", "heads", "head size"
+        self.q = parameter(q, spec=P(None, *q_spec), role="matrix", dims=q_dims)
         kv = weight(2, groups, config.size)
-        self.kv = parameter(kv, spec=P(None, *kv_spec), role="matrix")
+        kv_dims = "hidden", "k v", "kv heads", "head size"
+        self.kv = parameter(kv, spec=P(None, *kv_spec), role="matrix", dims=kv_dims)
         self.adapted = build.adapters is not None
         if build.adapters is not None:
             common: Any = {"adapters": build.adapters, "axes": build.axes, "rngs": rngs}
-            self.q_lora = Adapter(q.shape, P(None, *q_spec), **common)
-            self.kv_lora = Adapter(kv.shape, P(None, *kv_spec), **common)
+            self.q_lora = Adapter(q.shape, P(None, *q_spec), dims=q_dims, **common)
+            self.kv_lora = Adapter(kv.shape, P(None, *kv_spec), dims=kv_dims, **common)
         self.bias = config.bias
         if config.bias:
-            self.q_bias = parameter(jnp.zeros(q.shape[1:]), spec=P(*q_spec), role="bias")
-            self.kv_bias = parameter(jnp.zeros(kv.shape[1:]), spec=P(*kv_spec), role="bias")
+            q, kv = jnp.zeros(q.shape[1:]), jnp.zeros(kv.shape[1:])
+            self.q_bias = parameter(q, spec=P(*q_spec), role="bias", dims=q_dims[1:])
+            self.kv_bias = parameter(kv, spec=P(*kv_spec), role="bias", dims=kv_dims[1:])
 
     @property
     def _repeated(self) -> bool:
@@ -156,17 +159,18 @@ class AttentionModule(nnx.Module):
             self.qkv = ColumnLinear(
                 build.hidden, (3, heads, size), split=1, std=build.init_std, axes=build.axes,
                 rngs=rngs, bias=config.bias, adapters=build.adapters,
+                dims=("hidden", "q k v", "heads", "head size"),
             )  # fmt: skip
         else:
             self.qkv = GroupedProjection(config, config.groups, build, rngs)
         self.out = RowLinear(
             (heads, size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
-            bias=config.output_bias, adapters=build.adapters,
+            bias=config.output_bias, adapters=build.adapters, dims=("heads", "head size", "hidden"),
         )  # fmt: skip
         if config.norm is not None:
-            self.q_norm, self.k_norm = config.norm.rms(size), config.norm.rms(size)
+            self.q_norm, self.k_norm = (config.norm.rms(size, "head size") for _ in range(2))
         if config.sinks:
-            self.sinks = parameter(jnp.zeros(heads), spec=P("tensor"), role="bias")
+            self.sinks = parameter(jnp.zeros(heads), spec=P("tensor"), role="bias", dims=("heads",))
 
     def project(self, x_BsD, context: Context | None) -> Projected:
         """Queries, keys and values, as `mtx.layers.attend` takes them."""

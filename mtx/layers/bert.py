@@ -67,10 +67,13 @@ class Pretraining:
 class Dense(nnx.Module):
     """x W + b, the same on every device: small beside the layers."""
 
-    def __init__(self, inputs: int, outputs: int, *, std: float, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: int, outputs: int, *, std: float, rngs: nnx.Rngs, dims=("inputs", "hidden")
+    ):
         w = std * normal(rngs.params, (inputs, outputs))
-        self.w = parameter(w, spec=P(None, None), role="matrix")
-        self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
+        self.w = parameter(w, spec=P(None, None), role="matrix", dims=dims)
+        b = jnp.zeros(outputs, jnp.float32)
+        self.b = parameter(b, spec=P(None), role="bias", dims=dims[1:])
 
     def __call__(self, x_BSD):
         return matmul(x_BSD, self.w[...]) + self.b[...]
@@ -82,7 +85,8 @@ class MaskedHead(Dense):
     def __init__(self, config: Pretraining, build: Build, rows: int, rngs: nnx.Rngs):
         super().__init__(build.hidden, build.hidden, std=build.init_std, rngs=rngs)
         self.norm = config.norm.module(build.hidden)
-        self.bias = parameter(jnp.zeros(rows, jnp.float32), spec=P(VOCAB), role="bias")
+        bias = jnp.zeros(rows, jnp.float32)
+        self.bias = parameter(bias, spec=P(VOCAB), role="bias", dims=("vocabulary",))
         self.activation: Activation = config.activation
 
     def __call__(self, x_BsD):
@@ -127,7 +131,9 @@ class PretrainingHead(Pooler):
         super().__init__(config, build, rngs)
         self.masked = MaskedHead(config, build, rows, rngs)
         self.make_pooler(build, rngs)
-        self.binary = Dense(build.hidden, 2, std=build.init_std, rngs=rngs)
+        self.binary = Dense(
+            build.hidden, 2, std=build.init_std, rngs=rngs, dims=("hidden", "orders")
+        )
         self.vocab = config.vocab
 
     def next_logits(self, tokens_vD, x_BsD, positions_B):
@@ -206,7 +212,9 @@ class ClassifierHead(Pooler):
     def __init__(self, config: Classes, build: Build, rngs: nnx.Rngs):
         super().__init__(config, build, rngs)
         self.make_pooler(build, rngs)
-        self.classifier = Dense(build.hidden, config.outputs, std=build.init_std, rngs=rngs)
+        self.classifier = Dense(
+            build.hidden, config.outputs, std=build.init_std, rngs=rngs, dims=("hidden", "classes")
+        )
         self.config = config
 
     def log_probabilities(self, x_BsD, rng_B=None):

@@ -51,17 +51,18 @@ class EmbeddingModule(nnx.Module):
     """tokens [V, D], positions [S, D], types [n, D], norm"""
 
     def __init__(self, config: Embedding, build: Build, rows: int, rngs: nnx.Rngs):
-        def table(size: int):
+        def table(of: str, size: int):
             values = build.init_std * normal(rngs.params, (size, build.hidden))
-            return parameter(values, spec=P(None, None), role="embedding")
+            return parameter(values, spec=P(None, None), role="embedding", dims=(of, "hidden"))
 
         self.config, self.axes = config, build.axes
         tokens = token_table(config.vocab, rows, build, rngs.params)
-        self.tokens = parameter(tokens, spec=P(VOCAB, None), role="embedding")
+        dims = "vocabulary", "hidden"
+        self.tokens = parameter(tokens, spec=P(VOCAB, None), role="embedding", dims=dims)
         if config.positions is not None:
-            self.positions = table(config.positions)
+            self.positions = table("positions", config.positions)
         if config.types:
-            self.types = table(config.types)
+            self.types = table("types", config.types)
         if config.norm is not None:
             self.norm = config.norm.module(build.hidden)
 

@@ -73,19 +73,20 @@ class RelativeAttentionModule(nnx.Module):
         self.config, self.build = config, build
         heads, size = config.heads, config.size
 
-        def projection(*outputs: int):
+        def projection(parts: dict[str, int]):
             return ColumnLinear(
-                build.hidden, (*outputs, heads, size), split=len(outputs), std=build.init_std,
+                build.hidden, (*parts.values(), heads, size), split=len(parts), std=build.init_std,
                 axes=build.axes, rngs=rngs, bias=False,
+                dims=("hidden", *parts, "heads", "head size"),
             )  # fmt: skip
 
         if config.crosses:
-            self.q, self.kv = projection(), projection(2)
+            self.q, self.kv = projection({}), projection({"k v": 2})
         else:
-            self.qkv = projection(3)
+            self.qkv = projection({"q k v": 3})
         self.out = RowLinear(
             (heads, size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
-            bias=False,
+            bias=False, dims=("heads", "head size", "hidden"),
         )  # fmt: skip
 
     def of_itself(self, x_BsD, bias_Nh, context: Context | None, seen_BS=None):
@@ -260,8 +261,9 @@ class EncoderDecoderEmbeddingModule(EmbeddingModule):
         super().__init__(config, replace(build, init_std=1.0), rows, rngs)
 
         def bias():
-            values = normal(rngs.params, (config.buckets, config.heads))
-            return parameter(build.init_std * values, spec=P(None, "tensor"), role="embedding")
+            values = build.init_std * normal(rngs.params, (config.buckets, config.heads))
+            dims = "buckets", "heads"
+            return parameter(values, spec=P(None, "tensor"), role="embedding", dims=dims)
 
         self.encoder_bias, self.decoder_bias = bias(), bias()
 

@@ -103,18 +103,25 @@ class ExpertsModule(nnx.Module):
         shard = "tensor" if build.axes.expert_tensor else None
         owner = "expert" if build.axes.expert_tensor else ("expert", "tensor")
 
-        def weight(shape, std, spec, inputs: int):
+        def weight(dims, shape, std, spec):
             value = std * normal(rngs.params, (experts, *shape))
-            return parameter(value, spec=P(owner, *spec), role="matrix", inputs=inputs)
+            dims = "experts", *dims
+            return parameter(value, spec=P(owner, *spec), role="matrix", dims=dims, inputs=2)
 
         within = (None,) * (len(wide) - 1)
+        columns = ("gate and up", "columns") if config.gated else ("columns",)
         self.router = config.router.module(build, rngs)
-        self.up = weight((build.hidden, *wide), build.init_std, (None, *within, shard), 2)
-        self.down = weight((config.ffn, build.hidden), build.output_std, (shard, None), 2)
+        self.up = weight(
+            ("hidden", *columns), (build.hidden, *wide), build.init_std, (None, *within, shard)
+        )
+        self.down = weight(
+            ("rows", "hidden"), (config.ffn, build.hidden), build.output_std, (shard, None)
+        )
         if config.bias:
             up, down = jnp.zeros((experts, *wide)), jnp.zeros((experts, build.hidden))
-            self.up_bias = parameter(up, spec=P(owner, *within, shard), role="bias")
-            self.down_bias = parameter(down, spec=P(owner, None), role="bias")
+            up_dims, down_dims = ("experts", *columns), ("experts", "hidden")
+            self.up_bias = parameter(up, spec=P(owner, *within, shard), role="bias", dims=up_dims)
+            self.down_bias = parameter(down, spec=P(owner, None), role="bias", dims=down_dims)
         if config.shared is not None:
             self.shared = config.shared.module(build, rngs)
 

@@ -72,7 +72,8 @@ class NextTokenHead(nnx.Module):
             self.norm = config.norm.module(build.hidden)
         if not config.tied:
             table = token_table(config.vocab, rows, build, rngs.params)
-            self.output = parameter(table, spec=P(VOCAB, None), role="head")
+            dims = "vocabulary", "hidden"
+            self.output = parameter(table, spec=P(VOCAB, None), role="head", dims=dims)
 
     def _normed(self, x_BsD):
         return x_BsD if self.config.norm is None else self.norm(x_BsD)

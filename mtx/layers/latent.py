@@ -79,21 +79,27 @@ class LatentModule(AttentionModule):
         self.config, self.build = config, build
         common = {"std": build.init_std, "axes": build.axes, "rngs": rngs}
 
-        def up(inputs: int, size: int) -> ColumnLinear:
-            return ColumnLinear(inputs, (config.heads, size), split=0, bias=False, **common)
+        def down(size: int) -> WholeLinear:
+            return WholeLinear(build.hidden, size, dims=("hidden", "latent"), **common)
+
+        def up(of: str, inputs: int, size: int) -> ColumnLinear:
+            return ColumnLinear(
+                inputs, (config.heads, size), split=0, bias=False, dims=(of, "heads", "head size"),
+                **common,
+            )  # fmt: skip
 
         if config.query_latent is None:
-            self.q = up(build.hidden, config.head_size)
+            self.q = up("hidden", build.hidden, config.head_size)
         else:
-            self.q_down = WholeLinear(build.hidden, config.query_latent, **common)
-            self.q_norm = config.norm.rms(config.query_latent)
-            self.q_up = up(config.query_latent, config.head_size)
-        self.kv_down = WholeLinear(build.hidden, config.latent + config.turned, **common)
-        self.kv_norm = config.norm.rms(config.latent)
-        self.kv_up = up(config.latent, config.size + config.value_size)
+            self.q_down = down(config.query_latent)
+            self.q_norm = config.norm.rms(config.query_latent, "latent")
+            self.q_up = up("latent", config.query_latent, config.head_size)
+        self.kv_down = down(config.latent + config.turned)
+        self.kv_norm = config.norm.rms(config.latent, "latent")
+        self.kv_up = up("latent", config.latent, config.size + config.value_size)
         self.out = RowLinear(
             (config.heads, config.value_size), build.hidden, std=build.output_std, axes=build.axes,
-            rngs=rngs, bias=False,
+            rngs=rngs, bias=False, dims=("heads", "head size", "hidden"),
         )  # fmt: skip
 
     # -- projections ------------------------------------------------------------------------------

@@ -120,31 +120,32 @@ class MambaModule(nnx.Module):
     [W, H, K] and bc_kernel [W, 2, G, N] with a bias each; A_log, D, dt_bias [H]; norm; out."""
 
     def __init__(self, config: Mamba, build: Build, rngs: nnx.Rngs):
-        def weight(*shape, spec):
+        def weight(*shape, spec, dims):
             w = build.init_std * normal(rngs.params, (build.hidden, *shape))
-            return parameter(w, spec=P(None, *spec), role="matrix")
+            return parameter(w, spec=P(None, *spec), role="matrix", dims=("hidden", *dims))
 
-        def convolution(*shape, spec):
+        def convolution(*shape, spec, dims):
             bound = 1 / math.sqrt(config.width)
             shapes = (config.width, *shape), shape
             kernel, bias = (uniform(rngs.params, shape, -bound, bound) for shape in shapes)
             return (
-                parameter(kernel, spec=P(None, *spec), role="filter"),
-                parameter(bias, spec=P(*spec), role="bias"),
+                parameter(kernel, spec=P(None, *spec), role="filter", dims=("width", *dims)),
+                parameter(bias, spec=P(*spec), role="bias", dims=dims),
             )
 
         def of_heads(values):
-            return parameter(values, spec=P("tensor"), role="recurrence")
+            return parameter(values, spec=P("tensor"), role="recurrence", dims=("heads",))
 
         self.config, self.axes = config, build.axes
         heads, groups = config.heads, (2, config.groups, config.state)
         in_heads = ("tensor", None)
         in_groups = (None, None if config.repeats(build.axes) else "tensor", None)
-        self.zx = weight(2, heads, config.size, spec=(None, *in_heads))
-        self.bc = weight(*groups, spec=in_groups)
-        self.dt = weight(heads, spec=("tensor",))
-        self.x_kernel, self.x_bias = convolution(heads, config.size, spec=in_heads)
-        self.bc_kernel, self.bc_bias = convolution(*groups, spec=in_groups)
+        of_x, of_bc = ("heads", "head size"), ("b c", "groups", "state")
+        self.zx = weight(2, heads, config.size, spec=(None, *in_heads), dims=("z x", *of_x))
+        self.bc = weight(*groups, spec=in_groups, dims=of_bc)
+        self.dt = weight(heads, spec=("tensor",), dims=("heads",))
+        self.x_kernel, self.x_bias = convolution(heads, config.size, spec=in_heads, dims=of_x)
+        self.bc_kernel, self.bc_bias = convolution(*groups, spec=in_groups, dims=of_bc)
         a = uniform(rngs.params, (heads,), *_A)
         self.A_log = of_heads(jnp.log(a))
         self.D = of_heads(jnp.ones(heads))
@@ -154,7 +155,7 @@ class MambaModule(nnx.Module):
         self.norm = GatedNorm(config, build.axes)
         self.out = RowLinear(
             (heads, config.size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
-            bias=False,
+            bias=False, dims=(*of_x, "hidden"),
         )  # fmt: skip
 
     def __call__(self, x_BsD, context: Context | None = None):
@@ -290,7 +291,8 @@ class GatedNorm(nnx.Module):
 
     def __init__(self, config: Mamba, axes: Axes):
         ones = jnp.ones((config.heads, config.size), jnp.float32)
-        self.scale = parameter(ones, spec=P("tensor", None), role="norm")
+        dims = "heads", "head size"
+        self.scale = parameter(ones, spec=P("tensor", None), role="norm", dims=dims)
 
 
 def gated_norm(y_BShK, z_BShK, scale_hK, config: Mamba, axes: Axes):

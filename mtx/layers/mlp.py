@@ -54,14 +54,15 @@ class MLPModule(nnx.Module):
 
     def __init__(self, config: MLP, build: Build, rngs: nnx.Rngs):
         outputs = (2, config.ffn) if config.gated else (config.ffn,)
+        wide = ("gate and up", "columns") if config.gated else ("columns",)
         axes = replace(build.axes, by_rows=True)
         self.up = ColumnLinear(
             build.hidden, outputs, split=len(outputs) - 1, std=build.init_std, axes=axes,
-            rngs=rngs, bias=config.bias, adapters=build.adapters,
+            rngs=rngs, bias=config.bias, adapters=build.adapters, dims=("hidden", *wide),
         )  # fmt: skip
         self.down = RowLinear(
             (config.ffn,), build.hidden, std=build.output_std, axes=axes, rngs=rngs,
-            bias=config.bias, adapters=build.adapters,
+            bias=config.bias, adapters=build.adapters, dims=("rows", "hidden"),
         )  # fmt: skip
         self.config = config
 

@@ -98,6 +98,7 @@ class Model:
         }
         self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
         self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
+        self.dims = _metadata(states, "dims")  # what each's are called: a tuple, or an empty one
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
         self.rules = _metadata(states, "rule")  # of states, how a step moves them; None: of others
         if config.fp8_steps:
@@ -127,7 +128,7 @@ class Model:
         states = (
             (self.shapes, jax.ShapeDtypeStruct(fp8.HISTORY, jnp.float32)),
             (self.specs, P(None, None)), (self.inputs, 1), (self.rules, rule),
-            (self.roles, "state"),
+            (self.dims, ("operand", "exponent")), (self.roles, "state"),
         )  # fmt: skip
         for kind, roles in self.roles["layers"].items():
             for tree, value in states:

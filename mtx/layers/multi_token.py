@@ -48,8 +48,9 @@ class MultiTokenLayer(Layer):
         self.last_norm, self.output_norm = (kind.norm.module(build.hidden) for _ in range(2))
         self.token_norm, self.stream_norm = (kind.norm.module(build.hidden) for _ in range(2))
         self.join = WholeLinear(
-            2 * build.hidden, build.hidden, std=build.init_std, axes=build.axes, rngs=rngs
-        )
+            2 * build.hidden, build.hidden, std=build.init_std, axes=build.axes, rngs=rngs,
+            dims=("token and stream", "hidden"),
+        )  # fmt: skip
 
     def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
         x_BsD = self.last_norm(stream["x"])

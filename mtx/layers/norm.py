@@ -29,14 +29,14 @@ class Norm:
     epsilon: float
     offset: float = 0.0  # rms: added to the scale, which then begins at 1 - offset (Gemma: 1)
 
-    def module(self, size: int) -> LayerNorm | RMSNorm:
-        """Over the last dim, of that size."""
+    def module(self, size: int, dim: str = "hidden") -> LayerNorm | RMSNorm:
+        """Over the last dim, of that size and name."""
         if self.kind == "layer":
-            return LayerNorm(size, epsilon=self.epsilon)
-        return self.rms(size)
+            return LayerNorm(size, epsilon=self.epsilon, dim=dim)
+        return self.rms(size, dim)
 
-    def rms(self, size: int) -> RMSNorm:
-        return RMSNorm(size, epsilon=self.epsilon, offset=self.offset)
+    def rms(self, size: int, dim: str = "hidden") -> RMSNorm:
+        return RMSNorm(size, epsilon=self.epsilon, offset=self.offset, dim=dim)
 
 
 @custom_vjp(3)
@@ -110,9 +110,10 @@ def _once(statistics):
 class LayerNorm(nnx.Module):
     """Layer norm over the last dim, replicated over `tensor`."""
 
-    def __init__(self, size: int, *, epsilon: float):
-        self.scale = parameter(jnp.ones(size, jnp.float32), spec=P(None), role="norm")
-        self.bias = parameter(jnp.zeros(size, jnp.float32), spec=P(None), role="bias")
+    def __init__(self, size: int, *, epsilon: float, dim: str = "hidden"):
+        scale, bias = jnp.ones(size, jnp.float32), jnp.zeros(size, jnp.float32)
+        self.scale = parameter(scale, spec=P(None), role="norm", dims=(dim,))
+        self.bias = parameter(bias, spec=P(None), role="bias", dims=(dim,))
         self.epsilon = epsilon
 
     def __call__(self, x):
@@ -122,9 +123,9 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """RMS norm over the last dim, replicated over `tensor`."""
 
-    def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
+    def __init__(self, size: int, *, epsilon: float, offset: float = 0.0, dim: str = "hidden"):
         scale = jnp.full(size, 1.0 - offset, jnp.float32)
-        self.scale = parameter(scale, spec=P(None), role="norm")
+        self.scale = parameter(scale, spec=P(None), role="norm", dims=(dim,))
         self.epsilon = epsilon
         self.offset = offset
 

@@ -92,19 +92,20 @@ class ChunkedAttentionModule(nnx.Module):
         self.config, self.build = config, build
         heads, size = config.heads, config.size
 
-        def projection(inputs: int, *outputs: int):
+        def projection(inputs: int, parts: dict[str, int]):
             return ColumnLinear(
-                inputs, (*outputs, heads, size), split=len(outputs), std=build.init_std,
+                inputs, (*parts.values(), heads, size), split=len(parts), std=build.init_std,
                 axes=build.axes, rngs=rngs, bias=False,
+                dims=("hidden", *parts, "heads", "head size"),
             )  # fmt: skip
 
         if keys_of is None:
-            self.qkv = projection(build.hidden, 3)
+            self.qkv = projection(build.hidden, {"q k v": 3})
         else:
-            self.q, self.kv = projection(build.hidden), projection(keys_of, 2)
+            self.q, self.kv = projection(build.hidden, {}), projection(keys_of, {"k v": 2})
         self.out = RowLinear(
             (heads, size), build.hidden, std=build.output_std, axes=build.axes, rngs=rngs,
-            bias=False,
+            bias=False, dims=("heads", "head size", "hidden"),
         )  # fmt: skip
 
     def attend(self, queries, keys, values, places, context: Context | None):
@@ -303,7 +304,8 @@ class RetroEmbeddingModule(EmbeddingModule):
         if not self.shares:
             own = replace(build, hidden=config.encoder_hidden)
             table = token_table(config.vocab, rows, own, rngs.params)
-            self.neighbours = parameter(table, spec=P(VOCAB, None), role="embedding")
+            dims = "vocabulary", "hidden"
+            self.neighbours = parameter(table, spec=P(VOCAB, None), role="embedding", dims=dims)
 
     def leaves(self, batch, context: Context | None = None) -> Stream:
         """What the stream has beside the decoder's x."""

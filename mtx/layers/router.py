@@ -166,14 +166,14 @@ class RouterModule(nnx.Module):
         self.config, self.axes = config, build.axes
         experts = config.experts
         w = build.init_std * normal(rngs.params, (build.hidden, experts))
-        self.w = parameter(w, spec=P(None, None), role="router")
+        self.w = parameter(w, spec=P(None, None), role="router", dims=("hidden", "experts"))
+        zeros, each = jnp.zeros(experts, jnp.float32), {"spec": P(None), "dims": ("experts",)}
         if config.bias:
-            self.bias = parameter(jnp.zeros(experts, jnp.float32), spec=P(None), role="bias")
-        zeros = jnp.zeros(experts, jnp.float32)
-        self.load = parameter(zeros, spec=P(None), role="state", rule=_latest)
+            self.bias = parameter(zeros, role="bias", **each)
+        self.load = parameter(zeros, role="state", rule=_latest, **each)
         if config.balance_rate is not None:
             rule = _Balance(config.balance_rate)
-            self.balance = parameter(zeros, spec=P(None), role="state", rule=rule)
+            self.balance = parameter(zeros, role="state", rule=rule, **each)
 
     def __call__(self, x_BsD, context: Context | None = None):
         """(ids int32 [B, s, k], gates float32 [B, s, k], auxiliary losses float32 [B, s]); for a

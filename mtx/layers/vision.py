@@ -85,14 +85,16 @@ class VisionEmbedding(nnx.Module):
     [N + 1, E] and the norm before the first layer; last_norm, which a decoder does not read."""
 
     def __init__(self, images: Images, norm: Norm, build: Build, rngs: nnx.Rngs):
-        def values(*shape: int):
-            drawn = build.init_std * normal(rngs.params, shape)
-            return parameter(drawn, spec=P(*(None for _ in shape)), role="embedding")
+        def values(sizes: dict[str, int]):
+            drawn = build.init_std * normal(rngs.params, tuple(sizes.values()))
+            spec = P(*(None for _ in sizes))
+            return parameter(drawn, spec=spec, role="embedding", dims=tuple(sizes))
 
         self.images, self.axes, self.dtype = images, build.axes, build.dtype
-        self.patches = values(3, images.patch, images.patch, images.size)
-        self.class_token = values(images.size)
-        self.positions = values(images.patches + 1, images.size)
+        patch, hidden = images.patch, {"hidden": images.size}
+        self.patches = values({"colours": 3, "patch rows": patch, "patch columns": patch} | hidden)
+        self.class_token = values(hidden)
+        self.positions = values({"positions": images.patches + 1} | hidden)
         self.norm, self.last_norm = norm.module(images.size), norm.module(images.size)
 
     def __call__(self, pixels):
@@ -214,10 +216,15 @@ class Projector(nnx.Module):
         self.kind, self.axes = kind, build.axes
         sizes, common = (kind.images.size, build.hidden), {"axes": build.axes, "rngs": rngs}
         if kind.projection == "linear":
-            self.linear = WholeLinear(*sizes, std=build.init_std, **common)
+            dims = "image", "hidden"
+            self.linear = WholeLinear(*sizes, std=build.init_std, dims=dims, **common)
             return
-        self.up = ColumnLinear(sizes[0], sizes[1:], split=0, std=build.init_std, **common)
-        self.down = RowLinear(sizes[1:], sizes[1], std=build.init_std, **common)
+        self.up = ColumnLinear(
+            sizes[0], sizes[1:], split=0, std=build.init_std, dims=("image", "columns"), **common
+        )
+        self.down = RowLinear(
+            sizes[1:], sizes[1], std=build.init_std, dims=("rows", "hidden"), **common
+        )
 
     def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
         if IMAGE not in stream:

@@ -59,6 +59,12 @@ class PipelineModel(Protocol):
         ...
 
     @property
+    def dims(self) -> Tree:
+        """What the dims of every parameter are called, a tuple, or an empty one where nothing is
+        said. A tree like `specs`."""
+        ...
+
+    @property
     def trained(self) -> Tree:
         """Which parameters are, bool; the others are frozen. A tree like `specs`."""
         ...

@@ -15,6 +15,7 @@ Legend: B rows · S sequence · D hidden · r rank · lower-case: local shard
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -44,13 +45,17 @@ class Adapter(nnx.Module):
 
     def __init__(
         self, shape: tuple[int, ...], spec: P, adapters: Adapters, *, inputs: int = 1, axes: Axes,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs, dims: Sequence[str] = (),
     ):  # fmt: skip
-        """shape, spec: of the weight, which has so many dims of inputs."""
+        """shape, spec, dims: of the weight, which has so many dims of inputs."""
         std = 1 / math.sqrt(math.prod(shape[:inputs]))
         a = std * normal(rngs.adapter, (*shape[:inputs], adapters.rank))
-        self.a = parameter(a, spec=P(*spec[:inputs], None), role="adapter", inputs=inputs)
+        ends = (*dims[:inputs], "rank"), ("rank", *dims[inputs:])
+        dims_a, dims_b = ends if dims else ((), ())
+        self.a = parameter(
+            a, spec=P(*spec[:inputs], None), role="adapter", dims=dims_a, inputs=inputs
+        )
         b = jnp.zeros((adapters.rank, *shape[inputs:]), jnp.float32)
-        self.b = parameter(b, spec=P(None, *spec[inputs:]), role="adapter")
+        self.b = parameter(b, spec=P(None, *spec[inputs:]), role="adapter", dims=dims_b)
         self.scale = adapters.scale
         self.axes = replace(axes, joint=True)  # whose products have no collective

@@ -16,6 +16,7 @@ its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -259,16 +260,20 @@ class ColumnLinear(nnx.Module):
 
     def __init__(
         self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs, bias=True,
-        adapters: Adapters | None = None,
+        adapters: Adapters | None = None, dims: Sequence[str] = (),
     ):  # fmt: skip
+        """dims: what those of W are called."""
         names = ["tensor" if dim == split else None for dim in range(len(outputs))]
         w = std * normal(rngs.params, (inputs, *outputs))
-        self.w = parameter(w, spec=P(None, *names), role="matrix")
+        self.w = parameter(w, spec=P(None, *names), role="matrix", dims=dims)
         self.adapted = adapters is not None
         if adapters is not None:
-            self.w_lora = Adapter(w.shape, P(None, *names), adapters, axes=axes, rngs=rngs)
+            self.w_lora = Adapter(
+                w.shape, P(None, *names), adapters, axes=axes, rngs=rngs, dims=dims
+            )
         if bias:
-            self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(*names), role="bias")
+            b = jnp.zeros(outputs, jnp.float32)
+            self.b = parameter(b, spec=P(*names), role="bias", dims=dims[1:])
         self.bias = bias
         self.axes = axes
 
@@ -300,9 +305,12 @@ class WholeLinear(nnx.Module):
     """y = x W with W [inputs, outputs], which every device of `tensor` has whole and takes of the
     rows that it has."""
 
-    def __init__(self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, dims: Sequence[str] = ()
+    ):
+        """dims: what those of W are called."""
         w = std * normal(rngs.params, (inputs, outputs))
-        self.w = parameter(w, spec=P(None, None), role="matrix")
+        self.w = parameter(w, spec=P(None, None), role="matrix", dims=dims)
         self.axes = replace(axes, tensor=None, tensor_shards=1, sequence_parallel=False)
 
     def __call__(self, x):
@@ -316,16 +324,20 @@ class RowLinear(nnx.Module):
 
     def __init__(
         self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True,
-        adapters: Adapters | None = None,
+        adapters: Adapters | None = None, dims: Sequence[str] = (),
     ):  # fmt: skip
+        """dims: what those of W are called."""
         shape, spec = (*inputs, outputs), P("tensor", *(None for _ in inputs))
         w = std * normal(rngs.params, shape)
-        self.w = parameter(w, spec=spec, role="matrix", inputs=len(inputs))
+        self.w = parameter(w, spec=spec, role="matrix", dims=dims, inputs=len(inputs))
         self.adapted = adapters is not None
         if adapters is not None:
-            self.w_lora = Adapter(shape, spec, adapters, inputs=len(inputs), axes=axes, rngs=rngs)
+            self.w_lora = Adapter(
+                shape, spec, adapters, inputs=len(inputs), axes=axes, rngs=rngs, dims=dims
+            )
         if bias:
-            self.b = parameter(jnp.zeros(outputs, jnp.float32), spec=P(None), role="bias")
+            b = jnp.zeros(outputs, jnp.float32)
+            self.b = parameter(b, spec=P(None), role="bias", dims=dims[len(inputs) :])
         self.bias = bias
         self.axes = axes
 

@@ -9,7 +9,7 @@ of what only trained ones have are the same nested dicts without the leaves of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from flax import nnx
@@ -37,14 +37,17 @@ Rule = Callable[[Any, Any], Any]  # (a state, what the microbatches have summed)
 
 
 def parameter(
-    value, *, spec: P, role: Role, inputs: int = 1, rule: Rule | None = None
-) -> nnx.Param:
-    """`value`, the global array, as a parameter that `spec` shards over the mesh. inputs: of a
-    matrix, how many of its first dims are inputs; the others are outputs.
+    value, *, spec: P, role: Role, dims: Sequence[str] = (), inputs: int = 1,
+    rule: Rule | None = None,
+) -> nnx.Param:  # fmt: skip
+    """`value`, the global array, as a parameter that `spec` shards over the mesh. dims: what each
+    is called, to those who look at what a device holds. inputs: of a matrix, how many of its first
+    dims are inputs; the others are outputs.
 
     rule: of a state, which no optimizer moves. Its cotangents are summed like gradients, and once a
     step the rule makes the next state of the sum, for the dims of `value`; others may be in front.
-    UserError for a role or an axis that there is not, and for a spec of more dims than `value` has.
+    UserError for a role or an axis that there is not, for a spec of more dims than `value` has, and
+    for names of more or fewer.
     """
     if role not in ROLES:
         raise unknown_name("role", role, ROLES)
@@ -56,7 +59,12 @@ def parameter(
             f"spec={spec} has {len(spec)} dims, and the parameter {value.ndim}, {value.shape}; use "
             "one entry a dim at most"
         )
-    return nnx.Param(value, spec=spec, role=role, inputs=inputs, rule=rule)
+    if dims and len(dims) != value.ndim:
+        raise UserError(
+            f"dims={tuple(dims)} names {len(dims)} dims, and the parameter has {value.ndim}, "
+            f"{value.shape}; use a name each, or none"
+        )
+    return nnx.Param(value, spec=spec, role=role, dims=tuple(dims), inputs=inputs, rule=rule)
 
 
 def chosen(tree: Tree, which: Tree) -> Tree:

@@ -20,58 +20,6 @@ from mtx.step.trainer import Trainer
 from mtx.view.mesh import Device
 
 _STACKED = 3  # dims before a layer's own: stage, chunk, place in the chunk
-_DIMS = {  # what the dims of a parameter are, by the end of its name
-    "qkv.w": "hidden, q k v, heads, head size",
-    "qkv.b": "q k v, heads, head size",
-    "qkv.q": "hidden, heads, head size",
-    "qkv.kv": "hidden, k v, kv heads, head size",
-    "qkv.q_bias": "heads, head size",
-    "qkv.kv_bias": "k v, kv heads, head size",
-    "q_norm.scale": "head size",
-    "k_norm.scale": "head size",
-    "out.w": "heads, head size, hidden",
-    "up.w": "hidden, columns",
-    "up.b": "columns",
-    "down.w": "rows, hidden",
-    "mlp.up": "experts, hidden, gate and up, columns",
-    "mlp.down": "experts, rows, hidden",
-    "up_bias": "experts, gate and up, columns",
-    "down_bias": "experts, hidden",
-    "router.w": "hidden, experts",
-    "router.bias": "experts",
-    "load": "experts",
-    "balance": "experts",
-    "sinks": "heads",
-    "vision.patches": "colours, patch rows, patch columns, hidden",
-    "vision.positions": "positions, hidden",
-    "q_down.w": "hidden, latent",
-    "kv_down.w": "hidden, latent",
-    "q_up.w": "latent, heads, head size",
-    "kv_up.w": "latent, heads, head size",
-    "mamba.zx": "hidden, z x, heads, head size",
-    "mamba.bc": "hidden, b c, groups, state",
-    "mamba.dt": "hidden, heads",
-    "x_kernel": "width, heads, head size",
-    "x_bias": "heads, head size",
-    "bc_kernel": "width, b c, groups, state",
-    "bc_bias": "b c, groups, state",
-    "norm.scale": "heads, head size",
-    "dt_bias": "heads",
-    "tokens": "vocabulary, hidden",
-    "output": "vocabulary, hidden",
-    "masked.bias": "vocabulary",
-    "positions": "positions, hidden",
-    "types": "types, hidden",
-    "q.w": "hidden, heads, head size",
-    "kv.w": "hidden, k v, heads, head size",
-    "encoder_bias": "buckets, heads",
-    "decoder_bias": "buckets, heads",
-    "masked.w": "inputs, hidden",
-    "pooler.w": "inputs, hidden",
-    "binary.w": "hidden, orders",
-    "binary.b": "orders",
-}
-_GATED = ("hidden", "gate and up", "columns")  # of up.w, where it has a dim more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +117,14 @@ class Holdings:
             batch = min(batch, 4 * layout.pipe * layout.replicas * layout.microbatch)
         self._trainer = Trainer(replace(run, layout=layout, global_batch=batch))
         self.layout = self._trainer.run.layout
+        model = self._trainer.model
+        self._dims = [
+            dims or tuple(f"dim {dim}" for dim in range(shape.ndim))
+            for shape, dims in zip(
+                tree_leaves(model.shapes),
+                tree_leaves(model.dims, is_leaf=lambda each: isinstance(each, tuple)), strict=True,
+            )
+        ]  # fmt: skip
 
     def layers(self, name: str, part: Sequence[slice]) -> tuple[int, ...] | None:
         """The layers in a part [P, C, N_kind] of a parameter's stack, in its order; padding holds
@@ -182,9 +138,9 @@ class Holdings:
     def of(self, device: Device) -> list[Held]:
         """What `device` holds of each parameter."""
         sizes, at, held, states = self.layout.sizes, device.at, [], self._trainer.states
-        for (path, leaf), spec, shard in zip(
+        for (path, leaf), spec, shard, dims in zip(
             tree_leaves_with_path(states.param_shapes), tree_leaves(states.param_specs),
-            tree_leaves(states.shards), strict=True,
+            tree_leaves(states.shards), self._dims, strict=True,
         ):  # fmt: skip
             name, shape = keystr(path, simple=True, separator="."), leaf.shape
             stack = _STACKED if name.startswith("layers.") else 0
@@ -192,20 +148,8 @@ class Holdings:
             part = local_slices(shape, spec, at, sizes)
             master = local_slices(padded, shard.spec, at, sizes)
             held += [Held(
-                name=name, dims=dims_of(name, len(shape) - stack), shape=shape[stack:],
+                name=name, dims=dims, shape=shape[stack:],
                 part=part, master=master, layers=self.layers(name, part[:stack]),
                 master_layers=self.layers(name, master[:stack]),
             )]  # fmt: skip
         return held
-
-
-def dims_of(name: str, count: int) -> tuple[str, ...]:
-    """What the dims of a parameter are called, of a layer's own ones."""
-    ends = [".".join(name.split(".")[-parts:]) for parts in (2, 1)]
-    if (ends[0], count) == ("up.w", 3):
-        return _GATED
-    for known in (*(_DIMS.get(end, "") for end in ends), "hidden"):  # the last: norms, biases
-        dims = tuple(known.split(", "))
-        if known and len(dims) == count:
-            return dims
-    return tuple(f"dim {dim}" for dim in range(count))
